@@ -1,0 +1,240 @@
+"""Configuration: defaults, then TOML files, then the environment, then the command line; the last one wins.
+
+Every value, wherever it stands, becomes one `Setting` and goes through one validator: tyro, which reads the
+dataclasses' types. The dataclasses live in the files that they configure; nothing here knows their names.
+"""
+
+import difflib
+import io
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+ENVIRONMENT_PREFIX = "DIST_AMP_"
+NOT_SETTINGS = {"DIST_AMP_PYTHON"}  # the launch scripts' own
+T = TypeVar("T")
+
+
+class Failure(Exception):
+    """Something the user can mend: one line that names the value, the rule and the mend."""
+
+    exit_code = 1
+
+
+class ConfigError(Failure):
+    exit_code = 64
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number may be, as in `Annotated[float, Range(above=0)]`; neither nan nor infinity ever."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def __contains__(self, number: float) -> bool:
+        return self.low <= number <= self.high and self.above < number < self.below
+
+    def __str__(self) -> str:
+        rules = (("at least", self.low), ("above", self.above), ("at most", self.high), ("below", self.below))
+        return " and ".join(f"{words} {bound:g}" for words, bound in rules if not math.isinf(bound))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key's value as text, one entry per element, and where it was set."""
+
+    words: tuple[str, ...]
+    source: str
+
+
+Settings = dict[str, Setting]
+
+
+def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ, aliases: Mapping[str, str] = {}) -> Settings:
+    """Every setting of all sources, the later over the earlier; keys are not checked yet."""
+    command_line, paths = _from_command_line(argv, aliases)
+    settings: Settings = {}
+    for path in paths:
+        settings |= _from_file(path)
+    settings |= _from_environment(environ)
+    return settings | command_line
+
+
+def _from_command_line(argv: Sequence[str], aliases: Mapping[str, str]) -> tuple[Settings, list[str]]:
+    """(settings, config paths) from `--key value ...` and `--key=value`; `--config` takes one or more files."""
+    settings: Settings = {}
+    paths: list[str] = []
+    key = ""
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            key = aliases.get(key, key)
+            if key != "config":
+                settings[key] = Setting((value,) if equals else (), "on the command line")
+            elif equals:
+                paths.append(value)
+        elif key == "config":
+            paths.append(word)
+        elif key:
+            settings[key] = Setting((*settings[key].words, word), "on the command line")
+        else:
+            raise ConfigError(f"{word!r} on the command line belongs to no key; write --section.key {word}")
+    return settings, paths
+
+
+def _from_file(path: str) -> Settings:
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}; give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}; mend that line") from None
+    return {key: Setting(words, f"in {path}") for key, words in _flatten(table)}
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{key}.")
+        else:
+            yield key, tuple(map(_word, value)) if isinstance(value, list) else (_word(value),)
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _from_environment(environ: Mapping[str, str]) -> Settings:
+    names = [name for name in environ if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS]
+    keys = {name: name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".") for name in names}
+    return {key: Setting((environ[name],), f"in the environment as {name}") for name, key in keys.items()}
+
+
+def build(schema: type[T], settings: Settings, prog: str = "dist_amp") -> T:
+    """An instance of the dataclass `schema`, nested ones included, with `settings` over its defaults.
+
+    Errors: ConfigError for an unknown, missing, mistyped or out-of-range key, naming its source and the mend.
+    """
+    leaves = dict(_leaves(schema))
+    for key, setting in settings.items():
+        if key not in leaves:
+            raise ConfigError(f"unknown key {key} {setting.source}{_nearest(key, leaves)}")
+    for key, (_, default) in leaves.items():
+        if default is MISSING and key not in settings:
+            raise ConfigError(f"{key} is required and not set; add --{key} VALUE")
+    config = _parse(schema, settings, prog)
+    if config is None:
+        raise _culprit(schema, settings, leaves, prog)
+    for key, value in flat_values(config):
+        allowed = _range_of(leaves[key][0])
+        if allowed is not None and isinstance(value, int | float) and value not in allowed:
+            where = f" {settings[key].source}" if key in settings else ""
+            raise ConfigError(f"{key}={value}{where} must be {allowed}")
+    return config
+
+
+def show_help(schema: type, prog: str, description: str) -> str:
+    """The text of `--help`: every key with its type, default and meaning."""
+    text = io.StringIO()
+    with redirect_stdout(text), suppress(SystemExit):
+        tyro.cli(schema, args=["--help"], prog=prog, description=description, use_underscores=True, config=_TYRO)
+    return text.getvalue()
+
+
+_TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
+
+
+def _parse(schema: type[T], settings: Settings, prog: str) -> T | None:
+    """What tyro makes of the settings; None where it refuses one."""
+    args: list[str] = []
+    for key, setting in settings.items():
+        args += [f"--{key}", *({"true": "True", "false": "False"}.get(word, word) for word in setting.words)]
+    try:
+        with redirect_stderr(io.StringIO()):  # tyro prints a box; our one line names the source as well
+            return tyro.cli(schema, args=args, prog=prog, use_underscores=True, config=_TYRO)
+    except SystemExit:
+        return None
+
+
+def _culprit(schema: type, settings: Settings, leaves: Mapping[str, tuple[Any, Any]], prog: str) -> ConfigError:
+    """Name the setting that tyro refuses: the first that it refuses beside the required ones."""
+    required = {key: settings[key] for key, (_, default) in leaves.items() if default is MISSING}
+    for key, setting in settings.items():
+        if _parse(schema, {**required, key: setting}, prog) is None:
+            value = " ".join(setting.words) or "(nothing)"
+            return ConfigError(f"{key}={value} {setting.source} is not {_expected(leaves[key][0])}")
+    return ConfigError(f"these settings do not go together: {', '.join(settings)}")
+
+
+def _leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """(dotted key, (type, default or MISSING)) of every field, nested dataclasses taken apart."""
+    hints = get_type_hints(schema, include_extras=True)
+    for item in fields(schema):
+        key, hint = f"{prefix}{item.name}", hints[item.name]
+        if is_dataclass(hint):
+            yield from _leaves(hint, f"{key}.")  # type: ignore[arg-type]
+        else:
+            yield key, (hint, item.default if item.default_factory is MISSING else item.default_factory)
+
+
+def flat_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every field of a config, nested ones taken apart."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            yield from flat_values(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", value
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like `name`, or an empty string."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
+
+
+def _nearest(key: str, leaves: Iterable[str]) -> str:
+    leaves = list(leaves)
+    section, _, last = key.rpartition(".")
+    same_name = [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]
+    inside = [leaf for leaf in leaves if leaf.rpartition(".")[0] == section]
+    match = nearest_name(key, inside) or (same_name[0] if len(same_name) == 1 else nearest_name(key, leaves))
+    if match:
+        return f"; did you mean {match}?"
+    if section.startswith("task.args") or key.startswith("task.args"):
+        return (
+            f"; the task takes {', '.join(leaf for leaf in leaves if leaf.startswith('task.args.')) or 'no arguments'}"
+        )
+    return "; --help lists every key"
+
+
+def _range_of(hint: Any) -> Range | None:
+    """The Range in a type, through unions."""
+    if get_origin(hint) is Annotated:
+        return next((extra for extra in hint.__metadata__ if isinstance(extra, Range)), None)
+    return next((found for part in get_args(hint) if (found := _range_of(part)) is not None), None)
+
+
+def _expected(hint: Any) -> str:
+    """A type in words, for error messages."""
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "one text"}
+    if get_origin(hint) is Annotated:
+        return _expected(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return "a list"
+    if get_args(hint):
+        return " or ".join(map(_expected, get_args(hint)))
+    return words.get(hint, str(hint))

@@ -1,0 +1,346 @@
+"""Data: a dataset's samples as this rank's micro-batches, in an order that is a pure function of seed and position.
+
+The samples of all epochs form one sequence. A step takes the next `global_batch_size` of them, or what is left of the
+epoch, and deals them out to ranks and micro-batches: the step's set of samples is the same at every world size, and
+resuming needs one number, how many samples were consumed.
+"""
+
+import glob
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+
+from dist_amp.config import Range
+from dist_amp.runtime import DataError, World, ignore_stop_signals, seed_all
+from dist_amp.task import Task
+
+# Local files by their ending -> the loader of the `datasets` library that reads them.
+FORMATS = {
+    ".txt": "text",
+    ".md": "text",
+    ".py": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str = "auto"
+    """A dataset on the Hugging Face hub, as user/name or user/name:configuration; auto: what the task ships with."""
+    path: str = "off"
+    """Local files in place of a name: a file, a folder or a glob of text, JSON lines, Parquet or CSV."""
+    split: str = "train"
+    """Which of the dataset's splits to train on."""
+    validation_split: str = "auto"
+    """Which split to evaluate on; auto: "validation" or "test" where there is one, else a part held out of `split`."""
+    validation_fraction: Annotated[float, Range(above=0, below=1)] = 0.05
+    """The part held out where no split is there to evaluate on."""
+    text_column: str = "text"
+    """Which column holds the text."""
+    workers: Annotated[int, Range(low=0)] = 0
+    """Loader processes per rank; 0: batches are made in the training process."""
+    shuffle: bool = True
+    """A new order every epoch; false: the dataset's own."""
+
+
+class Padding:
+    """A micro-batch that counts for nothing: for a rank with no sample left, so that all ranks take part alike."""
+
+    def __init__(self, batch: Any):
+        self.batch = batch
+
+
+@dataclass(frozen=True)
+class Share:
+    """One micro-batch of one rank, by the samples' indices."""
+
+    indices: tuple[int, ...]
+    counts: bool = True  # False: padding
+
+
+def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
+    """The samples' order in one epoch: [length] int64."""
+    if not shuffle:
+        return torch.arange(length)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(length, generator=generator)
+
+
+def deal(window: Sequence[int], world_size: int, micro_batch_size: int, rank: int) -> list[Share]:
+    """One step's samples -> this rank's micro-batches: equally many on every rank, the last one dealt out evenly."""
+    size = world_size * micro_batch_size
+    shares = []
+    for start in range(0, len(window), size):
+        mine = tuple(window[start : start + size][rank::world_size])
+        shares.append(Share(mine) if mine else Share((window[start],), counts=False))
+    return shares
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which samples this rank takes, step after step."""
+
+    length: int
+    global_batch_size: int
+    micro_batch_size: int
+    world_size: int
+    rank: int
+    seed: int
+    shuffle: bool
+
+    def steps(self, position: int) -> Iterator[tuple[int, list[Share]]]:
+        """(samples consumed after the step, micro-batches) from `position` on, epoch after epoch without end."""
+        epoch, offset = divmod(position, self.length)
+        while True:
+            order = epoch_order(self.length, self.seed, epoch, self.shuffle)
+            while offset < self.length:
+                window = order[offset : offset + self.global_batch_size].tolist()
+                offset += len(window)
+                yield epoch * self.length + offset, deal(window, self.world_size, self.micro_batch_size, self.rank)
+            epoch, offset = epoch + 1, 0
+
+
+class _Fetch:
+    """Map-style view whose items are whole micro-batches, so that a loader worker collates what it reads."""
+
+    def __init__(self, dataset: Any, task: Task, seed: int):
+        self.dataset = dataset
+        self.collate = getattr(task, "collate", default_collate)
+        self.seed = seed
+
+    def __getitem__(self, indices: tuple[int, ...]) -> Any:
+        if get_worker_info() is not None:
+            # A worker's own random numbers would depend on how many workers there are and when they were started.
+            seed_all(self.seed + indices[0])
+        if hasattr(self.dataset, "__getitems__"):
+            return self.collate(self.dataset.__getitems__(list(indices)))
+        return self.collate([self.dataset[index] for index in indices])
+
+
+class Batches:
+    """This rank's micro-batches, one list per step, on the device. Iterate it; set `position` first to resume.
+
+    `items`, `tokens` and `wait_seconds` add up what was handed out and how long the loop waited for it.
+    """
+
+    def __init__(self, dataset: Any, task: Task, plan: Plan, workers: int, device: torch.device):
+        self.plan = plan
+        self.position = 0  # samples consumed by the steps that were handed out
+        self.device = device
+        self.items = 0
+        self.tokens = 0
+        self.wait_seconds = 0.0
+        self._count_tokens = getattr(task, "tokens", None)
+        self._fetch = _Fetch(dataset, task, plan.seed)
+        self._workers = workers
+        self._iterator: Iterator[list[Any]] | None = None
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> list[Any]:
+        if self._iterator is None:
+            self._iterator = self._steps()
+        return next(self._iterator)
+
+    def one_epoch(self, limit: int | Literal["all"]) -> Iterator[list[Any]]:
+        """The steps of the first epoch, at most `limit` of them: for evaluation, in the same order each time."""
+        self.position = 0
+        whole = math.ceil(self.plan.length / self.plan.global_batch_size)
+        return self._steps(whole if limit == "all" else min(limit, whole))
+
+    def _steps(self, limit: int | None = None) -> Iterator[list[Any]]:
+        batches = iter(self._loader(limit))
+        for done, (position, shares) in enumerate(self.plan.steps(self.position)):
+            if done == limit:
+                return
+            step = []
+            for share in shares:
+                started = time.perf_counter()
+                batch = next(batches)
+                self.wait_seconds += time.perf_counter() - started
+                step.append(self._hand_out(batch, share))
+            self.position = position
+            yield step
+
+    def _hand_out(self, batch: Any, share: Share) -> Any:
+        if share.counts:
+            self.items += len(share.indices)
+            self.tokens += self._count_tokens(batch) if self._count_tokens else 0
+        batch = to_device(batch, self.device)
+        return batch if share.counts else Padding(batch)
+
+    def _loader(self, limit: int | None) -> DataLoader[Any]:
+        return DataLoader(
+            self._fetch,  # type: ignore[arg-type]
+            sampler=_Requests(self.plan, self.position, limit),  # type: ignore[arg-type]
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self._workers,
+            worker_init_fn=_start_worker,
+            pin_memory=self.device.type == "cuda",
+            # The loader draws a number when it starts; from its own generator, or it would move dropout's.
+            generator=torch.Generator().manual_seed(self.plan.seed),
+        )
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """The sampler: the index tuples of `plan`, in order."""
+
+    plan: Plan
+    position: int
+    limit: int | None
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        for done, (_, shares) in enumerate(self.plan.steps(self.position)):
+            if done == self.limit:
+                return
+            yield from (share.indices for share in shares)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _start_worker(worker: int) -> None:
+    ignore_stop_signals()
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Tensors in nested dicts, lists and tuples moved to the device; from pinned memory without waiting."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
+
+
+def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:
+    """The task's dataset of a split, each node's first rank first: it fills the caches that the others read."""
+    with world.one_per_node_first():
+        dataset = task.build_dataset(split)
+    if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__} without len() and []; "
+            "return a map-style dataset (streaming ones can be saved to disk and loaded)"
+        )
+    return dataset
+
+
+def build_batches(
+    config: DataConfig,
+    task: Task,
+    dataset: Any,
+    micro_batch_size: int,
+    accumulation_steps: int,
+    seed: int,
+    world: World,
+) -> Batches:
+    """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
+    global_batch_size = micro_batch_size * accumulation_steps * world.world_size
+    length = len(dataset) if dataset is not None else 0
+    if length == 0:
+        raise DataError(
+            "the training dataset is empty; check data.name, data.path, data.split and the task's build_dataset"
+        )
+    if length < global_batch_size:
+        raise DataError(
+            f"the training dataset has {length} samples, fewer than one global batch of {global_batch_size} = "
+            f"micro_batch_size {micro_batch_size} x {world.world_size} ranks x accumulation_steps "
+            f"{accumulation_steps}; use more data or a smaller batch"
+        )
+    plan = Plan(length, global_batch_size, micro_batch_size, world.world_size, world.rank, seed, config.shuffle)
+    return Batches(dataset, task, plan, config.workers, world.device)
+
+
+def build_validation(
+    config: DataConfig, task: Task, dataset: Any, micro_batch_size: int, world: World
+) -> Batches | None:
+    """The held-out batches, in the dataset's order; None where the task holds nothing out."""
+    if dataset is None or len(dataset) == 0:
+        return None
+    window = micro_batch_size * world.world_size
+    plan = Plan(len(dataset), window, micro_batch_size, world.world_size, world.rank, seed=0, shuffle=False)
+    return Batches(dataset, task, plan, config.workers, world.device)
+
+
+def load_split(config: DataConfig, split: str) -> Any:
+    """The `datasets.Dataset` that `data.name` or `data.path` names, its training or validation part.
+
+    Errors: DataError for files, names, splits and columns that are not there.
+    """
+    import datasets
+
+    try:
+        if config.path != "off":
+            files = _local_files(config.path)
+            kind = FORMATS[Path(files[0]).suffix]
+            by_document = {"sample_by": "document"} if kind == "text" else {}
+            everything = datasets.load_dataset(kind, data_files=files, **by_document)
+        else:
+            name, _, configuration = config.name.partition(":")
+            everything = datasets.load_dataset(name, configuration or None)
+    except DataError:
+        raise
+    except Exception as error:  # the library's errors are many; each names what it could not read
+        source = f"data.path={config.path}" if config.path != "off" else f"data.name={config.name}"
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        mend = (
+            "check the files"
+            if config.path != "off"
+            else "check the name and the network, or set data.path to local files"
+        )
+        raise DataError(f"{source} could not be loaded: {lines[0]}; {mend}") from error
+    return pick_split(everything, config, split)
+
+
+def _local_files(path: str) -> list[str]:
+    """The readable files that a file, folder or glob names; all of one format."""
+    if Path(path).is_dir():
+        found = sorted(str(file) for file in Path(path).rglob("*") if file.suffix in FORMATS)
+    else:
+        found = sorted(glob.glob(path, recursive=True))
+    if not found:
+        raise DataError(f"data.path={path} names no file; give a file, a folder or a glob")
+    kinds = {FORMATS.get(Path(file).suffix) for file in found}
+    if None in kinds or len(kinds) > 1:
+        raise DataError(f"data.path={path} must name files of one format; known endings are {' '.join(FORMATS)}")
+    return found
+
+
+def pick_split(everything: Any, config: DataConfig, split: str) -> Any:
+    """The training or validation part of a `datasets.DatasetDict`; held out by a fixed seed where none is given."""
+    if config.split not in everything:
+        raise DataError(f"data.split={config.split} is not there; the dataset has {', '.join(everything)}")
+    if config.validation_split not in ("auto", *everything):
+        raise DataError(
+            f"data.validation_split={config.validation_split} is not there; the dataset has {', '.join(everything)}"
+        )
+    held_out = config.validation_split
+    if held_out == "auto":
+        held_out = next((name for name in ("validation", "test") if name in everything and name != config.split), "")
+    if held_out:
+        chosen = everything[config.split if split == "train" else held_out]
+    elif len(everything[config.split]) < 2:
+        chosen = everything[config.split] if split == "train" else None
+    else:
+        parts = everything[config.split].train_test_split(test_size=config.validation_fraction, seed=0)
+        chosen = parts["train" if split == "train" else "test"]
+    if chosen is not None and config.text_column not in chosen.column_names:
+        raise DataError(
+            f"data.text_column={config.text_column} is not there; the columns are {', '.join(chosen.column_names)}"
+        )
+    return chosen

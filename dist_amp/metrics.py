@@ -1,0 +1,294 @@
+"""What happened: throughput and memory of every rank, loss and scale of the world, live in TensorBoard.
+
+A step only adds to tensors on the device. At a log step each rank packs its figures into one row, one gather shows
+all rows to all ranks, and one read brings them to the host: nothing else ever waits for the device.
+"""
+
+import json
+import math
+import platform
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from dist_amp.config import Range
+from dist_amp.data import Batches
+from dist_amp.optim import Optimizer
+from dist_amp.parallel import Parallel
+from dist_amp.precision import Precision
+from dist_amp.runtime import World
+
+# TensorBoard ticks no run at all once there are hundreds; above this, rank 0's ranks/* tags tell of all.
+MAX_RANK_FOLDERS = 64
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    log_every: Annotated[int, Range(low=1)] = 10
+    """Steps between two lines of figures; the device is read then, and at no other time."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step's outcome: scalar tensors on the device, read by nobody until the next log step."""
+
+    loss_sum: Tensor  # this rank's, over its micro-batches
+    weight: Tensor  # all ranks', what the loss sum is divided by
+    norm: Tensor  # of the unscaled gradients, before clipping
+    applied: Tensor  # bool; False: skipped, because the norm was not finite
+
+
+# A rank's row of figures, in this order. The first four are the world's where they say so.
+RANK_FIGURES = (
+    "loss_sum", "weight_sum", "least_weight", "grad_norm", "lr", "loss_scale", "applied_steps", "skipped_steps",
+    "skips_in_a_row", "seconds", "steps", "items", "tokens", "data_wait_seconds", "peak_bytes", "allocated_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LogRow:
+    """The figures of one log interval, the same on every rank: `ranks[r][name]` for each of RANK_FIGURES."""
+
+    step: int
+    ranks: list[dict[str, float]]
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean over the interval's steps, all micro-batches and all ranks."""
+        weight = self["weight_sum"]
+        return sum(rank["loss_sum"] for rank in self.ranks) / weight if weight else math.nan
+
+    def __getitem__(self, name: str) -> float:
+        """A figure that is the world's: equal on all ranks."""
+        return self.ranks[0][name]
+
+    def total(self, name: str) -> float:
+        return sum(rank[name] for rank in self.ranks)
+
+    def per_second(self, name: str, rank: int) -> float:
+        return self.ranks[rank][name] / max(self.ranks[rank]["seconds"], 1e-9)
+
+    def of_rank(self, rank: int) -> dict[str, float]:
+        """The tags that every rank writes."""
+        row = self.ranks[rank]
+        steps = max(row["steps"], 1)
+        tags = {
+            "throughput/items_per_second": self.per_second("items", rank),
+            "memory/peak_bytes": row["peak_bytes"],
+            "memory/allocated_bytes": row["allocated_bytes"],
+            "time/step_seconds": row["seconds"] / steps,
+            "time/data_wait_seconds": row["data_wait_seconds"] / steps,
+        }
+        if self.total("tokens"):
+            tags["throughput/tokens_per_second"] = self.per_second("tokens", rank)
+        return tags
+
+    def of_world(self) -> dict[str, float]:
+        """The tags that rank 0 writes besides."""
+        tags = {
+            "train/loss": self.loss,
+            "train/grad_norm": self["grad_norm"],
+            "train/lr": self["lr"],
+            "amp/loss_scale": self["loss_scale"],
+            "amp/skipped_steps": self["skipped_steps"],
+        }
+        for name, values in {
+            "items_per_second": [self.per_second("items", rank) for rank in range(len(self.ranks))],
+            "peak_bytes": [rank["peak_bytes"] for rank in self.ranks],
+            "data_wait_seconds": [rank["data_wait_seconds"] / max(rank["steps"], 1) for rank in self.ranks],
+        }.items():
+            ordered = sorted(values)
+            tags |= {
+                f"ranks/{name}_min": ordered[0],
+                f"ranks/{name}_median": ordered[len(ordered) // 2],
+                f"ranks/{name}_max": ordered[-1],
+                f"ranks/{name}_max_rank": values.index(ordered[-1]),
+            }
+        return tags
+
+
+class Metrics:
+    """Collects step reports; writes console lines, metrics.jsonl and TensorBoard at log steps.
+
+    Nothing is written before `open`: a notebook that steps a run by hand leaves no files behind.
+    """
+
+    def __init__(self, config: MetricsConfig, world: World):
+        self.config = config
+        self.world = world
+        self.last: LogRow | None = None
+        self.evaluation: dict[str, float] = {}
+        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # loss, weight
+        self._least_weight = torch.full((), math.inf, device=world.device)
+        self._norm = torch.zeros((), device=world.device)
+        self._steps = 0
+        self._totals: list[Counter[str]] = [Counter() for _ in range(world.world_size)]  # per rank, over the run
+        self._hosts = world.gather_texts(platform.node())
+        self._started = time.perf_counter()
+        self._folder: Path | None = None
+        self._writer: Any = None
+
+    def open(self, folder: Path, first_step: int, config_text: str) -> None:
+        """Start writing into the run's folder; what a resumed run does again replaces what stands there."""
+        self._folder = folder
+        if self.world.is_main:
+            _drop_lines_after(folder / "metrics.jsonl", first_step)
+        if self.world.rank < (MAX_RANK_FOLDERS if self.world.world_size <= MAX_RANK_FOLDERS else 1):
+            from torch.utils.tensorboard.writer import SummaryWriter  # half a second, and needless in a notebook
+
+            path = folder / "tensorboard" / f"rank{self.world.rank:05d}"
+            self._writer = SummaryWriter(str(path), purge_step=first_step + 1 if first_step else None)
+            if self.world.is_main:
+                self._writer.add_text("config", f"```toml\n{config_text}\n```")
+        self._started = time.perf_counter()
+
+    def record(self, report: StepReport) -> None:
+        """Add one step's outcome, on the device."""
+        self._sums += torch.stack((report.loss_sum, report.weight))
+        self._least_weight = torch.minimum(self._least_weight, report.weight)
+        self._norm = report.norm
+        self._steps += 1
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Leave what happens inside (evaluation, saving) out of the throughput."""
+        paused = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - paused
+
+    def log(self, step: int, parallel: Parallel, optimizer: Optimizer, precision: Precision, data: Batches) -> LogRow:
+        """Gather the interval's figures of all ranks, read them, write them; every rank calls it at the same step."""
+        now = time.perf_counter()
+        peak, allocated = memory_bytes(self.world.device)
+        on_host = (now - self._started, self._steps, data.items, data.tokens, data.wait_seconds, peak, allocated)
+        on_device = (self._least_weight, self._norm, optimizer.lr, precision.scale, *optimizer.counters)
+        device = self.world.device
+        row = torch.cat([
+            self._sums,
+            torch.stack([value.to(device, torch.float64) for value in on_device]),
+            torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True),
+        ])  # fmt: skip
+        figures = parallel.gather(row).tolist()  # the one read
+        self.last = LogRow(step, [dict(zip(RANK_FIGURES, values, strict=True)) for values in figures])
+        for total, rank in zip(self._totals, self.last.ranks, strict=True):
+            total.update({name: rank[name] for name in ("items", "tokens", "seconds")})
+        self._sums.zero_()
+        self._least_weight = torch.full_like(self._least_weight, math.inf)
+        self._steps, self._started = 0, time.perf_counter()
+        data.items, data.tokens, data.wait_seconds = 0, 0, 0.0
+        return self.last
+
+    def write(self, row: LogRow, last_step: int) -> None:
+        """The row to TensorBoard, metrics.jsonl and the console."""
+        mine = row.of_rank(self.world.rank)
+        if self.world.is_main:
+            world = row.of_world()
+            ranks = [row.of_rank(rank) for rank in range(len(row.ranks))]
+            self._append({"step": row.step, **world, "ranks": ranks})
+            mine |= world
+            print(console_line(row, last_step), flush=True)
+        self._scalars(mine, row.step)
+
+    def write_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Evaluation figures, equal on all ranks, written by rank 0."""
+        self.evaluation = values
+        if self.world.is_main:
+            tags = {f"eval/{name}": value for name, value in values.items()}
+            self._append({"step": step, **tags})
+            self._scalars(tags, step)
+            text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            print(f"eval  {step:>6}  {text}", flush=True)
+
+    def write_sample(self, step: int, sample: str | Tensor) -> None:
+        """What the model made: text is printed and kept, an image [C, H, W] is kept."""
+        if not self.world.is_main or self._folder is None:
+            return
+        if isinstance(sample, str):
+            # Control characters of an untrained model would be the terminal's commands.
+            sample = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in sample)
+            print(f"\nsample:\n{sample}\n", flush=True)
+            (self._folder / "sample.txt").write_text(sample, encoding="utf-8")
+            self._writer.add_text("sample", f"```\n{sample}\n```", step)
+        else:
+            self._writer.add_image("sample", sample, step)
+
+    def rank_table(self) -> list[dict[str, Any]]:
+        """Per rank: host, peak memory, and throughput over the whole run, evaluation and saving left out."""
+        if self.last is None:
+            return []
+        return [
+            {
+                "rank": rank,
+                "host": self._hosts[rank],
+                "peak_memory_bytes": int(self.last.ranks[rank]["peak_bytes"]),
+                "items_per_second": total["items"] / max(total["seconds"], 1e-9),
+                "tokens_per_second": total["tokens"] / max(total["seconds"], 1e-9),
+            }
+            for rank, total in enumerate(self._totals)
+        ]
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self._folder is not None:
+            with (self._folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _scalars(self, values: Mapping[str, float], step: int) -> None:
+        """All values in one event: twelve of them cost 13 us, twelve add_scalar calls 60."""
+        if self._writer is None:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._writer._get_file_writer().add_summary(summary, step)
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        path.write_text("".join(f"{line}\n" for line in kept))
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """(peak, current) bytes: of torch's allocator on a GPU, of the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # no /proc outside Linux
+        return peak, peak
+    return max(peak, pages * resource.getpagesize()), pages * resource.getpagesize()
+
+
+def console_line(row: LogRow, last_step: int) -> str:
+    """One interval in one line."""
+    ranks = range(len(row.ranks))
+    parts = [
+        f"step {row.step:>6}/{last_step}",
+        f"loss {row.loss:.4f}",
+        f"grad_norm {row['grad_norm']:.3g}",
+        f"lr {row['lr']:.2e}",
+        f"items/s {sum(row.per_second('items', rank) for rank in ranks):,.0f}",
+    ]
+    if row.total("tokens"):
+        parts.append(f"tokens/s {sum(row.per_second('tokens', rank) for rank in ranks):,.0f}")
+    parts.append(f"peak {max(rank['peak_bytes'] for rank in row.ranks) / 2**20:,.0f} MiB")
+    if row["loss_scale"] != 1:
+        parts.append(f"scale {row['loss_scale']:g}")
+    if row["skipped_steps"]:
+        parts.append(f"skipped {row['skipped_steps']:.0f}")
+    return "  ".join(parts)

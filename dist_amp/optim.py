@@ -1,0 +1,173 @@
+"""The optimizer: parameter groups, the learning-rate schedule by applied step, and the one place that steps or skips.
+
+A step is applied or skipped. A skipped step changes nothing: not parameters, moments, learning rate or the count of
+applied steps. All of it is decided on the device, so that no step waits for it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dist_amp.config import Range
+from dist_amp.precision import Precision
+
+PositiveFloat = Annotated[float, Range(above=0)]
+Beta = Annotated[float, Range(low=0, below=1)]
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw: Loshchilov & Hutter 2019, arXiv:1711.05101; or sgd with momentum."""
+    lr: PositiveFloat = 3e-4
+    """The peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How lr falls, after the warm-up, until the last step."""
+    warmup_steps: Annotated[int, Range(low=0)] = 0
+    """Applied steps over which lr rises linearly from zero."""
+    min_lr_ratio: Annotated[float, Range(low=0, high=1)] = 0.1
+    """What share of lr the schedule ends at."""
+    weight_decay: Annotated[float, Range(low=0)] = 0.1
+    """Decoupled decay of matrices; vectors (biases, norms) get none. For sgd: added to the gradient."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's term for numerical stability."""
+    momentum: Beta = 0.9
+    """Momentum of sgd."""
+    fused: bool = True
+    """One kernel that unscales, clips, steps or skips; false: the textbook path, which reads once per step."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """By what gradients are limited: "norm" (of all together), "value" (each element), or "off"."""
+
+    by: Literal["norm", "value", "off"]
+    limit: float
+
+
+def learning_rate(config: OptimConfig, applied_steps: int, total_steps: int) -> float:
+    """The learning rate of the step that follows `applied_steps` applied ones."""
+    if applied_steps < config.warmup_steps:
+        return config.lr * (applied_steps + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return config.lr
+    progress = (applied_steps - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    left = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, object]]:
+    """Matrices decay; vectors do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_torch_optimizer(model: nn.Module, config: OptimConfig, lr: Tensor | float) -> torch.optim.Optimizer:
+    """The torch optimizer alone; put another one here, fused or with `optim.fused=false`."""
+    groups = parameter_groups(model, config)
+    if config.name == "adamw":
+        # The lists that torch's annotations want are stricter than what it takes.
+        return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=config.fused)
+    optimizer = torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=config.fused)
+    if config.momentum:
+        # Fused SGD makes its buffers at the first step without filling them: a first step that is skipped would leave
+        # whatever the memory held. From zero, the first step is the same as torch's own first step.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+class Optimizer:
+    """A torch optimizer with the schedule, the skip and their counters, all on the device.
+
+    Built after sharding: it holds the parameters that are trained. `applied_steps`, `skipped_steps` and
+    `skips_in_a_row` are scalar int64 tensors; `lr` is the last step's learning rate, scalar float32.
+    """
+
+    def __init__(self, config: OptimConfig, clip: Clip, model: nn.Module, total_steps: int, device: torch.device):
+        self.config = config
+        self.clip = clip
+        self.device = device
+        self.counters = torch.zeros(3, dtype=torch.int64, device=device)
+        self.applied_steps, self.skipped_steps, self.skips_in_a_row = self.counters.unbind()
+        # The whole schedule as a table: its formula stays plain Python, and looking it up needs no host.
+        rates = [learning_rate(config, step, total_steps) for step in range(total_steps + 1)]
+        self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
+        self.lr = self._rates[0].clone()
+        self.torch_optimizer = build_torch_optimizer(model, config, lr=self.lr if config.fused else rates[0])
+        self.parameters = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def apply(self, norm: Tensor, precision: Precision) -> Tensor:
+        """Unscale, clip and step, or skip if `norm` is not finite; then clear the gradients.
+
+        norm: the unscaled gradients' global norm, scalar float32, equal on every rank, hence so is the decision.
+        Returns whether the step was applied: scalar bool on the device.
+        """
+        norm = norm.to(self.device)  # elsewhere only under CPU offload
+        applied = norm.isfinite()
+        found_inf = 1.0 - applied.float()
+        torch.take(self._rates, self.applied_steps.clamp(max=len(self._rates) - 1), out=self.lr)
+        divisor = self._divisor(norm, precision.scale.to(self.device))
+        if self.config.fused:
+            self._fused_step(divisor, found_inf)
+        else:
+            self._textbook_step(divisor, applied)
+        precision.update(found_inf.to(precision.device))
+        self.applied_steps += applied
+        self.skipped_steps += ~applied
+        self.skips_in_a_row.add_(1).mul_(~applied)
+        self.torch_optimizer.zero_grad(set_to_none=True)
+        return applied
+
+    def _divisor(self, norm: Tensor, scale: Tensor) -> Tensor:
+        """What the gradients are divided by: the loss scale, and the excess of their norm over the limit."""
+        if self.clip.by != "norm":
+            return scale
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_. Source: Pascanu et al. 2013, arXiv:1211.5063.
+        return scale * ((norm + 1e-6) / self.clip.limit).clamp(min=1)
+
+    def _fused_step(self, divisor: Tensor, found_inf: Tensor) -> None:
+        """One kernel divides, steps, and does nothing at all where `found_inf` is 1; no host read."""
+        if self.clip.by == "value":  # limits each unscaled element, so that the division can't wait for the kernel
+            self._divide_and_clamp(divisor)
+            divisor = torch.ones_like(divisor)
+        self.torch_optimizer.grad_scale, self.torch_optimizer.found_inf = divisor, found_inf  # type: ignore[attr-defined]
+        self.torch_optimizer.step()
+
+    def _textbook_step(self, divisor: Tensor, applied: Tensor) -> None:
+        """Divide, clamp, look whether all was finite, and step: any torch optimizer will do; one host read."""
+        was_applied, lr = torch.stack([applied.float(), self.lr]).tolist()
+        if not was_applied:
+            return
+        self._divide_and_clamp(divisor)
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = lr
+        self.torch_optimizer.step()
+
+    def _divide_and_clamp(self, divisor: Tensor) -> None:
+        gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+        torch._foreach_div_(gradients, divisor)
+        if self.clip.by == "value":
+            torch._foreach_clamp_min_(gradients, -self.clip.limit)
+            torch._foreach_clamp_max_(gradients, self.clip.limit)
+
+    def bind_learning_rate(self) -> None:
+        """Point the groups at the live learning rate again: loading a checkpoint gives them tensors of their own."""
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = self.lr if self.config.fused else float(self.lr)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; an ordinary tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,267 @@
+"""One model over many ranks: single, DDP, FSDP2 or HSDP; when gradients travel, their norm, and sums over ranks.
+
+The strategies differ only here. All divide the summed gradients by the number of ranks, so that the loss is scaled
+by world_size / weight in every one of them, and the loop reads the same.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_amp.config import ConfigError, Range
+from dist_amp.optim import local
+from dist_amp.precision import DTYPES, Precision, PrecisionConfig
+from dist_amp.runtime import World
+
+Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
+# float32 parameter, gradient and AdamW's two moments.
+BYTES_PER_PARAMETER = 16
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
+    """single: one process; ddp: a whole copy per rank; fsdp: one copy sharded over all ranks; hsdp: sharded within
+    each of `replicas` groups; auto: single for one process, else ddp where the training state fits in half of the
+    device's memory, else fsdp."""
+    replicas: Annotated[int, Range(low=1)] | Literal["auto"] = "auto"
+    """hsdp: how many copies there are, each sharded over world_size / replicas ranks; auto: one per machine, or two."""
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    """fsdp, hsdp: what parameters and moments are stored and updated in; bf16 halves them and loses small updates."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """fsdp, hsdp: what gradients are summed over ranks in, and accumulated in."""
+    comm_dtype: Literal["off", "bf16", "fp16"] = "off"
+    """ddp: compress gradients to this while they travel; off: as they are."""
+    accumulate_reduce: Literal["last", "every"] = "last"
+    """fsdp, hsdp: reduce gradients after the last micro-batch only (holds 4 bytes per parameter unsharded on each
+    rank), or after every one (holds 4 / world_size bytes, for a third more collectives)."""
+    cpu_offload: bool = False
+    """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; costs a host read per step."""
+
+
+class Parallel:
+    """A model laid out over the world.
+
+    `model` is what the loop calls; `module` is the same without a wrapper around it.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        module: nn.Module,
+        model: nn.Module,
+        world: World,
+        replicas: int,
+        sync: Callable[[bool], AbstractContextManager[Any]],
+        state_device: torch.device,
+    ):
+        self.strategy = strategy
+        self.module = module
+        self.model = model
+        self.world = world
+        self.world_size = world.world_size
+        self.device = world.device
+        self.replicas = replicas  # ranks that hold the same gradient
+        self.state_device = state_device  # where parameters and moments live: the device, unless offloaded
+        self.gradient_sync = sync  # gradient_sync(on): the context around a micro-batch's forward and backward
+        self._parameters = [p for p in model.parameters() if p.requires_grad]  # walking the modules costs 160 us
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, on every rank; the tensor itself is left as it is."""
+        if self.world_size == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[n] on each rank -> [world_size, n] on every rank."""
+        rows = tensor.new_empty(self.world_size, *tensor.shape)
+        if self.world_size == 1:
+            return rows.copy_(tensor)
+        dist.all_gather(list(rows.unbind()), tensor)
+        return rows
+
+    def zero(self) -> Tensor:
+        return torch.zeros((), device=self.device)
+
+    @torch.no_grad()
+    def gradient_norm(self, precision: Precision) -> Tensor:
+        """Global L2 norm of the unscaled gradients: scalar float32 on the device, the same on every rank.
+
+        inf or nan if any gradient on any rank is not finite: one sum over the whole world carries the verdict, in DDP
+        too, where an inf that arises on one rank after the reduction would otherwise be known there alone.
+        """
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if not gradients:
+            return self.zero()
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        square = torch.stack(norms).square().sum().to(self.device)
+        return (self.sum(square) / self.replicas).sqrt() / precision.scale
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Make batch statistics and the like equal on all ranks, for evaluation and saving: sharding does not."""
+        if self.strategy in ("fsdp", "hsdp"):
+            for buffer in self.module.buffers():
+                if buffer.is_floating_point():
+                    buffer.copy_(self.sum(buffer) / self.world_size)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode, without gradients."""
+        self.average_buffers()
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+
+
+def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> Strategy:
+    """The strategy for this model in this world; says what "auto" picked, and why."""
+    if world.world_size == 1:
+        if config.strategy not in ("auto", "single"):
+            world.warn(f"parallel.strategy={config.strategy} needs more than one process; running as single")
+        return "single"
+    if config.strategy == "single":
+        raise ConfigError(
+            f"parallel.strategy=single is for one process, but there are {world.world_size}; "
+            "use auto, ddp, fsdp or hsdp"
+        )
+    if config.strategy != "auto":
+        return config.strategy
+    need = BYTES_PER_PARAMETER * sum(p.numel() for p in module.parameters())
+    have = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else 0
+    strategy: Strategy = "fsdp" if have and need > have / 2 else "ddp"
+    room = f"half of the device's {have / 2**30:.1f} GiB" if have else "the host's memory"
+    verb = "do not fit in" if strategy == "fsdp" else "fit in"
+    state = f"weights, gradients and moments ({need / 2**30:.2f} GiB)"
+    world.say(f"parallel.strategy=auto: {strategy}, because {state} {verb} {room}")
+    return strategy
+
+
+def check_parallel(config: ParallelConfig, strategy: Strategy, precision: PrecisionConfig, world: World) -> None:
+    """Refuse settings that do not go together; each line says what would."""
+    on_cpu = world.device.type == "cpu"
+    if strategy in ("fsdp", "hsdp"):
+        dtypes = {name: getattr(config, name) for name in ("param_dtype", "reduce_dtype")}
+        half = next((f"parallel.{name}={dtype}" for name, dtype in dtypes.items() if dtype != "fp32"), None)
+        if half and not precision.use_amp:
+            raise ConfigError(f"{half} needs use_amp=true: use_amp=false is float32 everywhere; use fp32")
+        if half and precision.cast_by == "autocast":
+            raise ConfigError(f"{half} needs precision.cast_by=policy: autocast works on float32 parameters; use fp32")
+        if config.cpu_offload and on_cpu:
+            raise ConfigError(
+                "parallel.cpu_offload=true needs a GPU to offload from, and run.device is the CPU; use false"
+            )
+    if strategy == "hsdp" and world.world_size % (replicas := replicas_of(config, world)):
+        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+        raise ConfigError(
+            f"parallel.replicas={replicas} does not divide {world.world_size} ranks; use one of {divisors}"
+        )
+    if strategy == "ddp" and config.comm_dtype == "fp16" and precision.name != "fp16":
+        raise ConfigError(
+            "parallel.comm_dtype=fp16 needs precision.dtype=fp16: without its loss scaler small gradients become zero; "
+            "use bf16 or off"
+        )
+    if strategy == "ddp" and config.comm_dtype == "bf16" and on_cpu:
+        raise ConfigError("parallel.comm_dtype=bf16 needs GPUs: on a CPU gloo does not sum bf16; use off")
+
+
+def replicas_of(config: ParallelConfig, world: World) -> int:
+    """How many copies of the model hsdp keeps."""
+    if config.replicas != "auto":
+        return config.replicas
+    machines = world.world_size // world.local_world_size
+    return machines if machines > 1 else 2
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The units to shard when the task names none: the members of the longest list of layers in the model."""
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    longest = max(lists, key=len, default=None)
+    return [child for child in longest if any(True for _ in child.parameters())] if longest is not None else []
+
+
+def build_parallel(
+    config: ParallelConfig,
+    strategy: Strategy,
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    precision: Precision,
+    world: World,
+) -> Parallel:
+    """Lay `module` out over the world. Build the optimizer after this: sharding replaces the parameters."""
+    if strategy in ("fsdp", "hsdp"):
+        return _shard(config, strategy, module, list(blocks), precision, world)
+    module = module.to(world.device)
+    if strategy == "single":
+        return Parallel(strategy, module, module, world, 1, lambda on: nullcontext(), world.device)
+    model = DistributedDataParallel(
+        module,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+    )
+    if config.comm_dtype != "off":
+        hook = default_hooks.bf16_compress_hook if config.comm_dtype == "bf16" else default_hooks.fp16_compress_hook
+        model.register_comm_hook(None, hook)
+    # no_sync must surround the forward too: DDP reads its flag there.
+    return Parallel(
+        strategy,
+        module,
+        model,
+        world,
+        world.world_size,
+        lambda on: nullcontext() if on else model.no_sync(),
+        world.device,
+    )
+
+
+def _shard(
+    config: ParallelConfig,
+    strategy: Strategy,
+    module: nn.Module,
+    blocks: list[nn.Module],
+    precision: Precision,
+    world: World,
+) -> Parallel:
+    """FSDP2: each block is one unit, gathered for its forward and backward; what remains is the root's own unit."""
+    replicas = replicas_of(config, world) if strategy == "hsdp" else 1
+    shape = (replicas, world.world_size // replicas) if strategy == "hsdp" else (world.world_size,)
+    names = ("replicate", "shard") if strategy == "hsdp" else ("shard",)
+    options: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, shape, mesh_dim_names=names)}
+    policy = MixedPrecisionPolicy()
+    if precision.cast_by == "policy":
+        policy = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=DTYPES[config.reduce_dtype])
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    module = module.to(DTYPES[config.param_dtype])
+    for number, block in enumerate(blocks):
+        # The last block's backward comes first: gathering it again at once would be for nothing.
+        fully_shard(block, reshard_after_forward=number < len(blocks) - 1, mp_policy=policy, **options)
+    # What leaves the model, and it alone, is float32 again: the loss is summed in it.
+    policy = replace(policy, output_dtype=torch.float32)
+    model = fully_shard(module, mp_policy=policy, **options)
+
+    @contextmanager
+    def sync(on: bool) -> Iterator[None]:
+        model.set_is_last_backward(on)
+        if config.accumulate_reduce == "last":
+            model.set_requires_gradient_sync(on)
+        elif strategy == "hsdp":  # reduced within the shards every time, between the replicas once
+            model.set_requires_all_reduce(on)
+        yield
+
+    offloaded = torch.device("cpu") if config.cpu_offload else world.device
+    return Parallel(strategy, module, module, world, replicas, sync, offloaded)

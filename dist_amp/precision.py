@@ -1,0 +1,161 @@
+"""Precision: which dtype computes what, who casts to it, and the one loss scaler.
+
+|          | parameters and their updates | forward, backward    | loss    | loss scaling |
+|----------|------------------------------|----------------------|---------|--------------|
+| fp32     | float32                      | float32              | float32 | none         |
+| bf16     | float32 (or bf16 under FSDP) | bfloat16 where safe  | float32 | none         |
+| fp16     | float32                      | float16 where safe   | float32 | GradScaler   |
+
+Exactly one of two casts: `torch.autocast` chooses per operation and keeps the sensitive ones in float32; FSDP2's
+`MixedPrecisionPolicy` casts whole blocks as it gathers them, which also halves what travels.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from dist_amp.config import ConfigError, Range
+from dist_amp.runtime import World
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# (native from, works from): CUDA compute capabilities. Source: CUDA C++ programming guide, arithmetic instructions.
+# Between the two, arithmetic is emulated or runs at a fraction of float32's rate.
+CAPABILITY = {"bf16": ((8, 0), (5, 3)), "fp16": ((7, 0), (5, 3))}
+
+
+@dataclass(frozen=True)
+class ScalerConfig:
+    init_scale: Annotated[float, Range(above=0)] = 65536.0
+    """The loss is multiplied by this at the start, so that small gradients do not vanish in fp16."""
+    growth_factor: Annotated[float, Range(above=1)] = 2.0
+    """What the scale is multiplied by after growth_interval finite steps in a row."""
+    backoff_factor: Annotated[float, Range(above=0, below=1)] = 0.5
+    """What the scale is multiplied by after a step that was not finite."""
+    growth_interval: Annotated[int, Range(low=1)] = 2000
+    """Finite steps in a row before the scale grows."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    use_amp: bool = True
+    """Mixed precision; false computes everything in float32."""
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    """What mixed precision computes in; fp16 comes with the loss scaler."""
+    cast_by: Literal["auto", "autocast", "policy"] = "auto"
+    """Who casts: autocast (any strategy) or FSDP2's policy (fsdp, hsdp); auto: the policy where there is one."""
+    tf32: bool = False
+    """Let CUDA round float32 products to TF32 (10 bits of mantissa) on the tensor cores."""
+    scaler: ScalerConfig = field(default_factory=ScalerConfig)
+    """The fp16 loss scaler; without effect in bf16 and float32."""
+
+    @property
+    def name(self) -> str:
+        return self.dtype if self.use_amp else "fp32"
+
+
+class Precision:
+    """Casts, scales the loss, and keeps the one scale; the decision to skip is made for the whole world in step.py."""
+
+    def __init__(
+        self, config: PrecisionConfig, cast_by: Literal["autocast", "policy", "nothing"], device: torch.device
+    ):
+        self.name = config.name
+        self.dtype = DTYPES[config.name]
+        self.cast_by = cast_by
+        self.device = device
+        knobs = config.scaler
+        self._scaler = torch.amp.GradScaler(
+            device.type,
+            init_scale=knobs.init_scale,
+            growth_factor=knobs.growth_factor,
+            backoff_factor=knobs.backoff_factor,
+            growth_interval=knobs.growth_interval,
+            enabled=self.name == "fp16",
+        )
+        self._one = torch.ones((), device=device)
+        if self.scales:  # torch makes the scale at the first backward; it must be there to be saved and read before
+            self._scaler.scale(self._one)
+        # Kept and entered again and again: half a microsecond cheaper per micro-batch than building it anew.
+        self._autocast: AbstractContextManager[Any] = nullcontext()
+        if cast_by == "autocast":
+            self._autocast = torch.autocast(device.type, dtype=self.dtype)
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled: in fp16 alone."""
+        return self._scaler.is_enabled()
+
+    @property
+    def scale(self) -> Tensor:
+        """The loss scale: scalar float32 on the device; 1 unless in fp16. Read, never written, by others."""
+        return self._scaler._scale if self.scales else self._one  # type: ignore[return-value]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for forward and loss; does nothing where a policy or nothing casts."""
+        return self._autocast
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of the scaled loss."""
+        self._scaler.scale(loss).backward()
+
+    def update(self, found_inf: Tensor) -> None:
+        """Move the scale, once per step: back off if `found_inf` (scalar float32, 0 or 1, equal on all ranks)."""
+        if self.scales:
+            # What GradScaler.unscale_ would have noted from this rank's gradients alone; ours holds for the world.
+            self._scaler._per_optimizer_states[0]["found_inf_per_device"] = {self.device: found_inf}
+            self._scaler.update()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The scale and the finite steps since it last moved: device tensors, empty unless in fp16."""
+        if not self.scales:
+            return {}
+        assert self._scaler._growth_tracker is not None
+        return {"scale": self.scale, "growth_tracker": self._scaler._growth_tracker}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in self.state_dict().items():
+                tensor.copy_(state[name])
+
+
+def build_precision(config: PrecisionConfig, sharded: bool, world: World) -> Precision:
+    """The precision of a run whose parameters are `sharded` (fsdp, hsdp) or whole (single, ddp)."""
+    set_tf32(config.tf32)
+    check_dtype(config, world)
+    if config.cast_by == "policy" and not sharded:
+        raise ConfigError(
+            "precision.cast_by=policy needs parallel.strategy fsdp or hsdp; use precision.cast_by=autocast"
+        )
+    if config.cast_by != "auto" and not config.use_amp:
+        raise ConfigError(f"precision.cast_by={config.cast_by} casts, but use_amp=false computes in float32; use auto")
+    if config.scaler != ScalerConfig() and config.name != "fp16":
+        world.warn(f"precision.scaler has no effect in {config.name}: only fp16 needs a loss scaler")
+    if not config.use_amp:
+        return Precision(config, "nothing", world.device)
+    by_policy = config.cast_by == "policy" or (config.cast_by == "auto" and sharded)
+    return Precision(config, "policy" if by_policy else "autocast", world.device)
+
+
+def set_tf32(on: bool) -> None:
+    """CUDA's float32 products: TF32 or true float32, in matmuls and convolutions alike (torch's defaults differ)."""
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
+
+
+def check_dtype(config: PrecisionConfig, world: World) -> None:
+    """Refuse a dtype that the device can't compute in; warn of one that it only emulates."""
+    if world.device.type != "cuda" or not config.use_amp or torch.version.hip:
+        return  # CPUs and ROCm's GPUs compute in both
+    capability = torch.cuda.get_device_capability(world.device)
+    native, works = CAPABILITY[config.dtype]
+    device = f"{torch.cuda.get_device_name(world.device)} (compute capability {capability[0]}.{capability[1]})"
+    if capability < works:
+        can = [name for name, (_, since) in CAPABILITY.items() if capability >= since]
+        others = f"precision.dtype={' or '.join(can)}, or " if can else ""
+        raise ConfigError(f"precision.dtype={config.dtype}: {device} can't; use {others}--use_amp false")
+    if capability < native:
+        world.warn(f"{device} only emulates {config.dtype}: expect it to be slower than float32")

@@ -1,0 +1,172 @@
+"""A run: everything that training needs, assembled from one config; for the main job, scripts and notebooks alike."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from torch import nn
+
+from dist_amp import config as settings
+from dist_amp.checkpoint import CheckpointConfig, load, to_resume
+from dist_amp.data import Batches, DataConfig, build_batches, build_split, build_validation
+from dist_amp.metrics import Metrics, MetricsConfig
+from dist_amp.optim import Clip, OptimConfig, Optimizer
+from dist_amp.parallel import (
+    Parallel,
+    ParallelConfig,
+    build_parallel,
+    check_parallel,
+    find_blocks,
+    pick_strategy,
+)
+from dist_amp.precision import Precision, PrecisionConfig, build_precision
+from dist_amp.runtime import RunConfig, World, locate, run_folder, seed_all
+from dist_amp.step import EvalConfig, TrainConfig, accumulation_steps
+from dist_amp.task import Task, TaskConfig, args_dataclass, build_task, find_task
+
+ALIASES = {"use_amp": "precision.use_amp"}
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    detect_anomaly: bool = False
+    """Stop at the operation whose backward makes a nan, with its forward's stack; several times slower."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run. Each section is defined in the file that it configures."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+def schema(target: str) -> type[Config]:
+    """Config, with the constructor arguments of the task that `target` names as the fields of task.args."""
+    args = args_dataclass(find_task(target))
+    task = make_dataclass(
+        "TaskConfig",
+        [("target", str, field(default=target)), ("args", args, field(default_factory=args))],
+        bases=(TaskConfig,),
+        frozen=True,
+    )
+    return make_dataclass(
+        "Config",
+        [("task", task, field(default_factory=task))],
+        bases=(Config,),
+        frozen=True,
+        namespace={"__doc__": Config.__doc__},
+    )
+
+
+def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
+    """The config of a command line, with its `--config` files and the environment under it.
+
+    Errors: ConfigError for what is unknown, mistyped or out of range, and for a task that can't be found.
+    """
+    given = settings.collect(argv, environ, ALIASES)
+    return settings.build(schema(_target(given)), given)
+
+
+def show_help(argv: Sequence[str], prog: str, description: str) -> str:
+    """The text of --help, with the arguments of the task that `argv` names."""
+    words = [word for word in argv if word not in ("-h", "--help")]
+    return settings.show_help(schema(_target(settings.collect(words, aliases=ALIASES))), prog, description)
+
+
+def _target(given: settings.Settings) -> str:
+    words = given["task.target"].words if "task.target" in given else (TaskConfig.target,)
+    return words[0] if words else ""
+
+
+def to_toml(config: Config) -> str:
+    """The config as TOML that `--config` reads back."""
+
+    def plain(value: Any) -> Any:
+        if is_dataclass(value):
+            return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+        return list(value) if isinstance(value, tuple) else value
+
+    return tomli_w.dumps(plain(config))
+
+
+@dataclass
+class Run:
+    """All that a step, an evaluation or a checkpoint needs; `step` counts the steps taken."""
+
+    config: Config
+    world: World
+    folder: Path
+    task: Task
+    precision: Precision
+    parallel: Parallel
+    optimizer: Optimizer
+    data: Batches
+    validation: Batches | None
+    metrics: Metrics
+    step: int = 0
+    resumed_from_step: int | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model to call: wrapped or sharded."""
+        return self.parallel.model
+
+
+def build_run(config: Config, world: World | None = None, task: Task | None = None) -> Run:
+    """Assemble a run, resumed if there is something to resume; it writes nothing to disk.
+
+    world: from `runtime.start`; without one, the process group that is there already, or this process alone.
+    task: an object in place of `task.target`.
+    """
+    world = locate(config.run) if world is None else world
+    micro_batches = accumulation_steps(config.train, world.world_size)
+    folder = run_folder(config.run, world)
+    resume = to_resume(config.run.resume, folder)
+    task = build_task(config.task, config.data) if task is None else task
+
+    seed_all(config.run.seed)  # the same initial weights everywhere
+    module = task.build_model()
+    strategy = pick_strategy(config.parallel, module, world)
+    check_parallel(config.parallel, strategy, config.precision, world)
+    precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
+    blocks = task.blocks(module) if hasattr(task, "blocks") else find_blocks(module)
+    parallel = build_parallel(config.parallel, strategy, module, blocks, precision, world)
+    optimizer = Optimizer(config.optim, _clip(config.train), parallel.model, config.train.steps, parallel.state_device)
+    data = build_batches(
+        config.data,
+        task,
+        build_split(task, "train", world),
+        config.train.micro_batch_size,
+        micro_batches,
+        config.run.seed,
+        world,
+    )
+    held_out = build_split(task, "validation", world) if config.eval.every != "off" else None
+    validation = build_validation(config.data, task, held_out, config.train.micro_batch_size, world)
+
+    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
+    seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
+    metrics = Metrics(config.metrics, world)
+    run = Run(config, world, folder, task, precision, parallel, optimizer, data, validation, metrics)
+    if resume is not None:
+        load(run, resume)
+        run.resumed_from_step = run.step
+    return run
+
+
+def _clip(config: TrainConfig) -> Clip:
+    return Clip(config.clip_by, config.max_grad_value if config.clip_by == "value" else config.max_grad_norm)

@@ -1,0 +1,152 @@
+"""One optimizer step, from micro-batches to the applied or skipped update; and its counterpart without gradients.
+
+Words: a micro-batch is one forward and backward; a step is one optimizer step from `accumulation_steps` of them, fewer
+where an epoch ends; a step is applied or skipped.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from dist_amp.config import ConfigError, Range
+from dist_amp.data import Padding
+from dist_amp.metrics import StepReport
+from dist_amp.runtime import DataError
+from dist_amp.task import Task
+
+if TYPE_CHECKING:
+    from dist_amp.run import Run
+
+Count = Annotated[int, Range(low=1)]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: Count = 100
+    """Optimizer steps, applied or skipped."""
+    micro_batch_size: Count = 8
+    """Samples in one forward and backward of one rank."""
+    accumulation_steps: Count | Literal["auto"] = "auto"
+    """Micro-batches in a step; auto: as global_batch_size asks for, else 1."""
+    global_batch_size: Count | Literal["auto"] = "auto"
+    """Samples in a step over all ranks: micro_batch_size x ranks x accumulation_steps; auto: that product."""
+    clip_by: Literal["norm", "value", "off"] = "norm"
+    """Limit the norm of all gradients together, or each of their elements, or nothing."""
+    max_grad_norm: Annotated[float, Range(above=0)] = 1.0
+    """The limit of clip_by=norm."""
+    max_grad_value: Annotated[float, Range(above=0)] = 1.0
+    """The limit of clip_by=value."""
+    max_skips_in_a_row: Count = 50
+    """End the run when so many steps in a row were skipped; looked at every metrics.log_every steps."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: Count | Literal["off"] = 100
+    """Steps between evaluations; there is one at the end as well. off: none at all."""
+    batches: Count | Literal["all"] = "all"
+    """How many micro-batches of each rank an evaluation takes."""
+
+
+def accumulation_steps(config: TrainConfig, world_size: int) -> int:
+    """Micro-batches per step, from whichever of accumulation_steps and global_batch_size is set."""
+    per_round = config.micro_batch_size * world_size
+    if config.global_batch_size == "auto":
+        return 1 if config.accumulation_steps == "auto" else config.accumulation_steps
+    wanted, rest = divmod(config.global_batch_size, per_round)
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    if rest:
+        near = max(1, wanted) * per_round
+        raise ConfigError(
+            f"train.global_batch_size={config.global_batch_size} is not a multiple of micro_batch_size "
+            f"{config.micro_batch_size} x {ranks} = {per_round}; use global_batch_size={near}"
+        )
+    if config.accumulation_steps not in ("auto", wanted):
+        product = per_round * config.accumulation_steps
+        raise ConfigError(
+            f"train.global_batch_size={config.global_batch_size} is not micro_batch_size {config.micro_batch_size} x "
+            f"{ranks} x accumulation_steps {config.accumulation_steps} = {product}; use accumulation_steps={wanted}"
+        )
+    return wanted
+
+
+def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
+    """Apply one optimizer step from this rank's micro-batches; nothing here waits for the device.
+
+    Every rank calls it with equally many micro-batches; `Padding` counts for nothing.
+    """
+    # A mean of means is biased when masks or tails are uneven: normalise once, by what counts on all ranks.
+    weight = run.parallel.sum(total_weight(run.task, micro_batches, run.world.device))
+    loss_sum = run.parallel.zero()
+    for is_last, batch in mark_last(micro_batches):
+        with run.parallel.gradient_sync(is_last):
+            with run.precision.autocast():
+                loss = loss_of(run.task, run.model, batch)
+            # The strategies average gradients over ranks; the factor world_size makes that a sum.
+            run.precision.backward(loss * (run.parallel.world_size / weight))
+        loss_sum += loss.detach()
+    norm = run.parallel.gradient_norm(run.precision)
+    applied = run.optimizer.apply(norm, run.precision)
+    return StepReport(loss_sum, weight, norm, applied)
+
+
+def evaluate(run: "Run") -> dict[str, float]:
+    """The held-out loss, and the task's own metrics: weighted means over all ranks, equal on every rank.
+
+    Empty where the task holds nothing out.
+    """
+    if run.validation is None:
+        return {}
+    metrics = getattr(run.task, "metrics", None)
+    weight = run.parallel.zero()
+    sums: dict[str, Tensor] = {}
+    with run.parallel.evaluating():
+        for micro_batches in run.validation.one_epoch(run.config.eval.batches):
+            for batch in micro_batches:
+                content, share = (batch.batch, 0.0) if isinstance(batch, Padding) else (batch, 1.0)
+                with run.precision.autocast():
+                    values = metrics(run.model, content) if metrics else {}
+                    if "loss" not in values:
+                        values["loss"] = run.task.loss_sum(run.model, content)
+                for name, value in values.items():
+                    sums[name] = sums.get(name, 0.0) + value.detach().float() * share
+                weight += run.task.weight(content) * share
+    totals = run.parallel.sum(torch.stack([weight, *sums.values()])).tolist()
+    return {name: total / totals[0] if totals[0] else math.nan for name, total in zip(sums, totals[1:], strict=True)}
+
+
+def total_weight(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
+    """What this rank's micro-batches count for: scalar float32 on the device; plain numbers reach it without a copy."""
+    weights = [task.weight(batch) for batch in micro_batches if not isinstance(batch, Padding)]
+    total = torch.full((), float(sum(w for w in weights if not isinstance(w, Tensor))), device=device)
+    for weight in weights:
+        if isinstance(weight, Tensor):
+            total += weight
+    return total
+
+
+def loss_of(task: Task, model: torch.nn.Module, batch: Any) -> Tensor:
+    """The task's loss sum of a micro-batch, checked by what the host knows of it: shape, dtype, device, gradient."""
+    loss = task.loss_sum(model, batch.batch if isinstance(batch, Padding) else batch)
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.dtype != torch.float32:
+        what = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise DataError(
+            f"the task's loss_sum returned {what}, not a float32 scalar; sum over all elements, and compute the loss "
+            "in float32, as in `logits.float()`"
+        )
+    if not loss.requires_grad:
+        raise DataError(
+            "the task's loss_sum returned a loss without a gradient; it must depend on the model's parameters"
+        )
+    return loss * 0.0 if isinstance(batch, Padding) else loss
+
+
+def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
+    """(whether it is the last, item) for each item."""
+    for number, item in enumerate(items, start=1):
+        yield number == len(items), item

@@ -1,0 +1,129 @@
+"""What a user brings: a plain class with four methods, found by `--task.target my_file:MyTask`.
+
+No base class and no registry: `Task` only writes the methods down. Optional methods, looked up by name:
+
+    collate(samples)        list of samples -> batch; default: PyTorch's default collate
+    blocks(model)           list of modules: the units that FSDP shards and gathers; default: see parallel.py
+    tokens(batch)           int: how many tokens a batch holds, for tokens per second
+    metrics(model, batch)   dict of scalar sums for evaluation, each divided by the total weight as the loss is;
+                            with a "loss" among them, loss_sum is not called a second time
+    sample(model)           what the trained model makes: a text, or an image as a tensor [C, H, W] in 0..1
+
+A constructor parameter called `data` gets the `[data]` section; every other one is set by `--task.args.NAME VALUE`.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
+from pathlib import Path
+from typing import Any, Protocol, get_type_hints
+
+from torch import Tensor, nn
+
+from dist_amp.config import ConfigError, nearest_name
+
+
+class Task(Protocol):
+    """What the loop asks of a user's class. A batch is whatever collating samples gives, moved to the device."""
+
+    def build_model(self) -> nn.Module:
+        """The model, on the CPU, in float32; random numbers may be drawn, the seed is set and equal on all ranks."""
+
+    def build_dataset(self, split: str) -> Any:
+        """The samples of "train" or "validation", with len() and []; None where there is no validation."""
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss, summed over what `weight` counts: a float32 scalar with a gradient, on the model's device."""
+
+    def weight(self, batch: Any) -> float | Tensor:
+        """What the loss is divided by, over all ranks and micro-batches: a number, or a scalar tensor of the device."""
+
+
+SIGNATURES = {
+    "build_model": "build_model(self) -> nn.Module",
+    "build_dataset": "build_dataset(self, split) -> dataset",
+    "loss_sum": "loss_sum(self, model, batch) -> Tensor",
+    "weight": "weight(self, batch) -> number",
+}
+INJECTED = "data"  # the one constructor parameter that is not a setting
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    target: str = "dist_amp.tasks.causal_lm:CausalLM"
+    """The task's class, as module:Class or path/to/file.py:Class."""
+    args: Any = field(default_factory=dict)
+    """The task's constructor arguments."""
+
+
+def find_task(target: str) -> type[Task]:
+    """The class that `target` names. Errors: ConfigError where it can't be imported, is missing or lacks a method."""
+    module_name, colon, class_name = target.partition(":")
+    if not (module_name and colon and class_name):
+        raise ConfigError(f"task.target={target} must be module:Class or path/to/file.py:Class")
+    cls = getattr(_import(module_name, target), class_name, None)
+    if not inspect.isclass(cls):
+        classes = [name for name, value in vars(sys.modules[_dotted(module_name)]).items() if inspect.isclass(value)]
+        near = nearest_name(class_name, classes)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(f"task.target={target}: there is no class {class_name} in {module_name}{hint}")
+    for method, signature in SIGNATURES.items():
+        if not callable(getattr(cls, method, None)):
+            raise ConfigError(f"task.target={target} lacks the method {method}; add `def {signature}`")
+    return cls  # type: ignore[return-value]
+
+
+def _dotted(module_name: str) -> str:
+    return Path(module_name).stem if module_name.endswith(".py") else module_name
+
+
+def _import(module_name: str, target: str) -> Any:
+    folder = str(Path(module_name).parent.resolve()) if module_name.endswith(".py") else str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(_dotted(module_name))
+    except ModuleNotFoundError as error:
+        if error.name != _dotted(module_name).partition(".")[0] and error.name != _dotted(module_name):
+            raise ConfigError(
+                f"task.target={target}: it imports {error.name}, which is missing; install that"
+            ) from error
+        raise ConfigError(
+            f"task.target={target}: there is no module {module_name} in {folder}, and none is installed"
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"task.target={target}: importing it failed with {type(error).__name__}: {error}") from error
+
+
+def args_dataclass(cls: type) -> type:
+    """A dataclass of the constructor's parameters, by which `task.args` is checked and shown in --help."""
+    constructor = vars(cls).get("__init__") or getattr(cls, "__init__")  # noqa: B009 (mypy doubts the plain form)
+    if constructor is object.__init__:
+        return make_dataclass("Args", [], frozen=True)
+    hints = get_type_hints(constructor, include_extras=True)
+    items: list[Any] = []
+    for parameter in list(inspect.signature(cls).parameters.values()):
+        if parameter.name == INJECTED or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        has_default = parameter.default is not parameter.empty
+        hint = hints.get(parameter.name, type(parameter.default) if has_default else str)
+        items.append(
+            (parameter.name, hint, field(default=parameter.default)) if has_default else (parameter.name, hint)
+        )
+    required_first = sorted(items, key=len)
+    return make_dataclass("Args", required_first, frozen=True, namespace={"__doc__": inspect.getdoc(cls) or ""})
+
+
+def build_task(config: TaskConfig, data: Any) -> Task:
+    """Construct the task with its arguments, and with the data section if it asks for it."""
+    cls = find_task(config.target)
+    args: Mapping[str, Any] = asdict(config.args) if is_dataclass(config.args) else config.args  # type: ignore[arg-type]
+    known = inspect.signature(cls).parameters
+    if INJECTED in known:
+        args = {**args, INJECTED: data}
+    try:
+        return cls(**args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"task.target={config.target} refuses its task.args: {error}") from error

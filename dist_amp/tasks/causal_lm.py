@@ -1,0 +1,208 @@
+"""A GPT on bytes: by default of Python's own standard library, which every machine has.
+
+Copy this file to train a language model on your text; set `[data]` to train this one on it.
+"""
+
+import hashlib
+import logging
+import math
+import sysconfig
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_amp.config import Range
+from dist_amp.data import DataConfig, load_split, pick_split
+from dist_amp.runtime import DataError
+
+log = logging.getLogger(__name__)
+END_OF_DOCUMENT = 0  # a byte that no text holds
+Count = Annotated[int, Range(low=1)]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions. Source: Su et al. 2021, arXiv:2104.09864."""
+
+    def __init__(self, width: int, heads: int, layers: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        # Each of the 2 * layers branches adds to the residual stream; this keeps its variance at the start.
+        # Source: Radford et al. 2019, "Language models are unsupervised multitask learners".
+        nn.init.normal_(self.qkv.weight, std=0.02)
+        nn.init.normal_(self.out.weight, std=0.02 / math.sqrt(2 * layers))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: attention, then a four times wider GELU layer."""
+
+    def __init__(self, width: int, heads: int, layers: int):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, heads, layers)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        nn.init.normal_(self.up.weight, std=0.02)
+        nn.init.normal_(self.down.weight, std=0.02 / math.sqrt(2 * layers))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int, tied: bool):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads, layers) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
+        if tied:
+            self.head.weight = self.embedding.weight
+        cos, sin = rotary_table(context, width // heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x))
+
+
+def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angle: both [context, head_width / 2] float32."""
+    frequency = 10_000 ** -(torch.arange(0, head_width, 2) / head_width)
+    angle = torch.outer(torch.arange(context), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + half) of the last dimension by its position's angle; the dtype stays."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class CausalLM:
+    """Predict the next byte. Batch: tokens [B, context + 1] uint8."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        context: Count = 128,
+        width: Count = 128,
+        layers: Count = 2,
+        heads: Count = 4,
+        vocabulary: Annotated[int, Range(low=256)] = 256,
+        tied: bool = True,
+        prompt: str = "def ",
+        sample_bytes: Annotated[int, Range(low=0)] = 400,
+    ):
+        if width % (2 * heads):
+            raise ValueError(f"width={width} must be a multiple of 2 x heads={heads}: rotary positions turn pairs")
+        self.data = data
+        self.context = context
+        self.prompt = prompt
+        self.sample_bytes = sample_bytes
+        self.shape = (vocabulary, context, width, layers, heads, tied)
+
+    def build_model(self) -> nn.Module:
+        return GPT(*self.shape)
+
+    def build_dataset(self, split: str) -> Any:
+        if self.data.name == "auto" and self.data.path == "off":
+            documents = python_source(self.data, split)
+        else:
+            documents = load_split(self.data, split)
+        if documents is None:
+            return None
+        column, length = self.data.text_column, self.context + 1
+        packed = documents.map(
+            pack,
+            batched=True,
+            remove_columns=documents.column_names,
+            fn_kwargs={"column": column, "length": length},
+            desc=None,
+        )
+        return packed.with_format("torch")
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.blocks)  # type: ignore[arg-type]
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        tokens = batch["tokens"].long()
+        logits = model(tokens[:, :-1]).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return self.tokens(batch)
+
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        return batch["tokens"][:, 1:].numel()
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        loss = self.loss_sum(model, batch)
+        return {"loss": loss, "bits_per_byte": loss / math.log(2)}
+
+    def sample(self, model: nn.Module) -> str:
+        """The prompt continued, byte by byte; the same on every rank, since all take part in a sharded forward."""
+        device = next(model.parameters()).device
+        generator = torch.Generator().manual_seed(0)
+        text = list(self.prompt.encode())
+        for _ in range(self.sample_bytes):
+            tokens = torch.tensor([text[-self.context :]], device=device)
+            logits = model(tokens)[0, -1, :256].float().cpu()
+            probabilities = torch.softmax(logits / 0.7, dim=-1)
+            text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        return bytes(text).decode(errors="replace")
+
+
+def pack(rows: dict[str, list[Any]], column: str, length: int) -> dict[str, Any]:
+    """Documents end to end, cut into samples of `length` bytes: {"tokens": [samples, length] uint8}.
+
+    What is left at the end of a batch of documents, less than one sample, is dropped.
+    """
+    if not all(isinstance(text, str) for text in rows[column]):
+        kind = next(type(text).__name__ for text in rows[column] if not isinstance(text, str))
+        raise DataError(f"data.text_column={column} holds {kind}, not text; name a column of text")
+    stream = b"".join(text.encode() + bytes([END_OF_DOCUMENT]) for text in rows[column])
+    samples = len(stream) // length
+    return {"tokens": numpy.frombuffer(stream, numpy.uint8)[: samples * length].reshape(samples, length)}
+
+
+def python_source(config: DataConfig, split: str) -> Any:
+    """The standard library's source through `datasets`: some 11 MB; logs its sha256, which differs between releases."""
+    import datasets
+
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+    files = sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
+    if split == "train":
+        source = [path.read_bytes() for path in files]
+        size, digest = sum(map(len, source)), hashlib.sha256(b"".join(source)).hexdigest()
+        log.info("data: Python's standard library, %d files, %.1f MB, sha256 %s", len(files), size / 1e6, digest[:16])
+    everything = datasets.load_dataset("text", data_files=[str(path) for path in files], sample_by="document")
+    return pick_split(everything, config, split)

@@ -1,0 +1,104 @@
+"""A pixel-wise network that draws: coordinates in, a quantised two-dimensional sinusoid out.
+
+All of its arithmetic is matrix products of one width, so that it shows what mixed precision buys; it has no batch
+statistics, so that any number of ranks computes the same step.
+"""
+
+import math
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_amp.config import Range
+
+Count = Annotated[int, Range(low=1)]
+
+
+class PixelNorm(nn.Module):
+    """Layer normalisation over the channels of each pixel: [B, C, H, W] -> the same."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class PixelNet(nn.Sequential):
+    """coordinates [B, 2, H, W] in -1..1 -> level [B, 1, H, W]; 1 x 1 convolutions, 134,145 parameters at width 256."""
+
+    def __init__(self, width: int, hidden_layers: int):
+        layers = [
+            nn.Sequential(nn.Conv2d(2 if n == 0 else width, width, 1), PixelNorm(width), nn.ReLU())
+            for n in range(1 + hidden_layers)
+        ]
+        super().__init__(*layers, nn.Conv2d(width, 1, 1))
+
+
+class Sinusoid:
+    """Fit the picture. A sample is a crop of it; batch: coordinates [B, 2, crop, crop], levels [B, 1, crop, crop]."""
+
+    def __init__(
+        self,
+        size: Count = 512,
+        crop: Count = 64,
+        crops: Count = 1024,
+        levels: Annotated[int, Range(low=2)] = 4,
+        frequencies: tuple[float, float] = (4.0, 2.0),
+        width: Count = 256,
+        hidden_layers: Count = 2,
+    ):
+        if crop > size:
+            raise ValueError(f"crop={crop} must be at most size={size}")
+        self.size = size
+        self.crop = crop
+        self.crops = crops
+        self.levels = levels
+        self.frequencies = frequencies
+        self.model_shape = (width, hidden_layers)
+
+    def build_model(self) -> nn.Module:
+        return PixelNet(*self.model_shape)
+
+    def build_dataset(self, split: str) -> Any:
+        """Random crops to train on; to validate, the crops that tile the whole picture."""
+        import datasets
+
+        if split == "train":
+            corners = torch.randint(
+                self.size - self.crop + 1, (self.crops, 2), generator=torch.Generator().manual_seed(0)
+            )
+        else:
+            starts = torch.arange(0, self.size - self.crop + 1, self.crop)
+            corners = torch.cartesian_prod(starts, starts)
+        table = datasets.Dataset.from_dict({"top": corners[:, 0].tolist(), "left": corners[:, 1].tolist()})
+        return table.with_transform(self._cut)
+
+    def _cut(self, rows: dict[str, list[int]]) -> dict[str, list[Tensor]]:
+        crops = [self.picture(top, left, self.crop) for top, left in zip(rows["top"], rows["left"], strict=True)]
+        return {"coordinates": [c for c, _ in crops], "levels": [v for _, v in crops]}
+
+    def picture(self, top: int, left: int, extent: int) -> tuple[Tensor, Tensor]:
+        """(coordinates [2, extent, extent], levels [1, extent, extent] in 0..1) of one square of the picture."""
+        y, x = torch.meshgrid(torch.arange(top, top + extent), torch.arange(left, left + extent), indexing="ij")
+        coordinates = torch.stack((x, y)) / (self.size - 1) * 2 - 1
+        fx, fy = self.frequencies
+        wave = torch.sin(math.pi * fx * coordinates[0]) * torch.sin(math.pi * fy * coordinates[1])
+        step = self.levels - 1
+        return coordinates, ((wave + 1) / 2 * step).round()[None] / step
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch["coordinates"]).float(), batch["levels"], reduction="sum")
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return batch["levels"].numel()
+
+    def sample(self, model: nn.Module) -> Tensor:
+        """The target and what the model makes of it, side by side: [1, H, 2 W] in 0..1."""
+        coordinates, levels = self.picture(0, 0, self.size)
+        device = next(model.parameters()).device
+        rows = [model(part[None].to(device))[0].float().cpu() for part in coordinates.split(64, dim=1)]
+        return torch.cat((levels, torch.cat(rows, dim=1).clamp(0, 1)), dim=2)

@@ -1,0 +1,225 @@
+"""The main job: torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE.toml ...] [--section.key VALUE ...]
+
+Train the task for train.steps steps; evaluate, save and report on the way; leave RUN/summary.json behind.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_amp.checkpoint import complete_checkpoints, save
+from dist_amp.config import ConfigError, Failure
+from dist_amp.metrics import LogRow
+from dist_amp.run import Config, Run, build_run, load_config, show_help, to_toml
+from dist_amp.runtime import (
+    SAVED_AND_STOPPED,
+    AgreedStop,
+    DataError,
+    NumericsError,
+    World,
+    report_failure,
+    run_folder,
+    start,
+)
+from dist_amp.step import evaluate, train_step
+
+
+def train(run: Run, stop: AgreedStop) -> str:
+    """Take the steps that are left; return "completed" or "preempted". Every rank takes the same way through."""
+    config, last = run.config, run.config.train.steps
+    for micro_batches in run.data:
+        report = train_step(run, micro_batches)
+        run.step += 1
+        run.metrics.record(report)
+        if run.step % config.metrics.log_every == 0 or run.step == last:
+            log(run)
+        if config.eval.every != "off" and (run.step % config.eval.every == 0 or run.step == last):
+            with run.metrics.off_the_clock():
+                run.metrics.write_evaluation(run.step, evaluate(run))
+        stopping = stop.poll()
+        if config.checkpoint.every != "off" and (
+            run.step % config.checkpoint.every == 0 or stopping or run.step == last
+        ):
+            with run.metrics.off_the_clock():
+                save(run)
+        if run.step == last:
+            return "completed"
+        if stopping:
+            return "preempted"
+    raise AssertionError("the data never end")
+
+
+def log(run: Run) -> None:
+    """Read the interval's figures, write them, and stop a run that can't go on."""
+    row = run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data)
+    run.metrics.write(row, run.config.train.steps)
+    stop_if_hopeless(row, run.config)
+
+
+def stop_if_hopeless(row: LogRow, config: Config) -> None:
+    """Errors: DataError where nothing in a step counts; NumericsError for too many skipped steps in a row."""
+    if row["least_weight"] <= 0:
+        raise DataError(
+            f"in the steps up to {row.step} a total weight was {row['least_weight']:g}; the task's weight(batch) is "
+            "what the loss is divided by, and must be above 0"
+        )
+    if row["skips_in_a_row"] >= config.train.max_skips_in_a_row:
+        advice = "a lower optim.lr, or --use_amp false" if config.precision.name != "fp32" else "a lower optim.lr"
+        raise NumericsError(
+            f"{row['skips_in_a_row']:.0f} steps in a row were not finite and were skipped, up to step {row.step} "
+            f"(loss {row.loss:g}); the limit is train.max_skips_in_a_row={config.train.max_skips_in_a_row}; "
+            f"try {advice}, or look at the data"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status. A process group that is there already is used and left."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if {"-h", "--help"} & set(argv):
+            print(show_help(argv, "python -m dist_amp.train", __doc__))
+            return 0
+        config = load_config([word for word in argv if word != "--print_config"])
+        if "--print_config" in argv:
+            print(to_toml(config), end="")
+            return 0
+        with start(config.run) as world:
+            return run_and_report(config, world)
+    except Failure as error:  # found before this process joined the others
+        return report_failure(error, None)[0]
+    except SystemExit as reported:
+        return int(reported.code or 0)
+
+
+def run_and_report(config: Config, world: World) -> int:
+    """Train, and leave a summary whatever happens; return the exit status.
+
+    A failure is reported here, while the store that tells the ranks who is first is still there.
+    """
+    folder = run_folder(config.run, world)
+    config = replace(config, run=replace(config.run, dir=str(folder)))
+    run = None
+    try:
+        make_folder(folder, config, world)
+        run = build_run(config, world)
+        return run_to_the_end(run)
+    except BaseException as error:
+        status, first = report_failure(error, world)
+        if first and folder.is_dir():
+            write_summary(folder, run, "failed", status, str(error) or type(error).__name__)
+        raise SystemExit(status) from error  # through the with-block of `start`: the others are not waited for
+    finally:
+        if run is not None:
+            run.metrics.close()
+
+
+def make_folder(folder: Path, config: Config, world: World) -> None:
+    """Errors: Failure where the folder can't be written; ConfigError where it holds a run that is not to be resumed."""
+    if world.is_main:
+        if config.run.resume == "never" and complete_checkpoints(folder):
+            raise ConfigError(f"run.dir={folder} holds a run already; choose another, or go on with run.resume=auto")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(to_toml(config))
+        except OSError as error:
+            raise Failure(
+                f"run.dir={folder} can't be written ({error.strerror}); choose another with --run.dir"
+            ) from error
+    world.barrier()
+
+
+def run_to_the_end(run: Run) -> int:
+    """Take the run's steps, then show and summarise what came of them; return the exit status."""
+    steps = run.config.train.steps
+    if run.step >= steps:
+        run.world.say(
+            f"{run.folder} is finished: it took {run.step} of train.steps={steps}; raise train.steps to go on"
+        )
+        return 0
+    introduce(run)
+    run.metrics.open(run.folder, run.step, to_toml(run.config))
+    with AgreedStop(run.world) as stop:
+        stopped_by = train(run, stop)
+    if stopped_by == "preempted":
+        cause = stop.requested_by or "a signal to another rank"
+        write_summary(run.folder, run, stopped_by, SAVED_AND_STOPPED, cause)
+        run.world.say(f"stopped after step {run.step} by {cause}; go on with --run.dir {run.folder}")
+        return SAVED_AND_STOPPED
+    if hasattr(run.task, "sample"):
+        with run.parallel.evaluating(), run.precision.autocast():
+            run.metrics.write_sample(run.step, run.task.sample(run.parallel.module))
+    if run.world.is_main:
+        summary = write_summary(run.folder, run, stopped_by, 0, "")
+        print(closing_table(summary, run.folder), flush=True)
+    return 0
+
+
+def introduce(run: Run) -> None:
+    """Say what is about to run."""
+    world, plan, precision = run.world, run.data.plan, run.precision
+    parameters = sum(p.numel() for p in run.parallel.module.parameters())
+    accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
+    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    cast = f" cast by {precision.cast_by}" if precision.cast_by != "nothing" else ""
+    begin = f", resumed from step {run.resumed_from_step}" if run.resumed_from_step else ""
+    held_out = run.validation.plan.length if run.validation else 0
+    world.say(
+        f"run    {run.folder}{begin}\n"
+        f"model  {parameters:,} parameters, {run.parallel.strategy} on {world.world_size} x {where}, "
+        f"{precision.name}{cast}\n"
+        f"batch  {plan.global_batch_size} samples = {plan.micro_batch_size} x {plan.world_size} ranks x "
+        f"{accumulation} micro-batches\n"
+        f"data   {plan.length:,} samples to train on, {held_out:,} held out\n"
+        f"watch  tensorboard --logdir {run.folder}/tensorboard"
+    )
+
+
+def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int, cause: str) -> dict[str, Any]:
+    """RUN/summary.json, from the figures of the last log step, so that one rank alone can write it."""
+    summary: dict[str, Any] = {"stopped_by": stopped_by, "exit_code": exit_code, "cause": cause}
+    row = run.metrics.last if run is not None else None
+    if run is not None:
+        summary |= {
+            "steps": run.step,
+            "world_size": run.world.world_size,
+            "strategy": run.parallel.strategy,
+            "precision": run.precision.name,
+            "resumed_from_step": run.resumed_from_step,
+            "items_per_second": sum(rank["items_per_second"] for rank in run.metrics.rank_table()),
+            "ranks": run.metrics.rank_table(),
+            "evaluation": run.metrics.evaluation,
+        }
+    if row is not None:
+        summary |= {
+            "applied_steps": int(row["applied_steps"]),
+            "skipped_steps": int(row["skipped_steps"]),
+            "final_loss": row.loss if math.isfinite(row.loss) else str(row.loss),  # JSON has no nan
+            "loss_scale": row["loss_scale"],
+        }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def closing_table(summary: dict[str, Any], folder: Path) -> str:
+    """Each rank's throughput and memory, and where the rest is."""
+    lines = [f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10} {'tokens/s':>12}"]
+    for rank in summary["ranks"]:
+        lines.append(
+            f"{rank['rank']:>4}  {rank['host']:<20} {rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB "
+            f"{rank['items_per_second']:>10,.1f} {rank['tokens_per_second']:>12,.0f}"
+        )
+    held_out = "".join(f", held-out {name} {value:.4f}" for name, value in summary["evaluation"].items())
+    steps = f"{summary['steps']} steps ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
+    return "\n".join(
+        [*lines, f"done: {steps}, loss {summary['final_loss']:.4f}{held_out}", f"all of it is in {folder}"]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

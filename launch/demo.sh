@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Train on the embedded default, on every GPU there is, or on two CPU processes. Arguments go to dist_amp.train:
+#   bash launch/demo.sh --train.steps 50 --precision.dtype fp16
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
+processes=$((gpus > 0 ? gpus : 2))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) > processes ? $(nproc) / processes : 1))}"
+
+# The address is named because a host name that does not resolve makes --standalone wait without a word.
+exec "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node="$processes" \
+    -m dist_amp.train --config "$root/configs/demo.toml" "$@"
