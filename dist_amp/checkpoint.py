@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
@@ -99,9 +100,9 @@ def load(run: "Run", path: Path) -> None:
     try:
         with _quiet_when_alone():
             read_tensors(state, checkpoint_id=path, no_dist=run.world.world_size == 1)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(f"checkpoint {path} could not be loaded into this model and optimizer: {lines[0]}") from error
+    except (Exception, CheckpointException) as error:  # torch derives the latter from BaseException
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise DataError(f"checkpoint {path} does not fit this model and optimizer: {why.strip()}") from error
     groups = get_optimizer_state_dict(run.model, run.optimizer.torch_optimizer)["param_groups"]
     set_state_dict(
         run.model,

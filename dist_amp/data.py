@@ -8,7 +8,8 @@ resuming needs one number, how many samples were consumed.
 import glob
 import math
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -142,35 +143,46 @@ class Batches:
         self._count_tokens = getattr(task, "tokens", None)
         self._fetch = _Fetch(dataset, task, plan.seed)
         self._workers = workers
-        self._iterator: Iterator[list[Any]] | None = None
+        self._batches: Iterator[Any] | None = None
+        self._steps: Iterator[tuple[int, list[Share]]] = iter(())
+        self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> list[Any]:
-        if self._iterator is None:
-            self._iterator = self._steps()
-        return next(self._iterator)
+        if self._batches is None:
+            self._batches = self._open(limit=None)
+        position, shares = next(self._steps)
+        step = []
+        for share in shares:
+            started = time.perf_counter()
+            batch = next(self._batches)
+            self.wait_seconds += time.perf_counter() - started
+            step.append(self._hand_out(batch, share))
+        self.position = position
+        return step
 
     def one_epoch(self, limit: int | Literal["all"]) -> Iterator[list[Any]]:
         """The steps of the first epoch, at most `limit` of them: for evaluation, in the same order each time."""
-        self.position = 0
         whole = math.ceil(self.plan.length / self.plan.global_batch_size)
-        return self._steps(whole if limit == "all" else min(limit, whole))
+        steps = whole if limit == "all" else min(limit, whole)
+        self.position = 0
+        self._batches = self._open(steps)
+        try:
+            for _ in range(steps):
+                yield next(self)
+        finally:
+            self.close()
 
-    def _steps(self, limit: int | None = None) -> Iterator[list[Any]]:
+    def _open(self, limit: int | None) -> Iterator[Any]:
+        """Start loading from `position`, for at most `limit` steps."""
+        self._steps = self.plan.steps(self.position)
         batches = iter(self._loader(limit))
-        for done, (position, shares) in enumerate(self.plan.steps(self.position)):
-            if done == limit:
-                return
-            step = []
-            for share in shares:
-                started = time.perf_counter()
-                batch = next(batches)
-                self.wait_seconds += time.perf_counter() - started
-                step.append(self._hand_out(batch, share))
-            self.position = position
-            yield step
+        if self._workers:
+            # They ignore SIGTERM, by which Python would end them when it exits: they must be told in time.
+            self.close = weakref.finalize(self, batches._shutdown_workers)  # type: ignore[attr-defined]
+        return batches
 
     def _hand_out(self, batch: Any, share: Share) -> Any:
         if share.counts:

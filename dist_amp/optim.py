@@ -77,14 +77,45 @@ def build_torch_optimizer(model: nn.Module, config: OptimConfig, lr: Tensor | fl
     if config.name == "adamw":
         # The lists that torch's annotations want are stricter than what it takes.
         return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=config.fused)
-    optimizer = torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=config.fused)
-    if config.momentum:
-        # Fused SGD makes its buffers at the first step without filling them: a first step that is skipped would leave
-        # whatever the memory held. From zero, the first step is the same as torch's own first step.
-        for group in optimizer.param_groups:
+    kind = FusedSGD if config.fused else torch.optim.SGD
+    return kind(groups, lr=lr, momentum=config.momentum)
+
+
+class FusedSGD(torch.optim.SGD):
+    """torch's fused SGD kernel on each rank's own shards, with what torch.optim.SGD(fused=True) lacks.
+
+    Sharded parameters with the learning rate on the device; and momentum that survives a skipped first step: torch
+    makes its buffers there without filling them. From zero, the first step is the same as torch's own.
+    """
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def __init__(self, groups: list[dict[str, object]], lr: Tensor | float, momentum: float):
+        super().__init__(groups, lr=lr, momentum=momentum)
+        for group in self.param_groups if momentum else []:
             for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            buffers = [local(self.state[p]["momentum_buffer"]) for p in trained] if group["momentum"] else []
+            torch._fused_sgd_(
+                [local(p) for p in trained],
+                [local(p.grad) for p in trained],
+                buffers,
+                lr=group["lr"],
+                momentum=group["momentum"],
+                weight_decay=group["weight_decay"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
 
 
 class Optimizer:

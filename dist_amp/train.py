@@ -116,6 +116,7 @@ def run_and_report(config: Config, world: World) -> int:
         raise SystemExit(status) from error  # through the with-block of `start`: the others are not waited for
     finally:
         if run is not None:
+            run.data.close()
             run.metrics.close()
 
 

@@ -1,0 +1,56 @@
+"""What every test gets: no stray settings, a home for caches, and this folder on the path of what it launches."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("DIST_AMP_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch(ranks, "--key", "value", ...): a real run of the main job in an empty folder.
+
+    ranks=0 is `python -m dist_amp.train`; above that, torchrun. Returns the finished process: returncode, stdout,
+    stderr; `launch.start` returns it while it runs.
+    """
+
+    def command(ranks: int, *args: str, torchrun: tuple[str, ...] = ()) -> list[str]:
+        job = ["-m", "dist_amp.train", *map(str, args)]
+        if ranks == 0:
+            return [sys.executable, *job]
+        alone = ["--standalone", "--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}"]
+        return [sys.executable, "-m", "torch.distributed.run", *alone, *torchrun, *job]
+
+    def start(ranks: int, *args: str, torchrun: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            command(ranks, *args, torchrun=torchrun),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **environment},
+        )
+
+    def run(ranks: int, *args: str, timeout: float = 120, **options) -> subprocess.CompletedProcess:
+        process = start(ranks, *args, **options)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    run.start = start
+    return run

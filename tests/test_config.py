@@ -1,0 +1,441 @@
+"""The configuration: where values come from, which one wins, and what is said of a wrong one."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dist_amp.config import ConfigError, flat_values
+from dist_amp.parallel import ParallelConfig, check_parallel
+from dist_amp.precision import PrecisionConfig, ScalerConfig, build_precision
+from dist_amp.run import load_config, to_toml
+from dist_amp.runtime import World
+from dist_amp.step import TrainConfig, accumulation_steps
+from dist_amp.train import main
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+TWO_RANKS = World(world_size=2, local_world_size=2)
+
+
+def load(*argv, **environ):
+    return load_config([str(word) for word in argv], environ)
+
+
+def values(config):
+    return dict(flat_values(config))
+
+
+def written(folder, text, name="mine.toml"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refused(call, *args, **more):
+    """What is said of a wrong config: one line, exit status 64."""
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **more)
+    assert caught.value.exit_code == 64
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def refusal(*argv, **environ):
+    return refused(load, *argv, **environ)
+
+
+def assert_says(message, *parts):
+    missing = [part for part in parts if str(part) not in message]
+    assert not missing, f"{missing} not in: {message}"
+
+
+# Where values come from.
+
+
+def test_each_later_source_wins(tmp_path):
+    first = written(tmp_path, "[train]\nsteps = 1\nmicro_batch_size = 1\n[optim]\nlr = 1\nmomentum = 0.1", "a.toml")
+    second = written(tmp_path, "[train]\nmicro_batch_size = 2\n[optim]\nlr = 2\nmomentum = 0.2", "b.toml")
+    environment = {"DIST_AMP_OPTIM__LR": "3", "DIST_AMP_OPTIM__MOMENTUM": "0.3"}
+    config = load("--optim.momentum", "0.4", "--config", first, second, **environment)
+    assert config.train.accumulation_steps == "auto"
+    assert (config.train.steps, config.train.micro_batch_size, config.optim.lr, config.optim.momentum) == (1, 2, 3, 0.4)
+
+
+@pytest.mark.parametrize("form", ["--config {} {}", "--config {} --config {}", "--config={} --config={}"])
+def test_several_files_may_be_given_in_any_form(tmp_path, form):
+    first = written(tmp_path, "[run]\nseed = 1\n[train]\nsteps = 1", "a.toml")
+    second = written(tmp_path, "[run]\nseed = 2", "b.toml")
+    config = load(*form.format(first, second).split())
+    assert (config.run.seed, config.train.steps) == (2, 1)
+
+
+def test_a_value_may_follow_an_equals_sign():
+    assert load("--train.steps=7").train.steps == 7
+
+
+def test_the_last_of_a_repeated_key_wins():
+    assert load("--train.steps", "7", "--train.steps", "8").train.steps == 8
+
+
+def test_hyphens_in_keys_are_underscores():
+    assert load("--train.micro-batch-size", "3").train.micro_batch_size == 3
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False), ("True", True), ("False", False)])
+def test_truth_is_written_in_lower_case_or_as_python_does(word, value):
+    assert load("--precision.tf32", word).precision.tf32 is value
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False)])
+def test_truth_in_a_file(tmp_path, word, value):
+    path = written(tmp_path, f"[precision]\ntf32 = {word}\nuse_amp = {word}")
+    assert load("--config", path).precision.tf32 is load("--config", path).precision.use_amp is value
+
+
+def test_use_amp_is_short_for_precision_use_amp():
+    assert not load("--use_amp", "false").precision.use_amp
+    assert not load("--use-amp=false").precision.use_amp
+
+
+def test_a_list_is_several_words_or_an_array(tmp_path):
+    assert load("--optim.betas", "0.8", "0.9").optim.betas == (0.8, 0.9)
+    assert load("--config", written(tmp_path, "[optim]\nbetas = [0.8, 0.9]")).optim.betas == (0.8, 0.9)
+
+
+def test_a_list_in_the_environment_is_split_at_spaces():
+    assert load(DIST_AMP_OPTIM__BETAS="0.8 0.9").optim.betas == (0.8, 0.9)
+
+
+def test_a_negative_number_is_a_value():
+    target = ("--task.target", "dist_amp.tasks.sinusoid:Sinusoid")
+    assert load(*target, "--task.args.frequencies", "-4", "2").task.args.frequencies == (-4, 2)
+
+
+@pytest.mark.parametrize("text", ["true", "False", "--dashes first", "-d", "", "two\nlines", "a = 'b' \"c\" # d"])
+def test_a_text_is_kept_as_it_is(tmp_path, text):
+    config = load(f"--task.args.prompt={text}")
+    assert config.task.args.prompt == text
+    assert load("--config", written(tmp_path, to_toml(config))).task.args.prompt == text
+
+
+def test_the_environment_sets_a_tasks_argument():
+    assert load(DIST_AMP_TASK__ARGS__WIDTH="64").task.args.width == 64
+
+
+def test_the_launch_scripts_own_variable_is_no_setting():
+    assert values(load(DIST_AMP_PYTHON="/usr/bin/python3")) == values(load())
+
+
+# What is shown.
+
+
+def test_written_toml_reads_back_the_same(tmp_path):
+    changed = ("--optim.betas", "0.8", "0.9", "--optim.eps", "1e-12", "--train.accumulation_steps", "3", "--eval.every")
+    config = load(*changed, "off", "--use_amp", "false", "--task.args.width", "64", "--run.dir", 'a "b" \\c')
+    assert values(load("--config", written(tmp_path, to_toml(config)))) == values(config)
+
+
+def test_print_config_prints_what_reads_back_the_same_and_does_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--train.steps", "7", "--print_config", "--use_amp", "false"]) == 0
+    path = written(tmp_path, capsys.readouterr().out)
+    assert values(load("--config", path)) == values(load("--train.steps", "7", "--use_amp", "false"))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_print_config_takes_a_hyphen_as_keys_do(capsys):
+    assert main(["--print-config"]) == 0
+    assert capsys.readouterr().out == to_toml(load())
+
+
+def test_help_lists_every_key_with_its_meaning(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert [key for key in values(load()) if f"--{key} " not in text] == []
+    assert "The peak learning rate." in text
+
+
+def test_help_lists_the_arguments_of_the_task_that_is_asked_for(capsys):
+    assert main(["--task.target", "tiny:NeedsName", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--task.args.name " in text
+    assert "--task.args.width " in text
+    assert "--task.args.context " not in text
+
+
+def test_a_wrong_config_is_one_line_and_status_64(capsys):
+    assert main(["--optim.lr", "fast"]) == 64
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "error: optim.lr=fast on the command line is not a number\n")
+
+
+def test_the_reference_file_is_complete_true_and_in_order():
+    def flat(table, prefix=""):
+        for name, value in table.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", tuple(value) if isinstance(value, list) else value
+
+    reference = list(flat(tomllib.loads((CONFIGS / "reference.toml").read_text())))
+    assert [key for key, _ in reference] == list(values(load()))
+    assert dict(reference) == values(load())
+    assert values(load("--config", CONFIGS / "reference.toml")) == values(load())
+
+
+def test_every_key_of_the_reference_file_has_a_comment():
+    previous, bare = "", []
+    for line in (CONFIGS / "reference.toml").read_text().splitlines():
+        if "=" in line and not line.startswith(("#", "[")) and "  # " not in line and not previous.startswith("#"):
+            bare.append(line)
+        previous = line
+    assert bare == []
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
+def test_every_shipped_config_loads(path):
+    load("--config", path)
+
+
+# Wrong keys.
+
+
+def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_right_one(tmp_path):
+    path = written(tmp_path, "[optim]\nlrr = 1")
+    assert_says(refusal("--config", path), "optim.lrr", f"in {path}", "did you mean optim.lr?")
+
+
+def test_an_unknown_key_in_the_environment_names_the_variable_and_the_nearest_right_one():
+    message = refusal(DIST_AMP_TRAIN__STEP="1")
+    assert_says(message, "train.step ", "DIST_AMP_TRAIN__STEP", "did you mean train.steps?")
+
+
+def test_an_unknown_key_on_the_command_line_names_the_nearest_right_one():
+    message = refusal("--train.micro_batchsize", "1")
+    assert_says(message, "train.micro_batchsize", "on the command line", "did you mean train.micro_batch_size?")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("lr", "optim.lr"),
+        ("train.lr", "optim.lr"),
+        ("precision.strategy", "parallel.strategy"),
+        ("seed", "run.seed"),
+        ("task.args.widht", "task.args.width"),
+        ("optim-lr", "optim.lr"),
+        ("OPTIM.LR", "optim.lr"),
+    ],
+)
+def test_a_right_name_in_the_wrong_place_is_pointed_to(wrong, right):
+    assert_says(refusal(f"--{wrong}", "1"), f"did you mean {right}?")
+
+
+def test_a_key_like_no_other_points_to_the_help():
+    assert_says(refusal("--zzz", "1"), "unknown key zzz", "--help")
+
+
+def test_a_value_in_place_of_a_section_is_refused(tmp_path):
+    path = written(tmp_path, "[precision]\nscaler = 1")
+    assert_says(refusal("--config", path), "precision.scaler", path)
+
+
+def test_a_word_that_belongs_to_no_key_is_refused():
+    assert_says(refusal("optim.lr", "1"), "'optim.lr'", "--section.key")
+
+
+def test_a_missing_required_key_is_named():
+    message = refusal("--task.target", "tiny:NeedsName")
+    assert_says(message, "task.args.name is required", "--task.args.name VALUE")
+
+
+def test_an_unknown_task_argument_lists_the_right_ones():
+    message = refusal("--task.args.nope", "1")
+    assert_says(message, "task.args.nope", "task.args.context", "task.args.width", "task.args.sample_bytes")
+
+
+# Wrong files.
+
+
+def test_a_key_given_twice_in_a_file_is_named_with_its_line(tmp_path):
+    path = written(tmp_path, "[optim]\nmomentum = 0\nlr = 1\nmomentum = 1\n")
+    assert_says(refusal("--config", path), path, "line 4", "momentum")
+
+
+def test_a_key_given_twice_in_the_last_line_of_a_file_is_named_with_its_line(tmp_path):
+    path = written(tmp_path, "[optim]\nmomentum = 0\nmomentum = 1")
+    assert_says(refusal("--config", path), path, "line 3", "momentum")
+
+
+def test_a_section_given_twice_in_a_file_is_named_with_its_line(tmp_path):
+    path = written(tmp_path, "[optim]\nlr = 1\n[optim]\neps = 1\n")
+    assert_says(refusal("--config", path), path, "line 3", "optim")
+
+
+def test_a_missing_file_is_named():
+    assert_says(refusal("--config", "missing.toml"), "missing.toml", "No such file", "path of a TOML file")
+
+
+def test_config_without_a_path_is_refused():
+    assert_says(refusal("--config"), "--config", "path of a TOML file")
+
+
+def test_a_folder_is_no_config_file(tmp_path):
+    assert_says(refusal("--config", tmp_path), tmp_path, "directory")
+
+
+def test_a_file_that_is_not_toml_is_named_with_the_line(tmp_path):
+    path = written(tmp_path, "[optim]\nlr: 1\n")
+    assert_says(refusal("--config", path), path, "not TOML", "line 2")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\x80\x02}q\x00")
+    assert_says(refusal("--config", path), path, "not TOML")
+
+
+# Wrong values.
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("train.steps", "many", "a whole number"),
+        ("train.steps", "1.5", "a whole number"),
+        ("train.steps", "1e3", "a whole number"),
+        ("train.steps", "", "a whole number"),
+        ("optim.lr", "fast", "a number"),
+        ("precision.use_amp", "maybe", "true or false"),
+        ("train.accumulation_steps", "all", "a whole number or one of auto"),
+        ("eval.every", "never", "a whole number or one of off"),
+        ("task.args.width", "wide", "a whole number"),
+        ("precision.dtype", "fp8", "one of bf16, fp16"),
+        ("parallel.strategy", "zero3", "one of auto, single, ddp, fsdp, hsdp"),
+    ],
+)
+def test_a_wrong_type_names_key_value_source_and_what_is_expected(key, value, expected):
+    shown = value or "(nothing)"
+    assert refusal(f"--{key}={value}") == f"{key}={shown} on the command line is not {expected}"
+
+
+def test_a_wrong_type_in_a_file_names_the_file(tmp_path):
+    path = written(tmp_path, "[optim]\nlr = true")
+    assert refusal("--config", path) == f"optim.lr=true in {path} is not a number"
+
+
+def test_a_wrong_type_in_the_environment_names_the_variable():
+    message = refusal(DIST_AMP_RUN__SEED="x")
+    assert message == "run.seed=x in the environment as DIST_AMP_RUN__SEED is not a whole number"
+
+
+def test_a_key_without_a_value_is_refused():
+    assert_says(refusal("--train.steps", "--optim.lr", "1"), "train.steps", "nothing", "a whole number")
+
+
+def test_a_value_too_many_is_refused():
+    assert_says(refusal("--train.steps", "5", "6"), "train.steps=5 6", "a whole number")
+
+
+@pytest.mark.parametrize("words", ["0.9", "0.9 0.95 0.99"])
+def test_a_list_of_the_wrong_length_says_the_right_one(words):
+    assert_says(refusal("--optim.betas", *words.split()), f"optim.betas={words}", "a list of 2 numbers")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("run.seed", "-1", "at least 0"),
+        ("run.seed", str(2**70), "at most"),
+        ("run.timeout_seconds", "0", "above 0"),
+        ("data.validation_fraction", "0", "above 0 and below 1"),
+        ("data.validation_fraction", "1", "above 0 and below 1"),
+        ("data.workers", "-1", "at least 0"),
+        ("precision.scaler.init_scale", "0", "above 0"),
+        ("precision.scaler.growth_factor", "1", "above 1"),
+        ("precision.scaler.backoff_factor", "1", "above 0 and below 1"),
+        ("precision.scaler.growth_interval", "0", "at least 1"),
+        ("parallel.replicas", "0", "at least 1"),
+        ("train.steps", "0", "at least 1"),
+        ("train.micro_batch_size", "0", "at least 1"),
+        ("train.accumulation_steps", "0", "at least 1"),
+        ("train.global_batch_size", "-8", "at least 1"),
+        ("train.max_grad_norm", "0", "above 0"),
+        ("train.max_grad_value", "-1", "above 0"),
+        ("train.max_skips_in_a_row", "0", "at least 1"),
+        ("optim.lr", "0", "above 0"),
+        ("optim.lr", "-1", "above 0"),
+        ("optim.lr", "nan", "above 0"),
+        ("optim.lr", "inf", "finite"),
+        ("optim.warmup_steps", "-1", "at least 0"),
+        ("optim.min_lr_ratio", "1.5", "at least 0 and at most 1"),
+        ("optim.weight_decay", "-0.1", "at least 0"),
+        ("optim.betas", "1.0 0.9", "at least 0 and below 1"),
+        ("optim.betas", "0.9 1.0", "at least 0 and below 1"),
+        ("optim.betas", "nan 0.9", "at least 0 and below 1"),
+        ("optim.eps", "0", "above 0"),
+        ("optim.momentum", "1", "at least 0 and below 1"),
+        ("eval.every", "0", "at least 1"),
+        ("eval.batches", "0", "at least 1"),
+        ("checkpoint.every", "0", "at least 1"),
+        ("checkpoint.keep", "0", "at least"),
+        ("metrics.log_every", "0", "at least 1"),
+        ("task.args.vocabulary", "255", "at least 256"),
+    ],
+)
+def test_a_number_out_of_range_names_key_value_source_and_range(key, value, rule):
+    message = refusal(f"--{key}", *value.split())
+    assert_says(message, key, value.split()[0], "on the command line", rule)
+
+
+# Values that do not go together.
+
+
+def test_a_global_batch_that_the_ranks_do_not_divide_names_one_that_they_do():
+    message = refused(accumulation_steps, TrainConfig(micro_batch_size=8, global_batch_size=100), 8)
+    assert_says(
+        message, "train.global_batch_size=100", "micro_batch_size 8", "8 ranks", "64", "use global_batch_size=64"
+    )
+
+
+def test_batch_arithmetic_that_does_not_work_out_names_the_product_and_a_value_that_would():
+    config = TrainConfig(micro_batch_size=8, global_batch_size=512, accumulation_steps=3)
+    message = refused(accumulation_steps, config, 8)
+    assert_says(message, "train.global_batch_size=512", "accumulation_steps 3 = 192", "use accumulation_steps=8")
+
+
+def test_fp16_on_the_wire_needs_the_loss_scaler():
+    message = refused(check_parallel, ParallelConfig(comm_dtype="fp16"), "ddp", PrecisionConfig(), TWO_RANKS)
+    assert_says(message, "parallel.comm_dtype=fp16", "precision.dtype=fp16", "scaler", "use bf16 or off")
+
+
+def test_scaler_settings_without_fp16_warn_once(capsys):
+    build_precision(PrecisionConfig(scaler=ScalerConfig(init_scale=2.0)), False, World())
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert_says(warning, "precision.scaler has no effect in bf16", "fp16")
+
+
+@pytest.mark.parametrize("precision", [PrecisionConfig(), PrecisionConfig(dtype="fp16")])
+def test_default_scaler_settings_warn_of_nothing(precision, capsys):
+    build_precision(precision, False, World())
+    assert capsys.readouterr().err == ""
+
+
+def test_a_policy_needs_sharding():
+    message = refused(build_precision, PrecisionConfig(cast_by="policy"), False, World())
+    assert_says(message, "precision.cast_by=policy", "fsdp or hsdp", "use precision.cast_by=autocast")
+
+
+@pytest.mark.parametrize("cast_by", ["autocast", "policy"])
+def test_a_cast_needs_mixed_precision(cast_by):
+    message = refused(build_precision, PrecisionConfig(use_amp=False, cast_by=cast_by), True, World())
+    assert_says(message, f"precision.cast_by={cast_by}", "use_amp=false", "use auto")
+
+
+@pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype"])
+def test_a_half_dtype_of_sharding_needs_mixed_precision(key):
+    message = refused(
+        check_parallel, ParallelConfig(**{key: "bf16"}), "fsdp", PrecisionConfig(use_amp=False), TWO_RANKS
+    )
+    assert_says(message, f"parallel.{key}=bf16", "use_amp=true", "use fp32")

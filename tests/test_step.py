@@ -1,0 +1,391 @@
+"""One step is the step that one process would take with the whole batch; a skipped step changes nothing."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from tiny import DetachedLoss, HalfLoss, Overflow, Tiny, VectorLoss, make_run, moments_of, parameters_of, take_steps
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_amp.config import ConfigError
+from dist_amp.data import epoch_order
+from dist_amp.optim import learning_rate
+from dist_amp.runtime import DataError, World, seed_all
+from dist_amp.step import TrainConfig, accumulation_steps, train_step
+
+STRATEGIES = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]
+# float32 sums in another order: a few units in the last place of values near one, over five steps.
+FP32 = 1e-6
+
+
+def textbook(run, steps, optimizer_class):
+    """What one process with the whole batch computes, written out by hand: the reference for every strategy."""
+    config, task = run.config, run.task
+    seed_all(config.run.seed)
+    model = task.build_model()
+    optimizer = optimizer_class(model.parameters())
+    rows, plan = task.build_dataset("train"), run.data.plan
+    order = torch.cat([epoch_order(plan.length, plan.seed, epoch, True) for epoch in range(4)])
+    position = 0
+    for step in range(steps):
+        left = plan.length - position % plan.length
+        window = order[position : position + min(plan.global_batch_size, left)]
+        position += len(window)
+        batch = rows[window]
+        loss = task.loss_sum(model, batch) / task.weight(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        if config.train.clip_by == "norm":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
+        if config.train.clip_by == "value":
+            torch.nn.utils.clip_grad_value_(model.parameters(), config.train.max_grad_value)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optim, step, config.train.steps)
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def furthest_from_textbook(world, words, steps, optimizer_name):
+    run = make_run(world, Tiny(samples=44, uneven=True), *words, "--optim.weight_decay", 0)
+    take_steps(run, steps)
+    classes = {
+        # AdamW divides by the root of the second moment: gradients near its eps would magnify rounding.
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, betas=run.config.optim.betas, weight_decay=0),
+        "sgd": lambda parameters: torch.optim.SGD(parameters, momentum=run.config.optim.momentum),
+    }
+    expected = textbook(run, steps, classes[optimizer_name])
+    actual = parameters_of(run)
+    return max((actual[name] - expected[name]).abs().max().item() for name in expected)
+
+
+@pytest.mark.parametrize("clip", ["off", "norm", "value"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES)
+def test_every_strategy_computes_the_step_of_one_process_with_the_whole_batch(ranks, strategy, optimizer, clip):
+    # 44 samples in steps of 16: the third step of each epoch has 12, which is neither whole rounds nor whole batches.
+    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--optim.name", optimizer, "--train.steps", 5]
+    words += ["--train.micro_batch_size", 2, "--train.global_batch_size", 16, "--train.clip_by", clip]
+    words += ["--train.max_grad_norm", 0.1, "--train.max_grad_value", 0.01, "--optim.lr", 0.01]
+    errors = on_ranks(ranks, furthest_from_textbook, words, 5, optimizer)
+    assert max(errors) < FP32
+
+
+@pytest.mark.parametrize("accumulate_reduce", ["last", "every"])
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (4, "hsdp")])
+def test_fsdp_reducing_last_or_every_time_computes_the_same(ranks, strategy, accumulate_reduce):
+    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--optim.name", "sgd", "--train.steps", 3]
+    words += ["--train.micro_batch_size", 1, "--train.accumulation_steps", 3, "--optim.lr", 0.1]
+    words += ["--parallel.accumulate_reduce", accumulate_reduce]
+    assert max(on_ranks(ranks, furthest_from_textbook, words, 3, "sgd")) < FP32
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES)
+def test_mixed_precision_stays_within_its_rounding_of_float32(ranks, strategy, dtype):
+    words = ["--parallel.strategy", strategy, "--precision.dtype", dtype, "--optim.name", "sgd", "--train.steps", 3]
+    words += ["--train.micro_batch_size", 2, "--train.accumulation_steps", 2, "--optim.lr", 0.1]
+    words += ["--precision.scaler.init_scale", 256]  # below what these gradients overflow at: no step is skipped
+    # Three steps move parameters by lr x momentum sums of clipped gradients: at most 0.1 x (1 + 1.9 + 2.71) = 0.56 in
+    # all; each rounding is 2^-9 (bf16) or 2^-12 (fp16) of a value, and some tens of them add up on the way.
+    bound = 0.56 * {"bf16": 2**-9, "fp16": 2**-12}[dtype] * 16
+    assert max(on_ranks(ranks, furthest_from_textbook, words, 3, "sgd")) < bound
+
+
+def steps_with_one_overflow(world, words, names):
+    """Parameters, moments, counters and scale around a step that has an inf in one sample, on whichever rank it is."""
+    run = make_run(world, Overflow(bad=(0,), samples=16), *words, "--data.shuffle", "false")
+    before = (parameters_of(run), moments_of(run), run.optimizer.counters.clone(), run.precision.scale.clone())
+    report = take_steps(run, 1)[0]
+    lr = run.optimizer.lr.clone()
+    after = (parameters_of(run), moments_of(run), run.optimizer.counters.clone(), run.precision.scale.clone())
+    good = take_steps(run, 1)[0]
+    assert not report.applied
+    assert good.applied
+    assert run.optimizer.lr == lr, "the schedule moved on a skipped step"
+    for name in before[0]:
+        assert torch.equal(before[0][name], after[0][name])
+        assert not torch.equal(after[0][name], parameters_of(run)[name])
+    assert all(torch.equal(a, torch.zeros_like(a)) for a in after[1])
+    assert after[2].tolist() == [0, 1, 1]
+    assert run.optimizer.counters.tolist() == [1, 1, 0]
+    return after[3].item() / before[3].item()
+
+
+@pytest.mark.parametrize("fused", ["true", "false"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp")])
+def test_inf_on_one_rank_skips_the_step_on_all_and_changes_nothing(ranks, strategy, dtype, optimizer, fused):
+    words = ["--parallel.strategy", strategy, "--optim.name", optimizer, "--optim.fused", fused]
+    words += ["--train.micro_batch_size", 2, "--train.accumulation_steps", 2, "--optim.warmup_steps", 2]
+    words += ["--use_amp", "false"] if dtype == "fp32" else ["--precision.dtype", dtype]
+    ratios = on_ranks(ranks, steps_with_one_overflow, words, None)
+    assert ratios == [0.5 if dtype == "fp16" else 1.0] * ranks
+
+
+def one_rank_spoils_its_gradient_after_the_reduction(world):
+    run = make_run(
+        world, Tiny(), "--parallel.strategy", "ddp", "--precision.dtype", "fp16", "--train.micro_batch_size", 2
+    )
+    step_gradients = run.parallel.gradient_norm
+
+    def spoilt(precision):
+        if world.rank == 1:
+            run.optimizer.parameters[0].grad[0] = math.inf
+        return step_gradients(precision)
+
+    run.parallel.gradient_norm = spoilt
+    report = take_steps(run, 1)[0]
+    return report.applied.item(), run.precision.scale.item()
+
+
+def test_inf_that_arises_on_one_rank_after_the_reduction_is_known_to_all():
+    assert on_ranks(2, one_rank_spoils_its_gradient_after_the_reduction) == [(False, 32768.0)] * 2
+
+
+def recover_from_a_huge_scale(world, strategy, optimizer):
+    words = ["--parallel.strategy", strategy, "--precision.dtype", "fp16", "--precision.scaler.init_scale", 2**40]
+    words += ["--optim.name", optimizer, "--train.steps", 60, "--train.micro_batch_size", 2]
+    run = make_run(world, Tiny(), *words)
+    applied = []
+    for _ in range(40):
+        before = [*parameters_of(run).values(), *moments_of(run), run.optimizer.applied_steps.clone()]
+        applied.append(take_steps(run, 1)[0].applied.item())
+        after = [*parameters_of(run).values(), *moments_of(run), run.optimizer.applied_steps.clone()]
+        if not applied[-1] and len(after) == len(before):  # AdamW makes its moments, zeros, at the first step
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return applied, run.optimizer.counters.tolist(), run.precision.scale.item()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_fp16_with_a_scale_far_too_high_skips_recovers_and_loses_nothing(ranks, strategy, optimizer):
+    results = on_ranks(ranks, recover_from_a_huge_scale, strategy, optimizer)
+    assert all(result == results[0] for result in results)
+    applied, (applied_steps, skipped_steps, in_a_row), scale = results[0]
+    assert not applied[0]
+    assert sum(applied[-8:]) >= 6, "at the edge of fp16's range a step overflows now and then"
+    assert (applied_steps, skipped_steps) == (sum(applied), 40 - sum(applied))
+    assert (in_a_row == 0) == applied[-1]
+    assert scale == 2.0 ** (40 - skipped_steps)
+    assert skipped_steps >= 20
+
+
+def folded_against_torch(world, strategy, clip_by):
+    """Five fp16 steps by `Optimizer.apply`, and by torch's own unscale_, clip, step, update on a copy."""
+    words = ["--parallel.strategy", strategy, "--precision.dtype", "fp16", "--train.clip_by", clip_by]
+    words += ["--train.max_grad_norm", 0.05, "--train.max_grad_value", 0.005, "--train.accumulation_steps", 3]
+    words += ["--train.micro_batch_size", 2, "--data.shuffle", "false", "--precision.scaler.growth_interval", 2]
+    words += [
+        "--precision.scaler.init_scale",
+        256,
+        "--optim.schedule",
+        "constant",
+        "--optim.lr",
+        0.01,
+        "--train.steps",
+        5,
+    ]
+    task = Overflow(bad=(12,), samples=64)  # in the second step, on one rank
+    ours = make_run(world, task, *words)
+    theirs = make_run(world, task, *words)
+    knobs = ours.config.precision.scaler
+    scaler = torch.amp.GradScaler("cpu", init_scale=knobs.init_scale, growth_interval=knobs.growth_interval)
+    config = theirs.config.optim
+    optimizer = torch.optim.AdamW(theirs.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=0)
+
+    def textbook_apply(norm, precision):
+        scaler.unscale_(optimizer)
+        if clip_by == "norm":
+            torch.nn.utils.clip_grad_norm_(theirs.model.parameters(), 0.05)
+        if clip_by == "value":
+            torch.nn.utils.clip_grad_value_(theirs.model.parameters(), 0.005)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return torch.isfinite(norm)
+
+    scaler.scale(torch.zeros(()))  # makes its scale
+    theirs.optimizer.apply = textbook_apply
+    theirs.precision._scaler = scaler
+    for group in ours.optimizer.torch_optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    take_steps(ours, 5)
+    take_steps(theirs, 5)
+    assert ours.optimizer.skipped_steps == 1
+    assert ours.precision.scale.item() == scaler.get_scale()
+    a, b = parameters_of(ours), parameters_of(theirs)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize("clip_by", ["norm", "value", "off"])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_the_folded_update_is_that_of_unscale_clip_step_update(ranks, strategy, clip_by):
+    # One division in place of two moves the last bit of a gradient: lr 0.01 x 2^-23 x a few, over four steps.
+    assert max(on_ranks(ranks, folded_against_torch, strategy, clip_by)) < 1e-7
+
+
+def clipped_by_norm(world):
+    run = make_run(world, Tiny(), "--precision.dtype", "fp16", "--optim.name", "sgd", "--optim.momentum", 0,
+                   "--train.max_grad_norm", 0.01, "--optim.lr", 1.0, "--optim.schedule", "constant",
+                   "--optim.weight_decay", 0)  # fmt: skip
+    before = parameters_of(run)
+    report = take_steps(run, 1)[0]
+    after = parameters_of(run)
+    moved = math.sqrt(sum((after[name] - before[name]).square().sum().item() for name in before))
+    return report.norm.item(), moved
+
+
+def test_clip_sees_unscaled_gradients():
+    norm, moved = on_ranks(1, clipped_by_norm)[0]
+    assert 0.01 < norm < 100, "a norm that was not unscaled would be in the thousands"
+    assert moved == pytest.approx(0.01, rel=1e-4)  # lr 1: the step is the clipped gradient; 1e-6 / norm is torch's own
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def collectives_in_backward(world, strategy, accumulate_reduce):
+    """How often gradients travel in a step of four micro-batches."""
+    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--train.accumulation_steps", 4]
+    words += ["--train.micro_batch_size", 1, "--parallel.accumulate_reduce", accumulate_reduce]
+    run = make_run(world, Tiny(), *words)
+    if strategy == "fsdp":
+        with Operations() as seen:
+            take_steps(run, 1)
+        return sum("reduce_scatter" in name for name in seen.names)
+    buckets = []
+
+    def count(state, bucket):
+        buckets.append(bucket.index())
+        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    run.model.register_comm_hook(None, count)
+    take_steps(run, 1)
+    return len(buckets)
+
+
+def test_only_the_last_micro_batch_syncs_under_ddp():
+    assert on_ranks(2, collectives_in_backward, "ddp", "last") == [1, 1]  # one bucket, once
+
+
+def test_fsdp_reduces_after_the_last_micro_batch_or_after_every_one():
+    once = on_ranks(2, collectives_in_backward, "fsdp", "last")
+    always = on_ranks(2, collectives_in_backward, "fsdp", "every")
+    assert once == [3, 3]  # the tiny model's three layers are its blocks
+    assert always == [12, 12]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would make the host wait for a device: item(), float(), bool(); and tolist(), by replacing it."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.tolist = torch.Tensor.tolist
+
+        def counted(tensor):
+            self.count += 1
+            return self.tolist(tensor)
+
+        torch.Tensor.tolist = counted
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.Tensor.tolist = self.tolist
+        super().__exit__(*error)
+
+
+def host_reads(world, words):
+    """(reads in an ordinary step, reads in logging)."""
+    run = make_run(world, Tiny(uneven=True), "--train.accumulation_steps", 2, "--train.micro_batch_size", 2, *words)
+    take_steps(run, 2)  # the first step makes buckets and states
+    batches = next(run.data)
+    with HostReads() as ordinary:
+        run.metrics.record(train_step(run, batches))
+    with HostReads() as logging:
+        run.metrics.log(3, run.parallel, run.optimizer, run.precision, run.data)
+    return ordinary.count, logging.count
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES)
+def test_a_step_reads_nothing_back_and_a_log_step_reads_once(ranks, strategy, dtype):
+    words = ["--parallel.strategy", strategy]
+    words += ["--use_amp", "false"] if dtype == "fp32" else ["--precision.dtype", dtype]
+    assert on_ranks(ranks, host_reads, words) == [(0, 1)] * ranks
+
+
+@pytest.mark.parametrize("clip", ["norm", "value", "off"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_no_clip_and_no_fused_optimizer_costs_a_read(optimizer, clip):
+    words = ["--precision.dtype", "fp16", "--train.clip_by", clip, "--optim.name", optimizer]
+    assert on_ranks(1, host_reads, words) == [(0, 1)]
+
+
+def test_the_textbook_path_reads_once_per_step():
+    # sgd: torch's own AdamW looks at its step counts besides, which on a GPU it does without waiting.
+    words = ["--precision.dtype", "fp16", "--optim.fused", "false", "--optim.name", "sgd"]
+    assert on_ranks(1, host_reads, words) == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (VectorLoss, "shape [8], not a float32 scalar"),
+        (HalfLoss, "torch.bfloat16"),
+        (DetachedLoss, "without a gradient"),
+    ],
+)
+def test_a_loss_that_is_no_float32_scalar_with_a_gradient_is_refused(task, words):
+    run = make_run(World(), task())
+    with pytest.raises(DataError) as error:
+        take_steps(run, 1)
+    assert words in str(error.value)
+    assert error.value.exit_code == 65
+
+
+def test_accumulation_and_global_batch_size_determine_one_another():
+    assert accumulation_steps(TrainConfig(micro_batch_size=8), 4) == 1
+    assert accumulation_steps(TrainConfig(micro_batch_size=8, accumulation_steps=3), 4) == 3
+    assert accumulation_steps(TrainConfig(micro_batch_size=8, global_batch_size=96), 4) == 3
+    assert accumulation_steps(TrainConfig(micro_batch_size=8, global_batch_size=96, accumulation_steps=3), 4) == 3
+
+
+def test_contradicting_batch_sizes_are_refused_with_the_arithmetic():
+    with pytest.raises(ConfigError) as error:
+        accumulation_steps(TrainConfig(micro_batch_size=8, global_batch_size=512, accumulation_steps=3), 8)
+    assert str(error.value) == (
+        "train.global_batch_size=512 is not micro_batch_size 8 x 8 ranks x accumulation_steps 3 = 192; "
+        "use accumulation_steps=8"
+    )
+    with pytest.raises(
+        ConfigError, match="not a multiple of micro_batch_size 8 x 1 rank = 8; use global_batch_size=16"
+    ):
+        accumulation_steps(TrainConfig(micro_batch_size=8, global_batch_size=20), 1)
+
+
+def test_the_schedule_warms_up_falls_and_ends_at_its_floor():
+    config = make_run(World(), Tiny(), "--optim.lr", 1.0, "--optim.warmup_steps", 4, "--optim.min_lr_ratio", 0.1).config
+    rates = [learning_rate(config.optim, step, 20) for step in range(21)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(a > b for a, b in itertools.pairwise(rates[4:]))
+    assert rates[20] == pytest.approx(0.1)

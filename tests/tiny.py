@@ -1,0 +1,152 @@
+"""Small tasks for the tests: quick on one core, exact enough to compare to a millionth."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Rows:
+    """A map-style dataset of dicts of tensors."""
+
+    def __init__(self, **columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index):
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+class Tiny:
+    """Fit a smooth function. Batch: x [B, 8], y [B], counts [B], which is 1 everywhere unless `uneven`."""
+
+    def __init__(self, samples: int = 64, uneven: bool = False, depth: int = 2, seed: int = 0):
+        self.samples = samples
+        self.uneven = uneven
+        self.depth = depth
+        self.seed = seed
+
+    def build_model(self):
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(self.depth)]
+        return nn.Sequential(*layers, nn.Linear(8, 1))
+
+    def build_dataset(self, split):
+        generator = torch.Generator().manual_seed(self.seed + (split == "train"))
+        x = torch.randn(self.samples, 8, generator=generator)
+        counts = torch.ones(self.samples)
+        if self.uneven:  # what a mask does: samples that count for 0 to 3
+            counts = torch.randint(0, 4, (self.samples,), generator=generator).float()
+        return Rows(x=x, y=x.sum(1).sin(), counts=counts)
+
+    def loss_sum(self, model, batch):
+        error = F.mse_loss(model(batch["x"]).float().squeeze(-1), batch["y"], reduction="none")
+        return (error * batch["counts"]).sum()
+
+    def weight(self, batch):
+        return batch["counts"].sum()
+
+
+class Overflow(Tiny):
+    """Gradients that are infinite in the global samples where `x` was made so: rows `bad` of the training set."""
+
+    def __init__(self, bad: tuple[int, ...] = (0,), samples: int = 64):
+        super().__init__(samples=samples)
+        self.bad = bad
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        rows.columns["x"][list(self.bad)] = float("inf")
+        return rows
+
+
+class AlwaysNan(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * float("nan")
+
+
+class VectorLoss(Tiny):
+    def loss_sum(self, model, batch):
+        return model(batch["x"]).squeeze(-1)
+
+
+class HalfLoss(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch).bfloat16()
+
+
+class DetachedLoss(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch).detach()
+
+
+class NothingCounts(Tiny):
+    def weight(self, batch):
+        return 0
+
+
+class EmptyDataset(Tiny):
+    def build_dataset(self, split):
+        return Rows(x=torch.zeros(0, 8))
+
+
+class LacksWeight:
+    def build_model(self):
+        return nn.Linear(1, 1)
+
+    def build_dataset(self, split):
+        return []
+
+    def loss_sum(self, model, batch):
+        return torch.zeros(())
+
+
+class NeedsName(Tiny):
+    def __init__(self, name: str, width: int = 8):
+        super().__init__()
+
+
+class Slow(Tiny):
+    """A step that takes a while, for signals to land in."""
+
+    def loss_sum(self, model, batch):
+        import time
+
+        time.sleep(0.02)
+        return super().loss_sum(model, batch)
+
+
+def make_run(world, task, *words):
+    """A run of `task` on `world`, with settings as on the command line: make_run(world, Tiny(), "--train.steps", 3)."""
+    from dist_amp.run import build_run, load_config
+
+    quiet = ["--checkpoint.every", "off", "--eval.every", "off", "--run.dir", "unused", "--run.resume", "never"]
+    return build_run(load_config([*quiet, *map(str, words)], environ={}), world, task)
+
+
+def take_steps(run, steps):
+    """Take so many steps; return their reports."""
+    from dist_amp.step import train_step
+
+    reports = []
+    for _ in range(steps):
+        reports.append(train_step(run, next(run.data)))
+        run.step += 1
+    return reports
+
+
+def whole(tensor):
+    """A parameter's full value as an ordinary tensor, whatever it was sharded over; every rank calls it."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def parameters_of(run):
+    """{name: full value}, by the names that the unwrapped module gives."""
+    return {name: whole(p) for name, p in run.parallel.module.named_parameters()}
+
+
+def moments_of(run):
+    """Every tensor of the optimizer's state, in the order of the parameters."""
+    state = run.optimizer.torch_optimizer.state
+    return [whole(value) for p in run.optimizer.parameters for value in state[p].values()]
