@@ -8,10 +8,12 @@ import difflib
 import io
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -54,6 +56,7 @@ class Setting:
 
     words: tuple[str, ...]
     source: str
+    unsplit: bool = False  # a list stands in one word, split by spaces
 
 
 Settings = dict[str, Setting]
@@ -71,35 +74,34 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ, aliase
 
 def _from_command_line(argv: Sequence[str], aliases: Mapping[str, str]) -> tuple[Settings, list[str]]:
     """(settings, config paths) from `--key value ...` and `--key=value`; `--config` takes one or more files."""
-    settings: Settings = {}
-    paths: list[str] = []
-    key = ""
+    given: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             key = name.replace("-", "_")
-            key = aliases.get(key, key)
-            if key != "config":
-                settings[key] = Setting((value,) if equals else (), "on the command line")
-            elif equals:
-                paths.append(value)
-        elif key == "config":
-            paths.append(word)
-        elif key:
-            settings[key] = Setting((*settings[key].words, word), "on the command line")
+            given.append((aliases.get(key, key), [value] if equals else []))
+        elif given:
+            given[-1][1].append(word)
         else:
             raise ConfigError(f"{word!r} on the command line belongs to no key; write --section.key {word}")
-    return settings, paths
+    if ("config", []) in given:
+        raise ConfigError("--config names no file; give the path of a TOML file")
+    paths = [path for key, words in given if key == "config" for path in words]
+    return {key: Setting(tuple(words), "on the command line") for key, words in given if key != "config"}, paths
 
 
 def _from_file(path: str) -> Settings:
     try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
+        text = Path(path).read_text(encoding="utf-8")
+        table = tomllib.loads(text + "\n")  # so that a mistake in the last line has a line number too
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}; give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}; mend that line") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}; give the path of a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        number = re.search(r"line (\d+)", str(error))
+        line = f" `{text.splitlines()[int(number[1]) - 1].strip()}`" if number else ""
+        raise ConfigError(f"{path} is not TOML: {error}{line}; mend that line") from None
     return {key: Setting(words, f"in {path}") for key, words in _flatten(table)}
 
 
@@ -119,7 +121,7 @@ def _word(value: Any) -> str:
 def _from_environment(environ: Mapping[str, str]) -> Settings:
     names = [name for name in environ if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS]
     keys = {name: name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".") for name in names}
-    return {key: Setting((environ[name],), f"in the environment as {name}") for name, key in keys.items()}
+    return {key: Setting((environ[name],), f"in the environment as {name}", unsplit=True) for name, key in keys.items()}
 
 
 def build(schema: type[T], settings: Settings, prog: str = "dist_amp") -> T:
@@ -134,14 +136,15 @@ def build(schema: type[T], settings: Settings, prog: str = "dist_amp") -> T:
     for key, (_, default) in leaves.items():
         if default is MISSING and key not in settings:
             raise ConfigError(f"{key} is required and not set; add --{key} VALUE")
-    config = _parse(schema, settings, prog)
+    hints = {key: hint for key, (hint, _) in leaves.items()}
+    config = _parse(schema, settings, hints, prog)
     if config is None:
-        raise _culprit(schema, settings, leaves, prog)
+        raise _culprit(settings, hints, prog)
     for key, value in flat_values(config):
-        allowed = _range_of(leaves[key][0])
-        if allowed is not None and isinstance(value, int | float) and value not in allowed:
+        if rule := _broken_rule(hints[key], value):
             where = f" {settings[key].source}" if key in settings else ""
-            raise ConfigError(f"{key}={value}{where} must be {allowed}")
+            shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else value
+            raise ConfigError(f"{key}={shown}{where} must be {rule}")
     return config
 
 
@@ -156,11 +159,17 @@ def show_help(schema: type, prog: str, description: str) -> str:
 _TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
 
-def _parse(schema: type[T], settings: Settings, prog: str) -> T | None:
+def _parse(schema: type[T], settings: Settings, hints: Mapping[str, Any], prog: str) -> T | None:
     """What tyro makes of the settings; None where it refuses one."""
     args: list[str] = []
     for key, setting in settings.items():
-        args += [f"--{key}", *({"true": "True", "false": "False"}.get(word, word) for word in setting.words)]
+        words = list(setting.words)
+        if setting.unsplit and _is_list(hints[key]):
+            words = words[0].split()
+        if "bool" in str(hints[key]):
+            words = [{"true": "True", "false": "False"}.get(word, word) for word in words]
+        # With "=", since a text may begin with dashes.
+        args += [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words]
     try:
         with redirect_stderr(io.StringIO()):  # tyro prints a box; our one line names the source as well
             return tyro.cli(schema, args=args, prog=prog, use_underscores=True, config=_TYRO)
@@ -168,13 +177,13 @@ def _parse(schema: type[T], settings: Settings, prog: str) -> T | None:
         return None
 
 
-def _culprit(schema: type, settings: Settings, leaves: Mapping[str, tuple[Any, Any]], prog: str) -> ConfigError:
-    """Name the setting that tyro refuses: the first that it refuses beside the required ones."""
-    required = {key: settings[key] for key, (_, default) in leaves.items() if default is MISSING}
+def _culprit(settings: Settings, hints: Mapping[str, Any], prog: str) -> ConfigError:
+    """Name the setting that tyro refuses: the first that it refuses on its own."""
     for key, setting in settings.items():
-        if _parse(schema, {**required, key: setting}, prog) is None:
+        alone = make_dataclass("Alone", [("value", hints[key])])
+        if _parse(alone, {"value": setting}, {"value": hints[key]}, prog) is None:
             value = " ".join(setting.words) or "(nothing)"
-            return ConfigError(f"{key}={value} {setting.source} is not {_expected(leaves[key][0])}")
+            return ConfigError(f"{key}={value} {setting.source} is not {_expected(hints[key])}")
     return ConfigError(f"these settings do not go together: {', '.join(settings)}")
 
 
@@ -206,17 +215,32 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
 def _nearest(key: str, leaves: Iterable[str]) -> str:
     leaves = list(leaves)
-    section, _, last = key.rpartition(".")
-    same_name = [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]
-    inside = [leaf for leaf in leaves if leaf.rpartition(".")[0] == section]
-    match = nearest_name(key, inside) or (same_name[0] if len(same_name) == 1 else nearest_name(key, leaves))
-    if match:
-        return f"; did you mean {match}?"
-    if section.startswith("task.args") or key.startswith("task.args"):
-        return (
-            f"; the task takes {', '.join(leaf for leaf in leaves if leaf.startswith('task.args.')) or 'no arguments'}"
-        )
-    return "; --help lists every key"
+    section, _, last = key.lower().rpartition(".")
+    last_names = {leaf: leaf.rpartition(".")[2] for leaf in leaves}
+    inside = {name: leaf for leaf, name in last_names.items() if leaf == f"{section}.{name}"}
+    same_name = [leaf for leaf, name in last_names.items() if name == last]
+    match = inside.get(nearest_name(last, inside)) or (same_name[0] if len(same_name) == 1 else "")
+    if not match and f"{section}.".startswith("task.args."):
+        args = ", ".join(leaf for leaf in leaves if leaf.startswith("task.args."))
+        return f"; the task takes {args or 'no arguments'}"
+    match = match or nearest_name(key.lower(), leaves)
+    return f"; did you mean {match}?" if match else "; --help lists every key"
+
+
+def _broken_rule(hint: Any, value: Any) -> str:
+    """What a number, or one in a list, should have been; empty if all is well."""
+    if isinstance(value, tuple | list) and _is_list(hint):
+        parts = [part for part in get_args(hint) if part is not ...]
+        parts = parts if len(parts) == len(value) else parts[:1] * len(value)
+        return next((rule for rule in map(_broken_rule, parts, value) if rule), "")
+    allowed = _range_of(hint)
+    if allowed is None or not isinstance(value, int | float) or value in allowed:
+        return ""
+    return str(allowed) if math.isfinite(value) else f"finite and {allowed}"
+
+
+def _is_list(hint: Any) -> bool:
+    return (get_origin(hint) or hint) in (tuple, list)
 
 
 def _range_of(hint: Any) -> Range | None:
@@ -233,8 +257,12 @@ def _expected(hint: Any) -> str:
         return _expected(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
-    if get_origin(hint) is tuple:
-        return "a list"
+    if _is_list(hint):
+        parts = get_args(hint)
+        many = {"a whole number": "whole numbers", "a number": "numbers", "one text": "texts"}
+        kind = many.get(_expected(parts[0]) if parts else "", "values")
+        length = "" if get_origin(hint) is not tuple or ... in parts else f"{len(parts)} "
+        return f"a list of {length}{kind}"
     if get_args(hint):
-        return " or ".join(map(_expected, get_args(hint)))
-    return words.get(hint, str(hint))
+        return " or ".join(_expected(part) for part in get_args(hint) if part is not type(None))
+    return words.get(hint, getattr(hint, "__name__", str(hint)))

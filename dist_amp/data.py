@@ -5,13 +5,11 @@ epoch, and deals them out to ranks and micro-batches: the step's set of samples 
 resuming needs one number, how many samples were consumed.
 """
 
-import glob
 import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,17 +18,6 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 from dist_amp.config import Range
 from dist_amp.runtime import DataError, World, ignore_stop_signals, seed_all
 from dist_amp.task import Task
-
-# Local files by their ending -> the loader of the `datasets` library that reads them.
-FORMATS = {
-    ".txt": "text",
-    ".md": "text",
-    ".py": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-}
 
 
 @dataclass(frozen=True)
@@ -287,72 +274,3 @@ def build_validation(
     window = micro_batch_size * world.world_size
     plan = Plan(len(dataset), window, micro_batch_size, world.world_size, world.rank, seed=0, shuffle=False)
     return Batches(dataset, task, plan, config.workers, world.device)
-
-
-def load_split(config: DataConfig, split: str) -> Any:
-    """The `datasets.Dataset` that `data.name` or `data.path` names, its training or validation part.
-
-    Errors: DataError for files, names, splits and columns that are not there.
-    """
-    import datasets
-
-    try:
-        if config.path != "off":
-            files = _local_files(config.path)
-            kind = FORMATS[Path(files[0]).suffix]
-            by_document = {"sample_by": "document"} if kind == "text" else {}
-            everything = datasets.load_dataset(kind, data_files=files, **by_document)
-        else:
-            name, _, configuration = config.name.partition(":")
-            everything = datasets.load_dataset(name, configuration or None)
-    except DataError:
-        raise
-    except Exception as error:  # the library's errors are many; each names what it could not read
-        source = f"data.path={config.path}" if config.path != "off" else f"data.name={config.name}"
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        mend = (
-            "check the files"
-            if config.path != "off"
-            else "check the name and the network, or set data.path to local files"
-        )
-        raise DataError(f"{source} could not be loaded: {lines[0]}; {mend}") from error
-    return pick_split(everything, config, split)
-
-
-def _local_files(path: str) -> list[str]:
-    """The readable files that a file, folder or glob names; all of one format."""
-    if Path(path).is_dir():
-        found = sorted(str(file) for file in Path(path).rglob("*") if file.suffix in FORMATS)
-    else:
-        found = sorted(glob.glob(path, recursive=True))
-    if not found:
-        raise DataError(f"data.path={path} names no file; give a file, a folder or a glob")
-    kinds = {FORMATS.get(Path(file).suffix) for file in found}
-    if None in kinds or len(kinds) > 1:
-        raise DataError(f"data.path={path} must name files of one format; known endings are {' '.join(FORMATS)}")
-    return found
-
-
-def pick_split(everything: Any, config: DataConfig, split: str) -> Any:
-    """The training or validation part of a `datasets.DatasetDict`; held out by a fixed seed where none is given."""
-    if config.split not in everything:
-        raise DataError(f"data.split={config.split} is not there; the dataset has {', '.join(everything)}")
-    if config.validation_split not in ("auto", *everything):
-        raise DataError(
-            f"data.validation_split={config.validation_split} is not there; the dataset has {', '.join(everything)}"
-        )
-    held_out = config.validation_split
-    if held_out == "auto":
-        held_out = next((name for name in ("validation", "test") if name in everything and name != config.split), "")
-    if held_out:
-        chosen = everything[config.split if split == "train" else held_out]
-    elif len(everything[config.split]) < 2:
-        chosen = everything[config.split] if split == "train" else None
-    else:
-        parts = everything[config.split].train_test_split(test_size=config.validation_fraction, seed=0)
-        chosen = parts["train" if split == "train" else "test"]
-    if chosen is not None and config.text_column not in chosen.column_names:
-        raise DataError(
-            f"data.text_column={config.text_column} is not there; the columns are {', '.join(chosen.column_names)}"
-        )
-    return chosen

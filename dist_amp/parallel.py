@@ -161,6 +161,13 @@ def check_parallel(config: ParallelConfig, strategy: Strategy, precision: Precis
             raise ConfigError(f"{half} needs use_amp=true: use_amp=false is float32 everywhere; use fp32")
         if half and precision.cast_by == "autocast":
             raise ConfigError(f"{half} needs precision.cast_by=policy: autocast works on float32 parameters; use fp32")
+        if config.reduce_dtype == "fp16" and precision.name != "fp16":
+            raise ConfigError(
+                "parallel.reduce_dtype=fp16 needs precision.dtype=fp16: without its loss scaler small gradients become "
+                "zero; use fp32 or bf16"
+            )
+        if config.comm_dtype != "off":
+            world.warn(f"parallel.comm_dtype={config.comm_dtype} has no effect under {strategy}: use reduce_dtype")
         if config.cpu_offload and on_cpu:
             raise ConfigError(
                 "parallel.cpu_offload=true needs a GPU to offload from, and run.device is the CPU; use false"

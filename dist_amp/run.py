@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,16 @@ class Config:
 
 def schema(target: str) -> type[Config]:
     """Config, with the constructor arguments of the task that `target` names as the fields of task.args."""
-    args = args_dataclass(find_task(target))
-    task = make_dataclass(
-        "TaskConfig",
-        [("target", str, field(default=target)), ("args", args, field(default_factory=args))],
-        bases=(TaskConfig,),
-        frozen=True,
-    )
-    return make_dataclass(
-        "Config",
-        [("task", task, field(default_factory=task))],
-        bases=(Config,),
-        frozen=True,
-        namespace={"__doc__": Config.__doc__},
-    )
+    return _schema(target, args_dataclass(find_task(target)))
+
+
+@cache  # so that two configs of one task are of one type, and compare
+def _schema(target: str, args: type) -> type[Config]:
+    about_task = [("target", str, field(default=target)), ("args", args, field(default_factory=args))]
+    task = make_dataclass("TaskConfig", about_task, bases=(TaskConfig,), frozen=True)
+    doc = {"__doc__": Config.__doc__}
+    section = ("task", task, field(default_factory=task))
+    return make_dataclass("Config", [section], bases=(Config,), frozen=True, namespace=doc)
 
 
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
@@ -97,8 +94,11 @@ def to_toml(config: Config) -> str:
 
     def plain(value: Any) -> Any:
         if is_dataclass(value):
-            return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
-        return list(value) if isinstance(value, tuple) else value
+            inside = {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+            return {name: part for name, part in inside.items() if part is not None}  # TOML has no null
+        if isinstance(value, tuple | list):
+            return [plain(part) for part in value]
+        return str(value) if isinstance(value, Path) else value
 
     return tomli_w.dumps(plain(config))
 

@@ -46,7 +46,7 @@ class NumericsError(Failure):
 class RunConfig:
     dir: str = "auto"
     """The run's folder; auto: runs/<UTC time>-<id>, the same on all ranks and over elastic restarts."""
-    seed: Annotated[int, Range(low=0)] = 0
+    seed: Annotated[int, Range(low=0, high=2**63 - 1)] = 0
     """Seeds initialisation, data order and dropout; each rank's dropout differs."""
     deterministic: bool = False
     """Only deterministic kernels; slower, and bit-identical from run to run."""
@@ -272,6 +272,8 @@ def ignore_stop_signals() -> None:
 
 def run_folder(config: RunConfig, world: World) -> Path:
     """The run's folder, the same on every rank; a torchrun restart finds the folder of its first attempt."""
+    if not config.dir:
+        raise ConfigError("run.dir is empty; give a folder's path, or auto")
     if config.dir != "auto":
         return Path(config.dir)
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: Count = 100
+    steps: Annotated[int, Range(low=1, high=10_000_000)] = 100
     """Optimizer steps, applied or skipped."""
     micro_batch_size: Count = 8
     """Samples in one forward and backward of one rank."""

@@ -16,7 +16,9 @@ import importlib
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
+from copy import deepcopy
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
@@ -65,7 +67,9 @@ def find_task(target: str) -> type[Task]:
         raise ConfigError(f"task.target={target} must be module:Class or path/to/file.py:Class")
     cls = getattr(_import(module_name, target), class_name, None)
     if not inspect.isclass(cls):
-        classes = [name for name, value in vars(sys.modules[_dotted(module_name)]).items() if inspect.isclass(value)]
+        module = _dotted(module_name)
+        inside = vars(sys.modules[module]).items()
+        classes = [name for name, value in inside if inspect.isclass(value) and value.__module__ == module]
         near = nearest_name(class_name, classes)
         hint = f"; did you mean {near}?" if near else ""
         raise ConfigError(f"task.target={target}: there is no class {class_name} in {module_name}{hint}")
@@ -84,34 +88,50 @@ def _import(module_name: str, target: str) -> Any:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return importlib.import_module(_dotted(module_name))
+        module = importlib.import_module(_dotted(module_name))
     except ModuleNotFoundError as error:
-        if error.name != _dotted(module_name).partition(".")[0] and error.name != _dotted(module_name):
+        if not f"{_dotted(module_name)}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"task.target={target}: it imports {error.name}, which is missing; install that"
             ) from error
         raise ConfigError(
             f"task.target={target}: there is no module {module_name} in {folder}, and none is installed"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"task.target={target}: importing it failed with {type(error).__name__}: {error}") from error
+    found = getattr(module, "__file__", None)
+    if module_name.endswith(".py") and (found is None or Path(found).resolve() != Path(module_name).resolve()):
+        raise ConfigError(
+            f"task.target={target}: another module is called {_dotted(module_name)} too ({found or 'built in'}); "
+            f"rename {module_name}"
+        )
+    return module
 
 
+@cache
 def args_dataclass(cls: type) -> type:
     """A dataclass of the constructor's parameters, by which `task.args` is checked and shown in --help."""
     constructor = vars(cls).get("__init__") or getattr(cls, "__init__")  # noqa: B009 (mypy doubts the plain form)
     if constructor is object.__init__:
         return make_dataclass("Args", [], frozen=True)
-    hints = get_type_hints(constructor, include_extras=True)
+    try:
+        hints = get_type_hints(constructor, include_extras=True)
+    except NameError as error:
+        raise ConfigError(f"{cls.__name__}: a type in its constructor is not known: {error}; import it") from error
     items: list[Any] = []
     for parameter in list(inspect.signature(cls).parameters.values()):
         if parameter.name == INJECTED or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        has_default = parameter.default is not parameter.empty
-        hint = hints.get(parameter.name, type(parameter.default) if has_default else str)
-        items.append(
-            (parameter.name, hint, field(default=parameter.default)) if has_default else (parameter.name, hint)
-        )
+        default = parameter.default
+        if default is parameter.empty:
+            items.append((parameter.name, hints.get(parameter.name, str)))
+            continue
+        hint = hints.get(parameter.name, str | None if default is None else type(default))
+        made_by = vars(cls).get("__dataclass_fields__", {}).get(parameter.name, field()).default_factory
+        if made_by is MISSING and type(default).__hash__ is None:  # a list: every task gets its own
+            made_by = partial(deepcopy, default)
+        default_field: Any = field(default=default) if made_by is MISSING else field(default_factory=made_by)
+        items.append((parameter.name, hint, default_field))
     required_first = sorted(items, key=len)
     return make_dataclass("Args", required_first, frozen=True, namespace={"__doc__": inspect.getdoc(cls) or ""})
 
@@ -119,7 +139,9 @@ def args_dataclass(cls: type) -> type:
 def build_task(config: TaskConfig, data: Any) -> Task:
     """Construct the task with its arguments, and with the data section if it asks for it."""
     cls = find_task(config.target)
-    args: Mapping[str, Any] = asdict(config.args) if is_dataclass(config.args) else config.args  # type: ignore[arg-type]
+    args: Mapping[str, Any] = config.args
+    if is_dataclass(args):
+        args = {item.name: getattr(args, item.name) for item in fields(args)}
     known = inspect.signature(cls).parameters
     if INJECTED in known:
         args = {**args, INJECTED: data}

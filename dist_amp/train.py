@@ -85,8 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"-h", "--help"} & set(argv):
             print(show_help(argv, "python -m dist_amp.train", __doc__))
             return 0
-        config = load_config([word for word in argv if word != "--print_config"])
-        if "--print_config" in argv:
+        words = [word for word in argv if word.replace("-", "_") != "__print_config"]
+        config = load_config(words)
+        if len(words) < len(argv):
             print(to_toml(config), end="")
             return 0
         with start(config.run) as world:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_amp.config import Range
-from dist_amp.data import DataConfig, load_split, pick_split
+from dist_amp.data import DataConfig
 from dist_amp.runtime import DataError
+from dist_amp.tasks.documents import load_split, pick_split
 
 log = logging.getLogger(__name__)
 END_OF_DOCUMENT = 0  # a byte that no text holds
@@ -147,7 +148,7 @@ class CausalLM:
             fn_kwargs={"column": column, "length": length},
             desc=None,
         )
-        return packed.with_format("torch")
+        return packed.with_format("torch", dtype=torch.uint8)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.blocks)  # type: ignore[arg-type]

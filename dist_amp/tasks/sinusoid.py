@@ -43,7 +43,7 @@ class Sinusoid:
 
     def __init__(
         self,
-        size: Count = 512,
+        size: Annotated[int, Range(low=2)] = 512,
         crop: Count = 64,
         crops: Count = 1024,
         levels: Annotated[int, Range(low=2)] = 4,
@@ -51,8 +51,8 @@ class Sinusoid:
         width: Count = 256,
         hidden_layers: Count = 2,
     ):
-        if crop > size:
-            raise ValueError(f"crop={crop} must be at most size={size}")
+        if size % crop:
+            raise ValueError(f"size={size} must be a multiple of crop={crop}: crops tile the picture")
         self.size = size
         self.crop = crop
         self.crops = crops
