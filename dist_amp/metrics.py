@@ -257,8 +257,8 @@ class Metrics:
 
 def _drop_lines_after(path: Path, step: int) -> None:
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a kill leaves half a line
+        path.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= step))
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:

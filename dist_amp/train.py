@@ -150,7 +150,8 @@ def run_to_the_end(run: Run) -> int:
         stopped_by = train(run, stop)
     if stopped_by == "preempted":
         cause = stop.requested_by or "a signal to another rank"
-        write_summary(run.folder, run, stopped_by, SAVED_AND_STOPPED, cause)
+        if run.world.is_main:
+            write_summary(run.folder, run, stopped_by, SAVED_AND_STOPPED, cause)
         run.world.say(f"stopped after step {run.step} by {cause}; go on with --run.dir {run.folder}")
         return SAVED_AND_STOPPED
     if hasattr(run.task, "sample"):
@@ -204,7 +205,9 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
             "final_loss": row.loss if math.isfinite(row.loss) else str(row.loss),  # JSON has no nan
             "loss_scale": row["loss_scale"],
         }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    fresh = folder / ".summary.json.writing"
+    fresh.write_text(json.dumps(summary, indent=2) + "\n")
+    fresh.replace(folder / "summary.json")
     return summary
 
 

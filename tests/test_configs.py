@@ -1,0 +1,39 @@
+"""Every config runs as it stands: three steps at its stated world size, made small enough for a CPU."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+# What is taken away so that two cores can do it: sizes alone, never the way of running.
+SMALL = ["--train.steps", "3", "--train.micro_batch_size", "2", "--eval.batches", "1", "--metrics.log_every", "1",
+         "--task.args.sample_bytes", "2"]  # fmt: skip
+REDUCED = {
+    "gpt_124m": ["--train.global_batch_size", "16", "--task.args.context", "16", "--task.args.width", "24",
+                 "--task.args.layers", "2", "--task.args.vocabulary", "256"],
+    "ddp_fp16": ["--task.args.width", "32", "--task.args.context", "32"],
+}  # fmt: skip
+
+
+def stated_ranks(path):
+    """What the file's first line says: torchrun --nproc_per_node=N, python -m, or the demo's two."""
+    first = path.read_text().splitlines()[0]
+    if match := re.search(r"--nproc_per_node=(\d+)", first):
+        return int(match[1])
+    return 0 if "python -m" in first else 2
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_config_runs_as_it_stands(path, launch, tmp_path):
+    ranks = stated_ranks(path)
+    done = launch(ranks, "--config", path, "--run.dir", "run", *SMALL, *REDUCED.get(path.stem, []))
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["stopped_by"] == "completed"
+    assert summary["steps"] == 3
+    assert summary["world_size"] == max(ranks, 1)
+    name = path.stem.split("_")
+    if name[-1] in ("bf16", "fp16"):
+        assert (summary["strategy"], summary["precision"]) == (name[0], name[-1])

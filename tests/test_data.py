@@ -1,0 +1,135 @@
+"""The order of samples is a pure function of seed and position, the same set per step at every world size."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import EmptyDataset, Rows, Tiny, make_run
+
+from dist_amp.data import Batches, Padding, Plan, deal, epoch_order
+from dist_amp.runtime import DataError, World
+
+
+class Numbered:
+    """Samples that are their own index, so that a batch tells which ones it holds."""
+
+    def build_dataset(self, length):
+        return Rows(index=torch.arange(length))
+
+
+def plan(length=23, ranks=1, rank=0, micro_batch=2, accumulation=1, seed=0):
+    return Plan(length, ranks * micro_batch * accumulation, micro_batch, ranks, rank, seed, shuffle=True)
+
+
+def batches(plan, workers=0):
+    return Batches(Numbered().build_dataset(plan.length), Numbered(), plan, workers, torch.device("cpu"))
+
+
+def samples_of_steps(ranks, micro_batch, accumulation, steps):
+    """The sorted samples that count, step by step, over all ranks."""
+    per_rank = [batches(plan(64 + 23, ranks, rank, micro_batch, accumulation)) for rank in range(ranks)]
+    taken = []
+    for _ in range(steps):
+        parts = [batch["index"] for one in per_rank for batch in next(one) if not isinstance(batch, Padding)]
+        taken.append(sorted(torch.cat(parts).tolist()))
+    return taken
+
+
+def test_a_step_takes_the_same_samples_at_every_world_size():
+    expected = samples_of_steps(ranks=1, micro_batch=24, accumulation=1, steps=9)
+    for ranks, micro_batch, accumulation in [(1, 4, 6), (2, 4, 3), (3, 8, 1), (4, 3, 2), (8, 3, 1)]:
+        assert samples_of_steps(ranks, micro_batch, accumulation, 9) == expected
+
+
+def test_every_epoch_takes_every_sample_once_in_another_order():
+    length = 23
+    one = batches(plan(length, micro_batch=5))
+    epochs = [torch.cat([batch["index"] for _ in range(5) for batch in next(one)]) for _ in range(2)]
+    assert all(sorted(epoch.tolist()) == list(range(length)) for epoch in epochs)
+    assert not torch.equal(*epochs)
+    assert one.position == 2 * length
+
+
+def test_another_seed_gives_another_order_and_no_shuffle_the_datasets_own():
+    assert not torch.equal(epoch_order(50, 0, 0, True), epoch_order(50, 1, 0, True))
+    assert torch.equal(epoch_order(50, 1, 3, False), torch.arange(50))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_position_is_all_that_it_takes_to_go_on(workers):
+    through = batches(plan(), workers)
+    seen = [[batch["index"].tolist() for batch in next(through)] for _ in range(30)]
+    resumed = batches(plan(), workers)
+    resumed.position = 2 * 11 + 1 + 2 * 3  # one epoch of 23, then three steps
+    assert [[batch["index"].tolist() for batch in next(resumed)] for _ in range(10)] == seen[15:25]
+    through.close()
+    resumed.close()
+
+
+def test_the_end_of_an_epoch_is_dealt_out_evenly_and_padded_where_a_rank_has_none():
+    window = list(range(10, 17))
+    shares = [deal(window, world_size=4, micro_batch_size=2, rank=rank) for rank in range(4)]
+    assert [[len(share.indices) for share in rank] for rank in shares] == [[2], [2], [2], [1]]
+    shares = [deal(window[:2], world_size=4, micro_batch_size=2, rank=rank) for rank in range(4)]
+    assert [[share.counts for share in rank] for rank in shares] == [[True], [True], [False], [False]]
+    for length in range(1, 40):
+        per_rank = [deal(range(length), 3, 4, rank) for rank in range(3)]
+        assert len({len(rank) for rank in per_rank}) == 1, "every rank takes part equally often"
+
+
+def test_one_epoch_is_the_same_each_time_and_leaves_nothing_out():
+    held_out = batches(plan(length=23, micro_batch=4))
+    first = [batch["index"] for step in held_out.one_epoch("all") for batch in step]
+    second = [batch["index"] for step in held_out.one_epoch("all") for batch in step]
+    assert sorted(torch.cat(first).tolist()) == list(range(23))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert len(list(held_out.one_epoch(2))) == 2
+
+
+class Augmented(Tiny):
+    """Adds random numbers while it loads."""
+
+    def collate(self, samples):
+        batch = torch.utils.data.default_collate(samples)
+        return {**batch, "x": batch["x"] + torch.rand(batch["x"].shape)}
+
+
+def test_random_numbers_drawn_by_loader_workers_do_not_depend_on_how_many_there_are():
+    draws = []
+    for workers in (1, 2, 3):
+        run = make_run(World(), Augmented(), "--data.workers", workers)
+        draws.append([next(run.data)[0]["x"] for _ in range(6)])
+        run.data.close()
+    assert all(torch.equal(a, b) for a, b in zip(draws[0], draws[1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(draws[0], draws[2], strict=True))
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(DataError, match="the training dataset is empty") as error:
+        make_run(World(), EmptyDataset())
+    assert error.value.exit_code == 65
+
+
+def test_a_dataset_smaller_than_one_global_batch_is_refused_with_both_sizes():
+    with pytest.raises(DataError, match=r"has 20 samples, fewer than one global batch of 24 = micro_batch_size 8 x 1 "):
+        make_run(World(), Tiny(samples=20), "--train.accumulation_steps", 3)
+
+
+def test_a_dataset_that_only_streams_is_refused():
+    class Streaming(Tiny):
+        def build_dataset(self, split):
+            return iter(range(10))
+
+    with pytest.raises(DataError, match=r"without len\(\) and \[\]"):
+        make_run(World(), Streaming())
+
+
+def padded_step(world):
+    """A window of one micro-batch in a world of two: rank 1 has nothing of its own."""
+    run = make_run(world, Tiny(samples=9), "--train.micro_batch_size", 4, "--parallel.strategy", "fsdp")
+    next(run.data)
+    last = next(run.data)
+    return [isinstance(batch, Padding) for batch in last], run.data.items
+
+
+def test_padding_counts_for_no_item():
+    assert on_ranks(2, padded_step) == [([False], 5), ([True], 4)]

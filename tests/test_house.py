@@ -1,0 +1,80 @@
+"""The house has floors: a file imports only what stands below it, and the core stays small."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "dist_amp"
+FLOORS = {
+    1: {"config", "runtime", "precision", "optim", "task"},
+    2: {"parallel", "data", "metrics", "checkpoint"},
+    3: {"step"},
+    4: {"run"},
+    5: {"train"},
+}
+CORE = {name for names in FLOORS.values() for name in names}
+OUTSIDE = {
+    "config": {"tyro"},
+    "data": {"torch", "datasets"},
+    "metrics": {"torch", "tensorboard"},
+    "checkpoint": {"torch", "numpy"},
+    "run": {"torch", "tomli_w"},
+}
+
+
+def imports(path, with_types=False):
+    """Dotted names that a file imports, those for type checkers alone left out."""
+    tree = ast.parse(path.read_text())
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not with_types:
+            skipped |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (
+                f"{node.module}.{alias.name}" if node.module == "dist_amp" else node.module for alias in node.names
+            )
+
+
+def own_imports(name):
+    return {module.split(".")[1] for module in imports(PACKAGE / f"{name}.py") if module.startswith("dist_amp.")}
+
+
+@pytest.mark.parametrize("name", sorted(CORE))
+def test_a_file_of_the_core_imports_nothing_from_above(name):
+    floor = next(number for number, names in FLOORS.items() if name in names)
+    above = {other for number, names in FLOORS.items() if number > floor for other in names}
+    assert not own_imports(name) & above
+    assert own_imports(name) <= CORE, "the core imports no task, command or helper"
+
+
+def test_no_two_files_of_the_core_import_one_another():
+    seen, path = set(), []
+
+    def visit(name):
+        assert name not in path, f"a circle: {' -> '.join([*path, name])}"
+        if name not in seen:
+            path.append(name)
+            for other in own_imports(name):
+                visit(other)
+            seen.add(path.pop())
+
+    for name in sorted(CORE):
+        visit(name)
+
+
+@pytest.mark.parametrize("name", sorted(CORE))
+def test_only_the_files_that_should_import_other_packages(name):
+    roots = {module.split(".")[0] for module in imports(PACKAGE / f"{name}.py")} - set(sys.stdlib_module_names)
+    assert roots - {"dist_amp"} <= OUTSIDE.get(name, {"torch"})
+
+
+def test_nothing_imports_the_main_job():
+    for path in PACKAGE.rglob("*.py"):
+        assert "dist_amp.train" not in set(imports(path, with_types=True)), path

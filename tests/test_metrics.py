@@ -1,0 +1,174 @@
+"""What is logged is what happened: on every rank, over the whole interval, in TensorBoard and in files."""
+
+import json
+import math
+
+import pytest
+import torch
+from ranks import on_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import NothingCounts, Tiny, make_run, take_steps
+
+from dist_amp.runtime import DataError, NumericsError, World
+from dist_amp.step import evaluate
+from dist_amp.train import log, stop_if_hopeless
+
+EVERY_RANK = {
+    "throughput/items_per_second",
+    "throughput/tokens_per_second",
+    "memory/peak_bytes",
+    "memory/allocated_bytes",
+    "time/step_seconds",
+    "time/data_wait_seconds",
+}
+RANK_0 = {"train/loss", "train/grad_norm", "train/lr", "eval/loss", "amp/loss_scale", "amp/skipped_steps"}
+
+
+class Worded(Tiny):
+    """Has tokens: eight per sample."""
+
+    def tokens(self, batch):
+        return batch["x"].numel()
+
+
+def recorded_steps(run, steps):
+    reports = take_steps(run, steps)
+    for report in reports:
+        run.metrics.record(report)
+    return reports
+
+
+def logged(world, folder, dtype):
+    words = ["--precision.dtype", dtype, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2]
+    words += ["--run.dir", folder, "--eval.every", 3, "--metrics.log_every", 3, "--precision.scaler.init_scale", 2**30]
+    run = make_run(world, Worded(uneven=True, samples=128), *words)
+    run.metrics.open(run.folder, 0, "")
+    reports = []
+    for _ in range(2):
+        reports += recorded_steps(run, 3)
+        log(run)
+        run.metrics.write_evaluation(run.step, evaluate(run))
+    run.metrics.close()
+    sums = [(r.loss_sum.item(), r.weight.item(), r.norm.item(), r.applied.item()) for r in reports]
+    return sums, run.metrics.last.loss, run.metrics.evaluation, run.metrics.rank_table()
+
+
+@pytest.fixture
+def two_ranks(tmp_path):
+    return on_ranks(2, logged, str(tmp_path), "bf16"), tmp_path
+
+
+def scalars(folder, rank):
+    events = EventAccumulator(str(folder / "tensorboard" / f"rank{rank:05d}"))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_every_ranks_events_hold_its_throughput_and_memory_and_rank_0_the_worlds(two_ranks):
+    _, folder = two_ranks
+    first, second = scalars(folder, 0), scalars(folder, 1)
+    assert set(second) == EVERY_RANK
+    assert set(first) >= EVERY_RANK | RANK_0
+    assert {tag.split("/")[0] for tag in set(first) - EVERY_RANK - RANK_0} == {"ranks"}
+    for tags in (first, second):
+        assert [step for step, _ in tags["memory/peak_bytes"]] == [3, 6]
+        assert all(value > 2**20 for _, value in tags["memory/peak_bytes"])
+        items, tokens = tags["throughput/items_per_second"], tags["throughput/tokens_per_second"]
+        assert all(t / i == pytest.approx(8, rel=1e-5) for (_, i), (_, t) in zip(items, tokens, strict=True))
+
+
+def test_the_logged_loss_is_the_weighted_mean_over_interval_micro_batches_and_ranks(two_ranks):
+    (first, second), folder = two_ranks
+    last_three = [*first[0][3:], *second[0][3:]]
+    weight = sum(step[1] for step in first[0][3:])
+    expected = sum(step[0] for step in last_three) / weight
+    assert first[1] == second[1] == pytest.approx(expected, rel=1e-6)
+    assert scalars(folder, 0)["train/loss"][1][1] == pytest.approx(expected, rel=1e-6)
+
+
+def test_metrics_jsonl_has_a_line_per_logged_step_with_the_same_figures(two_ranks):
+    _, folder = two_ranks
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logs = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in logs] == [3, 6]
+    assert [len(line["ranks"]) for line in logs] == [2, 2]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
+    for line, (step, value) in zip(logs, scalars(folder, 0)["train/lr"], strict=True):
+        assert (line["step"], line["train/lr"]) == (step, pytest.approx(value, rel=1e-6))
+
+
+def test_evaluation_is_one_weighted_mean_and_leaves_the_run_as_it_was(two_ranks):
+    (first, second), _ = two_ranks
+    assert first[2] == second[2]
+    assert set(first[2]) == {"loss"}
+
+
+def evaluate_in_pieces(world, samples):
+    run = make_run(world, Tiny(uneven=True, samples=samples), "--eval.every", 1, "--use_amp", "false",
+                   "--train.micro_batch_size", 4)  # fmt: skip
+    before = torch.get_rng_state()
+    mean = evaluate(run)["loss"]
+    rows = run.task.build_dataset("validation")[:]
+    whole = run.task.loss_sum(run.parallel.module, rows) / run.task.weight(rows)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(p.grad is None for p in run.optimizer.parameters)
+    return mean, whole.item()
+
+
+@pytest.mark.parametrize("samples", [32, 35, 41])
+def test_evaluation_counts_every_held_out_sample_once_however_they_fall_on_ranks(samples):
+    for mean, whole in on_ranks(2, evaluate_in_pieces, samples):
+        assert mean == pytest.approx(whole, rel=1e-6)  # float32 sums in another order
+
+
+def test_the_loss_scale_and_skipped_steps_are_seen(tmp_path):
+    on_ranks(2, logged, str(tmp_path), "fp16")
+    tags = scalars(tmp_path, 0)
+    skipped = tags["amp/skipped_steps"][-1][1]
+    assert skipped > 0
+    assert tags["amp/loss_scale"][-1][1] == 2 ** (30 - skipped)
+
+
+def test_a_resumed_run_replaces_the_lines_of_the_steps_that_it_takes_again(tmp_path):
+    lines = [{"step": step, "train/loss": 1.0} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "tr')
+    run = make_run(World(), Tiny(), "--run.dir", tmp_path)
+    run.metrics.open(tmp_path, 2, "")
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    run.metrics.close()
+
+
+def test_memory_is_the_resident_set_on_a_cpu():
+    from dist_amp.metrics import memory_bytes
+
+    peak, now = memory_bytes(torch.device("cpu"))
+    ballast = torch.ones(2**24)  # 64 MiB
+    grown_peak, grown = memory_bytes(torch.device("cpu"))
+    assert ballast.sum() == 2**24
+    assert grown - now > 2**25
+    assert grown_peak >= max(peak, grown)
+
+
+def test_a_step_in_which_nothing_counts_is_named():
+    run = make_run(World(), NothingCounts())
+    recorded_steps(run, 1)
+    with pytest.raises(DataError, match="a total weight was 0; the task's weight"):
+        log(run)
+
+
+def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
+    run = make_run(World(), Tiny(), "--train.max_skips_in_a_row", 3)
+    run.optimizer.counters[:] = torch.tensor([5, 4, 3])
+    row = run.metrics.log(8, run.parallel, run.optimizer, run.precision, run.data)
+    with pytest.raises(NumericsError, match=r"3 steps in a row .*max_skips_in_a_row=3; try a lower optim.lr") as error:
+        stop_if_hopeless(row, run.config)
+    assert error.value.exit_code == 70
+    assert math.isnan(row.loss), "no step, no mean"
+
+
+def test_building_and_stepping_a_run_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(World(), Tiny(), "--run.dir", "auto")
+    recorded_steps(run, 2)
+    run.metrics.log(2, run.parallel, run.optimizer, run.precision, run.data)
+    assert list(tmp_path.iterdir()) == []

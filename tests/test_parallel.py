@@ -1,0 +1,145 @@
+"""Strategies: what is picked, what is refused, and what makes replicas equal."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Tiny, make_run, parameters_of, take_steps
+from torch import nn
+
+from dist_amp.config import ConfigError
+from dist_amp.parallel import ParallelConfig, check_parallel, find_blocks, pick_strategy
+from dist_amp.precision import PrecisionConfig
+from dist_amp.runtime import RunConfig, World, locate
+from dist_amp.tasks.causal_lm import GPT
+
+TWO = World(world_size=2, local_world_size=2)
+
+
+def test_auto_says_what_it_picked_and_why(capsys):
+    assert pick_strategy(ParallelConfig(), nn.Linear(4, 4), World()) == "single"
+    assert pick_strategy(ParallelConfig(), nn.Linear(4, 4), TWO) == "ddp"
+    assert "parallel.strategy=auto: ddp, because weights, gradients and moments" in capsys.readouterr().out
+
+
+def test_auto_shards_a_model_that_takes_more_than_half_of_the_gpu(monkeypatch, capsys):
+    class Properties:
+        total_memory = 4 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    gpus = World(world_size=2, local_world_size=2, device=torch.device("cuda", 0))
+    with torch.device("meta"):
+        small, large = nn.Linear(1000, 1000), nn.Linear(20_000, 20_000)
+    assert pick_strategy(ParallelConfig(), small, gpus) == "ddp"
+    assert pick_strategy(ParallelConfig(), large, gpus) == "fsdp"
+    assert "(5.96 GiB) do not fit in half of the device's 4.0 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_one_process_runs_as_single_and_says_so(strategy, capsys):
+    assert pick_strategy(ParallelConfig(strategy=strategy), nn.Linear(4, 4), World()) == "single"
+    assert f"parallel.strategy={strategy} needs more than one process; running as single" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parallel", "precision", "strategy", "words"),
+    [
+        ({"comm_dtype": "fp16"}, {"dtype": "bf16"}, "ddp", "comm_dtype=fp16 needs precision.dtype=fp16"),
+        ({"comm_dtype": "bf16"}, {}, "ddp", "comm_dtype=bf16 needs GPUs"),
+        ({"reduce_dtype": "fp16"}, {"dtype": "bf16"}, "fsdp", "reduce_dtype=fp16 needs precision.dtype=fp16"),
+        ({"param_dtype": "bf16"}, {"use_amp": False}, "fsdp", "param_dtype=bf16 needs use_amp=true"),
+        ({"reduce_dtype": "bf16"}, {"cast_by": "autocast"}, "fsdp", "reduce_dtype=bf16 needs precision.cast_by=policy"),
+        ({"cpu_offload": True}, {}, "fsdp", "cpu_offload=true needs a GPU"),
+        ({"replicas": 3}, {}, "hsdp", "replicas=3 does not divide 2 ranks; use one of [1, 2]"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(parallel, precision, strategy, words):
+    with pytest.raises(ConfigError) as error:
+        check_parallel(ParallelConfig(**parallel), strategy, PrecisionConfig(**precision), TWO)
+    assert words in str(error.value)
+
+
+def test_single_with_several_processes_is_refused():
+    with pytest.raises(ConfigError, match="single is for one process, but there are 2; use auto, ddp, fsdp or hsdp"):
+        pick_strategy(ParallelConfig(strategy="single"), nn.Linear(4, 4), TWO)
+
+
+def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError, match=r"4 processes .* more than its 2 GPUs; use --nproc_per_node=2"):
+        locate(RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one'"),
+    ],
+)
+def test_an_environment_at_odds_with_itself_is_refused(monkeypatch, environment, words):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        locate(RunConfig())
+
+
+def test_cuda_without_a_gpu_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="run.device=cuda, but torch finds no GPU"):
+        locate(RunConfig(device="cuda"))
+
+
+def test_blocks_are_found_where_a_task_names_none():
+    model = GPT(vocabulary=256, context=8, width=8, layers=3, heads=2, tied=True)
+    assert find_blocks(model) == list(model.blocks)
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert find_blocks(plain) == [plain[0], plain[2]], "what has no parameters is no unit"
+    assert find_blocks(nn.Linear(2, 2)) == []
+
+
+def compressed(world):
+    words = ["--parallel.strategy", "ddp", "--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
+    plain = make_run(world, Tiny(), *words)
+    hooked = make_run(world, Tiny(), *words, "--parallel.comm_dtype", "fp16")
+    take_steps(plain, 3)
+    take_steps(hooked, 3)
+    a, b = parameters_of(plain), parameters_of(hooked)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_compressing_gradients_to_fp16_changes_them_by_its_rounding_only():
+    # AdamW moves a parameter by lr = 3e-4 at most per step; fp16 keeps 11 bits of what decides how far.
+    for error in on_ranks(2, compressed):
+        assert 0 < error < 3 * 3e-4 * 2**-5
+
+
+class Normed(Tiny):
+    """Batch statistics: the one thing that ranks see differently."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def buffers_after_evaluation(world):
+    run = make_run(world, Normed(), "--parallel.strategy", "fsdp", "--use_amp", "false")
+    take_steps(run, 2)
+    before = run.parallel.module[1].running_mean.clone()
+    with run.parallel.evaluating():
+        pass
+    return before, run.parallel.module[1].running_mean.clone(), run.model.training
+
+
+def test_buffers_that_differ_between_shards_are_averaged_before_evaluation():
+    (before_0, after_0, training), (before_1, after_1, _) = on_ranks(2, buffers_after_evaluation)
+    assert not torch.equal(before_0, before_1)
+    assert torch.equal(after_0, after_1)
+    torch.testing.assert_close(after_0, (before_0 + before_1) / 2)
+    assert training

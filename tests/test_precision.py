@@ -1,0 +1,126 @@
+"""One policy table: who computes in what, who casts, and what is refused."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp import precision
+from dist_amp.config import ConfigError
+from dist_amp.precision import PrecisionConfig, ScalerConfig, build_precision, check_dtype
+from dist_amp.runtime import World
+
+
+def dtypes_inside(world, words):
+    """What the first layer computes in, and what is stored, reduced and returned."""
+    run = make_run(world, Tiny(), *words)
+    seen = {}
+    layer = next(m for m in run.parallel.module.modules() if isinstance(m, torch.nn.Linear))
+    layer.register_forward_hook(lambda module, inputs, output: seen.update(output=str(output.dtype)))
+    run.parallel.module.register_forward_hook(lambda module, inputs, output: seen.update(model=str(output.dtype)))
+    take_steps(run, 1)
+    seen["stored"] = str(run.optimizer.parameters[0].dtype)
+    return {**seen, "cast_by": run.precision.cast_by, "scale": run.precision.scale.item()}
+
+
+@pytest.mark.parametrize(
+    ("words", "computed", "scale"),
+    [
+        (["--use_amp", "false"], "torch.float32", 1.0),
+        (["--precision.dtype", "bf16"], "torch.bfloat16", 1.0),
+        (["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64], "torch.float16", 64.0),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_each_precision_computes_in_its_dtype_and_stores_float32(ranks, strategy, words, computed, scale):
+    for seen in on_ranks(ranks, dtypes_inside, [*words, "--parallel.strategy", strategy]):
+        by = "nothing" if scale == 1.0 and "float32" in computed else "policy" if strategy == "fsdp" else "autocast"
+        assert seen["output"] == computed
+        assert seen["stored"] == "torch.float32"
+        assert seen["scale"] == scale
+        assert seen["cast_by"] == by
+
+
+def test_fsdp_with_autocast_gathers_float32_and_computes_in_bf16():
+    for seen in on_ranks(2, dtypes_inside, ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]):
+        assert (seen["output"], seen["cast_by"]) == ("torch.bfloat16", "autocast")
+
+
+def test_the_policys_storage_and_reduction_dtypes_are_settings():
+    words = ["--parallel.strategy", "fsdp", "--parallel.param_dtype", "bf16", "--parallel.reduce_dtype", "bf16"]
+    for seen in on_ranks(2, dtypes_inside, words):
+        assert (seen["stored"], seen["model"]) == ("torch.bfloat16", "torch.float32")
+
+
+def build(**settings):
+    return build_precision(PrecisionConfig(**settings), False, World())
+
+
+def test_a_policy_without_shards_is_refused():
+    with pytest.raises(ConfigError, match="precision.cast_by=policy needs parallel.strategy fsdp or hsdp"):
+        build(cast_by="policy")
+
+
+def test_a_cast_with_use_amp_false_is_refused():
+    with pytest.raises(ConfigError, match="use_amp=false computes in float32"):
+        build(cast_by="autocast", use_amp=False)
+
+
+def test_scaler_settings_without_fp16_are_said_to_have_no_effect(capsys):
+    build(dtype="bf16", scaler=ScalerConfig(init_scale=8.0))
+    assert "precision.scaler has no effect in bf16" in capsys.readouterr().err
+
+
+def test_the_scaler_has_all_four_knobs_and_keeps_its_state():
+    knobs = ScalerConfig(init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
+    one = build(dtype="fp16", scaler=knobs)
+    fine, overflow = torch.zeros(()), torch.ones(())
+    one.update(fine)
+    one.update(fine)
+    assert one.scale == 256.0
+    one.update(overflow)
+    one.update(fine)
+    assert one.scale == 64.0
+    other = build(dtype="fp16", scaler=knobs)
+    other.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
+    other.update(fine)
+    assert other.scale == 256.0, "the count of finite steps came along"
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """A World whose GPU has a given compute capability, as far as check_dtype looks."""
+
+    def world(major, minor):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+        return World(device=torch.device("cuda", 0))
+
+    return world
+
+
+def test_a_dtype_that_the_device_cannot_do_is_refused_with_those_that_it_can(gpu_of, monkeypatch):
+    monkeypatch.setitem(precision.CAPABILITY, "bf16", ((8, 0), (7, 5)))
+    with pytest.raises(ConfigError) as error:
+        check_dtype(PrecisionConfig(dtype="bf16"), gpu_of(6, 1))
+    assert str(error.value) == (
+        "precision.dtype=bf16: Some GPU (compute capability 6.1) can't; use precision.dtype=fp16, or --use_amp false"
+    )
+    with pytest.raises(ConfigError, match=r"capability 5\.0\) can't; use --use_amp false"):
+        check_dtype(PrecisionConfig(dtype="fp16"), gpu_of(5, 0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "warned"),
+    [("bf16", (8, 0), False), ("bf16", (7, 5), True), ("fp16", (7, 0), False), ("fp16", (6, 1), True)],
+)
+def test_a_dtype_that_is_only_emulated_is_warned_of(gpu_of, capsys, dtype, capability, warned):
+    check_dtype(PrecisionConfig(dtype=dtype), gpu_of(*capability))
+    assert ("only emulates" in capsys.readouterr().err) == warned
+
+
+def test_tf32_is_set_for_products_and_convolutions_alike():
+    for on, name in ((True, "high"), (False, "highest")):
+        build(tf32=on)
+        assert torch.get_float32_matmul_precision() == name
+        assert torch.backends.cudnn.allow_tf32 is on

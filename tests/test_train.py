@@ -1,0 +1,215 @@
+"""The main job as users start it: real launches, real signals, real exit statuses."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import on_ranks
+
+TINY = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "2", "--metrics.log_every", "1"]
+
+
+def summary_of(folder):
+    return json.loads((Path(folder) / "summary.json").read_text())
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def children(pid):
+    """Process ids below `pid`."""
+    direct = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return direct + [below for child in direct for below in children(child)]
+
+
+def wait_for(condition, what, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (0, []),
+        (1, ["--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]),
+        (2, ["--parallel.strategy", "fsdp", "--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]),
+        (4, ["--parallel.strategy", "hsdp", "--train.global_batch_size", "16"]),
+    ],
+)
+def test_the_main_job_runs_on_any_number_of_ranks(launch, tmp_path, ranks, words):
+    done = launch(ranks, *TINY, "--train.steps", "4", "--run.dir", "run", *words)
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = summary_of(tmp_path / "run")
+    expected = {"stopped_by": "completed", "exit_code": 0, "cause": "", "steps": 4, "applied_steps": 4,
+                "skipped_steps": 0, "world_size": max(ranks, 1), "resumed_from_step": None}  # fmt: skip
+    assert {key: summary[key] for key in expected} == expected
+    assert [rank["rank"] for rank in summary["ranks"]] == list(range(max(ranks, 1)))
+    assert all(rank["items_per_second"] > 0 and rank["peak_memory_bytes"] > 2**20 for rank in summary["ranks"])
+    assert summary["final_loss"] == losses(tmp_path / "run")[4]
+    assert len(list((tmp_path / "run/tensorboard").iterdir())) == max(ranks, 1)
+    assert (tmp_path / "run/checkpoints/step_00000004").is_dir()
+    assert "step      4/4" in done.stdout
+    assert "done: 4 steps (4 applied, 0 skipped)" in done.stdout
+
+
+def test_the_default_folder_has_time_and_id_and_is_one_for_all_ranks(launch, tmp_path):
+    assert launch(2, *TINY, "--train.steps", "1").returncode == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", folder.name)
+    assert f'dir = "runs/{folder.name}"' in (folder / "config.toml").read_text()
+
+
+def test_a_config_mistake_is_said_once_by_all_ranks_together(launch):
+    started = time.monotonic()
+    done = launch(2, *TINY, "--train.stps", "4")
+    assert time.monotonic() - started < 15
+    message = "error: unknown key train.stps on the command line; did you mean train.steps?"
+    assert done.returncode == 1  # torchrun's own
+    assert [line for line in done.stderr.splitlines() if line == message] == [message]
+    last = done.stderr.strip().splitlines()[-2:]  # torchrun ends with the first failure's message and a ruler
+    assert message in last[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "cause"),
+    [
+        (["--train.global_batch_size", "7"], 64, "train.global_batch_size=7 is not a multiple of micro_batch_size 2"),
+        (["--task.target", "tiny:EmptyDataset"], 65, "the training dataset is empty"),
+        (["--task.target", "tiny:VectorLoss"], 65, "not a float32 scalar"),
+        (["--task.target", "tiny:AlwaysNan", "--train.max_skips_in_a_row", "3"], 70, "max_skips_in_a_row=3"),
+        (["--run.resume", "nowhere"], 65, "run.resume=nowhere does not exist"),
+        (["--task.target", "tiny:NoSuch"], 64, "there is no class NoSuch in tiny"),
+    ],
+)
+def test_each_kind_of_failure_has_its_exit_status_and_one_line(launch, tmp_path, words, status, cause):
+    done = launch(0, *TINY, "--train.steps", "5", "--run.dir", "run", *words)
+    assert done.returncode == status
+    assert cause in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    if (tmp_path / "run").exists():  # a config that can't be read names no folder
+        summary = summary_of(tmp_path / "run")
+        assert (summary["stopped_by"], summary["exit_code"]) == ("failed", status)
+        assert cause in summary["cause"]
+
+
+def test_a_failure_of_all_ranks_is_said_once_and_stands_in_the_summary(launch, tmp_path):
+    started = time.monotonic()
+    done = launch(2, *TINY, "--task.target", "tiny:AlwaysNan", "--train.max_skips_in_a_row", "3", "--run.dir", "run",
+                  "--parallel.strategy", "fsdp")  # fmt: skip
+    assert time.monotonic() - started < 25, "nobody waits for a rank that is gone"
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: 3 steps in a row were not finite")]
+    assert len(said) == 1
+    assert summary_of(tmp_path / "run")["exit_code"] == 70
+    assert summary_of(tmp_path / "run")["skipped_steps"] == 3
+
+
+def test_a_rank_that_raises_ends_the_others_and_is_named(launch, tmp_path):
+    (tmp_path / "faulty.py").write_text(
+        "import os\nfrom tiny import Tiny\n\nclass Faulty(Tiny):\n    def loss_sum(self, model, batch):\n"
+        "        if os.environ['RANK'] == '1':\n            raise RuntimeError('broken sample')\n"
+        "        return super().loss_sum(model, batch)\n"
+    )
+    started = time.monotonic()
+    done = launch(2, *TINY, "--task.target", "faulty:Faulty", "--run.dir", "run")
+    assert time.monotonic() - started < 25
+    assert done.returncode == 1
+    assert "rank 1: Traceback" in done.stderr
+    assert summary_of(tmp_path / "run")["cause"] == "broken sample"
+
+
+def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = launch(0, *TINY, "--run.dir", "file/run")
+    assert done.returncode == 1
+    assert (
+        done.stderr.strip()
+        == "error: run.dir=file/run can't be written (Not a directory); choose another with --run.dir"
+    )
+
+
+@pytest.mark.parametrize(("ranks", "sent_to", "workers"), [(0, "rank", 2), (2, "rank", 0), (2, "torchrun", 2)])
+def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(launch, tmp_path, ranks, sent_to, workers):
+    words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "60", "--data.workers", str(workers),
+             "--checkpoint.every", "1000", "--run.seed", "3"]  # fmt: skip
+    handled = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1") if ranks else ()
+    process = launch.start(ranks, *words, "--run.dir", "run", torchrun=handled)
+    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
+    below = children(process.pid)
+    os.kill(process.pid if sent_to == "torchrun" or not ranks else below[-1], signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (1 if ranks else 75), err[-2000:]
+    stopped = summary_of(tmp_path / "run")
+    assert (stopped["stopped_by"], stopped["exit_code"]) == ("preempted", 75)
+    assert 0 < stopped["steps"] < 60
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == [f"step_{stopped['steps']:08d}"]
+    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()], "no process is left"
+
+    resumed = launch(ranks, *words, "--run.dir", "run")
+    through = launch(ranks, *words, "--run.dir", "through")
+    assert resumed.returncode == through.returncode == 0
+    assert summary_of(tmp_path / "run")["resumed_from_step"] == stopped["steps"]
+    assert losses(tmp_path / "run") == losses(tmp_path / "through")
+
+
+def test_a_finished_run_says_so_and_a_longer_one_goes_on(launch, tmp_path):
+    words = [*TINY, "--run.dir", "run", "--train.steps"]
+    assert launch(0, *words, "3").returncode == 0
+    again = launch(0, *words, "3")
+    assert again.returncode == 0
+    assert "run is finished: it took 3 of train.steps=3; raise train.steps to go on" in again.stdout
+    assert launch(0, *words, "5").returncode == 0
+    assert (summary_of(tmp_path / "run")["steps"], summary_of(tmp_path / "run")["resumed_from_step"]) == (5, 3)
+    refused = launch(0, *words, "9", "--run.resume", "never")
+    assert refused.returncode == 64
+    assert "run.dir=run holds a run already" in refused.stderr
+
+
+def main_with_a_group(world, folder):
+    from dist_amp.train import main
+
+    status = main([*TINY, "--train.steps", "2", "--run.dir", folder])
+    return status, dist.is_initialized()
+
+
+def test_main_uses_a_process_group_that_is_there_and_leaves_it(tmp_path):
+    assert on_ranks(2, main_with_a_group, str(tmp_path / "run")) == [(0, True)] * 2
+    assert summary_of(tmp_path / "run")["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_two_rank_fsdp_run_exits_with_0_twenty_times_out_of_twenty(launch):
+    words = [*TINY, "--train.steps", "2", "--parallel.strategy", "fsdp", "--checkpoint.every", "off"]
+    assert [launch(2, *words, "--run.dir", f"run{n}").returncode for n in range(20)] == [0] * 20
+
+
+@pytest.fixture(scope="module")
+def bits_per_byte():
+    """{(strategy, dtype): held-out bits per byte}, filled by the tests below."""
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp16"), ("fsdp", "fp16")],
+)
+def test_every_precision_learns_as_float32_does(launch, tmp_path, bits_per_byte, strategy, dtype):
+    demo = Path(__file__).parent.parent / "configs/demo.toml"
+    words = ["--use_amp", "false"] if dtype == "fp32" else ["--precision.dtype", dtype]
+    words += ["--parallel.strategy", strategy, "--train.steps", "100", "--task.args.sample_bytes", "0"]
+    done = launch(2, "--config", demo, "--run.dir", "run", *words, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    evaluation = summary_of(tmp_path / "run")["evaluation"]
+    bits_per_byte[strategy, dtype] = evaluation["bits_per_byte"]
+    assert evaluation["bits_per_byte"] < 5
+    assert evaluation["bits_per_byte"] == pytest.approx(bits_per_byte["ddp", "fp32"], rel=0.05)
