@@ -82,13 +82,14 @@ def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
     """
     # A mean of means is biased when masks or tails are uneven: normalise once, by what counts on all ranks.
     weight = run.parallel.sum(total_weight(run.task, micro_batches, run.world.device))
+    # The strategies average gradients over ranks; the factor world_size makes that a sum.
+    share = run.parallel.world_size / weight
     loss_sum = run.parallel.zero()
     for is_last, batch in mark_last(micro_batches):
         with run.parallel.gradient_sync(is_last):
             with run.precision.autocast():
                 loss = loss_of(run.task, run.model, batch)
-            # The strategies average gradients over ranks; the factor world_size makes that a sum.
-            run.precision.backward(loss * (run.parallel.world_size / weight))
+            run.precision.backward(loss * share)
         loss_sum += loss.detach()
     norm = run.parallel.gradient_norm(run.precision)
     applied = run.optimizer.apply(norm, run.precision)
