@@ -213,3 +213,23 @@ def test_every_precision_learns_as_float32_does(launch, tmp_path, bits_per_byte,
     bits_per_byte[strategy, dtype] = evaluation["bits_per_byte"]
     assert evaluation["bits_per_byte"] < 5
     assert evaluation["bits_per_byte"] == pytest.approx(bits_per_byte["ddp", "fp32"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_sinusoid_is_learnt(launch, tmp_path):
+    words = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.crop", "4", "--task.args.crops", "65536"]
+    words += [
+        "--train.steps",
+        "300",
+        "--train.micro_batch_size",
+        "256",
+        "--optim.lr",
+        "1e-3",
+        "--optim.schedule",
+        "constant",
+    ]
+    done = launch(2, *words, "--optim.weight_decay", "0", "--metrics.log_every", "100", "--eval.batches", "16",
+                  "--run.dir", "run", timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    evaluation = summary_of(tmp_path / "run")["evaluation"]
+    assert evaluation["loss"] < 0.065, "the picture's variance is 0.079: what a constant would leave"

@@ -56,8 +56,7 @@ class Sinusoid:
         self.size = size
         self.crop = crop
         self.crops = crops
-        self.levels = levels
-        self.frequencies = frequencies
+        self._whole = draw(size, levels, frequencies)
         self.model_shape = (width, hidden_layers)
 
     def build_model(self) -> nn.Module:
@@ -83,12 +82,8 @@ class Sinusoid:
 
     def picture(self, top: int, left: int, extent: int) -> tuple[Tensor, Tensor]:
         """(coordinates [2, extent, extent], levels [1, extent, extent] in 0..1) of one square of the picture."""
-        y, x = torch.meshgrid(torch.arange(top, top + extent), torch.arange(left, left + extent), indexing="ij")
-        coordinates = torch.stack((x, y)) / (self.size - 1) * 2 - 1
-        fx, fy = self.frequencies
-        wave = torch.sin(math.pi * fx * coordinates[0]) * torch.sin(math.pi * fy * coordinates[1])
-        step = self.levels - 1
-        return coordinates, ((wave + 1) / 2 * step).round()[None] / step
+        coordinates, levels = (part[:, top : top + extent, left : left + extent] for part in self._whole)
+        return coordinates, levels
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(model(batch["coordinates"]).float(), batch["levels"], reduction="sum")
@@ -102,3 +97,12 @@ class Sinusoid:
         device = next(model.parameters()).device
         rows = [model(part[None].to(device))[0].float().cpu() for part in coordinates.split(64, dim=1)]
         return torch.cat((levels, torch.cat(rows, dim=1).clamp(0, 1)), dim=2)
+
+
+def draw(size: int, levels: int, frequencies: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """The whole picture: (coordinates [2, size, size] in -1..1, levels [1, size, size] in 0..1)."""
+    axis = torch.linspace(-1, 1, size)
+    y, x = torch.meshgrid(axis, axis, indexing="ij")
+    wave = torch.sin(math.pi * frequencies[0] * x) * torch.sin(math.pi * frequencies[1] * y)
+    quantised = ((wave + 1) / 2 * (levels - 1)).round() / (levels - 1)
+    return torch.stack((x, y)), quantised[None]

@@ -1,0 +1,71 @@
+"""What only a GPU can show: run with `bash launch/test.sh -m gpu` on a machine that has one."""
+
+import json
+
+import pytest
+import torch
+from tiny import Tiny, make_run, parameters_of, take_steps
+
+from dist_amp.runtime import RunConfig, World, locate
+from dist_amp.step import train_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+
+def gpu() -> World:
+    return locate(RunConfig(device="cuda"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("clip", ["norm", "value", "off"])
+@pytest.mark.parametrize(
+    "words", [["--use_amp", "false"], ["--precision.dtype", "bf16"], ["--precision.dtype", "fp16"]]
+)
+def test_fifty_steps_never_wait_for_the_device(words, clip, optimizer):
+    words = [*words, "--train.accumulation_steps", 2, "--train.clip_by", clip, "--optim.name", optimizer]
+    run = make_run(gpu(), Tiny(uneven=True), *words, "--train.steps", 100)
+    take_steps(run, 3)
+    batches = [next(run.data) for _ in range(50)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in batches:
+            run.metrics.record(train_step(run, step))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.optimizer.counters.sum() == 53
+
+
+def test_float32_steps_are_those_of_the_cpu():
+    words = ["--use_amp", "false", "--optim.name", "sgd", "--optim.lr", 0.1, "--train.steps", 5]
+    on_gpu, on_cpu = make_run(gpu(), Tiny(), *words), make_run(World(), Tiny(), *words)
+    take_steps(on_gpu, 5)
+    take_steps(on_cpu, 5)
+    expected = parameters_of(on_cpu)
+    for name, parameter in parameters_of(on_gpu).items():
+        # Five steps of 0.1 x a gradient clipped to 1; products of eight numbers summed in another order.
+        torch.testing.assert_close(parameter.cpu(), expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_main_job_uses_every_gpu(launch, tmp_path, strategy):
+    gpus = torch.cuda.device_count()
+    words = ["--task.target", "tiny:Tiny", "--train.steps", "4", "--train.micro_batch_size", "2", "--run.dir", "run"]
+    done = launch(gpus, *words, "--parallel.strategy", strategy)
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["world_size"] == gpus
+    assert all(0 < rank["peak_memory_bytes"] < 2**30 for rank in summary["ranks"]), "the allocator's, not the process's"
+
+
+def test_a_checkpoint_of_a_gpu_is_read_on_a_cpu_and_back(tmp_path):
+    from dist_amp.checkpoint import save
+
+    words = ["--run.dir", tmp_path, "--precision.dtype", "fp16", "--precision.scaler.init_scale", 256]
+    run = make_run(gpu(), Tiny(), *words)
+    take_steps(run, 2)
+    save(run)
+    for world in (World(), gpu()):
+        other = make_run(world, Tiny(), *words, "--run.resume", "auto")
+        for name, parameter in parameters_of(other).items():
+            assert torch.equal(parameter.cpu(), parameters_of(run)[name].cpu())
+        take_steps(other, 1)
