@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
-from dist_amp.config import Range
+from dist_amp.config import Failure, Range
 from dist_amp.runtime import DataError, World
 
 if TYPE_CHECKING:
@@ -53,9 +53,12 @@ def to_resume(resume: str, run_folder: Path) -> Path | None:
     """
     if resume == "never":
         return None
-    if resume == "auto":
-        return next(reversed(complete_checkpoints(run_folder)), None)
+    own = complete_checkpoints(run_folder)
     path = Path(resume)
+    if resume == "auto" or (own and path.resolve() not in [checkpoint.resolve() for checkpoint in own]):
+        return own[-1] if own else None  # what this run has done since it began from `path` counts for more
+    if own and path.resolve() != own[-1].resolve():
+        raise DataError(f"run.resume={resume} is older than {own[-1].name} beside it; go on from it in a new --run.dir")
     inside = complete_checkpoints(path)
     if inside:  # a run's folder stands for its newest checkpoint
         return inside[-1]
@@ -75,12 +78,15 @@ def save(run: "Run") -> Path:
         shutil.rmtree(fresh, ignore_errors=True)  # left by a run that was killed while it wrote
         fresh.mkdir(parents=True)
     run.world.barrier()
+    if not fresh.is_dir():
+        raise Failure(f"run.dir={run.folder} is not on a disk that all ranks share; put it on one")
     run.parallel.average_buffers()
     with _quiet_when_alone():
         write_tensors(_state(run), checkpoint_id=fresh, no_dist=run.world.world_size == 1)
     if run.world.is_main:
         about = {"step": run.step, "samples": run.data.position, "world_size": run.world.world_size,
-                 "strategy": run.parallel.strategy, "precision": run.precision.name}  # fmt: skip
+                 "strategy": run.parallel.strategy, "precision": run.precision.name,
+                 "device": run.world.device.type}  # fmt: skip
         (fresh / ABOUT).write_text(json.dumps(about))
         os.replace(fresh, final)
         for old in complete_checkpoints(run.folder)[: -run.config.checkpoint.keep]:
@@ -93,7 +99,7 @@ def load(run: "Run", path: Path) -> None:
     """Set the run to the state that `save` wrote to `path`, from any world size and strategy; every rank calls it."""
     about = json.loads((path / ABOUT).read_text())
     state = _state(run)
-    if about["world_size"] != run.world.world_size:
+    if (about["world_size"], about["device"]) != (run.world.world_size, run.world.device.type):
         del state["random"]  # in another world the ranks have no past: they stay as seeded
     if about["precision"] != "fp16":
         del state["scaler"]

@@ -8,8 +8,9 @@ resuming needs one number, how many samples were consumed.
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import torch
@@ -55,6 +56,9 @@ class Share:
     counts: bool = True  # False: padding
 
 
+Request = tuple[int, tuple[int, ...]]  # seed, samples' indices
+
+
 def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
     """The samples' order in one epoch: [length] int64."""
     if not shuffle:
@@ -96,19 +100,25 @@ class Plan:
                 yield epoch * self.length + offset, deal(window, self.world_size, self.micro_batch_size, self.rank)
             epoch, offset = epoch + 1, 0
 
+    def requests(self, position: int, limit: int | None) -> Iterator[Request]:
+        """Each micro-batch of the next `limit` steps: what to seed random augmentations with, and the samples."""
+        for consumed, shares in islice(self.steps(position), limit):
+            for number, share in enumerate(shares):
+                yield hash((self.seed, consumed, number, self.rank)) % 2**63, share.indices
+
 
 class _Fetch:
     """Map-style view whose items are whole micro-batches, so that a loader worker collates what it reads."""
 
-    def __init__(self, dataset: Any, task: Task, seed: int):
+    def __init__(self, dataset: Any, task: Task):
         self.dataset = dataset
         self.collate = getattr(task, "collate", default_collate)
-        self.seed = seed
 
-    def __getitem__(self, indices: tuple[int, ...]) -> Any:
+    def __getitem__(self, request: Request) -> Any:
+        seed, indices = request
         if get_worker_info() is not None:
             # A worker's own random numbers would depend on how many workers there are and when they were started.
-            seed_all(self.seed + indices[0])
+            seed_all(seed)
         if hasattr(self.dataset, "__getitems__"):
             return self.collate(self.dataset.__getitems__(list(indices)))
         return self.collate([self.dataset[index] for index in indices])
@@ -128,7 +138,7 @@ class Batches:
         self.tokens = 0
         self.wait_seconds = 0.0
         self._count_tokens = getattr(task, "tokens", None)
-        self._fetch = _Fetch(dataset, task, plan.seed)
+        self._fetch = _Fetch(dataset, task)
         self._workers = workers
         self._batches: Iterator[Any] | None = None
         self._steps: Iterator[tuple[int, list[Share]]] = iter(())
@@ -181,7 +191,7 @@ class Batches:
     def _loader(self, limit: int | None) -> DataLoader[Any]:
         return DataLoader(
             self._fetch,  # type: ignore[arg-type]
-            sampler=_Requests(self.plan, self.position, limit),  # type: ignore[arg-type]
+            sampler=self.plan.requests(self.position, limit),  # type: ignore[arg-type]
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=self._workers,
@@ -190,21 +200,6 @@ class Batches:
             # The loader draws a number when it starts; from its own generator, or it would move dropout's.
             generator=torch.Generator().manual_seed(self.plan.seed),
         )
-
-
-@dataclass(frozen=True)
-class _Requests:
-    """The sampler: the index tuples of `plan`, in order."""
-
-    plan: Plan
-    position: int
-    limit: int | None
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        for done, (_, shares) in enumerate(self.plan.steps(self.position)):
-            if done == self.limit:
-                return
-            yield from (share.indices for share in shares)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -219,7 +214,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Tensors in nested dicts, lists and tuples moved to the device; from pinned memory without waiting."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
         moved = [to_device(value, device) for value in batch]

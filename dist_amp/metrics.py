@@ -107,11 +107,12 @@ class LogRow:
             "data_wait_seconds": [rank["data_wait_seconds"] / max(rank["steps"], 1) for rank in self.ranks],
         }.items():
             ordered = sorted(values)
+            worst = ordered[0] if name == "items_per_second" else ordered[-1]
             tags |= {
                 f"ranks/{name}_min": ordered[0],
                 f"ranks/{name}_median": ordered[len(ordered) // 2],
                 f"ranks/{name}_max": ordered[-1],
-                f"ranks/{name}_max_rank": values.index(ordered[-1]),
+                f"ranks/{name}_worst_rank": values.index(worst),
             }
         return tags
 
@@ -146,7 +147,7 @@ class Metrics:
             from torch.utils.tensorboard.writer import SummaryWriter  # half a second, and needless in a notebook
 
             path = folder / "tensorboard" / f"rank{self.world.rank:05d}"
-            self._writer = SummaryWriter(str(path), purge_step=first_step + 1 if first_step else None)
+            self._writer = SummaryWriter(str(path), purge_step=first_step + 1)
             if self.world.is_main:
                 self._writer.add_text("config", f"```toml\n{config_text}\n```")
         self._started = time.perf_counter()
@@ -161,12 +162,14 @@ class Metrics:
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
         """Leave what happens inside (evaluation, saving) out of the throughput."""
+        self.world.wait_for_device()
         paused = time.perf_counter()
         yield
         self._started += time.perf_counter() - paused
 
     def log(self, step: int, parallel: Parallel, optimizer: Optimizer, precision: Precision, data: Batches) -> LogRow:
         """Gather the interval's figures of all ranks, read them, write them; every rank calls it at the same step."""
+        self.world.wait_for_device()  # the steps that it counts are to lie inside the interval
         now = time.perf_counter()
         peak, allocated = memory_bytes(self.world.device)
         on_host = (now - self._started, self._steps, data.items, data.tokens, data.wait_seconds, peak, allocated)
@@ -183,7 +186,7 @@ class Metrics:
             total.update({name: rank[name] for name in ("items", "tokens", "seconds")})
         self._sums.zero_()
         self._least_weight = torch.full_like(self._least_weight, math.inf)
-        self._steps, self._started = 0, time.perf_counter()
+        self._steps, self._started = 0, now
         data.items, data.tokens, data.wait_seconds = 0, 0, 0.0
         return self.last
 
@@ -243,7 +246,7 @@ class Metrics:
     def _append(self, line: dict[str, Any]) -> None:
         if self._folder is not None:
             with (self._folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(plain_json(line)) + "\n")
 
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
         """All values in one event: twelve of them cost 13 us, twelve add_scalar calls 60."""
@@ -257,8 +260,19 @@ class Metrics:
 
 def _drop_lines_after(path: Path, step: int) -> None:
     if path.exists():
-        whole = [line for line in path.read_text().splitlines() if line.endswith("}")]  # a kill leaves half a line
+        whole = [line for line in path.read_text().splitlines() if line.startswith('{"step"')]
+        if whole and not whole[-1].endswith("}"):
+            whole.pop()  # a kill leaves half a line
         path.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= step))
+
+
+def plain_json(value: Any) -> Any:
+    """The same without nan and inf, which JSON lacks: as text."""
+    if isinstance(value, dict):
+        return {name: plain_json(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [plain_json(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:

@@ -81,26 +81,35 @@ def build_torch_optimizer(model: nn.Module, config: OptimConfig, lr: Tensor | fl
     return kind(groups, lr=lr, momentum=config.momentum)
 
 
-class FusedSGD(torch.optim.SGD):
-    """torch's fused SGD kernel on each rank's own shards, with what torch.optim.SGD(fused=True) lacks.
+def make_state(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
+    """Give every parameter its moments, at zero, before the first step.
 
-    Sharded parameters with the learning rate on the device; and momentum that survives a skipped first step: torch
-    makes its buffers there without filling them. From zero, the first step is the same as torch's own.
+    So they are there to be saved if the first step is skipped; and torch's fused SGD would leave whatever the memory
+    held. From zero, the first step is the same as torch's own.
     """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if config.name == "adamw":
+                where = local(parameter).device if config.fused else torch.device("cpu")
+                state["step"] = torch.zeros((), device=where)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            elif config.momentum:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
-    grad_scale: Tensor
-    found_inf: Tensor
 
-    def __init__(self, groups: list[dict[str, object]], lr: Tensor | float, momentum: float):
-        super().__init__(groups, lr=lr, momentum=momentum)
-        for group in self.param_groups if momentum else []:
-            for parameter in group["params"]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+class FusedSGD(torch.optim.SGD):
+    """torch's fused SGD kernel on each rank's own shards: torch's own takes no learning rate on the device for them."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
+            if not trained:
+                continue
             buffers = [local(self.state[p]["momentum_buffer"]) for p in trained] if group["momentum"] else []
             torch._fused_sgd_(
                 [local(p) for p in trained],
@@ -136,6 +145,7 @@ class Optimizer:
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
         self.lr = self._rates[0].clone()
         self.torch_optimizer = build_torch_optimizer(model, config, lr=self.lr if config.fused else rates[0])
+        make_state(self.torch_optimizer, config)
         self.parameters = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
 
     @torch.no_grad()
@@ -188,6 +198,8 @@ class Optimizer:
 
     def _divide_and_clamp(self, divisor: Tensor) -> None:
         gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+        if not gradients:
+            return
         torch._foreach_div_(gradients, divisor)
         if self.clip.by == "value":
             torch._foreach_clamp_min_(gradients, -self.clip.limit)

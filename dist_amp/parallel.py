@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config import ConfigError, Range
 from dist_amp.optim import local
 from dist_amp.precision import DTYPES, Precision, PrecisionConfig
-from dist_amp.runtime import World
+from dist_amp.runtime import DataError, World
 
 Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 # float32 parameter, gradient and AdamW's two moments.
@@ -73,6 +74,7 @@ class Parallel:
         self.replicas = replicas  # ranks that hold the same gradient
         self.state_device = state_device  # where parameters and moments live: the device, unless offloaded
         self.gradient_sync = sync  # gradient_sync(on): the context around a micro-batch's forward and backward
+        self._unchecked = True
         self._parameters = [p for p in model.parameters() if p.requires_grad]  # walking the modules costs 160 us
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -102,30 +104,42 @@ class Parallel:
         too, where an inf that arises on one rank after the reduction would otherwise be known there alone.
         """
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
-        if not gradients:
-            return self.zero()
+        if self._unchecked:
+            self._unchecked = False
+            self._check_all_have_gradients()
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         square = torch.stack(norms).square().sum().to(self.device)
         return (self.sum(square) / self.replicas).sqrt() / precision.scale
 
+    def _check_all_have_gradients(self) -> None:
+        """Errors: DataError after the first step for a parameter that the loss does not depend on."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise DataError(
+                    f"the parameter {name} gets no gradient from the task's loss; use it, or set requires_grad=False"
+                )
+
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Make batch statistics and the like equal on all ranks, for evaluation and saving: sharding does not."""
-        if self.strategy in ("fsdp", "hsdp"):
-            for buffer in self.module.buffers():
-                if buffer.is_floating_point():
-                    buffer.copy_(self.sum(buffer) / self.world_size)
+        """Make batch statistics equal on all ranks, for evaluation and saving; each rank gathers its own."""
+        for module in self.module.modules():
+            if isinstance(module, _NormBase) and self.world_size > 1:
+                for statistic in (module.running_mean, module.running_var):
+                    if statistic is not None:
+                        statistic.copy_(self.sum(statistic) / self.world_size)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode, without gradients."""
         self.average_buffers()
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.model.train()
+            for module, mode in modes:
+                module.training = mode
 
 
 def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> Strategy:
@@ -219,6 +233,7 @@ def build_parallel(
         module,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # a collective per forward for batch statistics alone: see average_buffers
     )
     if config.comm_dtype != "off":
         hook = default_hooks.bf16_compress_hook if config.comm_dtype == "bf16" else default_hooks.fp16_compress_hook
@@ -253,7 +268,8 @@ def _shard(
         policy = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=DTYPES[config.reduce_dtype])
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    module = module.to(DTYPES[config.param_dtype])
+    for parameter in module.parameters() if config.param_dtype == "bf16" else ():
+        parameter.data = parameter.data.bfloat16()
     for number, block in enumerate(blocks):
         # The last block's backward comes first: gathering it again at once would be for nothing.
         fully_shard(block, reshard_after_forward=number < len(blocks) - 1, mp_policy=policy, **options)

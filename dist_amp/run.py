@@ -25,7 +25,7 @@ from dist_amp.parallel import (
     pick_strategy,
 )
 from dist_amp.precision import Precision, PrecisionConfig, build_precision
-from dist_amp.runtime import RunConfig, World, locate, run_folder, seed_all
+from dist_amp.runtime import RunConfig, World, locate, run_folder, seed_all, set_determinism
 from dist_amp.step import EvalConfig, TrainConfig, accumulation_steps
 from dist_amp.task import Task, TaskConfig, args_dataclass, build_task, find_task
 
@@ -133,6 +133,7 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     task: an object in place of `task.target`.
     """
     world = locate(config.run) if world is None else world
+    set_determinism(config.run.deterministic)
     micro_batches = accumulation_steps(config.train, world.world_size)
     folder = run_folder(config.run, world)
     resume = to_resume(config.run.resume, folder)
@@ -140,6 +141,8 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
 
     seed_all(config.run.seed)  # the same initial weights everywhere
     module = task.build_model()
+    if not any(part.training for part in module.modules()):
+        module.train()  # as a pretrained model comes: wholly in evaluation mode
     strategy = pick_strategy(config.parallel, module, world)
     check_parallel(config.parallel, strategy, config.precision, world)
     precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
@@ -45,7 +45,8 @@ class NumericsError(Failure):
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = "auto"
-    """The run's folder; auto: runs/<UTC time>-<id>, the same on all ranks and over elastic restarts."""
+    """The run's folder; auto: runs/<UTC time>-<id>, the same on all ranks and in all restarts by one torchrun. Name it
+    yourself to go on later, or where machines may be replaced."""
     seed: Annotated[int, Range(low=0, high=2**63 - 1)] = 0
     """Seeds initialisation, data order and dropout; each rank's dropout differs."""
     deterministic: bool = False
@@ -73,6 +74,11 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def wait_for_device(self) -> None:
+        """Let all that was queued on the device finish: for reading clocks."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def say(self, text: str) -> None:
         """Print on rank 0 only."""
@@ -107,10 +113,15 @@ class World:
     def one_per_node_first(self) -> Iterator[None]:
         """Let each node's first rank through before its others: it fills the caches that they then read."""
         if self.local_rank != 0:
-            self.barrier()
+            self._wait_long()
         yield
         if self.local_rank == 0:
-            self.barrier()
+            self._wait_long()
+
+    def _wait_long(self) -> None:
+        """A barrier without the timeout of a collective: making a cache may take hours."""
+        if self.control is not None:
+            dist.monitored_barrier(self.control, timeout=timedelta(days=1))
 
 
 def _environment_number(name: str, default: int) -> int:
@@ -122,8 +133,8 @@ def _environment_number(name: str, default: int) -> int:
     return int(text)
 
 
-def _ranks_from_environment() -> tuple[int, int, int, int]:
-    """(rank, local_rank, world_size, local_world_size) as torchrun set them, or as an existing group has them."""
+def _place(config: RunConfig) -> World:
+    """This process's ranks and device, as torchrun or an existing process group has them; no group is made."""
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
@@ -133,34 +144,31 @@ def _ranks_from_environment() -> tuple[int, int, int, int]:
         rank, world_size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun")
-    return rank, _environment_number("LOCAL_RANK", 0), world_size, _environment_number("LOCAL_WORLD_SIZE", world_size)
-
-
-def _pick_device(config: RunConfig, local_rank: int, local_world_size: int) -> torch.device:
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device=cuda, but torch finds no GPU; use run.device=cpu")
-    # Engines that show each process its own GPU alone (Ray, some Slurm set-ups) leave one to count from zero.
-    gpus = torch.cuda.device_count()
-    if local_world_size > gpus and (gpus > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    # Launchers other than torchrun may not say how the ranks fall on machines: then one rank per GPU.
+    local_world_size = _environment_number("LOCAL_WORLD_SIZE", min(world_size, gpus or world_size))
+    local_rank = _environment_number("LOCAL_RANK", rank % local_world_size)
+    # Some show each process one GPU, its own; torchrun shows all of them to all.
+    if on_gpu and local_world_size > gpus and (gpus > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
         raise ConfigError(
             f"{local_world_size} processes on this machine (nproc_per_node) are more than its {gpus} GPUs; "
             f"use --nproc_per_node={gpus}, or --run.device cpu"
         )
-    return torch.device("cuda", local_rank % gpus)
+    device = torch.device("cuda", local_rank % gpus) if on_gpu else torch.device("cpu")
+    return World(rank, local_rank, world_size, local_world_size, device)
 
 
 def locate(config: RunConfig) -> World:
-    """This process's World, from torchrun's environment or the process group that is already there."""
-    rank, local_rank, world_size, local_world_size = _ranks_from_environment()
-    device = _pick_device(config, local_rank, local_world_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    control = None
-    if dist.is_initialized() and world_size > 1:
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
-    return World(rank, local_rank, world_size, local_world_size, device, control)
+    """This process's World: alone, or in the process group that is already there; every rank calls it."""
+    world = _place(config)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if not dist.is_initialized() or world.world_size == 1:
+        return world
+    return replace(world, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds)))
 
 
 @contextmanager
@@ -169,22 +177,27 @@ def start(config: RunConfig) -> Iterator[World]:
 
     One process needs no process group and gets none; one that is there already is used and left as it was.
     """
-    set_determinism(config.deterministic)
-    ours = not dist.is_initialized() and _ranks_from_environment()[2] > 1
+    place = _place(config)
+    _quiet_all_but_rank_0(place.rank)
+    ours = not dist.is_initialized() and place.world_size > 1
     if ours:
-        device = _pick_device(config, _environment_number("LOCAL_RANK", 0), _environment_number("LOCAL_WORLD_SIZE", 1))
+        on_gpu = place.device.type == "cuda"
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             timeout=timedelta(seconds=config.timeout_seconds),
-            device_id=device if device.type == "cuda" else None,
+            device_id=place.device if on_gpu else None,
         )
-    world = locate(config)
-    _quiet_all_but_rank_0(world.rank)
     try:
+        world = locate(config)
         yield world
         # FSDP2 over gloo aborts at exit if a rank tears down while another is still in a collective.
         # Measured without the barrier: 8 of 24 two-rank runs; with it: none.
         world.barrier()
+    except BaseException:
+        if ours and place.device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()  # destroying would wait for collectives that never end
+            ours = False
+        raise
     finally:
         if ours:
             dist.destroy_process_group()
@@ -224,7 +237,7 @@ class AgreedStop:
     host and returns what the previous exchange agreed: it overlaps the step, so a stop comes one step late.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, world: World):
         self.requested_by = ""  # the first signal's name
@@ -276,15 +289,22 @@ def run_folder(config: RunConfig, world: World) -> Path:
         raise ConfigError("run.dir is empty; give a folder's path, or auto")
     if config.dir != "auto":
         return Path(config.dir)
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if launch == "none":  # torchrun's static rendezvous has no id; its agent, our parent, outlives every restart
-        launch = f"{socket.gethostname()}-{os.getppid() if world.world_size > 1 else time.time_ns()}"
-    name = hashlib.sha256(launch.encode()).hexdigest()[:6]
-    earlier = []
-    if _environment_number("TORCHELASTIC_RESTART_COUNT", 0) > 0:
-        earlier = sorted(Path("runs").glob(f"*-{name}"))
+    name = hashlib.sha256(_launch().encode()).hexdigest()[:6]
+    earlier = sorted(Path("runs").glob(f"*-{name}"))
     fresh = Path("runs") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{name}"
     return Path(world.from_main(str(earlier[-1] if earlier else fresh)))
+
+
+def _launch() -> str:
+    """What is the same in all attempts of one launch, and in no other: torchrun's agent, which outlives its workers."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+    agent = os.getppid()
+    try:
+        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # no /proc outside Linux
+        started = ""
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {started}"
 
 
 def report_failure(error: BaseException, world: World | None) -> tuple[int, bool]:
@@ -309,7 +329,8 @@ def report_failure(error: BaseException, world: World | None) -> tuple[int, bool
 
 def _first_to_report(world: World | None) -> bool:
     if world is None or not dist.is_initialized():
-        return os.environ.get("RANK", "0") == "0"  # a mistake found before the ranks met is the same on all
+        # Found before the ranks met: the same mistake on all of a machine, perhaps not on all machines.
+        return os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.distributed_c10d._get_default_store().add(f"dist_amp/failures/{attempt}", 1) == 1

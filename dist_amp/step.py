@@ -88,7 +88,7 @@ def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
     for is_last, batch in mark_last(micro_batches):
         with run.parallel.gradient_sync(is_last):
             with run.precision.autocast():
-                loss = loss_of(run.task, run.model, batch)
+                loss = loss_of(run.task, run.model, batch, run.world.device)
             run.precision.backward(loss * share)
         loss_sum += loss.detach()
     norm = run.parallel.gradient_norm(run.precision)
@@ -104,7 +104,7 @@ def evaluate(run: "Run") -> dict[str, float]:
     if run.validation is None:
         return {}
     metrics = getattr(run.task, "metrics", None)
-    weight = run.parallel.zero()
+    weight = run.parallel.zero().double()
     sums: dict[str, Tensor] = {}
     with run.parallel.evaluating():
         for micro_batches in run.validation.one_epoch(run.config.eval.batches):
@@ -115,7 +115,7 @@ def evaluate(run: "Run") -> dict[str, float]:
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                 for name, value in values.items():
-                    sums[name] = sums.get(name, 0.0) + value.detach().float() * share
+                    sums[name] = sums.get(name, 0.0) + value.detach().double() * share
                 weight += run.task.weight(content) * share
     totals = run.parallel.sum(torch.stack([weight, *sums.values()])).tolist()
     return {name: total / totals[0] if totals[0] else math.nan for name, total in zip(sums, totals[1:], strict=True)}
@@ -131,7 +131,7 @@ def total_weight(task: Task, micro_batches: Sequence[Any], device: torch.device)
     return total
 
 
-def loss_of(task: Task, model: torch.nn.Module, batch: Any) -> Tensor:
+def loss_of(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> Tensor:
     """The task's loss sum of a micro-batch, checked by what the host knows of it: shape, dtype, device, gradient."""
     loss = task.loss_sum(model, batch.batch if isinstance(batch, Padding) else batch)
     if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.dtype != torch.float32:
@@ -140,6 +140,8 @@ def loss_of(task: Task, model: torch.nn.Module, batch: Any) -> Tensor:
             f"the task's loss_sum returned {what}, not a float32 scalar; sum over all elements, and compute the loss "
             "in float32, as in `logits.float()`"
         )
+    if loss.device != device:
+        raise DataError(f"the task's loss_sum returned a loss on {loss.device}, not on {device} where its batch is")
     if not loss.requires_grad:
         raise DataError(
             "the task's loss_sum returned a loss without a gradient; it must depend on the model's parameters"

@@ -4,18 +4,17 @@ Train the task for train.steps steps; evaluate, save and report on the way; leav
 """
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from dist_amp.checkpoint import complete_checkpoints, save
 from dist_amp.config import ConfigError, Failure
-from dist_amp.metrics import LogRow
+from dist_amp.metrics import LogRow, plain_json
 from dist_amp.run import Config, Run, build_run, load_config, show_help, to_toml
 from dist_amp.runtime import (
     SAVED_AND_STOPPED,
@@ -33,19 +32,21 @@ from dist_amp.step import evaluate, train_step
 def train(run: Run, stop: AgreedStop) -> str:
     """Take the steps that are left; return "completed" or "preempted". Every rank takes the same way through."""
     config, last = run.config, run.config.train.steps
+
+    def due(every: int | Literal["off"]) -> bool:
+        return every != "off" and (run.step % every == 0 or run.step == last)
+
     for micro_batches in run.data:
         report = train_step(run, micro_batches)
         run.step += 1
         run.metrics.record(report)
-        if run.step % config.metrics.log_every == 0 or run.step == last:
+        stopping = stop.poll() and run.step < last
+        if stopping or due(config.metrics.log_every):
             log(run)
-        if config.eval.every != "off" and (run.step % config.eval.every == 0 or run.step == last):
+        if run.validation is not None and due(config.eval.every) and not stopping:
             with run.metrics.off_the_clock():
                 run.metrics.write_evaluation(run.step, evaluate(run))
-        stopping = stop.poll()
-        if config.checkpoint.every != "off" and (
-            run.step % config.checkpoint.every == 0 or stopping or run.step == last
-        ):
+        if due(config.checkpoint.every) or (stopping and config.checkpoint.every != "off"):
             with run.metrics.off_the_clock():
                 save(run)
         if run.step == last:
@@ -112,7 +113,8 @@ def run_and_report(config: Config, world: World) -> int:
         return run_to_the_end(run)
     except BaseException as error:
         status, first = report_failure(error, world)
-        if first and folder.is_dir():
+        refused = run is None and (folder / "summary.json").exists()  # what the folder holds stays as it is
+        if first and folder.is_dir() and not refused:
             write_summary(folder, run, "failed", status, str(error) or type(error).__name__)
         raise SystemExit(status) from error  # through the with-block of `start`: the others are not waited for
     finally:
@@ -128,7 +130,8 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
             raise ConfigError(f"run.dir={folder} holds a run already; choose another, or go on with run.resume=auto")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(to_toml(config))
+            (folder / ".writable").touch()
+            (folder / ".writable").unlink()
         except OSError as error:
             raise Failure(
                 f"run.dir={folder} can't be written ({error.strerror}); choose another with --run.dir"
@@ -143,8 +146,12 @@ def run_to_the_end(run: Run) -> int:
         run.world.say(
             f"{run.folder} is finished: it took {run.step} of train.steps={steps}; raise train.steps to go on"
         )
+        if run.world.is_main and not (run.folder / "summary.json").exists():  # killed after its last checkpoint
+            write_summary(run.folder, run, "completed", 0, "")
         return 0
     introduce(run)
+    if run.world.is_main:
+        (run.folder / "config.toml").write_text(to_toml(run.config))
     run.metrics.open(run.folder, run.step, to_toml(run.config))
     with AgreedStop(run.world) as stop:
         stopped_by = train(run, stop)
@@ -152,7 +159,8 @@ def run_to_the_end(run: Run) -> int:
         cause = stop.requested_by or "a signal to another rank"
         if run.world.is_main:
             write_summary(run.folder, run, stopped_by, SAVED_AND_STOPPED, cause)
-        run.world.say(f"stopped after step {run.step} by {cause}; go on with --run.dir {run.folder}")
+        saved = "" if run.config.checkpoint.every != "off" else "; checkpoint.every=off, so nothing was saved"
+        run.world.say(f"stopped after step {run.step} by {cause}{saved}; go on with --run.dir {run.folder}")
         return SAVED_AND_STOPPED
     if hasattr(run.task, "sample"):
         with run.parallel.evaluating(), run.precision.autocast():
@@ -202,11 +210,11 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
         summary |= {
             "applied_steps": int(row["applied_steps"]),
             "skipped_steps": int(row["skipped_steps"]),
-            "final_loss": row.loss if math.isfinite(row.loss) else str(row.loss),  # JSON has no nan
+            "final_loss": row.loss,
             "loss_scale": row["loss_scale"],
         }
     fresh = folder / ".summary.json.writing"
-    fresh.write_text(json.dumps(summary, indent=2) + "\n")
+    fresh.write_text(json.dumps(plain_json(summary), indent=2) + "\n")
     fresh.replace(folder / "summary.json")
     return summary
 
@@ -222,7 +230,7 @@ def closing_table(summary: dict[str, Any], folder: Path) -> str:
     held_out = "".join(f", held-out {name} {value:.4f}" for name, value in summary["evaluation"].items())
     steps = f"{summary['steps']} steps ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
     return "\n".join(
-        [*lines, f"done: {steps}, loss {summary['final_loss']:.4f}{held_out}", f"all of it is in {folder}"]
+        [*lines, f"done: {steps}, loss {float(summary['final_loss']):.4f}{held_out}", f"all of it is in {folder}"]
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
+from tiny import Overflow, Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
 from dist_amp.checkpoint import complete_checkpoints, save, to_resume
@@ -158,3 +158,40 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     save(run)
     with pytest.raises(DataError, match=r"does not fit this model.*model\.2\.0\.weight"):
         make_run(World(), Tiny(depth=3), *settings(tmp_path, "single", "fp32", "--run.resume", "auto"))
+
+
+def test_a_run_that_began_from_anothers_checkpoint_goes_on_from_its_own(tmp_path):
+    first = make_run(World(), Tiny(), *settings(tmp_path / "first", "single", "fp32"))
+    take_steps(first, 2)
+    origin = save(first)
+    words = settings(tmp_path / "second", "single", "fp32", "--run.resume", origin)
+    second = make_run(World(), Tiny(), *words)
+    take_steps(second, 3)
+    save(second)
+    assert make_run(World(), Tiny(), *words).step == 5, "the same command, started again"
+
+
+def test_going_back_to_an_older_checkpoint_of_the_same_folder_is_refused(tmp_path):
+    words = settings(tmp_path, "single", "fp32")
+    run = make_run(World(), Tiny(), *words)
+    take_steps(run, 1)
+    older = save(run)
+    take_steps(run, 1)
+    save(run)
+    with pytest.raises(DataError, match="is older than step_00000002 beside it; go on from it in a new --run.dir"):
+        make_run(World(), Tiny(), *words, "--run.resume", older)
+    assert make_run(World(), Tiny(), "--run.dir", tmp_path / "new", "--run.resume", older).step == 1
+
+
+@pytest.mark.parametrize("optimizer", [["adamw", "--optim.fused", "false"], ["sgd", "--optim.momentum", 0]])
+def test_saving_before_a_step_was_applied_changes_nothing(tmp_path, optimizer):
+    words = ["--run.dir", tmp_path, "--data.shuffle", "false", "--use_amp", "false", "--optim.name", *optimizer]
+    runs = [make_run(World(), Overflow(bad=(0,)), *words) for _ in range(2)]
+    for run, saves in zip(runs, (True, False), strict=True):
+        take_steps(run, 1)  # skipped
+        if saves:
+            save(run)
+        take_steps(run, 2)
+    for a, b in zip(state_of(runs[0])[:-2], state_of(runs[1])[:-2], strict=True):
+        assert torch.equal(a, b)
+    assert make_run(World(), Overflow(bad=(0,)), *words, "--run.resume", "auto").step == 1

@@ -5,7 +5,7 @@ import torch
 from ranks import on_ranks
 from tiny import EmptyDataset, Rows, Tiny, make_run
 
-from dist_amp.data import Batches, Padding, Plan, deal, epoch_order
+from dist_amp.data import Batches, Padding, Plan, deal, epoch_order, to_device
 from dist_amp.runtime import DataError, World
 
 
@@ -133,3 +133,18 @@ def padded_step(world):
 
 def test_padding_counts_for_no_item():
     assert on_ranks(2, padded_step) == [([False], 5), ([True], 4)]
+
+
+def test_batches_of_any_mapping_are_moved():
+    from collections import UserDict
+
+    moved = to_device(UserDict(x=torch.zeros(2), names=["a"], pair=(torch.ones(1), 3)), torch.device("meta"))
+    assert moved["x"].device.type == moved["pair"][0].device.type == "meta"
+    assert (moved["names"], moved["pair"][1]) == (["a"], 3)
+
+
+def test_random_augmentations_differ_from_epoch_to_epoch():
+    run = make_run(World(), Augmented(samples=8), "--data.workers", 1, "--data.shuffle", "false")
+    first, second = (next(run.data)[0]["x"] for _ in range(2))
+    assert not torch.equal(first, second)
+    run.data.close()

@@ -389,3 +389,46 @@ def test_the_schedule_warms_up_falls_and_ends_at_its_floor():
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(a > b for a, b in itertools.pairwise(rates[4:]))
     assert rates[20] == pytest.approx(0.1)
+
+
+class Forgotten(Tiny):
+    """Has a parameter that the loss does not depend on."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.forgotten = torch.nn.Parameter(torch.zeros(3))
+        model.forward = lambda x: model[2](model[1](model[0](x)))
+        return model
+
+
+def first_step_of(world, strategy):
+    run = make_run(world, Forgotten(), "--parallel.strategy", strategy)
+    with pytest.raises(DataError, match="the parameter forgotten gets no gradient") as error:
+        take_steps(run, 1)
+    return error.value.exit_code
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp")])
+def test_a_parameter_that_gets_no_gradient_is_named_after_the_first_step(ranks, strategy):
+    assert on_ranks(ranks, first_step_of, strategy) == [65] * ranks
+
+
+class Pretrained(Tiny):
+    def build_model(self):
+        return super().build_model().eval()
+
+
+class PartlyFrozen(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0].eval()
+        return model
+
+
+def test_a_pretrained_model_trains_in_training_mode_and_a_part_left_in_evaluation_mode_stays_there():
+    run = make_run(World(), Pretrained())
+    assert all(module.training for module in run.model.modules())
+    run = make_run(World(), PartlyFrozen())
+    with run.parallel.evaluating():
+        assert not any(module.training for module in run.model.modules())
+    assert [module.training for module in run.model] == [False, True, True]

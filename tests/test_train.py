@@ -172,6 +172,15 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(launch, tmp_path):
     refused = launch(0, *words, "9", "--run.resume", "never")
     assert refused.returncode == 64
     assert "run.dir=run holds a run already" in refused.stderr
+    assert summary_of(tmp_path / "run")["stopped_by"] == "completed", "what was there stays as it was"
+
+
+def test_a_last_interval_that_is_not_finite_is_told_of_and_ends_no_run(launch, tmp_path):
+    done = launch(0, *TINY, "--task.target", "tiny:AlwaysNan", "--train.steps", "3", "--run.dir", "run")
+    assert done.returncode == 0, done.stderr
+    assert "done: 3 steps (0 applied, 3 skipped), loss nan" in done.stdout
+    assert summary_of(tmp_path / "run")["final_loss"] == "nan"
+    assert losses(tmp_path / "run")[3] == "nan"
 
 
 def main_with_a_group(world, folder):
