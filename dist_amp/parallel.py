@@ -259,6 +259,12 @@ def _shard(
     world: World,
 ) -> Parallel:
     """FSDP2: each block is one unit, gathered for its forward and backward; what remains is the root's own unit."""
+    normed = [name for name, part in module.named_modules() if isinstance(part, _NormBase)]
+    if normed and precision.cast_by == "policy":
+        raise ConfigError(
+            f"precision.cast_by=policy would cast {normed[0]}'s weights but not its batch statistics; "
+            "use precision.cast_by=autocast"
+        )
     replicas = replicas_of(config, world) if strategy == "hsdp" else 1
     shape = (replicas, world.world_size // replicas) if strategy == "hsdp" else (world.world_size,)
     names = ("replicate", "shard") if strategy == "hsdp" else ("shard",)

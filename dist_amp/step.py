@@ -61,7 +61,7 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
     wanted, rest = divmod(config.global_batch_size, per_round)
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     if rest:
-        near = max(1, wanted) * per_round
+        near = max(1, round(config.global_batch_size / per_round)) * per_round
         raise ConfigError(
             f"train.global_batch_size={config.global_batch_size} is not a multiple of micro_batch_size "
             f"{config.micro_batch_size} x {ranks} = {per_round}; use global_batch_size={near}"
@@ -115,6 +115,7 @@ def evaluate(run: "Run") -> dict[str, float]:
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                 for name, value in values.items():
+                    value = scalar(value, f"the task's metrics() gave {name}", run.world.device)
                     sums[name] = sums.get(name, 0.0) + value.detach().double() * share
                 weight += run.task.weight(content) * share
     totals = run.parallel.sum(torch.stack([weight, *sums.values()])).tolist()
@@ -127,8 +128,17 @@ def total_weight(task: Task, micro_batches: Sequence[Any], device: torch.device)
     total = torch.full((), float(sum(w for w in weights if not isinstance(w, Tensor))), device=device)
     for weight in weights:
         if isinstance(weight, Tensor):
-            total += weight
+            total += scalar(weight, "the task's weight() returned", device)
     return total
+
+
+def scalar(value: float | Tensor, what: str, device: torch.device) -> Tensor:
+    """The value as a scalar tensor. Errors: DataError for a tensor of another shape."""
+    if not isinstance(value, Tensor):
+        return torch.full((), float(value), device=device)
+    if value.ndim != 0:
+        raise DataError(f"{what} a tensor of shape {list(value.shape)}, not a number or a scalar tensor; sum it up")
+    return value
 
 
 def loss_of(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> Tensor:

@@ -124,7 +124,7 @@ def args_dataclass(cls: type) -> type:
             continue
         default = parameter.default
         if default is parameter.empty:
-            items.append((parameter.name, hints.get(parameter.name, str)))
+            items.append((parameter.name, hints.get(parameter.name, int | float | str)))
             continue
         hint = hints.get(parameter.name, str | None if default is None else type(default))
         made_by = vars(cls).get("__dataclass_fields__", {}).get(parameter.name, field()).default_factory

@@ -159,8 +159,9 @@ def run_to_the_end(run: Run) -> int:
         cause = stop.requested_by or "a signal to another rank"
         if run.world.is_main:
             write_summary(run.folder, run, stopped_by, SAVED_AND_STOPPED, cause)
-        saved = "" if run.config.checkpoint.every != "off" else "; checkpoint.every=off, so nothing was saved"
-        run.world.say(f"stopped after step {run.step} by {cause}{saved}; go on with --run.dir {run.folder}")
+        saved = run.config.checkpoint.every != "off"
+        then = f"go on with --run.dir {run.folder}" if saved else "checkpoint.every=off, so nothing was saved"
+        run.world.say(f"stopped after step {run.step} by {cause}; {then}")
         return SAVED_AND_STOPPED
     if hasattr(run.task, "sample"):
         with run.parallel.evaluating(), run.precision.autocast():

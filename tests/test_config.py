@@ -394,7 +394,7 @@ def test_a_number_out_of_range_names_key_value_source_and_range(key, value, rule
 def test_a_global_batch_that_the_ranks_do_not_divide_names_one_that_they_do():
     message = refused(accumulation_steps, TrainConfig(micro_batch_size=8, global_batch_size=100), 8)
     assert_says(
-        message, "train.global_batch_size=100", "micro_batch_size 8", "8 ranks", "64", "use global_batch_size=64"
+        message, "train.global_batch_size=100", "micro_batch_size 8", "8 ranks", "64", "use global_batch_size=128"
     )
 
 

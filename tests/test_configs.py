@@ -8,8 +8,8 @@ import pytest
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # What is taken away so that two cores can do it: sizes alone, never the way of running.
-SMALL = ["--train.steps", "3", "--train.micro_batch_size", "2", "--eval.batches", "1", "--metrics.log_every", "1",
-         "--task.args.sample_bytes", "2"]  # fmt: skip
+SMALL = ["--train.steps", "3", "--train.micro_batch_size", "2", "--eval.batches", "1",
+         "--metrics.log_every", "1"]  # fmt: skip
 REDUCED = {
     "gpt_124m": ["--train.global_batch_size", "16", "--task.args.context", "16", "--task.args.width", "24",
                  "--task.args.layers", "2", "--task.args.vocabulary", "256"],

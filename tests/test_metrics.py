@@ -172,3 +172,20 @@ def test_building_and_stepping_a_run_leaves_no_files(tmp_path, monkeypatch):
     recorded_steps(run, 2)
     run.metrics.log(2, run.parallel, run.optimizer, run.precision, run.data)
     assert list(tmp_path.iterdir()) == []
+
+
+class Measured(Tiny):
+    """Its metrics return what they are told to."""
+
+    def metrics(self, model, batch):
+        return {"odd": self.odd(batch)}
+
+
+def test_a_metric_is_a_number_or_a_scalar_and_anything_else_is_named():
+    task = Measured()
+    run = make_run(World(), task, "--eval.every", 1)
+    task.odd = lambda batch: 2 * len(batch["y"])
+    assert evaluate(run)["odd"] == 2
+    task.odd = lambda batch: batch["y"]
+    with pytest.raises(DataError, match=r"metrics\(\) gave odd a tensor of shape \[8\]"):
+        evaluate(run)

@@ -143,3 +143,14 @@ def test_buffers_that_differ_between_shards_are_averaged_before_evaluation():
     assert torch.equal(after_0, after_1)
     torch.testing.assert_close(after_0, (before_0 + before_1) / 2)
     assert training
+
+
+def test_batch_statistics_under_a_casting_policy_are_refused_with_what_works():
+    assert on_ranks(2, refuses_batch_statistics) == [True, True]
+
+
+def refuses_batch_statistics(world):
+    with pytest.raises(ConfigError, match="use precision.cast_by=autocast"):
+        make_run(world, Normed(), "--parallel.strategy", "fsdp")
+    take_steps(make_run(world, Normed(), "--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"), 1)
+    return True

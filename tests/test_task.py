@@ -104,8 +104,10 @@ def test_an_argument_without_annotation_takes_the_type_of_its_default(tmp_path):
     assert build(target, "--task.args.rate", "2", "--task.args.layers", "1", "2").all == (2.0, (1, 2))
 
 
-def test_an_argument_without_annotation_and_default_is_text(tmp_path):
-    assert build(task_file(tmp_path, "name", "self.name = name"), "--task.args.name", "7").name == "7"
+def test_an_argument_without_annotation_and_default_is_a_number_where_it_reads_as_one(tmp_path):
+    target = task_file(tmp_path, "name", "self.name = name")
+    for text, value in (("7", 7), ("0.5", 0.5), ("seven", "seven")):
+        assert build(target, "--task.args.name", text).name == value
 
 
 def test_an_argument_called_data_is_the_data_section(tmp_path):
@@ -453,3 +455,16 @@ def test_the_sample_shows_the_target_beside_what_the_model_makes_of_it():
     assert image.shape == (1, 32, 64)
     assert 0 <= image.min() <= image.max() <= 1
     assert torch.equal(image[:, :, :32], task.picture(0, 0, 32)[1])
+
+
+def test_files_named_after_splits_are_those_splits(tmp_path):
+    splits, folder = ("train", "validation"), tmp_path / "corpus"  # the cache lies in tmp_path itself
+    folder.mkdir()
+    for split in splits:
+        rows = [f'{{"text": "{split} {split} {split} {n}"}}' for n in range(20)]
+        (folder / f"{split}-0.jsonl").write_text("\n".join(rows))
+    task = build("dist_amp.tasks.causal_lm:CausalLM", "--data.path", folder, "--task.args.context", "32")
+    for split, other in (splits, splits[::-1]):
+        text = b"".join(bytes(row["tokens"].tolist()) for row in task.build_dataset(split)).decode()
+        assert split in text
+        assert other not in text

@@ -1,6 +1,7 @@
 """Text through the `datasets` library, as the `[data]` section names it: from the hub, or from local files."""
 
 import glob
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from dist_amp.data import DataConfig
 from dist_amp.runtime import DataError
 
+log = logging.getLogger(__name__)
+SPLITS = ("train", "validation", "test")
 # Local files by their ending -> the loader of the `datasets` library that reads them.
 FORMATS = {
     ".txt": "text",
@@ -32,7 +35,7 @@ def load_split(config: DataConfig, split: str) -> Any:
             files = _local_files(config.path)
             kind = FORMATS[Path(files[0]).suffix]
             by_document = {"sample_by": "document"} if kind == "text" else {}
-            everything = datasets.load_dataset(kind, data_files=files, **by_document)
+            everything = datasets.load_dataset(kind, data_files=_by_split(files), **by_document)
         else:
             name, _, configuration = config.name.partition(":")
             everything = datasets.load_dataset(name, configuration or None)
@@ -51,6 +54,13 @@ def load_split(config: DataConfig, split: str) -> Any:
         )
         raise DataError(f"{source} could not be loaded: {lines[0]}; {mend}") from error
     return pick_split(everything, config, split)
+
+
+def _by_split(files: list[str]) -> dict[str, list[str]] | list[str]:
+    """{split: files} where every file's name begins with its split's, as in train.parquet and validation.parquet."""
+    named = {split: [file for file in files if Path(file).stem.startswith(split)] for split in SPLITS}
+    found = {split: inside for split, inside in named.items() if inside}
+    return found if "train" in found and sum(map(len, found.values())) == len(files) else files
 
 
 def _first_broken(kind: str, files: list[str]) -> str:
@@ -93,6 +103,8 @@ def pick_split(everything: Any, config: DataConfig, split: str) -> Any:
     if held_out:
         chosen = everything[config.split if split == "train" else held_out]
     elif len(everything[config.split]) < 2:
+        if split == "validation":
+            log.info("data: a single document, so that none is held out: there is no evaluation")
         chosen = everything[config.split] if split == "train" else None
     else:
         length = len(everything[config.split])
