@@ -117,7 +117,7 @@ def evaluate(run: "Run") -> dict[str, float]:
                 for name, value in values.items():
                     value = scalar(value, f"the task's metrics() gave {name}", run.world.device)
                     sums[name] = sums.get(name, 0.0) + value.detach().double() * share
-                weight += run.task.weight(content) * share
+                weight += scalar(run.task.weight(content), "the task's weight() returned", run.world.device) * share
     totals = run.parallel.sum(torch.stack([weight, *sums.values()])).tolist()
     return {name: total / totals[0] if totals[0] else math.nan for name, total in zip(sums, totals[1:], strict=True)}
 
