@@ -81,7 +81,7 @@ def save(run: "Run") -> Path:
     if not fresh.is_dir():
         raise Failure(f"run.dir={run.folder} is not on a disk that all ranks share; put it on one")
     run.parallel.average_buffers()
-    with _quiet_when_alone():
+    with quiet_when_alone():
         write_tensors(_state(run), checkpoint_id=fresh, no_dist=run.world.world_size == 1)
     if run.world.is_main:
         about = {"step": run.step, "samples": run.data.position, "world_size": run.world.world_size,
@@ -104,7 +104,7 @@ def load(run: "Run", path: Path) -> None:
     if about["precision"] != "fp16":
         del state["scaler"]
     try:
-        with _quiet_when_alone():
+        with quiet_when_alone():
             read_tensors(state, checkpoint_id=path, no_dist=run.world.world_size == 1)
     except (Exception, CheckpointException) as error:  # torch derives the latter from BaseException
         why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
@@ -121,7 +121,7 @@ def load(run: "Run", path: Path) -> None:
         run.precision.load_state_dict(state["scaler"])
     run.step, run.data.position = about["step"], about["samples"]
     if "random" in state:
-        _set_random_state(state["random"][str(run.world.rank)], run.world)
+        set_random_state(state["random"][str(run.world.rank)], run.world)
 
 
 def _state(run: "Run") -> dict[str, Any]:
@@ -132,19 +132,35 @@ def _state(run: "Run") -> dict[str, Any]:
         "optimizer": optimizer["state"],  # its groups' settings come from the config
         "counters": run.optimizer.counters,
         "scaler": run.precision.state_dict(),
-        "random": {str(run.world.rank): _random_state(run.world)},
+        "random": {str(run.world.rank): random_state(run.world)},
     }
 
 
 @contextmanager
-def _quiet_when_alone() -> Iterator[None]:
+def quiet_when_alone() -> Iterator[None]:
     """One process without a process group is a way to run, not a reason to warn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
-def _random_state(world: World) -> dict[str, Tensor]:
+@contextmanager
+def as_it_was(run: "Run") -> Iterator[None]:
+    """Whatever is run inside, generators and buffers are afterwards as they were, and there are no gradients."""
+    random_numbers = random_state(run.world)
+    modules = run.parallel.module.modules()
+    buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        run.optimizer.torch_optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer.copy_(value)
+        set_random_state(random_numbers, run.world)
+
+
+def random_state(world: World) -> dict[str, Tensor]:
     """The states of the generators of Python, NumPy, torch and the device, as tensors."""
     _, numbers, gauss = random.getstate()
     twister: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002 (a task may draw from it)
@@ -161,7 +177,7 @@ def _random_state(world: World) -> dict[str, Tensor]:
     return state
 
 
-def _set_random_state(state: dict[str, Tensor], world: World) -> None:
+def set_random_state(state: dict[str, Tensor], world: World) -> None:
     gauss = state["python_gauss"].item()
     random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
     position, has_gauss, cached = state["numpy_gauss"].tolist()

@@ -172,6 +172,20 @@ class Batches:
         finally:
             self.close()
 
+    def at(self, position: int) -> list[tuple[Any, tuple[int, ...]]]:
+        """The micro-batches of the step that begins at `position`, each with its samples' indices, fetched anew here.
+
+        The running loader and the figures stay as they are; random augmentations draw from this process's generators.
+        """
+        _, shares = next(self.plan.steps(position))
+        step = []
+        for share, (seed, indices) in zip(shares, self.plan.requests(position, 1), strict=True):
+            if self._workers:
+                seed_all(seed)  # as the worker did
+            batch = to_device(self._fetch[seed, indices], self.device)
+            step.append((batch if share.counts else Padding(batch), indices))
+        return step
+
     def _open(self, limit: int | None) -> Iterator[Any]:
         """Start loading from `position`, for at most `limit` steps."""
         self._steps = self.plan.steps(self.position)

@@ -201,13 +201,17 @@ class Metrics:
             print(console_line(row, last_step), flush=True)
         self._scalars(mine, row.step)
 
+    def write_scalars(self, step: int, tags: Mapping[str, float]) -> None:
+        """Figures of the world, written by rank 0 to metrics.jsonl and TensorBoard."""
+        if self.world.is_main:
+            self._append({"step": step, **tags})
+            self._scalars(tags, step)
+
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Evaluation figures, equal on all ranks, written by rank 0."""
         self.evaluation = values
+        self.write_scalars(step, {f"eval/{name}": value for name, value in values.items()})
         if self.world.is_main:
-            tags = {f"eval/{name}": value for name, value in values.items()}
-            self._append({"step": step, **tags})
-            self._scalars(tags, step)
             text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
             print(f"eval  {step:>6}  {text}", flush=True)
 

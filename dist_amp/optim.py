@@ -65,8 +65,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, ob
     """Matrices decay; vectors do not."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"name": "matrices", "params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"name": "vectors", "params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

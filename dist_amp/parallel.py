@@ -4,6 +4,7 @@ The strategies differ only here. All divide the summed gradients by the number o
 by world_size / weight in every one of them, and the loop reads the same.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -229,12 +230,14 @@ def build_parallel(
     module = module.to(world.device)
     if strategy == "single":
         return Parallel(strategy, module, module, world, 1, lambda on: nullcontext(), world.device)
-    model = DistributedDataParallel(
-        module,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # a collective per forward for batch statistics alone: see average_buffers
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # 2.13's new name is unknown to 2.11
+        model = DistributedDataParallel(
+            module,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # a collective per forward for batch statistics alone: see average_buffers
+        )
     if config.comm_dtype != "off":
         hook = default_hooks.bf16_compress_hook if config.comm_dtype == "bf16" else default_hooks.fp16_compress_hook
         model.register_comm_hook(None, hook)

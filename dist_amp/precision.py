@@ -37,6 +37,8 @@ class ScalerConfig:
     """What the scale is multiplied by after a step that was not finite."""
     growth_interval: Annotated[int, Range(low=1)] = 2000
     """Finite steps in a row before the scale grows."""
+    min_scale: Annotated[float, Range(above=0)] = 1.0
+    """End the run when the scale has fallen below this: gradients that no scale makes finite do not come from it."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,11 @@ def build_precision(config: PrecisionConfig, sharded: bool, world: World) -> Pre
         raise ConfigError(f"precision.cast_by={config.cast_by} casts, but use_amp=false computes in float32; use auto")
     if config.scaler != ScalerConfig() and config.name != "fp16":
         world.warn(f"precision.scaler has no effect in {config.name}: only fp16 needs a loss scaler")
+    if config.scaler.init_scale < config.scaler.min_scale and config.name == "fp16":
+        raise ConfigError(
+            f"precision.scaler.init_scale={config.scaler.init_scale:g} is below precision.scaler.min_scale="
+            f"{config.scaler.min_scale:g}, at which the run ends; raise the one or lower the other"
+        )
     if not config.use_amp:
         return Precision(config, "nothing", world.device)
     by_policy = config.cast_by == "policy" or (config.cast_by == "auto" and sharded)

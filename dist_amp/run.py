@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import tomli_w
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from dist_amp import config as settings
 from dist_amp.checkpoint import CheckpointConfig, load, to_resume
+from dist_amp.config import Range
 from dist_amp.data import Batches, DataConfig, build_batches, build_split, build_validation
 from dist_amp.metrics import Metrics, MetricsConfig
 from dist_amp.optim import Clip, OptimConfig, Optimizer
@@ -34,8 +35,16 @@ ALIASES = {"use_amp": "precision.use_amp"}
 
 @dataclass(frozen=True)
 class DebugConfig:
+    check_every: Annotated[int, Range(low=1)] | Literal["off"] = 100
+    """Steps between looks at whether the ranks still hold the same model and read different data; see checks.py."""
     detect_anomaly: bool = False
     """Stop at the operation whose backward makes a nan, with its forward's stack; several times slower."""
+    nonfinite: Literal["log", "step", "off"] = "log"
+    """When to replay a skipped step and name its first module with an inf or nan. log: at log steps, at no cost; step:
+    after every step, with the parameters exactly as they were, for a host read each; off."""
+    numerics: bool = False
+    """At log steps, measure the gradients that become zero in fp16 (two more micro-batches) and the updates lost to
+    rounding (a copy of the parameters), per group of parameters."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,11 @@ from typing import Any, Literal
 import torch
 
 from dist_amp.checkpoint import complete_checkpoints, save
+from dist_amp.checks import Tripwires
 from dist_amp.config import ConfigError, Failure
 from dist_amp.metrics import LogRow, plain_json
+from dist_amp.numerics import Numerics
+from dist_amp.provenance import Provenance
 from dist_amp.run import Config, Run, build_run, load_config, show_help, to_toml
 from dist_amp.runtime import (
     SAVED_AND_STOPPED,
@@ -36,13 +39,20 @@ def train(run: Run, stop: AgreedStop) -> str:
     def due(every: int | Literal["off"]) -> bool:
         return every != "off" and (run.step % every == 0 or run.step == last)
 
+    tripwires, provenance, numerics = Tripwires(run), Provenance(run), Numerics(run)
     for micro_batches in run.data:
-        report = train_step(run, micro_batches)
+        with numerics.measuring(micro_batches):
+            report = train_step(run, micro_batches)
         run.step += 1
         run.metrics.record(report)
+        tripwires.after_step(micro_batches)
+        provenance.after_step(report)
         stopping = stop.poll() and run.step < last
         if stopping or due(config.metrics.log_every):
-            log(run)
+            row = log(run)
+            provenance.look(row)
+            stop_if_hopeless(row, config, provenance.where(row))
+            tripwires.look(row)
         if run.validation is not None and due(config.eval.every) and not stopping:
             with run.metrics.off_the_clock():
                 run.metrics.write_evaluation(run.step, evaluate(run))
@@ -56,26 +66,36 @@ def train(run: Run, stop: AgreedStop) -> str:
     raise AssertionError("the data never end")
 
 
-def log(run: Run) -> None:
-    """Read the interval's figures, write them, and stop a run that can't go on."""
+def log(run: Run) -> LogRow:
+    """Read the interval's figures and write them."""
     row = run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data)
     run.metrics.write(row, run.config.train.steps)
-    stop_if_hopeless(row, run.config)
+    return row
 
 
-def stop_if_hopeless(row: LogRow, config: Config) -> None:
-    """Errors: DataError where nothing in a step counts; NumericsError for too many skipped steps in a row."""
+def stop_if_hopeless(row: LogRow, config: Config, first: str = "") -> None:
+    """Errors: DataError where nothing in a step counts; NumericsError for a collapsed scale or too many skips.
+
+    first: where the skips began, if it is known.
+    """
     if row["least_weight"] <= 0:
         raise DataError(
             f"in the steps up to {row.step} a total weight was {row['least_weight']:g}; the task's weight(batch) is "
             "what the loss is divided by, and must be above 0"
+        )
+    if config.precision.name == "fp16" and row["loss_scale"] < config.precision.scaler.min_scale:
+        raise NumericsError(
+            f"the loss scale fell to {row['loss_scale']:g} up to step {row.step}, below "
+            f"precision.scaler.min_scale={config.precision.scaler.min_scale:g}: gradients stay infinite or nan "
+            "whatever the scale; try precision.dtype=bf16, a lower optim.lr or --use_amp false, or mend the module "
+            f"that is reported as first not finite{first}"
         )
     if row["skips_in_a_row"] >= config.train.max_skips_in_a_row:
         advice = "a lower optim.lr, or --use_amp false" if config.precision.name != "fp32" else "a lower optim.lr"
         raise NumericsError(
             f"{row['skips_in_a_row']:.0f} steps in a row were not finite and were skipped, up to step {row.step} "
             f"(loss {row.loss:g}); the limit is train.max_skips_in_a_row={config.train.max_skips_in_a_row}; "
-            f"try {advice}, or look at the data"
+            f"try {advice}, or look at the data{first}"
         )
 
 

@@ -153,7 +153,7 @@ def test_a_step_in_which_nothing_counts_is_named():
     run = make_run(World(), NothingCounts())
     recorded_steps(run, 1)
     with pytest.raises(DataError, match="a total weight was 0; the task's weight"):
-        log(run)
+        stop_if_hopeless(log(run), run.config)
 
 
 def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():

@@ -1,0 +1,270 @@
+"""Tripwires: what must hold on every rank for training to mean anything, looked at while it runs.
+
+A loop that is subtly wrong still learns. These checks stop it with the rank and the cause instead: at the start, at
+every log step by figures that are on the host anyway, and every `debug.check_every` steps by the sum of each tensor's
+bits, which no two different tensors share but by rare chance. To delete: this file and its lines in train.py.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dist_amp.data import Padding
+from dist_amp.metrics import LogRow
+from dist_amp.optim import learning_rate, local
+from dist_amp.runtime import DataError, NumericsError
+
+if TYPE_CHECKING:
+    from dist_amp.run import Run
+
+# So many steps in a row are not equal on two ranks by chance, even where there are few different samples.
+WATCHED_STEPS = 8
+# Equal on all ranks, because each is computed from sums over all ranks.
+OF_THE_WORLD = ("loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr", "grad_norm")
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Tripwires:
+    """Stands beside the loop: `after_step` with every step's micro-batches, `look` at every log step.
+
+    Errors: NumericsError where the ranks' models, optimizers or scales have parted; DataError for the data.
+    """
+
+    def __init__(self, run: "Run"):
+        self._run = run
+        self._every = run.config.debug.check_every
+        self._next_check = run.step + 1  # the first at the first log step
+        self._samples: list[Tensor] = []  # what each watched step was fed, as one number
+        if self._every == "off":
+            return
+        at_start(run)
+        self._begin = (run.precision.scale.item(), *run.optimizer.counters.tolist()[:2])
+
+    def after_step(self, micro_batches: Iterable[Any]) -> None:
+        """Note what the first steps of an interval were fed; reads nothing."""
+        if self._every != "off" and len(self._samples) < WATCHED_STEPS:
+            self._samples.append(samples_hash(micro_batches, self._run.world.device))
+
+    def look(self, row: LogRow) -> None:
+        """The figures of this log step; and, where it is time, the state itself."""
+        if self._every == "off":
+            return
+        world_agrees(row)
+        schedule_follows_applied_steps(self._run, row)
+        scale_follows_the_counts(self._run, row, *self._begin)
+        if row.step >= min(self._next_check, self._run.config.train.steps):
+            self._next_check = row.step + self._every
+            ranks_read_different_samples(self._run, self._samples)
+            self._samples = []
+            check_state(self._run)
+
+
+def at_start(run: "Run") -> None:
+    """What must hold before the first step."""
+    lengths = run.world.gather_texts(str(run.data.plan.length))
+    if len(set(lengths)) > 1:
+        counts = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
+        raise DataError(
+            f"the training dataset has not equally many samples on all ranks ({counts}); build_dataset must return "
+            "the whole dataset on each, dist_amp deals it out"
+        )
+    one_mesh(run)
+    check_state(run)
+
+
+def check_state(run: "Run") -> None:
+    """Parameters, buffers and random numbers as they are now."""
+    optimizer_owns_live_parameters(run)
+    ranks_draw_different_numbers(run)
+    run.parallel.average_buffers()  # batch statistics differ between two averagings, and only then
+    if fault := disagreement(run):
+        raise NumericsError(fault)
+
+
+def optimizer_owns_live_parameters(run: "Run") -> None:
+    """Errors: NumericsError where a step would move tensors that the model does not compute with."""
+    owned = {id(p) for p in run.optimizer.parameters}
+    lost = [name for name, p in run.parallel.module.named_parameters() if p.requires_grad and id(p) not in owned]
+    if lost:
+        raise NumericsError(
+            f"rank {run.world.rank}: the optimizer does not hold the model's parameter {lost[0]} ({len(lost)} such): "
+            "it was built before the model was sharded, moved or changed; build it afterwards"
+        )
+
+
+def one_mesh(run: "Run") -> None:
+    """Errors: NumericsError for parameters on two meshes: their norm and their skips would part."""
+    meshes: dict[str, str] = {}
+    for name, parameter in run.parallel.module.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        meshes.setdefault("no mesh" if mesh is None else f"{mesh} of ranks {mesh.mesh.tolist()}", name)
+    if len(meshes) > 1:
+        (one, first), (other, second) = list(meshes.items())[:2]
+        raise NumericsError(
+            f"rank {run.world.rank}: the parameters live on two meshes: {first} on {one}, {second} on {other}; the "
+            "gradient norm and the decision to skip need all on one: shard all of the model over the same mesh"
+        )
+
+
+def ranks_draw_different_numbers(run: "Run") -> None:
+    """Errors: NumericsError where two ranks' generators stand alike: their dropout masks would be the same."""
+    state = torch.cuda.get_rng_state(run.world.device) if run.world.device.type == "cuda" else torch.get_rng_state()
+    if pair := _equal_pair(run.world.gather_texts(hashlib.sha256(state.numpy().tobytes()).hexdigest())):
+        raise NumericsError(
+            f"ranks {pair[0]} and {pair[1]} draw the same random numbers, hence the same dropout masks; seed each with "
+            "its rank, as build_run does after the model is built"
+        )
+
+
+def ranks_read_different_samples(run: "Run", samples: list[Tensor]) -> None:
+    """Errors: DataError where two ranks were fed the same in every step, though a rank's own steps differ."""
+    if not samples or run.world.world_size == 1:
+        return
+    rows = run.parallel.gather(torch.stack(samples)).tolist()
+    pair = _equal_pair([str(row) if len(set(row)) > 1 else f"rank {rank}: all alike" for rank, row in enumerate(rows)])
+    if pair:
+        raise DataError(
+            f"ranks {pair[0]} and {pair[1]} were fed the same samples up to step {run.step}: each sample counts twice "
+            "and others never; the dataset must be whole on every rank, and sharded only by data.py"
+        )
+
+
+def world_agrees(row: LogRow) -> None:
+    """Errors: NumericsError for a figure of the world that is not the same on all ranks."""
+    for name in OF_THE_WORLD:
+        values = [str(rank[name]) for rank in row.ranks]
+        if len(set(values)) > 1:
+            rank = next(r for r, value in enumerate(values) if value != values[0])
+            raise NumericsError(
+                f"step {row.step}: {name} is {values[rank]} on rank {rank} and {values[0]} on rank 0; one decision "
+                "must hold for the world: from sums over all ranks, never from one rank's gradients"
+            )
+
+
+def schedule_follows_applied_steps(run: "Run", row: LogRow) -> None:
+    """Errors: NumericsError for a learning rate that is not that of the applied steps, or steps that do not add up."""
+    applied, skipped = int(row["applied_steps"]), int(row["skipped_steps"])
+    if applied + skipped != row.step:
+        raise NumericsError(
+            f"step {row.step}: {applied} applied and {skipped} skipped steps do not make {row.step} on any rank; the "
+            "optimizer must be applied once per step"
+        )
+    before = applied - (row["skips_in_a_row"] == 0)
+    expected = learning_rate(run.config.optim, max(before, 0), run.config.train.steps)
+    if abs(row["lr"] - expected) > 1e-6 * run.config.optim.lr:  # the table is float32
+        raise NumericsError(
+            f"step {row.step}: the learning rate on all ranks is {row['lr']:.6g}, not {expected:.6g} as after {before} "
+            f"applied steps ({skipped} were skipped); the schedule moved on a skipped step, or was stepped twice"
+        )
+
+
+def scale_follows_the_counts(run: "Run", row: LogRow, scale: float, applied: int, skipped: int) -> None:
+    """Errors: NumericsError for a scale that this run's applied and skipped steps can't have led to.
+
+    scale, applied, skipped: where they stood when the run began.
+    """
+    if not run.precision.scales:
+        return
+    knobs = run.config.precision.scaler
+    grown, backed_off = scale, row["skipped_steps"] - skipped
+    for _ in range(int(backed_off)):
+        grown *= knobs.backoff_factor
+    growths = 0
+    while grown < row["loss_scale"] * 0.999:
+        grown, growths = grown * knobs.growth_factor, growths + 1
+    # One growth may have been nearly due when the run began.
+    most = (row["applied_steps"] - applied) // knobs.growth_interval + 1
+    if not 0.999 < grown / row["loss_scale"] < 1.001 or growths > most:
+        raise NumericsError(
+            f"step {row.step}: a loss scale of {row['loss_scale']:g} (on all ranks) does not follow from {scale:g} by "
+            f"{row['applied_steps'] - applied:.0f} applied and {backed_off:.0f} skipped steps; the scaler's update() "
+            "must run exactly once per step"
+        )
+
+
+def disagreement(run: "Run") -> str:
+    """Which parameter or buffer is not the same on ranks that hold copies of it; "" if none. Every rank calls it."""
+    if run.world.world_size == 1:
+        return ""
+    parameters = dict(run.parallel.module.named_parameters())
+    buffers = dict(run.parallel.module.named_buffers())
+    group = _replica_group(parameters.values())
+    fault = _differing(run, "parameter", parameters, group) if run.parallel.replicas > 1 else ""
+    return fault or _differing(run, "buffer", buffers, None)
+
+
+def _replica_group(parameters: Iterable[Tensor]) -> dist.ProcessGroup | None:
+    """The ranks that hold the same shards; None: all ranks, each with a whole copy."""
+    mesh = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
+    return None if mesh is None else mesh.get_group(0)
+
+
+@torch.no_grad()
+def _differing(run: "Run", kind: str, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> str:
+    if not tensors:
+        return ""
+    mine = torch.stack([tensor_bits(local(tensor)).to(run.world.device) for tensor in tensors.values()])
+    bounds = torch.stack([mine, -mine])  # least and greatest in one collective
+    dist.all_reduce(bounds, dist.ReduceOp.MIN, group=group)
+    apart = (bounds[0] != -bounds[1]).float()
+    dist.all_reduce(apart, dist.ReduceOp.MAX)  # other replicas' shards are theirs to compare, ours to know of
+    if not apart.any():
+        return ""
+    index = int(apart.nonzero()[0])
+    ranks = run.parallel.gather(mine[index]).tolist()
+    peers = dist.get_process_group_ranks(group) if group is not None else range(run.world.world_size)
+    other = next((rank for rank in peers if ranks[rank] != ranks[peers[0]]), None)
+    texts = run.world.gather_texts("" if other is None else f"ranks {peers[0]} and {other}")
+    where = next(text for text in texts if text)
+    mend = (
+        "every rank must begin with the same weights and apply the same update"
+        if kind == "parameter"
+        else "a buffer that is updated from a rank's own batch must be reduced over the ranks"
+    )
+    return f"the {kind} {list(tensors)[index]} is not the same on {where} after step {run.step}; {mend}"
+
+
+def tensor_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, read as whole numbers: scalar int64 on its device."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.detach().view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def samples_hash(micro_batches: Iterable[Any], device: torch.device) -> Tensor:
+    """What a step was fed, as one number: scalar int64 on the device; padding counts for nothing."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for batch in micro_batches:
+        for tensor in _tensors(batch):
+            bits = tensor.reshape(-1).view(BITS[tensor.element_size()]).long()
+            # Each place has a factor of its own: few different values, as of bytes or labels, add up alike too often.
+            place = torch.arange(1, bits.numel() + 1, device=device)
+            total += (bits * (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F)).sum()
+    return total
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Padding):
+        return
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def _equal_pair(values: list[str]) -> tuple[int, int] | None:
+    """The first two ranks with the same value."""
+    first: dict[str, int] = {}
+    for rank, value in enumerate(values):
+        if value in first:
+            return first[value], rank
+        first[value] = rank
+    return None

@@ -1,0 +1,207 @@
+"""The report of dtypes is what autocast did: per module, per costly operation, and in the loss."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import HalfLoss, Rows, Tiny
+from torch import Tensor, nn
+
+from dist_amp.proof.dtypes import dtype_report
+from dist_amp.run import load_config
+from dist_amp.runtime import World
+
+TINY_GPT = ["--task.args.width", 16, "--task.args.context", 8, "--task.args.layers", 3, "--train.micro_batch_size", 2]
+
+
+def report(*words, task=None):
+    return dtype_report(load_config([str(word) for word in words], environ={}), World(), task)
+
+
+def row(report, path):
+    return next(row for row in report.rows if row.path == path)
+
+
+def names(operations):
+    return {(operation.path, operation.name, operation.operands) for operation, _ in operations}
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("def sum(a, b): return a + b\n" * 200)
+    return [*TINY_GPT, "--data.path", folder / "a.txt"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_float32(gpt, dtype):
+    seen = report(*gpt, "--precision.dtype", dtype)
+    assert row(seen, "embedding")[2:] == ("int64", "fp32", "fp32", "fp32")
+    assert row(seen, "blocks.1.up")[1:] == ("Linear", "fp32", "fp32", dtype, dtype)
+    assert row(seen, "blocks.2.attention")[4:] == (dtype, dtype)
+    assert row(seen, "norm")[4] == "fp32"
+    assert row(seen, "loss_sum")[1:] == ("the task", "uint8", "-", "fp32", "fp32")
+    assert len(seen.costly) == 3 * 5 + 1  # four matrices and attention per block, and the head
+    assert not seen.in_float32
+    assert f"autocast to {dtype} on cpu" in seen.text
+    assert "No costly operation (product, convolution, attention) of 16 stays in float32." in seen.text
+
+
+def test_arithmetic_is_counted_as_the_shapes_say(gpt):
+    seen = report(*gpt)
+    samples, context, width = 2, 8, 16
+    matrices = 3 * (4 + 8) * width**2 + 256 * width  # qkv and out, up and down; the head
+    attention = 3 * 2 * context * width  # scores and mixtures, per token
+    assert sum(flops for _, flops in seen.costly) == 2 * samples * context * (matrices + attention)
+
+
+def test_the_table_is_aligned_narrow_and_has_equal_layers_in_one_line(gpt):
+    lines = report(*gpt).text.splitlines()
+    assert max(map(len, lines)) <= 120
+    first = next(number for number, line in enumerate(lines) if line.startswith("module"))
+    rows = lines[first : lines.index("", first)]
+    assert len(rows) == 1 + 11
+    assert [line.split()[0] for line in rows].count("blocks.0-2.attention.qkv") == 1
+    start = rows[0].index("computed in")
+    assert all(line[start - 1] == " " and line[start] != " " for line in rows)
+
+
+def test_a_convolution_net_in_fp16():
+    words = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.size", 16, "--task.args.crop", 8]
+    seen = report(*words, "--task.args.width", 8, "--task.args.crops", 8, "--precision.dtype", "fp16")
+    assert [operation.name for operation, _ in seen.costly] == ["convolution"] * 4
+    assert row(seen, "0.0")[2:] == ("fp32", "fp32", "fp16", "fp16")
+    assert "1-2.0" in seen.text
+    assert not seen.in_float32
+
+
+def test_without_mixed_precision_all_is_float32_by_request(gpt):
+    seen = report(*gpt, "--use_amp", "false")
+    assert {row.computed for row in seen.rows} == {"fp32"}
+    assert not seen.in_float32
+    assert "precision.use_amp=false: all is computed in float32, by request" in seen.text
+    assert "costly" not in seen.text
+
+
+class Careful(nn.Module):
+    """The user turned autocast off for one product, and has a module that nothing calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 24)
+        self.spare = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.gain = nn.ParameterList([nn.Parameter(torch.ones(1))])
+
+    def forward(self, x):
+        x = self.body(self.body(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.float())[:, :1] * self.gain[0]
+
+
+class CarefulTask(Tiny):
+    def build_model(self):
+        return Careful()
+
+
+def test_a_product_where_autocast_is_off_is_flagged_with_its_share_of_the_arithmetic():
+    seen = report("--precision.dtype", "bf16", task=CarefulTask())
+    assert names(seen.in_float32) == {("head", "addmm", "fp32 x fp32")}
+    assert "1 of 3 costly operations stays in float32 (60 % of the forward's arithmetic):" in seen.text  # 24 of 8+8+24
+    assert "  head (Linear): addmm fp32 x fp32, 60 %" in seen.text
+    assert "autocast(enabled=False)" in seen.text
+
+
+def test_a_module_that_is_called_twice_shows_both_dtypes_and_one_never_called_is_listed():
+    seen = report("--precision.dtype", "bf16", task=CarefulTask())
+    assert row(seen, "body").inputs == "fp32 bf16"
+    assert seen.never_called == [(f"spare.{number}", "Linear") for number in range(3)]
+    assert "Never called:\n  spare.0-2 (Linear)" in seen.text
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: dict
+
+
+class Library(nn.Module):
+    """Called by keywords; returns a nested object."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.scorer = Scorer()
+
+    def forward(self, *, ids, mask):
+        return self.scorer(inputs={"hidden": self.table(ids)}, mask=mask)
+
+
+class Scorer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, inputs, mask):
+        logits = torch.einsum("bti,io->bto", inputs["hidden"], self.weight)
+        return Output(logits, {"states": (inputs["hidden"], [mask])})
+
+
+class LibraryTask(Tiny):
+    def build_model(self):
+        return Library()
+
+    def build_dataset(self, split):
+        return Rows(ids=torch.zeros(16, 4, dtype=torch.long), mask=torch.ones(16, 4, dtype=torch.bool))
+
+    def loss_sum(self, model, batch):
+        return model(**batch).logits.float().sum()
+
+
+def test_nested_inputs_by_keyword_and_nested_outputs_are_looked_into():
+    seen = report("--precision.dtype", "bf16", task=LibraryTask())
+    assert row(seen, "scorer")[1:] == ("Scorer", "fp32 bool", "fp32", "bf16", "bf16 fp32 bool")
+    assert names(seen.costly) == {("scorer", "bmm", "bf16 x bf16")}
+
+
+class HalfSum(Tiny):
+    def loss_sum(self, model, batch):
+        return model(batch["x"]).mean().float()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_loss_that_is_summed_up_in_half_precision_is_flagged(dtype):
+    seen = report("--precision.dtype", dtype, task=HalfSum())
+    assert names(seen.half_sums) == {("loss_sum", "mean", dtype)}
+    assert f"  loss_sum (the task): mean of {dtype}" in seen.text
+    assert not report("--precision.dtype", dtype, task=Tiny()).half_sums
+
+
+def test_a_loss_that_a_run_would_refuse_is_named():
+    assert "The loss is bf16, which a run refuses" in report(task=HalfLoss()).text
+    assert "The loss" not in report(task=Tiny()).text
+
+
+def test_that_a_sharded_run_casts_by_policy_is_said_where_it_does():
+    assert "FSDP's policy" in report("--parallel.strategy", "fsdp", task=Tiny()).text
+    for words in (["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"], ["--parallel.strategy", "ddp"]):
+        assert "FSDP's policy" not in report(*words, task=Tiny()).text
+
+
+class Attending(Tiny):
+    """Attention with a mask, in float32 by the user's wish."""
+
+    def build_model(self):
+        return nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def loss_sum(self, model, batch):
+        with torch.autocast("cpu", enabled=False):
+            q = batch["x"][:, None, None].expand(-1, 2, 4, 8)
+            y = F.scaled_dot_product_attention(q, q, q)
+        return (y.sum(1) + model(y[:, 0], y[:, 0], y[:, 0])[0].float()).sum()
+
+
+def test_attention_counts_as_one_operation_wherever_it_runs():
+    seen = report("--precision.dtype", "bf16", task=Attending())
+    assert names(seen.in_float32) == {("loss_sum", "attention", "fp32 x fp32 x fp32")}

@@ -1,0 +1,397 @@
+"""Every planted fault is caught, with its cause and its rank; the same run without it is silent."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Rows, Tiny, make_run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dist_amp.config import Failure
+from dist_amp.data import Padding
+from dist_amp.metrics import StepReport
+from dist_amp.optim import Optimizer, local
+from dist_amp.step import loss_of, mark_last, total_weight, train_step
+
+# ---- faults in the loop: verify's comparison finds them ----
+
+
+def loop(run, micro_batches, share=None, backward=None, before_apply=None):
+    """A copy of train_step, with the places in which a fault is planted."""
+    task, device, parallel = run.task, run.world.device, run.parallel
+    weight = parallel.sum(total_weight(task, micro_batches, device))
+    loss_sum = parallel.zero()
+    for is_last, batch in mark_last(micro_batches):
+        factor = parallel.world_size / weight if share is None else share(run, micro_batches, batch, weight)
+        with parallel.gradient_sync(is_last):
+            with run.precision.autocast():
+                loss = loss_of(task, run.model, batch, device)
+            if backward is None:
+                run.precision.backward(loss * factor)
+        if backward is not None:
+            backward(run, loss * factor)
+        loss_sum += loss.detach()
+    if before_apply is not None:
+        before_apply(run)
+    norm = parallel.gradient_norm(run.precision)
+    return StepReport(loss_sum, weight, norm, run.optimizer.apply(norm, run.precision))
+
+
+def weight_of(task, batch):
+    return 0.0 if isinstance(batch, Padding) else float(task.weight(batch))
+
+
+def missing_division_by_accumulation(run, micro_batches):
+    return loop(run, micro_batches, share=lambda run, all, batch, weight: run.world.world_size * len(all) / weight)
+
+
+def mean_of_means(run, micro_batches):
+    return loop(
+        run,
+        micro_batches,
+        share=lambda run, all, batch, weight: 1 / (max(weight_of(run.task, batch), 1e-9) * len(all)),
+    )
+
+
+def local_normalisation(run, micro_batches):
+    return loop(
+        run,
+        micro_batches,
+        share=lambda run, all, batch, weight: 1 / max(sum(weight_of(run.task, b) for b in all), 1e-9),
+    )
+
+
+def clip_before_unscale(run, micro_batches):
+    def clip(run):
+        # The limit is meant for gradients that the loss scale has been taken out of; so are the parameters' own norms.
+        norm = run.parallel.gradient_norm(run.precision) * run.precision.scale
+        for p in run.optimizer.parameters:
+            local(p.grad).mul_((run.config.train.max_grad_norm / norm).clamp(max=1))
+
+    return loop(run, micro_batches, before_apply=clip)
+
+
+def no_sync_around_forward_only(run, micro_batches):
+    def backward(run, loss):
+        run.model.set_requires_gradient_sync(True)
+        run.precision.backward(loss)
+
+    return loop(run, micro_batches, backward=backward)
+
+
+def no_sync_around_backward_only(run, micro_batches):
+    sync, run.parallel.gradient_sync = run.parallel.gradient_sync, lambda on: nullcontext()
+
+    def backward(run, loss):
+        with sync(False):
+            run.precision.backward(loss)
+
+    try:
+        return loop(run, micro_batches, backward=backward)
+    finally:
+        run.parallel.gradient_sync = sync
+
+
+def second_update(run, micro_batches):
+    report = loop(run, micro_batches)
+    run.precision.update(1.0 - report.applied.float())
+    return report
+
+
+def schedule_moved_on_a_skip(run, micro_batches):
+    report = loop(run, micro_batches)
+    run.optimizer.applied_steps += ~report.applied
+    return report
+
+
+def one_rank_has_a_scale_of_its_own(run, micro_batches):
+    report = loop(run, micro_batches)
+    if run.world.rank == 1:
+        run.precision.scale.mul_(0.5)
+    return report
+
+
+def no_reduction_at_all(run, micro_batches):
+    if run.parallel.strategy == "ddp":
+        run.parallel.gradient_sync = lambda on: run.model.no_sync()
+    return loop(run, micro_batches)
+
+
+def cleared_between_micro_batches(run, micro_batches):
+    def backward(run, loss):
+        run.model.zero_grad()
+        run.precision.backward(loss)
+
+    return loop(run, micro_batches, backward=backward)
+
+
+def verdict_of(world, strategy, precision, step, accumulation=4, **options):
+    from dist_amp.proof.compare import Cell, examine
+    from dist_amp.proof.reference import Exam
+    from dist_amp.run import load_config
+
+    exam = Exam(load_config([], environ={}), world.device, Tiny(samples=300, uneven=True))
+    cell = Cell(strategy, precision, accumulation=(accumulation,) * 5, **options)
+    return examine(world, exam, cell, step).cause
+
+
+LOOP_FAULTS = [
+    (missing_division_by_accumulation, "fp32", "the division by accumulation_steps is missing"),
+    (
+        mean_of_means,
+        "fp32",
+        "each micro-batch is divided by its own weight, not by that of all ranks and micro-batches",
+    ),
+    (local_normalisation, "fp32", "each rank divides by its own weight, not by that of all ranks"),
+    (clip_before_unscale, "fp16", "they were clipped before they were unscaled"),
+    (second_update, "fp16", "update() must run once per step"),
+    (one_rank_has_a_scale_of_its_own, "fp16", "on rank 1 it left the loss scale at 512, not 1024"),
+    (schedule_moved_on_a_skip, "bf16", "on ranks 0, 1 it counted as 1 applied, 1 skipped"),
+]
+
+
+@pytest.mark.parametrize(("fault", "precision", "cause"), LOOP_FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_fault_in_the_loop_is_named_by_the_comparison(strategy, fault, precision, cause):
+    told = on_ranks(2, verdict_of, strategy, precision, fault)[0]
+    assert cause in told, told
+
+
+def test_gradients_that_never_travel_are_named():
+    told = on_ranks(2, verdict_of, "ddp", "fp32", no_reduction_at_all)[0]
+    assert "rank 0 used its own gradients alone" in told
+    assert "not the same on ranks 0 and 1" in told
+
+
+def test_gradients_that_are_cleared_between_micro_batches_are_named():
+    assert (
+        "only the last micro-batch counts" in on_ranks(2, verdict_of, "ddp", "fp32", cleared_between_micro_batches)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault"), [("fsdp", no_sync_around_forward_only), ("ddp", no_sync_around_backward_only)]
+)
+def test_no_sync_that_does_not_surround_forward_and_backward_is_named(strategy, fault):
+    # The other way round each strategy computes and sends what it should: DDP reads its flag in the forward alone,
+    # FSDP2 in the backward alone.
+    told = on_ranks(2, verdict_of, strategy, "fp32", fault)[0]
+    assert "no_sync around its forward and its backward" in told, told
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_loop_as_it_is_and_its_copy_without_a_fault_are_silent(strategy, precision):
+    assert on_ranks(2, verdict_of, strategy, precision, train_step)[0] == ""
+    assert on_ranks(2, verdict_of, strategy, precision, loop)[0] == ""
+
+
+# ---- faults in a run: the main job's tripwires find them ----
+
+
+class Noisy(Tiny):
+    """Dropout and batch statistics, so that there is more to go wrong."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+
+class Remembers(nn.Module):
+    """Keeps a mean of what it saw, each rank its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        self.seen.lerp_(x.detach().mean(0), 0.1)
+        return x
+
+
+class RanksRemember(Tiny):
+    def build_model(self):
+        return nn.Sequential(Remembers(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def failure_of(world, plant, task, *words):
+    """What stops 8 steps of the main job after `plant(run)`; "" if they end well."""
+    from dist_amp.runtime import AgreedStop
+    from dist_amp.train import train
+
+    small = ["--train.steps", 8, "--metrics.log_every", 2, "--debug.check_every", 2, "--train.micro_batch_size", 2]
+    small += ["--debug.nonfinite", "off"]  # it would write into the run's folder
+    run = make_run(world, task, *small, *words)
+    plant(run)
+    try:
+        with AgreedStop(world) as stop:
+            assert train(run, stop) == "completed"
+    except Failure as error:
+        return str(error)
+    finally:
+        run.data.close()
+    return ""
+
+
+def after_three_steps(run, fault):
+    """Do `fault` once, between two steps."""
+    record = run.metrics.record
+
+    def recorded(report):
+        record(report)
+        if run.step == 3:
+            with torch.no_grad():
+                fault()
+
+    run.metrics.record = recorded
+
+
+def nothing(run):
+    pass
+
+
+def optimizer_built_before_sharding(run):
+    config, model = run.config, run.task.build_model()
+    run.optimizer = Optimizer(config.optim, run.optimizer.clip, model, config.train.steps, run.world.device)
+
+
+def same_shard_on_all_ranks(run):
+    run.data.plan = replace(run.data.plan, rank=0)
+
+
+def parameter_differs(run):
+    parameter = local(run.optimizer.parameters[0])
+    after_three_steps(run, lambda: parameter.view(-1)[0].add_(1e-6 * (run.world.rank == run.world.world_size - 1)))
+
+
+def buffers_are_never_averaged(run):
+    run.parallel.average_buffers = lambda: None
+
+
+def schedule_steps_on_a_skip(run):
+    apply = run.optimizer.apply
+
+    def moved(norm, precision):
+        applied = apply(norm, precision)
+        run.optimizer.applied_steps += ~applied
+        return applied
+
+    run.optimizer.apply = moved
+
+
+def schedule_follows_all_steps(run):
+    apply = run.optimizer.apply
+
+    def moved(norm, precision):
+        kept = run.optimizer.applied_steps.clone()
+        run.optimizer.applied_steps.fill_(run.step)
+        applied = apply(norm, precision)
+        run.optimizer.applied_steps.copy_(kept + applied)
+        return applied
+
+    run.optimizer.apply = moved
+
+
+def scaler_differs(run):
+    after_three_steps(run, lambda: run.precision.scale.mul_(0.5 if run.world.rank else 1))
+
+
+def two_updates(run):
+    update = run.precision.update
+
+    def twice(found_inf):
+        update(found_inf)
+        update(found_inf)
+
+    run.precision.update = twice
+
+
+def same_dropout_everywhere(run):
+    torch.manual_seed(1)
+
+
+def shorter_data_on_one_rank(run):
+    run.data.plan = replace(run.data.plan, length=64 - run.world.rank)
+
+
+def two_meshes(run):
+    model = run.task.build_model()
+    names = {"mesh_dim_names": ("replicate", "shard")}
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2, 1), **names))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), **names))
+    run.parallel.module = run.parallel.model = model
+
+
+class OneBadRow(Noisy):
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        rows.columns["x"][0] = float("inf")
+        return rows
+
+
+ORDERED = ("--data.shuffle", "false")
+FP16 = ("--precision.dtype", "fp16")
+GROWING = (*FP16, "--precision.scaler.init_scale", "256", "--precision.scaler.growth_interval", "2")
+RUN_FAULTS = [
+    (optimizer_built_before_sharding, "fsdp", Tiny(), (), "does not hold the model's parameter 0.0.weight"),
+    (optimizer_built_before_sharding, "ddp", Tiny(), (), "built before the model was sharded"),
+    (same_shard_on_all_ranks, "ddp", Tiny(), (), "ranks 0 and 1 were fed the same samples"),
+    (same_shard_on_all_ranks, "fsdp", Tiny(), (), "ranks 0 and 1 were fed the same samples"),
+    (parameter_differs, "ddp", Tiny(), (), "the parameter 0.0.weight is not the same on ranks 0 and 1 after step 4"),
+    (buffers_are_never_averaged, "ddp", Noisy(), (), "the buffer 1.running_mean is not the same on ranks 0 and 1"),
+    (buffers_are_never_averaged, "fsdp", Noisy(), ("--precision.cast_by", "autocast"), "the buffer 1.running_mean"),
+    (nothing, "ddp", RanksRemember(), (), "the buffer 0.seen is not the same on ranks 0 and 1 after step 2"),
+    (schedule_steps_on_a_skip, "ddp", OneBadRow(), ORDERED, "2 applied and 1 skipped steps do not make 2"),
+    (schedule_follows_all_steps, "ddp", OneBadRow(), ORDERED, "the schedule moved on a skipped step"),
+    (scaler_differs, "ddp", Tiny(), GROWING, "step 4: loss_scale is 512.0 on rank 1 and 1024.0 on rank 0"),
+    (two_updates, "ddp", OneBadRow(), (*FP16, *ORDERED), "update() must run exactly once per step"),
+    (two_updates, "fsdp", Tiny(), GROWING, "exactly once per step"),
+    (two_meshes, "ddp", Tiny(), (), "the parameters live on two meshes: 0.0.weight on"),
+    (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
+    (shorter_data_on_one_rank, "ddp", Tiny(), (), "64 on rank 0, 63 on rank 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "strategy", "task", "words", "cause"), RUN_FAULTS)
+def test_a_fault_in_a_run_stops_it_with_rank_and_cause(fault, strategy, task, words, cause):
+    for told in on_ranks(2, failure_of, fault, task, "--parallel.strategy", strategy, *words):
+        assert cause in told, told
+        assert "rank" in told, told
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Tiny(), ()),
+        (Tiny(), FP16),
+        (Noisy(), ("--precision.cast_by", "autocast")),
+        (OneBadRow(), ("--precision.cast_by", "autocast", *ORDERED)),
+        (Tiny(), GROWING),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_the_same_run_without_a_fault_is_silent(strategy, task, words):
+    assert on_ranks(2, failure_of, nothing, task, "--parallel.strategy", strategy, *words) == ["", ""]
+
+
+def test_a_parameter_that_differs_between_replicas_of_shards_is_named():
+    told = on_ranks(4, failure_of, parameter_differs, Tiny(), "--parallel.strategy", "hsdp")
+    assert all("the parameter 0.0.weight is not the same on ranks 1 and 3" in text for text in told), told
+
+
+class AllAlike(Tiny):
+    """What a benchmark feeds: the same sample over and over."""
+
+    def build_dataset(self, split):
+        return Rows(x=torch.ones(64, 8), y=torch.ones(64), counts=torch.ones(64))
+
+
+def test_data_that_are_all_alike_are_no_fault():
+    assert on_ranks(2, failure_of, nothing, AllAlike()) == ["", ""]
+
+
+def test_tripwires_can_be_turned_off():
+    assert on_ranks(2, failure_of, same_shard_on_all_ranks, Tiny(), "--debug.check_every", "off") == ["", ""]

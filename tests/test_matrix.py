@@ -1,0 +1,104 @@
+"""The matrix: every way of running computes the steps of one process with the whole batch.
+
+The cells are counted and listed as they run: `bash launch/test.sh -s -k matrix`, and `-m slow` for the whole.
+"""
+
+import itertools
+from functools import cache
+
+import pytest
+from ranks import on_ranks
+from tiny import Tiny
+
+from dist_amp.proof.compare import Cell, examine
+from dist_amp.proof.reference import STEPS, Exam
+from dist_amp.run import load_config
+
+STRATEGIES = ("single", "ddp", "fsdp", "hsdp")
+RANKS = (1, 2, 4)
+PRECISIONS = ("fp32", "bf16", "fp16")
+# (micro-batches per step, whether the fourth step is what is left of an epoch)
+ACCUMULATIONS = ((1, False), (3, False), (4, False), (4, True))
+CLIPS = ("off", "norm", "value")
+OPTIMIZERS = ("sgd", "adamw")
+VOID = {
+    (strategy, ranks): "single is one process"
+    if strategy == "single"
+    else f"one rank has none to share {strategy} with"
+    for strategy, ranks in itertools.product(STRATEGIES, RANKS)
+    if (strategy == "single") != (ranks == 1)
+}
+
+
+@cache
+def everything():
+    """[(ranks, uneven weights, cell)], the void ones left out."""
+    product = itertools.product(
+        RANKS, (False, True), STRATEGIES, PRECISIONS, ACCUMULATIONS, CLIPS, (True, False), OPTIMIZERS
+    )
+    return [
+        (ranks, uneven, Cell(strategy, precision, optimizer, clip, fused, (accumulation,) * STEPS, partial))
+        for ranks, uneven, strategy, precision, (accumulation, partial), clip, fused, optimizer in product
+        if (strategy, ranks) not in VOID
+    ]
+
+
+def values_of(entry):
+    """What a cell is made of: (ranks, uneven, strategy, precision, accumulation, clip, path, optimizer)."""
+    ranks, uneven, cell = entry
+    accumulation = (cell.accumulation[0], cell.partial)
+    return (ranks, uneven, cell.strategy, cell.precision, accumulation, cell.clip_by, cell.fused, cell.optimizer)
+
+
+def triples_of(entry):
+    return set(itertools.combinations(enumerate(values_of(entry)), 3))
+
+
+@cache
+def core():
+    """A small part in which each three values that can meet do: few mistakes need more than three to show."""
+    triples = [(entry, triples_of(entry)) for entry in everything()]
+    uncovered = set().union(*(covered for _, covered in triples))
+    chosen = []
+    while uncovered:
+        best, covered = max(triples, key=lambda pair: len(pair[1] & uncovered))
+        chosen.append(best)
+        uncovered -= covered
+    return chosen
+
+
+def causes(world, uneven, cells):
+    """What is wrong with each cell, on rank 0; the reference is computed once for all of them."""
+    exam = Exam(load_config([], environ={}), world.device, Tiny(samples=300, uneven=uneven))
+    return [examine(world, exam, cell).cause for cell in cells]
+
+
+def run_cells(entries):
+    """Run all; print how many ran, how many are void and why, and fail with those that are wrong."""
+    wrong = []
+    for ranks, uneven in itertools.product(RANKS, (False, True)):
+        cells = [cell for r, u, cell in entries if (r, u) == (ranks, uneven)]
+        told = on_ranks(ranks, causes, uneven, cells, timeout_seconds=3600)[0]
+        wrong += [
+            f"{ranks} ranks, uneven={uneven}, {cell}: {cause}" for cell, cause in zip(cells, told, strict=True) if cause
+        ]
+        print(f"{ranks} ranks, {'uneven' if uneven else 'uniform'} weights: {len(cells)} cells ran")
+    each = len(PRECISIONS) * len(ACCUMULATIONS) * len(CLIPS) * 2 * len(OPTIMIZERS) * 2
+    for (strategy, ranks), why in VOID.items():
+        print(f"void: {strategy} on {ranks} rank{'s' if ranks > 1 else ''} ({each} cells): {why}")
+    print(f"{len(entries)} cells ran, {len(wrong)} of them wrong; {each * len(VOID)} are void")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_of_the_matrix_computes_the_step_of_one_process():
+    run_cells(core())
+
+
+@pytest.mark.slow
+def test_the_whole_matrix_computes_the_step_of_one_process():
+    run_cells(everything())
+
+
+def test_the_core_has_every_three_values_that_can_meet_and_the_whole_has_all():
+    assert len(everything()) == 7 * 3 * 4 * 3 * 2 * 2 * 2
+    assert set().union(*map(triples_of, core())) == set().union(*map(triples_of, everything()))

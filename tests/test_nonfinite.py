@@ -1,0 +1,457 @@
+"""A skipped step is replayed, and what was not finite first is named; the run is afterwards as if it had not been."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, TESTS
+from ranks import on_ranks
+from test_step import HostReads
+from tiny import Overflow, Rows, Tiny, make_run, moments_of, parameters_of
+from torch import nn
+
+from dist_amp.config import ConfigError
+from dist_amp.nonfinite import Fault
+from dist_amp.proof.replay import replay_file
+from dist_amp.provenance import MAX_FILES, Provenance
+from dist_amp.runtime import DataError, World
+from dist_amp.step import train_step
+from dist_amp.train import log
+
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
+FP32 = ["--use_amp", "false"]
+IN_ORDER = ["--data.shuffle", "false", "--train.micro_batch_size", 2]
+
+
+class LogOf(nn.Module):
+    """Takes a logarithm of its own, before a layer: finite in, nan out, and the layer is not to blame."""
+
+    def __init__(self):
+        super().__init__()
+        self.after = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.after(x.log())
+
+
+class RootOf(nn.Module):
+    """Finite forward; at zero the root's gradient is infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.before(x) * 0.0).sqrt_()
+
+
+class Made(Tiny):
+    """Tiny with a module of one's own in it: `kind` names one of this file's, and that is model[1]."""
+
+    def __init__(self, kind: str = "LogOf"):
+        super().__init__(samples=32)
+        self.kind = kind
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), globals()[self.kind](), nn.Linear(8, 1))
+
+
+class InPlaceRoot(nn.Module):
+    def forward(self, x):
+        return x.mul_(0.0).sqrt_()
+
+
+class Twice(nn.Module):
+    """One layer called twice; the second call's output is too large."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, x):
+        return self.layer(self.layer(x) * 0.0 + 3e38)
+
+
+class HarmlessRoot(nn.Module):
+    """Its infinite gradient becomes zero in the ReLU before it, and spoils nothing."""
+
+    def forward(self, x):
+        return (x * 0.0).relu_().sqrt()
+
+
+class WideMask(nn.Module):
+    """Its inner module's -inf is meant so, and goes no further."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = MinusInf()
+
+    def forward(self, x):
+        return self.mask(x).softmax(-1)
+
+
+class MinusInf(nn.Module):
+    def forward(self, x):
+        return x.masked_fill(torch.arange(8) > 3, -torch.inf)
+
+
+class Residual(nn.Module):
+    """An in-place module between two others, and batch statistics and dropout, which a replay must leave alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.BatchNorm1d(8), nn.Dropout(0.3))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Mixed(Made):
+    """Sample 5 is infinite, so that a step in four is skipped."""
+
+    def __init__(self):
+        super().__init__("Residual")
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        rows.columns["x"][5] = torch.inf
+        return rows
+
+
+class InfiniteLoss(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * torch.inf
+
+
+class Large(Tiny):
+    """Activations that float16 can't hold."""
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        return Rows(**rows.columns | {"x": rows.columns["x"] * 60_000})
+
+
+def replayed(world, task, words, folder, steps=1, spoil=None):
+    """(what each rank reports, what it says) after `steps` steps and a log step."""
+    run = make_run(world, task, *words, "--run.dir", folder)
+    said = []
+    watch = Provenance(run)
+    object.__setattr__(run.world, "warn", said.append)
+    if spoil:
+        spoil(run)
+    try:
+        for _ in range(steps):
+            report = train_step(run, next(run.data))
+            run.step += 1
+            run.metrics.record(report)
+            watch.after_step(report)
+        watch.look(run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data))
+    finally:
+        object.__delattr__(run.world, "warn")
+    return watch.faults, said
+
+
+def replay(ranks, task, words, folder, *more):
+    """The fault that all ranks agree on, and what rank 0 says."""
+    results = on_ranks(ranks, replayed, task, words, str(folder), *more)
+    assert all(faults == results[0][0] for faults, _ in results)
+    faults, said = results[0]
+    assert len(faults) <= 1
+    return (faults[0] if faults else None), said
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_an_inf_in_a_sample_is_named_with_its_rank_and_sample(tmp_path, ranks, strategy):
+    words = ["--parallel.strategy", strategy, *IN_ORDER]
+    fault, said = replay(ranks, Overflow(bad=(ranks - 1,)), words, tmp_path)
+    assert (fault.phase, fault.step, fault.rank, fault.micro_batch) == ("batch", 1, ranks - 1, 0)
+    assert fault.samples == ([0, 1] if ranks == 1 else [1, 3])
+    assert str(fault.tensors[0]).startswith("batch['x'] fp32 [2, 8] has 8 inf, finite part -")
+    kept = tmp_path / f"nonfinite/step_00000001_rank{fault.rank:05d}.pt"
+    assert said == [f"step 1 was skipped: on {fault}; kept in {kept}; python -m dist_amp.verify --replay {kept}"]
+    assert "the batch itself, which 0.0 (Linear) meets first" in said[0]
+    line = json.loads((tmp_path / "nonfinite/reports.jsonl").read_text())
+    assert {name: line[name] for name in ("step", "rank", "phase", "module")} == {
+        "step": 1, "rank": ranks - 1, "phase": "batch", "module": "0.0"}  # fmt: skip
+
+
+def test_a_rank_without_a_sample_takes_part_in_the_replay(tmp_path):
+    words = ["--parallel.strategy", "fsdp", *IN_ORDER, "--train.micro_batch_size", 1, "--train.accumulation_steps", 2]
+    fault, _ = replay(2, Overflow(bad=(6,), samples=7), words, tmp_path, 2)
+    assert (fault.step, fault.rank, fault.micro_batch, fault.samples) == (2, 0, 1, [6])
+    assert fault.other_ranks == [1], "what pads is the same sample, and 0 x nan is nan"
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [*LAYOUTS, (4, "hsdp")])
+def test_a_nan_made_in_a_forward_names_the_module_with_ranges_and_dtype(tmp_path, ranks, strategy):
+    fault, said = replay(ranks, Made("LogOf"), ["--parallel.strategy", strategy, *IN_ORDER], tmp_path)
+    assert (fault.phase, fault.module, fault.module_class, fault.rank) == ("forward", "1", "LogOf", 0)
+    assert fault.other_ranks == list(range(1, ranks))
+    output, given = fault.tensors
+    assert (output.what, output.dtype, output.shape, output.nan) == ("output", "bf16", [2, 8], 16)
+    assert (given.what, given.dtype, given.severity) == ("input", "bf16", 0)
+    assert given.span[0] < 0 < given.span[1]
+    assert "forward of 1 (LogOf): output bf16 [2, 8] has 16 nan, nothing finite; input bf16" in said[0]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_a_gradient_that_is_infinite_after_a_finite_forward_names_the_module_and_says_backward(
+    tmp_path, ranks, strategy
+):
+    fault, said = replay(ranks, Made("RootOf"), ["--parallel.strategy", strategy, *FP32, *IN_ORDER], tmp_path)
+    assert (fault.phase, fault.module, fault.operation) == ("backward", "1", "SqrtBackward0")
+    seen = {tensor.what: tensor for tensor in fault.tensors}
+    assert seen["gradient passed on"].severity
+    assert all(tensor.severity == 0 for what, tensor in seen.items() if what != "gradient passed on")
+    assert "backward of 1 (RootOf), in SqrtBackward0: gradient passed on fp32" in said[0]
+
+
+def test_in_place_operations_and_modules_are_told_apart(tmp_path):
+    fault, _ = replay(1, Made("InPlaceRoot"), [*FP32, *IN_ORDER], tmp_path)
+    assert (fault.phase, fault.module, fault.operation) == ("backward", "1", "SqrtBackward0")
+
+
+def test_a_module_called_twice_is_named_with_the_call(tmp_path):
+    fault, _ = replay(1, Made("Twice"), [*FP32, *IN_ORDER], tmp_path)
+    assert (fault.phase, fault.module, fault.module_class) == ("forward", "1.layer", "Linear, call 2")
+
+
+def test_an_infinite_mask_that_goes_no_further_is_not_to_blame(tmp_path):
+    def infinite_loss(run):
+        loss_sum = run.task.loss_sum
+        run.task.loss_sum = lambda model, batch: loss_sum(model, batch) * torch.inf
+
+    faults, _ = replayed(World(), Made("WideMask"), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_loss)
+    assert [(fault.phase, fault.module) for fault in faults] == [("loss", "the task's loss_sum")]
+
+
+def test_an_infinite_gradient_that_becomes_zero_is_not_to_blame(tmp_path):
+    def overflowing_norm(run):
+        norm = run.parallel.gradient_norm
+        run.parallel.gradient_norm = lambda precision: norm(precision) * torch.inf
+
+    faults, said = replayed(World(), Made("HarmlessRoot"), [*FP32, *IN_ORDER], str(tmp_path), 1, overflowing_norm)
+    assert faults == []
+    assert "replayed it is finite" in said[0]
+
+
+def test_a_loss_that_is_infinite_while_the_outputs_are_finite_is_the_tasks(tmp_path):
+    fault, said = replay(2, InfiniteLoss(), ["--parallel.strategy", "ddp", *IN_ORDER], tmp_path)
+    assert (fault.phase, fault.module, fault.rank, fault.other_ranks) == ("loss", "the task's loss_sum", 0, [1])
+    assert "the task's loss_sum: loss fp32 [] has 1 inf, nothing finite; output bf16 [2, 1]" in said[0]
+
+
+def nan_in_the_last_parameter(run):
+    from dist_amp.optim import local
+
+    part = local(run.optimizer.parameters[0])
+    if run.world.rank == run.world.world_size - 1:
+        with torch.no_grad():
+            part[-1] = torch.nan
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_a_nan_parameter_is_named_wherever_its_shard_is(tmp_path, ranks, strategy):
+    words = ["--parallel.strategy", strategy, *IN_ORDER]
+    fault, said = replay(ranks, Tiny(), words, tmp_path, 1, nan_in_the_last_parameter)
+    assert (fault.phase, fault.module, fault.rank) == ("parameters", "0.0", ranks - 1)
+    assert fault.tensors[0].what == "0.0.weight"
+    assert "the parameters of 0.0 (Linear): 0.0.weight fp32 [8, 8] has 8 nan" in said[0]
+
+
+@pytest.mark.parametrize("scale", [65536 * 2**4, 2**40])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_fp16_that_overflows_by_the_loss_scale_alone_is_silent(tmp_path, ranks, strategy, scale):
+    words = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", scale, "--parallel.strategy", strategy]
+    assert replay(ranks, Tiny(), [*words, *IN_ORDER], tmp_path, 3) == (None, [])
+    assert not (tmp_path / "nonfinite").exists()
+
+
+def test_activations_beyond_fp16_are_reported(tmp_path):
+    fault, _ = replay(1, Large(), ["--precision.dtype", "fp16", *IN_ORDER], tmp_path)
+    assert (fault.phase, fault.module) == ("forward", "0.0")
+    assert [(seen.what, seen.dtype, bool(seen.severity)) for seen in fault.tensors] == [
+        ("output", "fp16", True), ("input", "fp32", False)]  # fmt: skip
+
+
+def test_what_does_not_recur_is_said_in_one_line_with_the_way_to_catch_it(tmp_path):
+    def once(run):
+        norm = run.parallel.gradient_norm
+        run.parallel.gradient_norm = lambda precision: norm(precision) * torch.inf
+
+    _, said = replayed(World(), Tiny(), [*FP32, *IN_ORDER], str(tmp_path), 1, once)
+    assert len(said) == 1
+    assert "step 1 was skipped, but replayed it is finite" in said[0]
+    assert said[0].endswith("debug.nonfinite=step looks with the parameters as they were")
+
+
+def ended(world, words):
+    """All that a run ends with, and how many replays there were."""
+    run = make_run(world, Mixed(), *words, "--metrics.log_every", 2, "--train.steps", 6)
+    watch = Provenance(run)
+    for _ in range(6):
+        report = train_step(run, next(run.data))
+        run.step += 1
+        run.metrics.record(report)
+        watch.after_step(report)
+        if run.step % 2 == 0:
+            watch.look(run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data))
+    buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
+    state = [*parameters_of(run).values(), *moments_of(run), *buffers, torch.get_rng_state()]
+    return len(watch.faults), run.data.position, state
+
+
+@pytest.mark.parametrize("when", ["log", "step"])
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_a_run_with_replays_ends_bit_identical_to_one_without(tmp_path, monkeypatch, ranks, strategy, when):
+    words = ["--parallel.strategy", strategy, *IN_ORDER, "--run.dir", str(tmp_path), "--train.accumulation_steps", 2]
+    words += ["--precision.cast_by", "autocast"]  # a policy does not go with batch statistics
+    with_replays = on_ranks(ranks, ended, [*words, "--debug.nonfinite", when])
+    without = on_ranks(ranks, ended, [*words, "--debug.nonfinite", "off"])
+    for (replays, position, state), (none, same_position, same_state) in zip(with_replays, without, strict=True):
+        assert (replays > 0, none) == (True, 0)
+        assert position == same_position
+        assert [a.numpy().tobytes() for a in state] == [b.numpy().tobytes() for b in same_state]
+
+
+def test_a_log_step_without_skips_still_costs_one_read():
+    run = make_run(World(), Tiny())
+    watch = Provenance(run)
+    batches = next(run.data)
+    with HostReads() as ordinary:
+        report = train_step(run, batches)
+        run.step += 1
+        run.metrics.record(report)
+        watch.after_step(report)
+    with HostReads() as logging:
+        watch.look(log(run))
+    assert (ordinary.count, logging.count) == (0, 1)
+
+
+def test_a_repeated_fault_is_counted_and_not_said_again(tmp_path):
+    words = [*FP32, *IN_ORDER, "--debug.nonfinite", "step"]
+    faults, said = replayed(World(), Made("LogOf"), words, str(tmp_path), 3)
+    assert (len(faults), len(said)) == (3, 1)
+    lines = [json.loads(line) for line in (tmp_path / "nonfinite/reports.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["met"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
+    assert len(list((tmp_path / "nonfinite").glob("*.pt"))) == 1
+
+
+def test_a_run_without_a_folder_writes_none(tmp_path):
+    faults, said = replayed(World(), Made("LogOf"), [*FP32, *IN_ORDER], str(tmp_path / "never_opened"))
+    assert len(faults) == len(said) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_than_eight_files_are_kept(tmp_path):
+    folder = tmp_path / "nonfinite"
+    folder.mkdir()
+    for number in range(MAX_FILES):
+        (folder / f"{number}.pt").touch()
+    _, said = replayed(World(), Made("LogOf"), [*FP32, *IN_ORDER], str(tmp_path))
+    assert said[0].endswith("; 8 micro-batches are kept already")
+    assert len(list(folder.glob("*.pt"))) == MAX_FILES
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A file that a two-rank FSDP run kept."""
+    folder = tmp_path_factory.mktemp("run")
+    words = [
+        "--parallel.strategy",
+        "fsdp",
+        *IN_ORDER,
+        "--task.target",
+        "test_nonfinite:Made",
+        "--task.args.kind",
+        "LogOf",
+    ]
+    replay(2, Made("LogOf"), words, folder)
+    return folder / "nonfinite/step_00000001_rank00000.pt"
+
+
+def test_the_file_replays_in_a_fresh_process_and_names_the_same_module(kept):
+    command = [sys.executable, "-m", "dist_amp.verify", "--replay", kept]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": f"{ROOT}:{TESTS}"})
+    assert done.returncode == 0, done.stderr
+    assert "with the weights that it keeps" in done.stdout
+    assert (
+        "not finite: on rank 0, micro-batch 0 (samples 0, 2), forward of 1 (LogOf): output bf16 [2, 8] has"
+        in done.stdout
+    )
+
+
+def test_a_file_whose_fault_is_mended_is_finite(kept, capsys):
+    assert replay_file(kept, ["--task.args.kind", "Residual2"]) == 1
+    assert "all is finite in bf16 on cpu; in the run it was on rank 0" in capsys.readouterr().out
+
+
+class Residual2(LogOf):
+    """LogOf, mended."""
+
+    def forward(self, x):
+        return self.after(x.abs().log1p())
+
+
+class Odd:
+    """What no file should bring back to life."""
+
+
+def damaged(kept, path, how):
+    content = torch.load(kept, weights_only=True)
+    if how == "missing":
+        return path
+    if how == "other":
+        path.write_text("not a tensor in sight")
+    elif how == "cut":
+        path.write_bytes(kept.read_bytes()[:-200])
+    elif how == "types":
+        torch.save({**content, "batch": {"x": Odd()}}, path)
+    elif how == "task":
+        torch.save({**content, "config": content["config"].replace("test_nonfinite:Made", "gone:Made")}, path)
+    elif how == "tensors":
+        torch.save({"x": torch.ones(1)}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("missing", DataError, "can't be read (No such file or directory); give a file of RUN/nonfinite"),
+        ("other", DataError, "is not a kept micro-batch; give a file of RUN/nonfinite"),
+        ("tensors", DataError, "is not a kept micro-batch; give a file of RUN/nonfinite"),
+        ("cut", DataError, "is cut short"),
+        ("types", DataError, "holds more than tensors, numbers and text (test_nonfinite.Odd)"),
+        ("task", ConfigError, "there is no module gone"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line_that_names_it(kept, tmp_path, how, error, words):
+    path = damaged(kept, tmp_path / "file.pt", how)
+    with pytest.raises(error) as refused:
+        replay_file(path)
+    assert words in str(refused.value)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_fault_survives_its_way_between_the_ranks():
+    fault = Fault("loss", "the task's loss_sum", "", [], samples=[1, 2])
+    assert Fault.from_json(json.dumps(replace(fault, rank=3).__dict__)) == replace(fault, rank=3)
+
+
+def test_the_error_that_ends_the_run_names_where_it_first_was(launch, tmp_path):
+    words = ["--task.target", "test_nonfinite:Made", "--train.micro_batch_size", "2", "--data.shuffle", "false"]
+    words += ["--metrics.log_every", "2", "--train.max_skips_in_a_row", "4", "--eval.every", "off"]
+    done = launch(2, *words, "--run.dir", "run")
+    place = "first: step 1, rank 0, micro-batch 0 (samples 0, 2), forward of 1 (LogOf)"
+    assert place in done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["exit_code"] == 70
+    assert summary["cause"].endswith(place)
+    assert done.stderr.count("warning: step 1 was skipped: on rank 0") == 1
+    assert len(list((tmp_path / "run/nonfinite").glob("*.pt"))) == 1

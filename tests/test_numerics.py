@@ -1,0 +1,259 @@
+"""What half precision loses is measured, told once, and changes nothing; a loss scale that collapses ends the run."""
+
+import contextlib
+import io
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import Rows, Tiny, make_run, moments_of, parameters_of
+from torch import nn
+
+from dist_amp.config import ConfigError
+from dist_amp.metrics import RANK_FIGURES, LogRow
+from dist_amp.numerics import Numerics
+from dist_amp.runtime import NumericsError, World
+from dist_amp.step import train_step
+from dist_amp.train import stop_if_hopeless
+
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]
+FP16 = ["--precision.dtype", "fp16", "--precision.cast_by", "autocast", "--precision.scaler.init_scale", 256]
+BF16_STORAGE = ["--parallel.strategy", "fsdp", "--parallel.param_dtype", "bf16", "--optim.weight_decay", 0]
+MEASURED = ["--debug.numerics", "true", "--metrics.log_every", 1, "--train.micro_batch_size", 4]
+
+
+class Restless(Tiny):
+    """Draws random numbers in its forward, and keeps batch statistics."""
+
+    def build_model(self):
+        block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
+        return nn.Sequential(block, nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
+
+
+class Faint(Tiny):
+    """A matrix [4, 8] and a bias [4]; the gradient of row r is 2^(-10 r)."""
+
+    def build_model(self):
+        return nn.Linear(8, 4)
+
+    def build_dataset(self, split):
+        return Rows(x=torch.ones(self.samples, 8))
+
+    def loss_sum(self, model, batch):
+        return (model(batch["x"]).float() * 2.0 ** (-10 * torch.arange(4))).sum()
+
+    def weight(self, batch):
+        return len(batch["x"])
+
+
+class HalfUsed(Tiny):
+    """A table of 8 rows, of which the data use 4."""
+
+    def build_model(self):
+        return nn.Embedding(8, 4)
+
+    def build_dataset(self, split):
+        return Rows(x=torch.arange(self.samples) % 4)
+
+    def loss_sum(self, model, batch):
+        return model(batch["x"]).float().square().sum()
+
+    def weight(self, batch):
+        return len(batch["x"])
+
+
+class AllOverflow(Tiny):
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        rows.columns["x"][:] = float("inf")
+        return rows
+
+
+def measured_steps(world, task, words, steps=1):
+    """Steps as the main job takes them: (the run, {step: figures written}, what was said on standard error)."""
+    run = make_run(world, task, *words)
+    written = {}
+    run.metrics.write_scalars = written.__setitem__
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        numerics = Numerics(run)
+        for _ in range(steps):
+            micro_batches = next(run.data)
+            with numerics.measuring(micro_batches):
+                train_step(run, micro_batches)
+            run.step += 1
+    return run, written, said.getvalue()
+
+
+def figures(world, task, words, steps=1):
+    """What the measured steps wrote and said, without the run, which can't travel."""
+    return measured_steps(world, task, words, steps)[1:]
+
+
+def log_row(**values):
+    usual = {"least_weight": 1.0, "loss_scale": 1.0, "skips_in_a_row": 0.0}
+    return LogRow(10, [{**dict.fromkeys(RANK_FIGURES, 0.0), **usual, **values}])
+
+
+def test_a_loss_scale_below_its_bound_ends_the_run_with_advice():
+    config = make_run(World(), Tiny(), *FP16, "--train.max_skips_in_a_row", 1).config
+    stop_if_hopeless(log_row(loss_scale=1.0), config)
+    with pytest.raises(NumericsError) as error:  # and this says more than that steps were skipped
+        stop_if_hopeless(log_row(loss_scale=0.5, skips_in_a_row=17), config)
+    for part in ("the loss scale fell to 0.5", "precision.scaler.min_scale=1", "bf16", "optim.lr", "--use_amp false"):
+        assert part in str(error.value)
+    stop_if_hopeless(log_row(loss_scale=0.5), make_run(World(), Tiny()).config)  # only fp16 has one
+
+
+def test_a_scale_that_begins_below_its_bound_is_refused():
+    with pytest.raises(ConfigError, match="init_scale=0.5 is below precision.scaler.min_scale=1"):
+        make_run(World(), Tiny(), "--precision.dtype", "fp16", "--precision.scaler.init_scale", 0.5)
+    make_run(World(), Tiny(), "--precision.dtype", "bf16", "--precision.scaler.init_scale", 0.5)
+
+
+def test_a_collapsed_scale_ends_the_main_job_with_its_own_status(launch, tmp_path):
+    words = ["--task.target", "tiny:AlwaysNan", "--precision.dtype", "fp16", "--precision.scaler.init_scale", "2"]
+    done = launch(0, *words, "--metrics.log_every", "1", "--train.max_skips_in_a_row", "1000", "--run.dir", "run")
+    assert done.returncode == 70
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["exit_code"], summary["stopped_by"], summary["skipped_steps"]) == (70, "failed", 2)
+    assert "precision.scaler.min_scale=1" in summary["cause"]
+    assert summary["cause"] in done.stderr.strip().splitlines()[-1]
+
+
+# The gradient of row r is 2^(-10 r) by the loss scale, a quarter of it on the way; fp16 ends at 2^-24.
+@pytest.mark.parametrize(("scale", "share"), [(1024, 0.0), (1, 0.25), (2**-10, 0.5)])
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_the_gradients_that_underflow_at_the_present_scale_are_counted(ranks, strategy, scale, share):
+    words = [*FP16, *MEASURED, "--parallel.strategy", strategy, "--precision.scaler.init_scale", scale]
+    words += ["--precision.scaler.min_scale", scale, "--train.accumulation_steps", 2]
+    written, said = on_ranks(ranks, figures, Faint(), words)[0]
+    tags = {tag: value for tag, value in written[1].items() if "underflow" in tag}
+    assert tags == {f"numerics/underflow_share/{group}": share for group in ("matrices", "vectors")}
+    told = f"{100 * share:.0f} % of the gradients of matrices underflow to zero in fp16 at loss scale {scale:g}"
+    assert (told in said) == (share > 0.05)
+
+
+def infinite_gradients(world):
+    return figures(world, AllOverflow(), [*FP16, *MEASURED])
+
+
+def test_an_infinite_gradient_is_no_underflow_and_a_skipped_step_loses_no_update():
+    written, said = on_ranks(1, infinite_gradients)[0]
+    assert set(written[1].values()) == {0.0}
+    assert all("underflow" in tag for tag in written[1])
+    assert not said
+
+
+def changed_by_measuring(world, words):
+    """Names of what differs at the end of a run that was measured from one that was not."""
+    ends = []
+    for on in ("true", "false"):
+        run, written, _ = measured_steps(world, Restless(), [*words, *MEASURED, "--debug.numerics", on], steps=3)
+        assert len(written) == (3 if on == "true" else 0)
+        assert all(p.grad is None for p in run.optimizer.parameters)
+        moments = {f"moment {number}": value for number, value in enumerate(moments_of(run))}
+        buffers = {name: value.clone() for name, value in run.parallel.module.named_buffers()}
+        rest = {"scale": run.precision.scale, "random": torch.get_rng_state(), "counters": run.optimizer.counters}
+        ends.append(parameters_of(run) | moments | buffers | rest)
+    return [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
+
+
+@pytest.mark.parametrize("words", [FP16, ["--use_amp", "false"]], ids=["fp16", "fp32"])
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_a_run_that_is_measured_ends_bit_for_bit_as_one_that_is_not(ranks, strategy, words):
+    words = [*words, "--parallel.strategy", strategy, "--train.accumulation_steps", 2]
+    assert on_ranks(ranks, changed_by_measuring, words) == [[]] * ranks
+
+
+def reductions_in_a_measured_step(world):
+    run = make_run(world, Tiny(), *FP16, *MEASURED, "--parallel.strategy", "ddp")
+    buckets = []
+
+    def count(state, bucket):
+        buckets.append(bucket.index())
+        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    run.model.register_comm_hook(None, count)
+    micro_batches = next(run.data)
+    with Numerics(run).measuring(micro_batches):
+        train_step(run, micro_batches)
+    return len(buckets)
+
+
+def test_under_ddp_each_rank_measures_its_own_gradients_and_reduces_none_for_it():
+    assert on_ranks(2, reductions_in_a_measured_step) == [1, 1]  # one bucket, of the step itself
+
+
+def lost_by_hand(world, words):
+    """The measured shares, and those from whole parameters before and after; every element has a gradient here."""
+    words = [*words, *MEASURED]
+    before = parameters_of(make_run(world, Tiny(), *words))
+    run, written, _ = measured_steps(world, Tiny(), words)
+    after = parameters_of(run)
+    by_hand = {}
+    for group, of_group in {"matrices": lambda p: p.ndim > 1, "vectors": lambda p: p.ndim == 1}.items():
+        same = torch.cat([(before[name] == after[name]).flatten() for name in after if of_group(after[name])])
+        by_hand[f"numerics/lost_update_share/{group}"] = same.double().mean().item()
+    return written[1], by_hand
+
+
+@pytest.mark.parametrize("optimizer", [["adamw", "true"], ["adamw", "false"], ["sgd", "true"], ["sgd", "false"]])
+def test_updates_lost_in_bf16_storage_are_counted_exactly_for_any_optimizer(optimizer):
+    words = [*BF16_STORAGE, "--optim.lr", 4e-4, "--optim.name", optimizer[0], "--optim.fused", optimizer[1]]
+    for measured, by_hand in on_ranks(2, lost_by_hand, words):
+        assert measured == by_hand
+        assert 0.1 < by_hand["numerics/lost_update_share/matrices"] <= 1
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp32"])
+def test_a_run_at_lr_1e_6_loses_its_updates_in_bf16_storage_and_none_in_float32(storage):
+    words = [*BF16_STORAGE, *MEASURED, "--parallel.param_dtype", storage, "--optim.lr", 1e-6, "--data.shuffle", "false"]
+    written, said = on_ranks(2, figures, HalfUsed(), words, 3)[0]
+    shares = [step["numerics/lost_update_share/matrices"] for step in written.values()]
+    # Of the rows that the data use: the others have no gradient, and nothing to lose.
+    assert min(shares) > 0.9 if storage == "bf16" else max(shares) < 0.1
+    told = "% of the updates of matrices are lost to rounding: bf16 storage keeps 8 bits and lr 1e-06 moves less; use"
+    assert said.count(told) == (storage == "bf16"), "once, however many steps were measured"
+    assert said.count("warning") == (storage == "bf16")
+
+
+@pytest.mark.parametrize(("storage", "lr", "warns"), [("bf16", 1e-6, 1), ("fp32", 1e-6, 0), ("bf16", 3e-2, 0)])
+def test_without_measuring_a_pure_bf16_run_at_lr_1e_6_warns_at_the_start(storage, lr, warns):
+    words = [*BF16_STORAGE, "--parallel.param_dtype", storage, "--optim.lr", lr]
+    written, said = on_ranks(2, figures, HalfUsed(), words)[0]
+    assert not written
+    assert said.count("of the updates of matrices are lost to rounding") == warns
+
+
+def test_fp16_that_a_policy_casts_is_refused_because_it_has_no_float32_beside():
+    words = ["--parallel.strategy", "fsdp", "--precision.dtype", "fp16", "--debug.numerics", "true"]
+    assert on_ranks(2, refusal, words) == [True, True]
+
+
+def refusal(world, words):
+    with pytest.raises(ConfigError, match="use precision.cast_by=autocast"):
+        Numerics(make_run(world, Tiny(), *words))
+    return True
+
+
+def test_only_steps_that_are_logged_are_measured():
+    words = [*FP16, *MEASURED, "--metrics.log_every", 2, "--train.steps", 5]
+    assert list(on_ranks(1, figures, Tiny(), words, 5)[0][0]) == [2, 4, 5]
+
+
+def test_the_main_job_writes_what_is_lost_to_tensorboard_and_metrics_jsonl(launch, tmp_path):
+    words = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", 2, "--train.steps", 4, "--run.dir", "run"]
+    done = launch(2, *words, *FP16, "--parallel.strategy", "fsdp", "--debug.numerics", "true", "--metrics.log_every", 2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    events = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000"))
+    events.Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for measure in ("underflow_share", "lost_update_share"):
+        for group in ("matrices", "vectors"):
+            tag = f"numerics/{measure}/{group}"
+            in_file = [(line["step"], line[tag]) for line in lines if tag in line]
+            assert [step for step, _ in in_file] == [event.step for event in events.Scalars(tag)] == [2, 4]
+            assert [event.value for event in events.Scalars(tag)] == pytest.approx([share for _, share in in_file])

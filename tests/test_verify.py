@@ -1,0 +1,243 @@
+"""`python -m dist_amp.verify` proves a task on this machine, and says what is wrong with it where it can't."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from tiny import Tiny
+from torch import nn
+
+from dist_amp.proof.findings import find
+from dist_amp.proof.reference import Exam
+from dist_amp.run import load_config
+from dist_amp.runtime import DataError
+
+SMALL = {
+    "dist_amp.tasks.causal_lm:CausalLM": ["context", "8", "width", "16", "layers", "1"],
+    "dist_amp.tasks.sinusoid:Sinusoid": ["crop", "8", "width", "16"],
+}
+
+
+def verify(*args, cwd=ROOT, home=ROOT):
+    environment = os.environ | {"PYTHONPATH": f"{home}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dist_amp.verify", *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def rows_of(output):
+    """[(ranks, strategy, precision, pass or FAIL)]"""
+    return re.findall(r"^ +(\d+)  (\w+) +(\w+) .* (pass|FAIL)$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", SMALL)
+def test_verify_proves_the_shipped_tasks(target):
+    words = iter(SMALL[target])
+    args = [word for name in words for word in (f"--task.args.{name}", next(words))]
+    done = verify("--task.target", target, "--world_sizes", "2", "--precisions", "fp32,bf16", *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = [("2", s, p, "pass") for s in ("ddp", "fsdp", "hsdp") for p in ("fp32", "bf16")]
+    assert rows_of(done.stdout) == expected
+    assert "passed: 6 of 6 compute the steps of one process with the whole batch" in done.stdout
+
+
+def test_verify_proves_the_readmes_task_from_the_users_own_folder(tmp_path):
+    task = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    (tmp_path / "my_file.py").write_text(task)
+    done = verify("--task.target", "my_file:TinyRegression", "--world_sizes", "1,2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(rows_of(done.stdout)) == 3 + 9
+    assert {row[3] for row in rows_of(done.stdout)} == {"pass"}
+
+
+def test_verify_finds_a_fault_in_the_users_copy_of_the_loop(tmp_path):
+    shutil.copytree(ROOT / "dist_amp", tmp_path / "dist_amp")
+    step = tmp_path / "dist_amp" / "step.py"
+    whole = step.read_text()
+    planted = whole.replace("share = run.parallel.world_size / weight", "share = len(micro_batches) / weight")
+    assert planted != whole
+    step.write_text(planted)
+    target = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.crop", "8", "--task.args.width", "16"]
+    done = verify(*target, "--world_sizes", "2", "--precisions", "fp32", cwd=tmp_path, home=tmp_path)
+    assert done.returncode == 1
+    assert {row[3] for row in rows_of(done.stdout)} == {"FAIL"}
+    assert (
+        "the gradients of step 1 (1 micro-batch) are off: all of them are 0.5 times what they should be" in done.stdout
+    )
+    assert "failed: 0 of 3 compute the steps" in done.stdout
+
+
+BREAKS = """
+import os
+from dist_amp.tasks.sinusoid import Sinusoid
+
+class Breaks(Sinusoid):
+    def loss_sum(self, model, batch):
+        if os.environ.get("RANK") == "1":
+            raise RuntimeError("no luck on this rank")
+        return super().loss_sum(model, batch)
+"""
+
+
+def test_a_rank_that_dies_fails_its_rows_with_its_last_words(tmp_path):
+    (tmp_path / "mine.py").write_text(BREAKS)
+    args = ["--task.target", "mine:Breaks", "--task.args.crop", "8", "--task.args.width", "16"]
+    done = verify(*args, "--world_sizes", "2", "--precisions", "fp32", cwd=tmp_path)
+    assert done.returncode == 1
+    assert [row[3] for row in rows_of(done.stdout)] == ["FAIL"] * 3
+    assert "no luck on this rank" in done.stdout
+    assert done.stdout.count("not run: a rank failed before") == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--world_sizes", "two"], "--world_sizes=two must be whole numbers above 0"),
+        (["--world_sizes", "0"], "--world_sizes=0 must be whole numbers above 0"),
+        (["--precisions", "fp64"], "--precisions=fp64: 'fp64' is none of fp32, bf16, fp16"),
+        (["--strategies", "ddp,fsdb"], "--strategies=ddp,fsdb: 'fsdb' is none of single, ddp, fsdp, hsdp"),
+        (["--strategies", "single", "--world_sizes", "2"], "nothing to compare: single takes --world_sizes 1"),
+        (["--task.taget", "x:Y"], "task.target"),
+        (["--task.target", "nowhere:Task"], "task.target=nowhere:Task"),
+    ],
+)
+def test_a_mistake_on_its_command_line_is_refused(args, words):
+    small = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.crop", "8", "--task.args.width", "16"]
+    done = verify(*small, *args)
+    assert done.returncode == 64, done.stdout + done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ---- what is the task's own doing ----
+
+
+def exam_of(task):
+    return Exam(load_config([], environ={}), torch.device("cpu"), task)
+
+
+def told(task):
+    """(what is found, what fails)."""
+    findings = find(exam_of(task))
+    return "\n".join(f.text for f in findings), any(f.fails for f in findings)
+
+
+class Task(Tiny):
+    def __init__(self):
+        super().__init__(samples=300)
+
+
+def test_nothing_is_found_in_a_sound_task():
+    assert told(Task()) == ("", False)
+
+
+class BatchNorm(Task):
+    def build_model(self):
+        return nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1)
+        )
+
+
+def test_batch_statistics_and_dropout_are_named_and_silenced_not_failed():
+    exam = exam_of(BatchNorm())
+    texts = [finding.text for finding in find(exam)]
+    assert texts[0] == "dropout is off for the comparison: 4"
+    assert texts[1].startswith("1 (BatchNorm1d) and 1 like it depends on the whole batch (batch statistics)")
+    assert len(texts) == 2
+    assert exam.task.quiet == {"1", "3"}
+    assert not any(finding.fails for finding in find(exam))
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class OwnBatchStatistics(Task):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), Centred(), nn.Linear(8, 1))
+
+
+def test_a_users_own_module_that_looks_at_the_whole_batch_is_named():
+    text, fails = told(OwnBatchStatistics())
+    assert "1 (Centred) depends on the whole batch (batch statistics)" in text
+    assert fails
+
+
+class Drops(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.5, self.training)
+
+
+class FunctionalDropout(Task):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), Drops(), nn.Linear(8, 1))
+
+
+def test_functional_dropout_is_named_and_compared_in_evaluation_mode():
+    text, fails = told(FunctionalDropout())
+    assert text == "1 (Drops) draws random numbers in training mode; compared in evaluation mode"
+    assert not fails
+
+
+class Unseeded(nn.Module):
+    def forward(self, x):
+        return x + torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).float()
+
+
+class NotDeterministic(Task):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), Unseeded(), nn.Linear(8, 1))
+
+
+def test_a_module_that_does_not_repeat_itself_is_named():
+    text, fails = told(NotDeterministic())
+    assert "1 (Unseeded) is not deterministic: two identical runs differ" in text
+    assert fails
+
+
+class MeanLoss(Task):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) / len(batch["y"])
+
+
+class ConstantWeight(Task):
+    def weight(self, batch):
+        return 1
+
+
+class LossInHalf(Task):
+    def loss_sum(self, model, batch):
+        return (model(batch["x"]).squeeze(-1) - batch["y"].to(torch.bfloat16)).pow(2).sum().float()
+
+
+class Unused(Task):
+    def build_model(self):
+        model = super().build_model()
+        model.register_parameter("forgotten", nn.Parameter(torch.zeros(3)))
+        return model
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (MeanLoss, "it must be a sum over samples, not a mean"),
+        (ConstantWeight, "the task's weight of 8 samples is 1, and 2 for its halves"),
+        (LossInHalf, "the loss is computed in half precision"),
+        (Unused, "the parameter forgotten (1 such) gets no gradient"),
+    ],
+)
+def test_a_task_that_is_wrong_in_itself_fails_and_is_told_how(task, words):
+    text, fails = told(task())
+    assert words in text
+    assert fails
+
+
+def test_a_dataset_too_short_to_compare_is_refused():
+    with pytest.raises(DataError, match="has 64 samples; the comparison takes 5 steps of 48 = 240"):
+        find(exam_of(Tiny(samples=64)))
