@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import on_ranks
+from test_step import HostReads
 from tiny import Rows, Tiny, make_run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from dist_amp.checks import Tripwires
 from dist_amp.config import Failure
 from dist_amp.data import Padding
 from dist_amp.metrics import StepReport
@@ -395,3 +397,22 @@ def test_data_that_are_all_alike_are_no_fault():
 
 def test_tripwires_can_be_turned_off():
     assert on_ranks(2, failure_of, same_shard_on_all_ranks, Tiny(), "--debug.check_every", "off") == ["", ""]
+
+
+def reads_of_tripwires(world):
+    """(host reads of an ordinary step, of a log step that is not yet time to check at)."""
+    run = make_run(world, Tiny(), "--debug.check_every", 10)
+    tripwires = Tripwires(run)
+    batches = [next(run.data) for _ in range(2)]
+    for run.step in (1, 2):
+        run.metrics.record(train_step(run, batches[run.step - 1]))
+        row = run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data)
+        with HostReads() as ordinary:
+            tripwires.after_step(batches[run.step - 1])
+        with HostReads() as logging:
+            tripwires.look(row)  # at step 1 for the first time, then at step 11
+    return ordinary.count, logging.count
+
+
+def test_tripwires_read_nothing_between_their_checks():
+    assert on_ranks(2, reads_of_tripwires) == [(0, 0)] * 2

@@ -1,11 +1,17 @@
 """What only a GPU can show: run with `bash launch/test.sh -m gpu` on a machine that has one."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT, TESTS
 from tiny import Tiny, make_run, parameters_of, take_steps
 
+from dist_amp.checks import Tripwires
+from dist_amp.provenance import Provenance
 from dist_amp.runtime import RunConfig, World, locate
 from dist_amp.step import train_step
 
@@ -69,3 +75,26 @@ def test_a_checkpoint_of_a_gpu_is_read_on_a_cpu_and_back(tmp_path):
         for name, parameter in parameters_of(other).items():
             assert torch.equal(parameter.cpu(), parameters_of(run)[name].cpu())
         take_steps(other, 1)
+
+
+def test_verify_proves_every_way_of_running_on_these_gpus(tmp_path):
+    task = ["--task.target", "tiny:Tiny", "--task.args.samples", "960"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{TESTS}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_amp.verify", *task], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Tiny on cuda" in done.stdout
+
+
+def test_tripwires_wait_for_the_device_only_at_their_checks():
+    run = make_run(gpu(), Tiny())
+    tripwires, provenance = Tripwires(run), Provenance(run)
+    batches = [next(run.data) for _ in range(20)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in batches:
+            provenance.after_step(train_step(run, step))
+            tripwires.after_step(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

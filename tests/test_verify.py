@@ -72,6 +72,13 @@ def test_verify_finds_a_fault_in_the_users_copy_of_the_loop(tmp_path):
     assert "failed: 0 of 3 compute the steps" in done.stdout
 
 
+def test_dtypes_prints_what_autocast_makes_of_each_module():
+    done = verify("--dtypes", "--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.width", "16")
+    assert done.returncode == 0, done.stderr
+    assert "autocast to bf16 on cpu" in done.stdout
+    assert "Conv2d" in done.stdout
+
+
 BREAKS = """
 import os
 from dist_amp.tasks.sinusoid import Sinusoid

@@ -27,7 +27,7 @@ from dist_amp.optim import learning_rate, local
 from dist_amp.parallel import ParallelConfig, Strategy
 from dist_amp.precision import ScalerConfig
 from dist_amp.proof.reference import STEPS, Exam, State, Values, difference, gradients_of, largest, relative_error
-from dist_amp.run import Config, Run, build_run
+from dist_amp.run import Config, DebugConfig, Run, build_run
 from dist_amp.runtime import World
 from dist_amp.step import EvalConfig, TrainConfig, train_step
 
@@ -117,6 +117,7 @@ def config_of(exam: Exam, cell: Cell, world: World) -> Config:
         optim=exam.optim_of(cell.optimizer, cell.fused),
         eval=EvalConfig(every="off"),
         checkpoint=CheckpointConfig(every="off"),
+        debug=DebugConfig(),  # anomaly detection would raise in the step that is to be skipped
     )
 
 
@@ -216,45 +217,48 @@ def scale_and_counts(run: Run) -> str:
 
 def compare(exam: Exam, cell: Cell, world: World, captured: list[State], end: Values) -> Verdict:
     """The errors of all steps' gradients and of all parameters, and the cause if one is out of bounds."""
+    if len(captured) != STEPS:
+        return Verdict(
+            cause=f"the optimizer was applied {len(captured)} times in {STEPS} steps; it must be once in each"
+        )
     path = exam.trajectory(cell.optimizer, cell.clip_by, cell.partial)
     start, bound = path.states[0].parameters, exam.bound(cell.precision)
-    bounds = [bound * largest(difference(path.end, start))] * (STEPS + 1)
+    drift_bound = bound * largest(difference(path.end, start))
     if cell.precision == "fp32":
-        bounds = [FLOAT32_PARAMETERS * max(1.0, largest(path.end))] * (STEPS + 1)
-    errors = [
-        relative_error(mine.gradients, truth.gradients) for mine, truth in zip(captured, path.states, strict=True)
-    ]
+        drift_bound = FLOAT32_PARAMETERS * max(1.0, largest(path.end))
+    errors = [relative_error(mine.gradients, true.gradients) for mine, true in zip(captured, path.states, strict=True)]
     mine, truth = [state.parameters for state in captured], [state.parameters for state in path.states]
     drifts = [largest(difference(a, b)) for a, b in zip([*mine, end], [*truth, path.end], strict=True)]
     wrong_gradient = next((n for n, error in enumerate(errors) if not error <= bound), STEPS)
-    wrong_update = next((n for n, drift in enumerate(drifts) if not drift <= bounds[n]), STEPS + 1) - 1
+    wrong_update = next((n for n, drift in enumerate(drifts) if not drift <= drift_bound), STEPS + 1) - 1
     cause = ""
     if wrong_update == -1:
         cause = "the initial weights are not those that build_model makes from run.seed"
     elif wrong_gradient <= min(wrong_update, STEPS - 1):
+        count = cell.accumulation[wrong_gradient]
         cause = f"the gradients of step {wrong_gradient + 1} ({count} micro-batch{'es' * (count > 1)}) are off"
         if why := suspect(exam, cell, world, captured[wrong_gradient].gradients, wrong_gradient):
             cause = f"{cause}: {why}"
     elif wrong_update < STEPS:
-        still = largest(difference(end, mine[0])) == 0
+        still = largest(difference(end, start)) == 0
         cause = f"the gradients of step {wrong_update + 1} are right, the parameters after it are not: " + (
             "none moved; the optimizer holds other tensors than the model"
             if still
             else "look at unscaling, clipping, learning rate and optimizer"
         )
-    return Verdict(max(errors), bound, max(drifts), bounds[0], cause)
+    return Verdict(max(errors), bound, max(drifts), drift_bound, cause)
 
 
 def suspect(exam: Exam, cell: Cell, world: World, gradients: Values, step: int) -> str:
     """What well-known mistake would give just these gradients; "" if none of them does."""
     accumulation, ranks, close = cell.accumulation[step], world.world_size, 2 * exam.bound(cell.precision)
+    if not all(value.isfinite().all() for value in gradients.values()):
+        return "they are not finite" + ", at a loss scale that was with plain autocast" * (cell.precision == "fp16")
     truth = exam.trajectory(cell.optimizer, cell.clip_by, cell.partial).states[step].gradients
     factor = float(sum((gradients[n] * truth[n]).sum() for n in truth) / sum(truth[n].square().sum() for n in truth))
-    if relative_error(gradients, {name: value * factor for name, value in truth.items()}) > close:
-        for suspicion, values in suspects(exam, cell, world, step).items():
-            if relative_error(gradients, values) <= close:
-                return suspicion
-        return ""
+    if abs(factor - 1) < close or relative_error(gradients, {n: factor * truth[n] for n in truth}) > close:
+        likely = suspects(exam, cell, world, step).items()
+        return next((text for text, values in likely if relative_error(gradients, values) <= close), "")
     norm = math.sqrt(sum(value.square().sum().item() for value in gradients.values()))
     limit = exam.scaled.max_grad_norm
     if cell.clip_by == "norm" and math.isclose(norm, limit, rel_tol=0.01):
@@ -262,16 +266,12 @@ def suspect(exam: Exam, cell: Cell, world: World, gradients: Values, step: int) 
     if cell.clip_by == "norm" and cell.precision == "fp16" and norm < limit / 4 and factor < 0.1:
         return "they were clipped before they were unscaled"
     known = {
-        accumulation: "the division by accumulation_steps is missing",
-        1 / accumulation: "they are divided by accumulation_steps twice",
-        ranks: "they are summed over ranks, not averaged",
-        1 / ranks: "they are divided by the number of ranks twice",
+        accumulation: "; the division by accumulation_steps is missing",
+        1 / accumulation: "; they are divided by accumulation_steps twice",
+        ranks: "; they are summed over ranks, not averaged",
+        1 / ranks: "; they are divided by the number of ranks twice",
     }
-    near = next(
-        (f"; {text}" for value, text in known.items() if value != 1 and math.isclose(factor, value, rel_tol=close)), ""
-    )
-    if abs(factor - 1) < close:
-        return ""
+    near = next((text for value, text in known.items() if math.isclose(factor, value, rel_tol=close)), "")
     return f"all of them are {factor:.4g} times what they should be{near}"
 
 
@@ -294,6 +294,8 @@ def suspects(exam: Exam, cell: Cell, world: World, step: int) -> dict[str, Value
         total: Values = {}
         for rank, row in enumerate(sums):
             for number, values in enumerate(row):
+                if not weights[rank][number]:  # padding, or nothing that counts
+                    continue
                 factor = weight_of(rank, number)
                 total = {name: total.get(name, 0.0) + value * factor for name, value in values.items()}
         return total
@@ -304,16 +306,16 @@ def suspects(exam: Exam, cell: Cell, world: World, step: int) -> dict[str, Value
     last = accumulation - 1
     return {
         "each micro-batch is divided by its own weight, not by that of all ranks and micro-batches": mix(
-            lambda r, k: 1 / (ranks * accumulation * max(weights[r][k], 1e-9))
+            lambda r, k: 1 / (ranks * accumulation * weights[r][k])
         ),
         "each rank divides by its own weight, not by that of all ranks": mix(
-            lambda r, k: 1 / (ranks * max(sum(weights[r]), 1e-9))
+            lambda r, k: 1 / (ranks * sum(weights[r]))
         ),
         "each round of micro-batches is divided by its own weight and not by accumulation_steps": mix(
-            lambda r, k: 1 / max(column[k], 1e-9)
+            lambda r, k: 1 / column[k]
         ),
         "each micro-batch is divided by its own weight and not by accumulation_steps": mix(
-            lambda r, k: 1 / (ranks * max(weights[r][k], 1e-9))
+            lambda r, k: 1 / (ranks * weights[r][k])
         ),
         "rank 0 used its own gradients alone; they must be summed over ranks": mix(
             lambda r, k: (ranks if r == 0 else 0) / whole_weight
