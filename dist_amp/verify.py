@@ -18,7 +18,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from queue import Empty
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 
@@ -35,6 +35,10 @@ HEADER = (
     f"{'ranks':>5}  {'strategy':<8}  {'precision':<9}  {'gradients':>9}  {'bound':>7}  {'parameters':>10}  {'bound':>7}"
 )
 Row = tuple[int, str, str]
+EPILOG = """\
+Everything else is a setting of the run, as of dist_amp.train: --task.target my_file:MyTask, --task.args.width 32,
+--config FILE.toml, --run.device cpu ... A small model and short samples are enough: what is compared does not depend
+on size. Exit status: 0 all pass, 1 something does not, 64 a setting, 65 the data."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,14 +65,17 @@ def run(argv: Sequence[str]) -> int:
     return verify(rest, options.world_sizes, options.strategies, options.precisions)
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see python -m dist_amp.verify --help")
+
+
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """(this command's options, what is left: the settings of a run)."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m dist_amp.verify",
         description=__doc__,
-        epilog="Everything else is a setting of the run, as of dist_amp.train: --task.target my_file:MyTask, "
-        "--task.args.width 32, --config FILE.toml, --run.device cpu ... A small model and short samples are enough: "
-        "what is compared does not depend on size.",
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -109,6 +109,7 @@ def test_a_rank_that_dies_fails_its_rows_with_its_last_words(tmp_path):
         (["--precisions", "fp64"], "--precisions=fp64: 'fp64' is none of fp32, bf16, fp16"),
         (["--strategies", "ddp,fsdb"], "--strategies=ddp,fsdb: 'fsdb' is none of single, ddp, fsdp, hsdp"),
         (["--strategies", "single", "--world_sizes", "2"], "nothing to compare: single takes --world_sizes 1"),
+        (["--replay"], "argument --replay: expected one argument; see python -m dist_amp.verify --help"),
         (["--task.taget", "x:Y"], "task.target"),
         (["--task.target", "nowhere:Task"], "task.target=nowhere:Task"),
     ],
