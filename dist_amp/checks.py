@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_amp.data import Padding
 from dist_amp.metrics import LogRow
@@ -191,10 +191,18 @@ def disagreement(run: "Run") -> str:
     if run.world.world_size == 1:
         return ""
     parameters = dict(run.parallel.module.named_parameters())
-    buffers = dict(run.parallel.module.named_buffers())
+    buffers = dict(_persistent_buffers(run.parallel.module))
     group = _replica_group(parameters.values())
     fault = _differing(run, "parameter", parameters, group) if run.parallel.replicas > 1 else ""
     return fault or _differing(run, "buffer", buffers, None)
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that belong to the model's state; the others are caches, and may hold what each rank came across."""
+    for path, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer
 
 
 def _replica_group(parameters: Iterable[Tensor]) -> dist.ProcessGroup | None:

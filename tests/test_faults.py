@@ -384,6 +384,27 @@ def test_a_parameter_that_differs_between_replicas_of_shards_is_named():
     assert all("the parameter 0.0.weight is not the same on ranks 1 and 3" in text for text in told), told
 
 
+class Caches(nn.Module):
+    """Grows a table to the largest value it came across, as rotary positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        self.table = torch.zeros(int(x.abs().sum()))
+        return x
+
+
+class RanksCache(Tiny):
+    def build_model(self):
+        return nn.Sequential(Caches(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def test_a_cache_that_is_no_state_may_differ():
+    assert on_ranks(2, failure_of, nothing, RanksCache()) == ["", ""]
+
+
 class AllAlike(Tiny):
     """What a benchmark feeds: the same sample over and over."""
 

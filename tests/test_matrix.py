@@ -1,6 +1,6 @@
 """The matrix: every way of running computes the steps of one process with the whole batch.
 
-The cells are counted and listed as they run: `bash launch/test.sh -s -k matrix`, and `-m slow` for the whole.
+How many cells ran, and which are void and why, is printed: `bash launch/test.sh -k matrix`; `-m slow` for the whole.
 """
 
 import itertools
@@ -73,30 +73,37 @@ def causes(world, uneven, cells):
     return [examine(world, exam, cell).cause for cell in cells]
 
 
-def run_cells(entries):
+def run_cells(entries, capsys):
     """Run all; print how many ran, how many are void and why, and fail with those that are wrong."""
-    wrong = []
+    wrong, lines = [], [""]
     for ranks, uneven in itertools.product(RANKS, (False, True)):
         cells = [cell for r, u, cell in entries if (r, u) == (ranks, uneven)]
         told = on_ranks(ranks, causes, uneven, cells, timeout_seconds=3600)[0]
-        wrong += [
-            f"{ranks} ranks, uneven={uneven}, {cell}: {cause}" for cell, cause in zip(cells, told, strict=True) if cause
-        ]
-        print(f"{ranks} ranks, {'uneven' if uneven else 'uniform'} weights: {len(cells)} cells ran")
+        of = f"{ranks} rank{'s' if ranks > 1 else ''}, {'uneven' if uneven else 'uniform'} weights"
+        wrong += [f"{of}, {cell}: {cause}" for cell, cause in zip(cells, told, strict=True) if cause]
+        lines.append(f"{of}: {len(cells)} cells ran")
     each = len(PRECISIONS) * len(ACCUMULATIONS) * len(CLIPS) * 2 * len(OPTIMIZERS) * 2
     for (strategy, ranks), why in VOID.items():
-        print(f"void: {strategy} on {ranks} rank{'s' if ranks > 1 else ''} ({each} cells): {why}")
-    print(f"{len(entries)} cells ran, {len(wrong)} of them wrong; {each * len(VOID)} are void")
+        lines.append(f"void: {strategy} on {ranks} rank{'s' if ranks > 1 else ''} ({each} cells): {why}")
+    lines.append(f"{len(entries)} cells ran, {len(wrong)} of them wrong; {each * len(VOID)} are void")
+    with capsys.disabled():
+        print("\n".join(lines))
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_core_of_the_matrix_computes_the_step_of_one_process():
-    run_cells(core())
+def test_the_core_of_the_matrix_computes_the_step_of_one_process(capsys):
+    run_cells(core(), capsys)
 
 
 @pytest.mark.slow
-def test_the_whole_matrix_computes_the_step_of_one_process():
-    run_cells(everything())
+def test_the_whole_matrix_computes_the_step_of_one_process(capsys):
+    run_cells(everything(), capsys)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (4, "hsdp")])
+def test_the_matrix_holds_where_gradients_are_reduced_after_every_micro_batch(ranks, strategy):
+    cells = [Cell(strategy, precision, accumulate_reduce="every") for precision in PRECISIONS]
+    assert on_ranks(ranks, causes, True, cells)[0] == ["", "", ""]
 
 
 def test_the_core_has_every_three_values_that_can_meet_and_the_whole_has_all():

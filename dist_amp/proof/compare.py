@@ -189,28 +189,24 @@ def by_rank(texts: list[str]) -> list[str]:
 
 
 def scale_and_counts(run: Run) -> str:
-    """Whether scale, counts and learning rate are on every rank what STEPS applied steps make of them; "" if so."""
+    """Whether scaler, counts and learning rate are on every rank what STEPS applied steps make of them; "" if so."""
     optim, scaler = run.config.optim, run.config.precision.scaler
-    scale = 1.0
-    if run.precision.scales:
-        scale = scaler.init_scale * scaler.backoff_factor * scaler.growth_factor ** (STEPS // scaler.growth_interval)
+    growths, left = divmod(STEPS, scaler.growth_interval)
     expected = {
-        "the loss scale": scale,
-        "applied_steps": float(STEPS),
-        "skipped_steps": 1.0,
-        "the learning rate": learning_rate(optim, STEPS - 1, STEPS),
+        "the learning rate": (run.optimizer.lr, learning_rate(optim, STEPS - 1, STEPS), "it follows applied steps"),
+        "applied_steps": (run.optimizer.applied_steps, STEPS, "the optimizer must be applied once per step"),
+        "skipped_steps": (run.optimizer.skipped_steps, 1, "the optimizer must be applied once per step"),
     }
-    figures = (run.precision.scale, *run.optimizer.counters[:2], run.optimizer.lr)
-    rows = run.parallel.gather(torch.stack([value.double().to(run.world.device) for value in figures])).tolist()
-    for rank, row in enumerate(rows):
-        for (name, wanted), value in zip(expected.items(), row, strict=True):
+    if state := run.precision.state_dict():
+        scale = scaler.init_scale * scaler.backoff_factor * scaler.growth_factor**growths
+        expected["the loss scale"] = (state["scale"], scale, "update() must run once per step")
+        expected["the growth tracker"] = (state["growth_tracker"], left, "update() must run once per step")
+    figures = torch.stack([value.double().to(run.world.device) for value, _, _ in expected.values()])
+    for rank, row in enumerate(run.parallel.gather(figures).tolist()):
+        for (name, (_, wanted, rule)), value in zip(expected.items(), row, strict=True):
             if not math.isclose(value, wanted, rel_tol=1e-6):
-                hint = {
-                    "the loss scale": "update() must run once per step",
-                    "the learning rate": "the schedule follows applied steps, and is looked up once per step",
-                }.get(name, "the optimizer must be applied once per step")
                 return (
-                    f"rank {rank}: {name} is {value:g}, not {wanted:g}, after {STEPS} steps and a skipped one; {hint}"
+                    f"rank {rank}: {name} is {value:g}, not {wanted:g} as after {STEPS} steps and a skipped one; {rule}"
                 )
     return ""
 
