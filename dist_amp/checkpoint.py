@@ -156,7 +156,11 @@ def as_it_was(run: "Run") -> Iterator[None]:
         run.optimizer.torch_optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer.copy_(value)
+                module._buffers[name] = buffer
+                if buffer.layout == torch.strided and not torch.equal(
+                    buffer, value
+                ):  # an expanded one can't be written
+                    buffer.copy_(value)
         set_random_state(random_numbers, run.world)
 
 

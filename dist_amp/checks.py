@@ -1,19 +1,21 @@
 """Tripwires: what must hold on every rank for training to mean anything, looked at while it runs.
 
 A loop that is subtly wrong still learns. These checks stop it with the rank and the cause instead: at the start, at
-every log step by figures that are on the host anyway, and every `debug.check_every` steps by the sum of each tensor's
-bits, which no two different tensors share but by rare chance. To delete: this file and its lines in train.py.
+every log step by figures that are on the host anyway, and every `debug.check_every` steps by a hash of each tensor's
+bits. They only look: a run takes the very same steps without them. To delete: this file and its lines in train.py.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 
-from dist_amp.data import Padding
 from dist_amp.metrics import LogRow
 from dist_amp.optim import learning_rate, local
 from dist_amp.runtime import DataError, NumericsError
@@ -21,11 +23,14 @@ from dist_amp.runtime import DataError, NumericsError
 if TYPE_CHECKING:
     from dist_amp.run import Run
 
-# So many steps in a row are not equal on two ranks by chance, even where there are few different samples.
-WATCHED_STEPS = 8
+WATCHED_STEPS = 16  # in a row, whose samples are compared between ranks
 # Equal on all ranks, because each is computed from sums over all ranks.
-OF_THE_WORLD = ("loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr", "grad_norm")
+OF_THE_WORLD = (
+    "loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr", "weight_sum", "least_weight", "grad_norm",
+)  # fmt: skip
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 2**20  # elements that are hashed at a time, which bounds the memory it takes
+SAMPLED = 2**16  # elements of a batch's tensor that are hashed, evenly spread
 
 
 class Tripwires:
@@ -42,6 +47,7 @@ class Tripwires:
         if self._every == "off":
             return
         at_start(run)
+        self._generators = generator_states(run)
         self._begin = (run.precision.scale.item(), *run.optimizer.counters.tolist()[:2])
 
     def after_step(self, micro_batches: Iterable[Any]) -> None:
@@ -53,67 +59,85 @@ class Tripwires:
         """The figures of this log step; and, where it is time, the state itself."""
         if self._every == "off":
             return
+        run, last_step = self._run, self._run.config.train.steps
         world_agrees(row)
-        schedule_follows_applied_steps(self._run, row)
-        scale_follows_the_counts(self._run, row, *self._begin)
-        if row.step >= min(self._next_check, self._run.config.train.steps):
+        schedule_follows_applied_steps(run, row)
+        scale_follows_the_counts(run, row, *self._begin)
+        if row.step >= min(self._next_check, last_step):
             self._next_check = row.step + self._every
-            ranks_read_different_samples(self._run, self._samples)
-            self._samples = []
-            check_state(self._run)
+            ranks_read_different_samples(run, self._samples)
+            if len(self._samples) == WATCHED_STEPS:
+                self._samples = []
+            before, self._generators = self._generators, generator_states(run)
+            ranks_draw_different_numbers(before, self._generators)
+            check_state(run)
+
+    def after_averaging(self) -> None:
+        """After an evaluation or a checkpoint, before which batch statistics were made equal: whether they are."""
+        if self._every != "off" and (fault := disagreement(self._run, averaged=True)):
+            raise NumericsError(fault)
 
 
 def at_start(run: "Run") -> None:
     """What must hold before the first step."""
-    lengths = run.world.gather_texts(str(run.data.plan.length))
+    held_out = run.validation.plan.length if run.validation else 0
+    lengths = run.world.gather_texts(f"{run.data.plan.length} + {held_out}")
     if len(set(lengths)) > 1:
         counts = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
         raise DataError(
-            f"the training dataset has not equally many samples on all ranks ({counts}); build_dataset must return "
-            "the whole dataset on each, dist_amp deals it out"
+            f"the datasets, to train and to evaluate on, have not equally many samples on all ranks ({counts}); "
+            "build_dataset must return the whole dataset on each, dist_amp deals it out"
         )
-    one_mesh(run)
     check_state(run)
 
 
 def check_state(run: "Run") -> None:
-    """Parameters, buffers and random numbers as they are now."""
-    optimizer_owns_live_parameters(run)
-    ranks_draw_different_numbers(run)
-    run.parallel.average_buffers()  # batch statistics differ between two averagings, and only then
-    if fault := disagreement(run):
+    """Parameters, optimizer and buffers as they are now; every rank raises if one has a fault."""
+    own = run.world.gather_texts(one_mesh(run) or optimizer_owns_live_parameters(run))
+    if fault := next((f"rank {rank}: {text}" for rank, text in enumerate(own) if text), disagreement(run)):
         raise NumericsError(fault)
 
 
-def optimizer_owns_live_parameters(run: "Run") -> None:
-    """Errors: NumericsError where a step would move tensors that the model does not compute with."""
+def optimizer_owns_live_parameters(run: "Run") -> str:
+    """Which parameter a step would not move, because the optimizer holds other tensors; "" if none."""
     owned = {id(p) for p in run.optimizer.parameters}
     lost = [name for name, p in run.parallel.module.named_parameters() if p.requires_grad and id(p) not in owned]
-    if lost:
-        raise NumericsError(
-            f"rank {run.world.rank}: the optimizer does not hold the model's parameter {lost[0]} ({len(lost)} such): "
-            "it was built before the model was sharded, moved or changed; build it afterwards"
-        )
+    if not lost:
+        return ""
+    return (
+        f"the optimizer does not hold the model's parameter {lost[0]} ({len(lost)} such): it was built before the "
+        "model was sharded, moved or changed; build it afterwards"
+    )
 
 
-def one_mesh(run: "Run") -> None:
-    """Errors: NumericsError for parameters on two meshes: their norm and their skips would part."""
+def one_mesh(run: "Run") -> str:
+    """Which parameters live on two meshes, so that their norm and their skips would part; "" if all are on one."""
     meshes: dict[str, str] = {}
     for name, parameter in run.parallel.module.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
         meshes.setdefault("no mesh" if mesh is None else f"{mesh} of ranks {mesh.mesh.tolist()}", name)
-    if len(meshes) > 1:
-        (one, first), (other, second) = list(meshes.items())[:2]
-        raise NumericsError(
-            f"rank {run.world.rank}: the parameters live on two meshes: {first} on {one}, {second} on {other}; the "
-            "gradient norm and the decision to skip need all on one: shard all of the model over the same mesh"
-        )
+    if len(meshes) < 2:
+        return ""
+    (one, first), (other, second) = list(meshes.items())[:2]
+    return (
+        f"the parameters live on two meshes: {first} on {one}, {second} on {other}; the gradient norm and the decision "
+        "to skip need all on one: shard all of the model over the same mesh"
+    )
 
 
-def ranks_draw_different_numbers(run: "Run") -> None:
-    """Errors: NumericsError where two ranks' generators stand alike: their dropout masks would be the same."""
+def generator_states(run: "Run") -> list[str]:
+    """Each rank's generator as a hash: the one of the device, which draws dropout's masks."""
     state = torch.cuda.get_rng_state(run.world.device) if run.world.device.type == "cuda" else torch.get_rng_state()
-    if pair := _equal_pair(run.world.gather_texts(hashlib.sha256(state.numpy().tobytes()).hexdigest())):
+    return run.world.gather_texts(hashlib.sha256(state.numpy().tobytes()).hexdigest())
+
+
+def ranks_draw_different_numbers(before: list[str], now: list[str]) -> None:
+    """Errors: NumericsError where two ranks' generators stood alike, and drew, and stand alike again."""
+    moved = [
+        f"{a} {b}" if a != b else f"rank {rank} draws nothing"
+        for rank, (a, b) in enumerate(zip(before, now, strict=True))
+    ]
+    if pair := _equal_pair(moved):
         raise NumericsError(
             f"ranks {pair[0]} and {pair[1]} draw the same random numbers, hence the same dropout masks; seed each with "
             "its rank, as build_run does after the model is built"
@@ -121,12 +145,14 @@ def ranks_draw_different_numbers(run: "Run") -> None:
 
 
 def ranks_read_different_samples(run: "Run", samples: list[Tensor]) -> None:
-    """Errors: DataError where two ranks were fed the same in every step, though a rank's own steps differ."""
+    """Errors: DataError where two ranks were fed the same in every step, and chance can't have done it."""
     if not samples or run.world.world_size == 1:
         return
     rows = run.parallel.gather(torch.stack(samples)).tolist()
-    pair = _equal_pair([str(row) if len(set(row)) > 1 else f"rank {rank}: all alike" for rank, row in enumerate(rows)])
-    if pair:
+    kinds, pairs = len({value for row in rows for value in row}), math.comb(len(rows), 2)
+    by_chance = pairs * float(kinds) ** -len(samples)  # small data, or a label alone, are alike now and then
+    pair = _equal_pair([str(row) for row in rows])
+    if pair and by_chance < 1e-6:
         raise DataError(
             f"ranks {pair[0]} and {pair[1]} were fed the same samples up to step {run.step}: each sample counts twice "
             "and others never; the dataset must be whole on every rank, and sharded only by data.py"
@@ -170,15 +196,14 @@ def scale_follows_the_counts(run: "Run", row: LogRow, scale: float, applied: int
     if not run.precision.scales:
         return
     knobs = run.config.precision.scaler
-    grown, backed_off = scale, row["skipped_steps"] - skipped
-    for _ in range(int(backed_off)):
-        grown *= knobs.backoff_factor
-    growths = 0
-    while grown < row["loss_scale"] * 0.999:
-        grown, growths = grown * knobs.growth_factor, growths + 1
+    backed_off = row["skipped_steps"] - skipped
     # One growth may have been nearly due when the run began.
     most = (row["applied_steps"] - applied) // knobs.growth_interval + 1
-    if not 0.999 < grown / row["loss_scale"] < 1.001 or growths > most:
+    grown = (
+        math.log(row["loss_scale"] / scale) - backed_off * math.log(knobs.backoff_factor) if row["loss_scale"] else 0
+    )
+    growths = round(grown / math.log(knobs.growth_factor))
+    if not 0 <= growths <= most or abs(grown - growths * math.log(knobs.growth_factor)) > 1e-3:
         raise NumericsError(
             f"step {row.step}: a loss scale of {row['loss_scale']:g} (on all ranks) does not follow from {scale:g} by "
             f"{row['applied_steps'] - applied:.0f} applied and {backed_off:.0f} skipped steps; the scaler's update() "
@@ -186,27 +211,39 @@ def scale_follows_the_counts(run: "Run", row: LogRow, scale: float, applied: int
         )
 
 
-def disagreement(run: "Run") -> str:
-    """Which parameter or buffer is not the same on ranks that hold copies of it; "" if none. Every rank calls it."""
+def disagreement(run: "Run", averaged: bool = False) -> str:
+    """Which parameter or buffer is not the same on ranks that hold copies of it; "" if none. Every rank calls it.
+
+    averaged: whether batch statistics have just been, and are looked at too.
+    """
     if run.world.world_size == 1:
         return ""
     parameters = dict(run.parallel.module.named_parameters())
-    buffers = dict(_persistent_buffers(run.parallel.module))
-    group = _replica_group(parameters.values())
-    fault = _differing(run, "parameter", parameters, group) if run.parallel.replicas > 1 else ""
+    buffers = dict(_state_buffers(run.parallel.module, averaged))
+    names = run.world.gather_texts(" ".join([*parameters, *buffers]))
+    if other := next((rank for rank, text in enumerate(names) if text != names[0]), 0):
+        odd = sorted(set(names[0].split()) ^ set(names[other].split()))
+        return f"ranks 0 and {other} do not have the same parameters and buffers: {odd[0] if odd else 'their order'}"
+    fault = _differing(run, "parameter", parameters, _replica_group(run)) if run.parallel.replicas > 1 else ""
     return fault or _differing(run, "buffer", buffers, None)
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _state_buffers(module: nn.Module, averaged: bool) -> Iterator[tuple[str, Tensor]]:
     """Those that belong to the model's state; the others are caches, and may hold what each rank came across."""
     for path, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
+            statistic = isinstance(part, _NormBase) and name in ("running_mean", "running_var")
+            if name not in part._non_persistent_buffers_set and (averaged or not statistic) and _plain(buffer):
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
-def _replica_group(parameters: Iterable[Tensor]) -> dist.ProcessGroup | None:
+def _plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _replica_group(run: "Run") -> dist.ProcessGroup | None:
     """The ranks that hold the same shards; None: all ranks, each with a whole copy."""
+    parameters = run.parallel.module.parameters()
     mesh = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
     return None if mesh is None else mesh.get_group(0)
 
@@ -215,7 +252,7 @@ def _replica_group(parameters: Iterable[Tensor]) -> dist.ProcessGroup | None:
 def _differing(run: "Run", kind: str, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> str:
     if not tensors:
         return ""
-    mine = torch.stack([tensor_bits(local(tensor)).to(run.world.device) for tensor in tensors.values()])
+    mine = torch.stack([tensor_hash(local(tensor)).to(run.world.device) for tensor in tensors.values()])
     bounds = torch.stack([mine, -mine])  # least and greatest in one collective
     dist.all_reduce(bounds, dist.ReduceOp.MIN, group=group)
     apart = (bounds[0] != -bounds[1]).float()
@@ -236,36 +273,26 @@ def _differing(run: "Run", kind: str, tensors: Mapping[str, Tensor], group: dist
     return f"the {kind} {list(tensors)[index]} is not the same on {where} after step {run.step}; {mend}"
 
 
-def tensor_bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, read as whole numbers: scalar int64 on its device."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.detach().view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
+def tensor_hash(tensor: Tensor) -> Tensor:
+    """A hash of a tensor's bits and their places: scalar int64 on its device; by chance equal for 1 pair in 2^63."""
+    values = tensor.detach().resolve_conj().resolve_neg()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    bits = values.reshape(-1).view(BITS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    place = torch.arange(1, min(CHUNK, bits.numel()) + 1, device=bits.device) * 0x5851F42D4C957F2D
+    for chunk in bits.split(CHUNK):
+        total = total * 0x14057B7EF767814F + (chunk * place[: len(chunk)]).sum()
+    return total
 
 
 def samples_hash(micro_batches: Iterable[Any], device: torch.device) -> Tensor:
     """What a step was fed, as one number: scalar int64 on the device; padding counts for nothing."""
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for batch in micro_batches:
-        for tensor in _tensors(batch):
-            bits = tensor.reshape(-1).view(BITS[tensor.element_size()]).long()
-            # Each place has a factor of its own: few different values, as of bytes or labels, add up alike too often.
-            place = torch.arange(1, bits.numel() + 1, device=device)
-            total += (bits * (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F)).sum()
+    for leaf in tree_leaves(list(micro_batches)):
+        if isinstance(leaf, Tensor) and _plain(leaf):
+            flat = leaf.reshape(-1)
+            total += tensor_hash(flat[:: max(1, flat.numel() // SAMPLED)]).to(device)
     return total
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Padding):
-        return
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
 
 
 def _equal_pair(values: list[str]) -> tuple[int, int] | None:

@@ -8,14 +8,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -254,11 +252,6 @@ def build_parallel(
     )
 
 
-@cache  # its groups cost threads and sockets: all runs of one process share them, as in a notebook
-def _mesh(group: dist.ProcessGroup, device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    return init_device_mesh(device, shape, mesh_dim_names=names)
-
-
 def _shard(
     config: ParallelConfig,
     strategy: Strategy,
@@ -277,7 +270,7 @@ def _shard(
     replicas = replicas_of(config, world) if strategy == "hsdp" else 1
     shape = (replicas, world.world_size // replicas) if strategy == "hsdp" else (world.world_size,)
     names = ("replicate", "shard") if strategy == "hsdp" else ("shard",)
-    options: dict[str, Any] = {"mesh": _mesh(dist.group.WORLD, world.device.type, shape, names)}
+    options: dict[str, Any] = {"mesh": world.mesh(shape, names)}
     policy = MixedPrecisionPolicy()
     if precision.cast_by == "policy":
         policy = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=DTYPES[config.reduce_dtype])

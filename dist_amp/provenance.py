@@ -91,19 +91,17 @@ class Provenance:
 
     def _replay(self, step: int, position: int) -> bool:
         """Replay a step on all ranks, and report its first fault; return whether there was one."""
-        run = self.run
-        with run.metrics.off_the_clock(), as_it_was(run):
-            mine, failure = self._examine_all(step, position)
-        text = json.dumps(asdict(mine.fault)) if mine else failure
-        told = enumerate(run.world.gather_texts(text))
-        faults = [Fault.from_json(one) if one.startswith("{") else one for _, one in told]
-        found = [fault for fault in faults if isinstance(fault, Fault)]
-        if not found:
-            self._nothing_found(step, [f"rank {rank}: {why}" for rank, why in enumerate(faults) if why])
-            return False
-        # A sharded parameter is known to be bad only where its shard is; to the others its module looks guilty.
-        chief = min(found, key=lambda fault: (fault.phase != "parameters", fault.rank))
-        self._report(replace(chief, other_ranks=[f.rank for f in found if f is not chief]), mine)
+        with self.run.metrics.off_the_clock():
+            with as_it_was(self.run):
+                mine, failure = self._examine_all(step, position)
+            told = self.run.world.gather_texts(json.dumps(asdict(mine.fault)) if mine else failure)
+            found = [Fault.from_json(text) for text in told if text.startswith("{")]
+            if not found:
+                self._nothing_found(step, [f"rank {rank}: {why}" for rank, why in enumerate(told) if why])
+                return False
+            # A sharded parameter is known to be bad only where its shard is; to the others its module looks guilty.
+            chief = min(found, key=lambda fault: (fault.phase != "parameters", fault.rank))
+            self._report(replace(chief, other_ranks=[f.rank for f in found if f is not chief]), mine)
         return True
 
     def _examine_all(self, step: int, position: int) -> tuple[Offender | None, str]:
@@ -181,12 +179,13 @@ class Provenance:
             "config": to_toml(self.run.config),
             "weights": weights,
         }
+        fresh = path.with_suffix(".writing")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = path.with_suffix(".writing")
             torch.save(kept, fresh)
             os.replace(fresh, path)
-        except (OSError, RuntimeError) as error:  # a full disk is no reason to end the run
+        except Exception as error:  # a full disk, or a batch that can't be pickled, is no reason to end the run
+            fresh.unlink(missing_ok=True)
             return f"it could not be kept: {error}"
         return f"kept in {path}; python -m dist_amp.verify --replay {path}"
 

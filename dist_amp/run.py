@@ -40,7 +40,7 @@ class DebugConfig:
     detect_anomaly: bool = False
     """Stop at the operation whose backward makes a nan, with its forward's stack; several times slower."""
     nonfinite: Literal["log", "step", "off"] = "log"
-    """When to replay a skipped step and name its first module with an inf or nan. log: at log steps, at no cost; step:
+    """When to replay a skipped step and name its first module with an inf or nan. log: at log steps; step:
     after every step, with the parameters exactly as they were, for a host read each; off."""
     numerics: bool = False
     """At log steps, measure the gradients that become zero in fp16 (two more micro-batches) and the updates lost to

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_amp.config import ConfigError, Failure, Range
 
@@ -70,6 +71,7 @@ class World:
     device: torch.device = torch.device("cpu")
     # A gloo group for what the hosts agree on (stop, paths): it never waits for the device.
     control: dist.ProcessGroup | None = field(default=None, compare=False)
+    _meshes: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -113,12 +115,18 @@ class World:
     def one_per_node_first(self) -> Iterator[None]:
         """Let each node's first rank through before its others: it fills the caches that they then read."""
         if self.local_rank != 0:
-            self._wait_long()
+            self.wait_long()
         yield
         if self.local_rank == 0:
-            self._wait_long()
+            self.wait_long()
 
-    def _wait_long(self) -> None:
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """All ranks in a grid; made once, since its groups cost threads and sockets, for all runs in this world."""
+        if (shape, names) not in self._meshes:
+            self._meshes[shape, names] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._meshes[shape, names]
+
+    def wait_long(self) -> None:
         """A barrier without the timeout of a collective: making a cache may take hours."""
         if self.control is not None:
             dist.monitored_barrier(self.control, timeout=timedelta(days=1))

@@ -56,6 +56,7 @@ def train(run: Run, stop: AgreedStop) -> str:
         if run.validation is not None and due(config.eval.every) and not stopping:
             with run.metrics.off_the_clock():
                 run.metrics.write_evaluation(run.step, evaluate(run))
+                tripwires.after_averaging()
         if due(config.checkpoint.every) or (stopping and config.checkpoint.every != "off"):
             with run.metrics.off_the_clock():
                 save(run)

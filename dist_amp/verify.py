@@ -13,8 +13,8 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from queue import Empty
@@ -22,12 +22,12 @@ from typing import Any, NoReturn, get_args
 
 import torch
 
-from dist_amp.config import ConfigError, Failure
-from dist_amp.parallel import Strategy
+from dist_amp.config import ConfigError, Failure, nearest_name
+from dist_amp.parallel import ParallelConfig, Strategy
 from dist_amp.proof.compare import Cell, Verdict, examine
-from dist_amp.proof.findings import find
+from dist_amp.proof.findings import Finding, find
 from dist_amp.proof.reference import GLOBAL_BATCH, STEPS, Exam
-from dist_amp.run import load_config
+from dist_amp.run import Config, load_config
 from dist_amp.runtime import World, locate, report_failure, start
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -87,7 +87,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="which of fp32, bf16, fp16; default all (fp16 is slow on a CPU)")  # fmt: skip
     add("--dtypes", action="store_true", help="print in which dtype each module computes under autocast, and end")
     add("--replay", metavar="FILE", help="replay a micro-batch that was not finite, kept in RUN/nonfinite/, and end")
-    return parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    own = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
+    for word in rest:
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and "." not in name and (near := nearest_name(name, own)):
+            raise ConfigError(f"unknown option --{name}; did you mean --{near}?")
+    return options, rest
 
 
 def _world_sizes(text: str) -> list[int]:
@@ -111,18 +117,20 @@ def verify(argv: Sequence[str], world_sizes: list[int], strategies: list[str], p
     """Print findings and table; return 1 if anything in them fails."""
     began, config = time.perf_counter(), load_config(argv)
     exam = Exam(config, locate(config.run).device, global_batch=math.lcm(GLOBAL_BATCH, *(12 * n for n in world_sizes)))
+    sizes = affordable(world_sizes, exam.device)
+    if not any(rows_of(size, strategies, precisions) for size in sizes):
+        raise ConfigError("nothing to compare: single takes --world_sizes 1, the others 2 and more")
     parameters = sum(p.numel() for p in exam.model().parameters())
     print(f"task     {config.task.target} on {exam.device.type}, {parameters:,} parameters", flush=True)
-    findings = find(exam)
+    findings = [*find(exam), *left_out(config)]
     for finding in findings:
         print(f"{'fail' if finding.fails else 'note'}     {finding.text}")
     if any(finding.fails for finding in findings):
         print("failed: no way of running can compute this task's step as one process would; mend the task first")
         return 1
-    rows = {size: rows_of(size, strategies, precisions) for size in affordable(world_sizes, exam.device)}
+    precisions = [precision for precision in precisions if able(exam, precision)]
+    rows = {size: rows_of(size, strategies, precisions) for size in sizes}
     total, failed = sum(map(len, rows.values())), 0
-    if not total:
-        raise ConfigError("nothing to compare: single takes --world_sizes 1, the others 2 and more")
     batch = f"steps of {exam.global_batch} samples"
     print(f"compare  {total} combinations, each {STEPS} {batch} by SGD and by AdamW\n\n{HEADER}", flush=True)
     for size in rows:
@@ -132,6 +140,28 @@ def verify(argv: Sequence[str], world_sizes: list[int], strategies: list[str], p
     outcome = f"{total - failed} of {total} compute the steps of one process with the whole batch"
     print(f"\n{'failed' if failed else 'passed'}: {outcome} ({time.perf_counter() - began:.0f} s)")
     return int(failed > 0)
+
+
+def left_out(config: Config) -> list[Finding]:
+    """What the config says that would hide the step's own errors behind a format's."""
+    default, user = ParallelConfig(), config.parallel
+    names = ("param_dtype", "reduce_dtype", "comm_dtype", "cpu_offload")
+    return [
+        Finding(f"parallel.{name}={getattr(user, name)} is left out: what is compared keeps the default")
+        for name in names
+        if getattr(user, name) != getattr(default, name)
+    ]
+
+
+def able(exam: Exam, precision: str) -> bool:
+    """Whether plain torch can run the task in this format on this device; says so if it can't."""
+    try:
+        exam.bound(precision)
+    except RuntimeError as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        print(f"note     {precision} left out: plain torch can't run this task in it on this device ({why})")
+        return False
+    return True
 
 
 def affordable(world_sizes: list[int], device: torch.device) -> list[int]:
@@ -170,7 +200,8 @@ def on_ranks(size: int, argv: Sequence[str], rows: list[Row], exam: Exam) -> Ite
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = (list(argv), rows, exam.task.quiet, exam.shared(), results)
+    measured = exam.shared({precision for _, _, precision in rows})
+    shared = (list(argv), rows, exam.task.quiet, measured, results)
     ranks = [spawn.Process(target=_rank, args=(rank, size, port, *shared)) for rank in range(size if rows else 0)]
     for process in ranks:
         process.start()
@@ -209,7 +240,8 @@ def _rank(rank: int, size: int, port: int, argv: list[str], rows: list[Row], qui
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     try:
         config = load_config(argv)
-        with start(replace(config.run, timeout_seconds=min(config.run.timeout_seconds, 60.0))) as world:
+        with start(config.run) as world, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="torch")  # a row passes or fails by its figures alone
             logging.getLogger("dist_amp").setLevel(logging.ERROR)  # the data were told of before the table
             exam = Exam(config, world.device, quiet=quiet, shared=shared)
             for _, strategy, precision in rows:
@@ -222,10 +254,13 @@ def _rank(rank: int, size: int, port: int, argv: list[str], rows: list[Row], qui
 
 
 def verdict_of(world: World, exam: Exam, strategy: Any, precision: Any, optimizer: Any) -> Verdict:
-    """Examine one cell, clipped and stepped as the user's config says."""
-    config = exam.config
+    """Examine one cell, clipped, stepped and reduced as the user's config says."""
+    train, optim, parallel = exam.config.train, exam.config.optim, exam.config.parallel
+    cell = Cell(
+        strategy, precision, optimizer, train.clip_by, optim.fused, accumulate_reduce=parallel.accumulate_reduce
+    )
     try:
-        return examine(world, exam, Cell(strategy, precision, optimizer, config.train.clip_by, config.optim.fused))
+        return examine(world, exam, cell)
     except Failure as error:  # raised on every rank alike
         return Verdict(cause=str(error))
 

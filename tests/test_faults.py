@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dist_amp.checks import Tripwires
+from dist_amp.checks import Tripwires, scale_follows_the_counts
 from dist_amp.config import Failure
 from dist_amp.data import Padding
 from dist_amp.metrics import StepReport
 from dist_amp.optim import Optimizer, local
+from dist_amp.runtime import NumericsError, World
 from dist_amp.step import loss_of, mark_last, total_weight, train_step
 
 # ---- faults in the loop: verify's comparison finds them ----
@@ -334,6 +335,8 @@ class OneBadRow(Noisy):
         return rows
 
 
+EVALUATED = ("--eval.every", "4")
+AUTOCAST = ("--precision.cast_by", "autocast")
 ORDERED = ("--data.shuffle", "false")
 FP16 = ("--precision.dtype", "fp16")
 GROWING = (*FP16, "--precision.scaler.init_scale", "256", "--precision.scaler.growth_interval", "2")
@@ -342,9 +345,9 @@ RUN_FAULTS = [
     (optimizer_built_before_sharding, "ddp", Tiny(), (), "built before the model was sharded"),
     (same_shard_on_all_ranks, "ddp", Tiny(), (), "ranks 0 and 1 were fed the same samples"),
     (same_shard_on_all_ranks, "fsdp", Tiny(), (), "ranks 0 and 1 were fed the same samples"),
-    (parameter_differs, "ddp", Tiny(), (), "the parameter 0.0.weight is not the same on ranks 0 and 1 after step 4"),
-    (buffers_are_never_averaged, "ddp", Noisy(), (), "the buffer 1.running_mean is not the same on ranks 0 and 1"),
-    (buffers_are_never_averaged, "fsdp", Noisy(), ("--precision.cast_by", "autocast"), "the buffer 1.running_mean"),
+    (parameter_differs, "ddp", Tiny(), (), "parameter 0.0.weight is not the same on ranks 0 and 1 after step 4"),
+    (buffers_are_never_averaged, "ddp", Noisy(), EVALUATED, "buffer 1.running_mean is not the same on ranks 0 and 1"),
+    (buffers_are_never_averaged, "fsdp", Noisy(), (*EVALUATED, *AUTOCAST), "the buffer 1.running_mean"),
     (nothing, "ddp", RanksRemember(), (), "the buffer 0.seen is not the same on ranks 0 and 1 after step 2"),
     (schedule_steps_on_a_skip, "ddp", OneBadRow(), ORDERED, "2 applied and 1 skipped steps do not make 2"),
     (schedule_follows_all_steps, "ddp", OneBadRow(), ORDERED, "the schedule moved on a skipped step"),
@@ -353,7 +356,7 @@ RUN_FAULTS = [
     (two_updates, "fsdp", Tiny(), GROWING, "exactly once per step"),
     (two_meshes, "ddp", Tiny(), (), "the parameters live on two meshes: 0.0.weight on"),
     (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
-    (shorter_data_on_one_rank, "ddp", Tiny(), (), "64 on rank 0, 63 on rank 1"),
+    (shorter_data_on_one_rank, "ddp", Tiny(), (), "64 + 0 on rank 0, 63 + 0 on rank 1"),
 ]  # fmt: skip
 
 
@@ -369,8 +372,8 @@ def test_a_fault_in_a_run_stops_it_with_rank_and_cause(fault, strategy, task, wo
     [
         (Tiny(), ()),
         (Tiny(), FP16),
-        (Noisy(), ("--precision.cast_by", "autocast")),
-        (OneBadRow(), ("--precision.cast_by", "autocast", *ORDERED)),
+        (Noisy(), (*AUTOCAST, *EVALUATED)),
+        (OneBadRow(), (*AUTOCAST, *ORDERED)),
         (Tiny(), GROWING),
     ],
 )
@@ -412,8 +415,109 @@ class AllAlike(Tiny):
         return Rows(x=torch.ones(64, 8), y=torch.ones(64), counts=torch.ones(64))
 
 
-def test_data_that_are_all_alike_are_no_fault():
-    assert on_ranks(2, failure_of, nothing, AllAlike()) == ["", ""]
+class FourKinds(Tiny):
+    """Exclusive or: now and then two ranks draw the same row, step after step."""
+
+    def build_dataset(self, split):
+        x = torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]).repeat(16, 4)
+        return Rows(x=x, y=(x[:, 0] != x[:, 1]).float(), counts=torch.ones(64))
+
+
+@pytest.mark.parametrize("task", [AllAlike(), FourKinds()])
+def test_data_that_are_alike_by_nature_are_no_fault(task):
+    words = ["--train.steps", 60, "--train.micro_batch_size", 1]
+    assert on_ranks(4, failure_of, nothing, task, *words) == [""] * 4
+
+
+class Reseeds(Tiny):
+    """Draws nothing, but sets the seed for whatever may."""
+
+    def loss_sum(self, model, batch):
+        torch.manual_seed(0)
+        return super().loss_sum(model, batch)
+
+
+def test_a_task_that_sets_the_seed_and_draws_nothing_is_no_fault():
+    assert on_ranks(2, failure_of, nothing, Reseeds()) == ["", ""]
+
+
+class OddBuffers(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        for name, buffer in {
+            "sparse": torch.eye(3).to_sparse(),
+            "complex": torch.ones(2, dtype=torch.complex128).conj(),
+            "expanded": torch.ones(1, 3).expand(4, 3),
+            "flags": torch.tensor([True, False]),
+            "empty": torch.zeros(0),
+            "number": torch.tensor(3),
+        }.items():
+            model.register_buffer(name, buffer)
+        return model
+
+    def collate(self, samples):
+        batch = torch.utils.data.default_collate(samples)
+        return {
+            **batch,
+            "waves": torch.ones(2, dtype=torch.complex128).conj(),
+            "name": "a",
+            "sparse": torch.eye(2).to_sparse(),
+        }
+
+
+def test_tensors_of_every_kind_pass_in_batches_and_buffers():
+    assert on_ranks(2, failure_of, nothing, OddBuffers()) == ["", ""]
+
+
+def order_differs(run):
+    after_three_steps(run, lambda: run.parallel.module.places.copy_(torch.arange(4).roll(run.world.rank)))
+
+
+class Permuted(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model.register_buffer("places", torch.arange(4))
+        return model
+
+
+def test_a_buffer_that_differs_in_order_alone_is_named():
+    told = on_ranks(2, failure_of, order_differs, Permuted())
+    assert all("the buffer places is not the same on ranks 0 and 1" in text for text in told)
+
+
+def one_rank_has_another_buffer(run):
+    if run.world.rank:
+        run.parallel.module.register_buffer("late", torch.zeros(1))
+
+
+def test_a_buffer_that_is_there_on_one_rank_alone_is_named():
+    told = on_ranks(2, failure_of, one_rank_has_another_buffer, Tiny())
+    assert all("ranks 0 and 1 do not have the same parameters and buffers: late" in text for text in told)
+
+
+def test_thousands_of_skips_are_followed_without_end_or_overflow():
+    run = make_run(World(), Tiny(), "--precision.dtype", "fp16")
+    row = run.metrics.log(0, run.parallel, run.optimizer, run.precision, run.data)
+    ranks = [{**row.ranks[0], "skipped_steps": 5000, "applied_steps": 10_000_000, "loss_scale": 65536.0}]
+    scale_follows_the_counts(run, replace(row, ranks=ranks), 65536.0, 0, 0)
+    with pytest.raises(NumericsError, match="does not follow from 65536"):
+        scale_follows_the_counts(run, replace(row, ranks=[{**ranks[0], "applied_steps": 2000}]), 65536.0, 0, 0)
+
+
+def buffers_after_training(world, check_every):
+    """A run that is looked at, and one that is not, take the same steps."""
+    from dist_amp.runtime import AgreedStop
+    from dist_amp.train import train
+
+    words = ["--train.steps", 7, "--metrics.log_every", 1, "--debug.check_every", check_every]
+    run = make_run(world, Noisy(), *words, "--debug.nonfinite", "off")
+    with AgreedStop(world) as stop:
+        train(run, stop)
+    return [value.tolist() for value in run.parallel.module.state_dict().values()]
+
+
+def test_a_run_that_is_checked_is_bit_identical_to_one_that_is_not():
+    assert on_ranks(2, buffers_after_training, 2) == on_ranks(2, buffers_after_training, "off")
 
 
 def test_tripwires_can_be_turned_off():

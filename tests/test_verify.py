@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from conftest import ROOT
 from tiny import Tiny
 from torch import nn
 
+from dist_amp.proof.compare import Cell, config_of, examine
 from dist_amp.proof.findings import find
 from dist_amp.proof.reference import Exam
 from dist_amp.run import load_config
-from dist_amp.runtime import DataError
+from dist_amp.runtime import DataError, World
 
 SMALL = {
     "dist_amp.tasks.causal_lm:CausalLM": ["context", "8", "width", "16", "layers", "1"],
@@ -110,6 +112,7 @@ def test_a_rank_that_dies_fails_its_rows_with_its_last_words(tmp_path):
         (["--strategies", "ddp,fsdb"], "--strategies=ddp,fsdb: 'fsdb' is none of single, ddp, fsdp, hsdp"),
         (["--strategies", "single", "--world_sizes", "2"], "nothing to compare: single takes --world_sizes 1"),
         (["--replay"], "argument --replay: expected one argument; see python -m dist_amp.verify --help"),
+        (["--strategy", "ddp"], "unknown option --strategy; did you mean --strategies?"),
         (["--task.taget", "x:Y"], "task.target"),
         (["--task.target", "nowhere:Task"], "task.target=nowhere:Task"),
     ],
@@ -154,11 +157,12 @@ class BatchNorm(Task):
 def test_batch_statistics_and_dropout_are_named_and_silenced_not_failed():
     exam = exam_of(BatchNorm())
     texts = [finding.text for finding in find(exam)]
-    assert texts[0] == "dropout is off for the comparison: 4"
-    assert texts[1].startswith("1 (BatchNorm1d) and 1 like it depends on the whole batch (batch statistics)")
+    assert texts[0] == "4 (Dropout): dropout is off for the comparison"
+    assert texts[1].startswith("1 (BatchNorm1d), 3 (BatchNorm1d): the result depends on the whole batch")
     assert len(texts) == 2
     assert exam.task.quiet == {"1", "3"}
     assert not any(finding.fails for finding in find(exam))
+    assert exam.bound("fp32") < 1e-4, "measured with batch statistics at rest"
 
 
 class Centred(nn.Module):
@@ -173,7 +177,7 @@ class OwnBatchStatistics(Task):
 
 def test_a_users_own_module_that_looks_at_the_whole_batch_is_named():
     text, fails = told(OwnBatchStatistics())
-    assert "1 (Centred) depends on the whole batch (batch statistics)" in text
+    assert "1 (Centred): the result depends on the whole batch (batch statistics)" in text
     assert fails
 
 
@@ -189,7 +193,7 @@ class FunctionalDropout(Task):
 
 def test_functional_dropout_is_named_and_compared_in_evaluation_mode():
     text, fails = told(FunctionalDropout())
-    assert text == "1 (Drops) draws random numbers in training mode; compared in evaluation mode"
+    assert text == "1 (Drops): the result is drawn at random in training mode; compared in evaluation mode"
     assert not fails
 
 
@@ -207,6 +211,74 @@ def test_a_module_that_does_not_repeat_itself_is_named():
     text, fails = told(NotDeterministic())
     assert "1 (Unseeded) is not deterministic: two identical runs differ" in text
     assert fails
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class HasItsLoss(nn.Module):
+    """As models of the Hugging Face library do: the loss, a mean, is among what they return."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+        self.kind = kind
+
+    def forward(self, x, y):
+        logits = self.inner(x).squeeze(-1)
+        return self.kind(loss=F.mse_loss(logits.float(), y), logits=logits)
+
+
+class ModelWithLoss(Task):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def build_model(self):
+        return HasItsLoss(self.kind)
+
+    def loss_sum(self, model, batch):
+        output = model(batch["x"], batch["y"])
+        return (output["loss"] if self.kind is dict else output.loss) * len(batch["y"])
+
+    def weight(self, batch):
+        return len(batch["y"])
+
+
+class HalfLossOfOutput(ModelWithLoss):
+    def loss_sum(self, model, batch):
+        return (model(batch["x"], batch["y"]).logits - batch["y"].to(torch.bfloat16)).pow(2).sum().float()
+
+
+@pytest.mark.parametrize("kind", [dict, Output])
+def test_a_model_that_returns_its_own_mean_loss_is_sound(kind):
+    assert told(ModelWithLoss(kind)) == ("", False)
+
+
+def test_a_loss_in_half_of_an_output_class_is_found():
+    assert "the loss is computed in half precision" in told(HalfLossOfOutput(Output))[0]
+
+
+def test_weight_decay_does_not_drive_the_comparison_apart_where_gradients_are_small():
+    class Small(Task):
+        def loss_sum(self, model, batch):
+            return super().loss_sum(model, batch) * 1e-4
+
+    config = load_config([], environ={})
+    exam = Exam(config, torch.device("cpu"), Small())
+    for optimizer in ("sgd", "adamw"):
+        cause = examine(World(), exam, Cell("single", "fp32", optimizer)).cause
+        assert cause == ""
+
+
+def test_replicas_that_do_not_divide_a_world_size_are_left_to_auto():
+    config = load_config(["--parallel.replicas", "4"], environ={})
+    exam = Exam(config, torch.device("cpu"), Task())
+    assert config_of(exam, Cell("hsdp", "fp32"), World(world_size=2)).parallel.replicas == "auto"
+    assert config_of(exam, Cell("hsdp", "fp32"), World(world_size=4)).parallel.replicas == 4
 
 
 class MeanLoss(Task):

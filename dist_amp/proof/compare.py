@@ -78,17 +78,20 @@ def examine(world: World, exam: Exam, cell: Cell, step: Callable[..., Any] = tra
             step(run, micro_batches)
         run.step += 1
         reductions.append(seen.count)
-    faults += [scale_and_counts(run), checks.disagreement(run)]
+    counts, faults = scale_and_counts(run), [*faults, checks.disagreement(run)]
     if cell.accumulate_reduce == "last" and len(set(reductions)) > 1:
         faults.append(
             f"sums over ranks: {reductions} in steps of {cell.accumulation} micro-batches, not equally many; gradients "
             "must travel with the last micro-batch alone: no_sync around its forward and its backward"
         )
     parameters = {name: whole(p) for name, p in run.parallel.module.named_parameters() if p.requires_grad}
-    if not world.is_main:
-        return Verdict()
-    verdict = compare(exam, cell, world, captured, parameters)
-    return replace(verdict, cause="; ".join(filter(None, [verdict.cause, *faults])))
+    try:
+        verdict = compare(exam, cell, world, captured, parameters) if world.is_main else Verdict()
+    finally:
+        world.wait_long()  # for rank 0, which computes the reference alone
+    # Where gradients are off, steps may have been skipped for it.
+    causes = [verdict.cause or counts, *faults]
+    return replace(verdict, cause="; ".join(filter(None, causes)))
 
 
 def config_of(exam: Exam, cell: Cell, world: World) -> Config:
@@ -97,16 +100,21 @@ def config_of(exam: Exam, cell: Cell, world: World) -> Config:
     cast_by = user.precision.cast_by if half and cell.strategy in ("fsdp", "hsdp") else "auto"
     if half and any(isinstance(part, _NormBase) for part in exam.model().modules()):
         cast_by = "autocast"  # a policy would cast batch norm's weights and not its statistics
-    scaler = ScalerConfig(init_scale=scaled.init_scale, growth_interval=2, min_scale=scaled.init_scale / 4)
-    precision = replace(user.precision, use_amp=half, cast_by=cast_by, tf32=False)
+    precision = replace(user.precision, use_amp=half, cast_by=cast_by, tf32=False, scaler=ScalerConfig())
     if cell.precision != "fp32":
         precision = replace(precision, dtype=cell.precision)
+    if cell.precision == "fp16":
+        scaler = ScalerConfig(init_scale=exam.init_scale, growth_interval=2, min_scale=exam.init_scale / 4)
+        precision = replace(precision, scaler=scaler)
+    fits = user.parallel.replicas != "auto" and world.world_size % user.parallel.replicas == 0
     return replace(
         user,
         run=replace(user.run, dir="unused", resume="never"),
         data=replace(user.data, workers=0, shuffle=True),
-        precision=replace(precision, scaler=scaler if cell.precision == "fp16" else ScalerConfig()),
-        parallel=ParallelConfig(cell.strategy, user.parallel.replicas, accumulate_reduce=cell.accumulate_reduce),
+        precision=precision,
+        parallel=ParallelConfig(
+            cell.strategy, user.parallel.replicas if fits else "auto", accumulate_reduce=cell.accumulate_reduce
+        ),
         train=TrainConfig(
             steps=STEPS,
             micro_batch_size=exam.global_batch // world.world_size,

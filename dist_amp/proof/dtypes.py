@@ -123,7 +123,7 @@ class DtypeReport:
         """What stays in float32, by its share of the arithmetic."""
         wide, total = self.in_float32, max(1, sum(flops for _, flops in self.costly))
         if not wide:
-            return f"No costly operation (product, convolution, attention) of {len(self.costly)} stays in float32."
+            return f"All {len(self.costly)} costly operations (products, convolutions, attention) run in {self.dtype}."
         share = 100 * sum(flops for _, flops in wide) / total
         about = (
             f"{len(wide)} of {len(self.costly)} costly operations {'stay' if len(wide) > 1 else 'stays'} in float32 "
@@ -177,6 +177,7 @@ class Watch(TorchDispatchMode):
         self.costly: list[tuple[Operation, int]] = []
         self.half_sums: list[tuple[Operation, int]] = []
         self._running = [LOSS]
+        self._touched: set[int] = set()  # tensors that an operation took
         self._columns: dict[tuple[str, str], dict[str, None]] = {}  # (path, column) -> distinct dtypes, in order
         self._hooks: list[Any] = []
 
@@ -211,6 +212,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         name, path = function.overloadpacket.__name__, self._running[-1]
+        self._touched |= {id(tensor) for tensor in tensors_in((args, kwargs))}
         floating = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
         if function.is_view or name in MOVES or not floating:
             return out
@@ -219,7 +221,11 @@ class Watch(TorchDispatchMode):
         if formula:
             operands = " x ".join(dtypes_in([tensor for tensor in floating if tensor.ndim > 1]))  # without a bias
             operation = Operation(path, self._kind(path), "attention" if "attention" in name else name, operands)
-            self.costly.append((operation, formula(*args, **kwargs, out_val=out)))
+            try:
+                flops = formula(*args, **kwargs, out_val=out)
+            except Exception:  # a formula that does not know this form of the operation
+                flops = 0
+            self.costly.append((operation, flops))
         elif name in SUMS and floating[0].numel() > 1 and next(tensors_in(out)).numel() == 1:
             dtype = dtypes_in(out)[0]
             if dtype in HALF:
@@ -233,12 +239,15 @@ class Watch(TorchDispatchMode):
         return [self._row(path) for path in [*shown, LOSS]]
 
     def never_called(self) -> list[tuple[str, str]]:
-        """(path, class) of modules that have a forward and did not run."""
+        """(path, class) of modules that have a forward and did not run, and whose weights no other took."""
         return [
             (path, self._kind(path))
             for path, module in self.modules.items()
             # A ModuleList or a ParameterList has no forward.
-            if not self._ran(path) and self._computes(path) and type(module).forward is not nn.Module.forward
+            if not self._ran(path)
+            and self._computes(path)
+            and type(module).forward is not nn.Module.forward
+            and not any(id(p) in self._touched for p in module.parameters())
         ]
 
     def _ran(self, path: str) -> bool:

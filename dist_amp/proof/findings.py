@@ -5,15 +5,16 @@ batch can't equal one process with the whole batch. Each is told by running the 
 module puts out: the first module that differs is named.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from dist_amp.proof.dtypes import tensors_in
 from dist_amp.proof.reference import Exam, Values, copies, gradients_of
 from dist_amp.runtime import seed_all
 from dist_amp.step import scalar
@@ -31,8 +32,9 @@ class Finding:
 
 @dataclass
 class Trace:
-    """One forward and backward: loss sum, gradients, and each module call's first floating-point output, in order."""
+    """One forward and backward: loss sum, gradients, and each module call's floating-point outputs, in order."""
 
+    samples: int
     loss: Tensor
     gradients: Values
     outputs: list[tuple[str, Tensor]]
@@ -50,7 +52,7 @@ def find(exam: Exam) -> list[Finding]:
         return trace(exam, whole, 0), trace(exam, half, 0)
 
     differs, where = _apart(exam, *twice(0))
-    if differs > exam.rounding("fp32"):
+    if differs > exam.rounding:
         return [
             *findings,
             Finding(
@@ -66,8 +68,10 @@ def find(exam: Exam) -> list[Finding]:
                 "run.deterministic=true makes them equal"
             )
         )
-    findings += _silence(exam, lambda: twice(1), "draws random numbers in training mode")
-    findings += _silence(exam, split, "depends on the whole batch (batch statistics), which no splitting can equal")
+    findings += _silence(exam, lambda: twice(1), "the result is drawn at random in training mode")
+    findings += _silence(
+        exam, split, "the result depends on the whole batch (batch statistics), which no splitting can equal"
+    )
     return [*findings, *_sums(exam, whole), *_half_loss(exam, whole), *_unused(exam, whole)]
 
 
@@ -78,8 +82,8 @@ def trace(exam: Exam, indices: list[int], seed: int) -> Trace:
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            outputs.extend((name, leaf.detach().clone()) for leaf in floats[:1])
+            floats = (tensor for tensor in tensors_in(output) if tensor.is_floating_point())
+            outputs.extend((name, tensor.detach().clone()) for tensor in floats)
 
         return hook
 
@@ -88,7 +92,7 @@ def trace(exam: Exam, indices: list[int], seed: int) -> Trace:
     seed_all(seed)
     loss = exam.task.loss_sum(model, batch)
     loss.backward()
-    return Trace(loss.detach(), copies(gradients_of(model)), outputs)
+    return Trace(len(indices), loss.detach(), copies(gradients_of(model)), outputs)
 
 
 def _named(name: str, module: nn.Module) -> str:
@@ -98,15 +102,20 @@ def _named(name: str, module: nn.Module) -> str:
 def _apart(exam: Exam, a: Trace, b: Trace) -> tuple[float, str]:
     """(how far two traces are apart, relative to the largest value; the first place where they are).
 
-    b may be of the first half of a's samples: then a's are cut to them, and rounding does not count.
+    b may be of the first half of a's samples: then outputs of half the length are compared with the half of a's, and
+    rounding does not count.
     """
-    same_batch = a.outputs[-1][1].shape == b.outputs[-1][1].shape
-    least = 0.0 if same_batch else exam.rounding("fp32")
+    if a.samples != b.samples:
+        halves = [(name, x[: len(y)], y) for name, x, y in _pairs(a, b) if x.ndim and len(x) == 2 * len(y)]
+        far = ((_error(x, y), name) for name, x, y in halves if x.shape == y.shape)
+        return next((found for found in far if found[0] > exam.rounding), (0.0, ""))
+    far = ((_error(x, y), name) for name, x, y in _pairs(a, b) if x.shape == y.shape)
+    return next((found for found in far if found[0] > 0), (_error(a.loss, b.loss), "the task's loss_sum"))
+
+
+def _pairs(a: Trace, b: Trace) -> Iterator[tuple[str, Tensor, Tensor]]:
     for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False):
-        x = x[: len(y)] if x.ndim and len(x) == 2 * len(y) else x
-        if x.shape == y.shape and (error := _error(x, y)) > least:
-            return error, name
-    return (_error(a.loss, b.loss), "the task's loss_sum") if same_batch else (0.0, "")
+        yield name, x, y
 
 
 def _error(x: Tensor, y: Tensor) -> float:
@@ -114,8 +123,12 @@ def _error(x: Tensor, y: Tensor) -> float:
 
 
 def _dropout(exam: Exam) -> list[Finding]:
-    off = [name for name, module in exam.model().named_modules() if isinstance(module, _DropoutNd)]
-    return [Finding(f"dropout is off for the comparison: {', '.join(off[:3])}{' ...' * (len(off) > 3)}")] if off else []
+    off = [_named(name, module) for name, module in exam.model().named_modules() if isinstance(module, _DropoutNd)]
+    return [Finding(f"{_listed(off)}: dropout is off for the comparison")] if off else []
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _silence(exam: Exam, runs: Callable[[], tuple[Trace, Trace]], why: str) -> list[Finding]:
@@ -123,16 +136,15 @@ def _silence(exam: Exam, runs: Callable[[], tuple[Trace, Trace]], why: str) -> l
     findings: list[Finding] = []
     while True:
         differs, where = _apart(exam, *runs())
-        if differs <= exam.rounding("fp32"):
+        if differs <= exam.rounding:
             return findings
-        modules = {_named(name, module): module for name, module in exam.model().named_modules()}
-        module = modules.get(where)
-        alike = {other for other, part in exam.model().named_modules() if type(part) is type(module)}
-        if module is None or alike <= exam.task.quiet:
-            return [*findings, Finding(f"{where} {why}, in evaluation mode too; it can't be compared", fails=True)]
-        exam.task.quiet |= alike
-        more = f" and {len(alike) - 1} like it" if len(alike) > 1 else ""
-        findings.append(Finding(f"{where}{more} {why}; compared in evaluation mode"))
+        modules = {_named(name, module): (name, module) for name, module in exam.model().named_modules()}
+        kind = type(modules[where][1]) if where in modules else None
+        alike = {label: name for label, (name, module) in modules.items() if type(module) is kind}
+        if not alike or set(alike.values()) <= exam.task.quiet:
+            return [*findings, Finding(f"{where}: {why}, in evaluation mode too; it can't be compared", fails=True)]
+        exam.task.quiet |= set(alike.values())
+        findings.append(Finding(f"{_listed(list(alike))}: {why}; compared in evaluation mode"))
 
 
 def _sums(exam: Exam, indices: list[int]) -> list[Finding]:
@@ -140,7 +152,7 @@ def _sums(exam: Exam, indices: list[int]) -> list[Finding]:
     parts = [indices[: len(indices) // 2], indices[len(indices) // 2 :]]
     whole, *halves = [trace(exam, part, 0).loss for part in (indices, *parts)]
     findings = []
-    if not torch.isclose(whole, sum(halves, torch.zeros_like(whole)), rtol=10 * exam.rounding("fp32"), atol=0):
+    if not torch.isclose(whole, sum(halves, torch.zeros_like(whole)), rtol=10 * exam.rounding, atol=0):
         findings.append(Finding(
             f"the task's loss_sum of {len(indices)} samples is {whole:.6g}, and {sum(halves):.6g} for its halves added "
             "up: it must be a sum over samples, not a mean (reduction=\"sum\")", fails=True))  # fmt: skip
@@ -161,21 +173,26 @@ def _half_loss(exam: Exam, indices: list[int]) -> list[Finding]:
     def loss(cast: bool) -> Tensor:
         model = exam.model()
         if cast:
-            model.register_forward_hook(lambda module, inputs, output: tree_map(_float, output))
+            model.register_forward_hook(lambda module, inputs, output: _in_float32(output))
         seed_all(0)
         with exam.autocast(dtype), torch.no_grad():
             return exam.task.loss_sum(model, exam.batch(indices)).float()
 
     as_it_is, in_float32 = loss(False), loss(True)
     error = _error(in_float32, as_it_is)
-    if not error > exam.rounding("fp32"):
+    if not error > exam.rounding:
         return []
     return [Finding(f"the loss is computed in half precision: under {dtype} it is {error:.1e} off what float32 makes "
                     "of the same outputs; cast them first, as in `logits.float()`", fails=True)]  # fmt: skip
 
 
-def _float(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _in_float32(value: Any) -> Any:
+    """The floating-point tensors in nested dicts, lists, tuples and dataclasses as float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: _in_float32(getattr(value, item.name)) for item in fields(value)})
+    return tree_map(lambda leaf: leaf if leaf is value else _in_float32(leaf), value)
 
 
 def _unused(exam: Exam, indices: list[int]) -> list[Finding]:

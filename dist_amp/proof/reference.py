@@ -6,7 +6,7 @@ by about 1 %, the limits bite, and AdamW's division does not magnify rounding to
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,13 +34,13 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Scaled:
-    """What is scaled to the task's own gradients: learning rates, AdamW's eps, clipping limits, fp16's first scale."""
+    """What is scaled to the task's own gradients: learning rates, AdamW's eps, clipping limits, decay."""
 
     lr: dict[str, float]
     eps: float
     max_grad_norm: float
     max_grad_value: float
-    init_scale: float
+    weight_decay: float
 
 
 class Prepared:
@@ -136,11 +136,14 @@ class Exam:
         task = build_task(config.task, config.data) if task is None else task
         self.task = Prepared(task, World(device=device), STEPS * global_batch, quiet)
         self._trajectories: dict[tuple[str, str, bool], Trajectory] = {}
+        self._bounds: dict[str, float] = {}
         vars(self).update(shared or {})  # the cached properties
 
-    def shared(self) -> dict[str, Any]:
-        """What is measured on the task and must be the same on all ranks."""
-        return {"scaled": self.scaled, "_own_errors": self._own_errors, "global_batch": self.global_batch}
+    def shared(self, precisions: Iterable[str]) -> dict[str, Any]:
+        """What is measured on the task, for these formats, and must be the same on all ranks."""
+        bounds = {precision: self.bound(precision) for precision in precisions}
+        scale = {"init_scale": self.init_scale} if "fp16" in precisions else {}
+        return {"scaled": self.scaled, "_bounds": bounds, "global_batch": self.global_batch, **scale}
 
     def model(self, parameters: Values | None = None) -> nn.Module:
         """The model with its initial weights, as every rank of every cell has it; or with those given."""
@@ -179,9 +182,12 @@ class Exam:
         weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
         step = 0.01 * weights.norm().item()
         lr = {"sgd": step / norm, "adamw": step / (gradient / (gradient.abs() + rms)).norm().item()}
-        return Scaled(lr, rms, 0.4 * norm, 0.4 * most, self._scale())
+        # At most 1 % of the weights per step as well: lr x weight_decay above 2 would make them grow without bound.
+        decay = min(self.config.optim.weight_decay, 0.01 / max(lr.values()))
+        return Scaled(lr, rms, 0.4 * norm, 0.4 * most, decay)
 
-    def _scale(self) -> float:
+    @cached_property
+    def init_scale(self) -> float:
         """A thirty-second of the largest scale at which the first step is finite: it doubles twice in five steps."""
         scale = 2.0**16
         while scale > 2.0**-10:
@@ -194,31 +200,25 @@ class Exam:
             scale /= 2
         return scale / 32
 
-    def rounding(self, precision: str) -> float:
-        """n x u: what the format's roundings add up to along one forward and backward."""
-        return self._own_errors[precision][0]
+    @cached_property
+    def rounding(self) -> float:
+        """n x u of float32: what its roundings add up to along one forward and backward."""
+        return self._first_gradients("fp32", parts=1)[1] * UNIT_ROUNDOFF["fp32"]
 
     def bound(self, precision: str) -> float:
-        """n x u + 4 e, as compare.py has it; below a half, which a factor of two would make."""
-        rounding, error = self._own_errors[precision]
-        return min(rounding + 4 * error, 0.45)
-
-    @cached_property
-    def _own_errors(self) -> dict[str, tuple[float, float]]:
-        """Of each format (n x u, e): e is how far it is off by itself, the batch whole or in twelve parts."""
-        truth = self._first_gradients("fp32", parts=1)[0]
-        errors = {}
-        for precision, unit_roundoff in UNIT_ROUNDOFF.items():
+        """The gradients' bound in one format: n x u + 4 e, as compare.py has it; below a half, a factor of two's."""
+        if precision not in self._bounds:
+            truth = self._first_gradients("fp32", parts=1)[0]
             whole, roundings = self._first_gradients(precision, parts=1)
             split, _ = self._first_gradients(precision, parts=12)
             error = max(relative_error(gradients, truth) for gradients in (whole, split))
-            errors[precision] = (roundings * unit_roundoff, error)
-        return errors
+            self._bounds[precision] = min(roundings * UNIT_ROUNDOFF[precision] + 4 * error, 0.45)
+        return self._bounds[precision]
 
     def _first_gradients(self, precision: str, parts: int) -> tuple[Values, int]:
         """(the first step's gradients by plain torch in a format, how many results were rounded in one part of it)."""
         model, window = self.model(), self.windows(True)[0]
-        weight, scale = self.task.weight(self.batch(window)), self.scaled.init_scale if precision == "fp16" else 1.0
+        weight, scale = self.task.weight(self.batch(window)), self.init_scale if precision == "fp16" else 1.0
         for part in torch.tensor(window).chunk(parts):
             with Roundings() as seen:
                 with self.autocast(precision):
@@ -240,7 +240,7 @@ class Exam:
         model, optim = self.model(), self.config.optim
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         groups = [
-            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": optim.weight_decay},
+            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": self.scaled.weight_decay},
             {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer: torch.optim.Optimizer = (
@@ -264,7 +264,9 @@ class Exam:
 
     def optim_of(self, name: str, fused: bool = True) -> OptimConfig:
         scaled = self.scaled
-        config = replace(self.config.optim, lr=scaled.lr[name], eps=scaled.eps, fused=fused)
+        config = replace(
+            self.config.optim, lr=scaled.lr[name], eps=scaled.eps, weight_decay=scaled.weight_decay, fused=fused
+        )
         return replace(config, name=name, schedule="cosine", warmup_steps=2)  # type: ignore[arg-type]
 
 

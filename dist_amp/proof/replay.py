@@ -59,7 +59,7 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
 
 
 def read_kept(path: Path) -> dict[str, Any]:
-    """What `Nonfinite` kept. Errors: DataError, in one line. Nothing but plain data and tensors is unpickled."""
+    """What a run kept. Errors: DataError, in one line. Nothing but plain data and tensors is unpickled."""
     mend = "give a file of RUN/nonfinite"
     try:
         with path.open("rb") as file:
