@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--world_sizes", default=[1, 2, 4], type=_world_sizes, metavar="1,2,4", help="how many ranks; default 1,2,4")
     add("--strategies", default=list(get_args(Strategy)), type=_some_of("strategies", get_args(Strategy)),
-        metavar="ddp,fsdp", help="which of single, ddp, fsdp, hsdp; default all")  # fmt: skip
+        metavar="ddp,fsdp", help="which of single, ddp, fsdp, hsdp (even numbers of ranks); default all")  # fmt: skip
     add("--precisions", default=list(PRECISIONS), type=_some_of("precisions", PRECISIONS), metavar="fp32,bf16",
         help="which of fp32, bf16, fp16; default all (fp16 is slow on a CPU)")  # fmt: skip
     add("--dtypes", action="store_true", help="print in which dtype each module computes under autocast, and end")
@@ -175,9 +175,10 @@ def affordable(world_sizes: list[int], device: torch.device) -> list[int]:
     return [size for size in world_sizes if size <= gpus]
 
 
-def rows_of(size: int, strategies: list[str], precisions: list[str]) -> list[Row]:
-    able = [name for name in strategies if (name == "single") == (size == 1)]
-    return [(size, strategy, precision) for strategy in able for precision in precisions]
+def rows_of(size: int, strategies: Sequence[str], precisions: Sequence[str]) -> list[Row]:
+    """The combinations that there are on `size` ranks; hsdp's two replicas need an even number."""
+    there = [name for name in strategies if (name == "single") == (size == 1) and (name != "hsdp" or size % 2 == 0)]
+    return [(size, strategy, precision) for strategy in there for precision in precisions]
 
 
 def line(row: Row, verdicts: list[Verdict]) -> str:

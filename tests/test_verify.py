@@ -19,6 +19,7 @@ from dist_amp.proof.findings import find
 from dist_amp.proof.reference import Exam
 from dist_amp.run import load_config
 from dist_amp.runtime import DataError, World
+from dist_amp.verify import rows_of as rows_in
 
 SMALL = {
     "dist_amp.tasks.causal_lm:CausalLM": ["context", "8", "width", "16", "layers", "1"],
@@ -279,6 +280,13 @@ def test_replicas_that_do_not_divide_a_world_size_are_left_to_auto():
     exam = Exam(config, torch.device("cpu"), Task())
     assert config_of(exam, Cell("hsdp", "fp32"), World(world_size=2)).parallel.replicas == "auto"
     assert config_of(exam, Cell("hsdp", "fp32"), World(world_size=4)).parallel.replicas == 4
+
+
+def test_each_number_of_ranks_has_the_strategies_that_it_can_have():
+    everything = ["single", "ddp", "fsdp", "hsdp"]
+    assert rows_in(1, everything, ["fp32"]) == [(1, "single", "fp32")]
+    assert [row[1] for row in rows_in(3, everything, ["fp32"])] == ["ddp", "fsdp"]
+    assert [row[1] for row in rows_in(4, everything, ["fp32"])] == ["ddp", "fsdp", "hsdp"]
 
 
 class MeanLoss(Task):
