@@ -5,7 +5,7 @@ batch can't equal one process with the whole batch. Each is told by running the 
 module puts out: the first module that differs is named.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -51,23 +51,17 @@ def find(exam: Exam) -> list[Finding]:
     def split() -> tuple[Trace, Trace]:
         return trace(exam, whole, 0), trace(exam, half, 0)
 
-    differs, where = _apart(exam, *twice(0))
+    first, again = twice(0)
+    if not all(value.isfinite().all() for value in (first.loss, *first.gradients.values())):
+        text = "loss or gradients of the first samples are not finite in float32, with the initial weights"
+        return [*findings, Finding(text, fails=True)]
+    differs, where = _apart(exam, first, again)
     if differs > exam.rounding:
-        return [
-            *findings,
-            Finding(
-                f"{where} is not deterministic: two identical runs differ by {differs:.1e}; make it "
-                "repeat itself (run.deterministic=true helps with kernels)",
-                fails=True,
-            ),
-        ]
+        text = f"{where} is not deterministic: two identical runs differ by {differs:.1e}; make it repeat itself"
+        return [*findings, Finding(f"{text} (run.deterministic=true helps with kernels)", fails=True)]
     if differs:
-        findings.append(
-            Finding(
-                f"two identical runs differ by rounding ({differs:.1e}, first in {where}); "
-                "run.deterministic=true makes them equal"
-            )
-        )
+        text = f"two identical runs differ by rounding ({differs:.1e}, first in {where})"
+        findings.append(Finding(f"{text}; run.deterministic=true makes them equal"))
     findings += _silence(exam, lambda: twice(1), "the result is drawn at random in training mode")
     findings += _silence(
         exam, split, "the result depends on the whole batch (batch statistics), which no splitting can equal"
@@ -105,17 +99,12 @@ def _apart(exam: Exam, a: Trace, b: Trace) -> tuple[float, str]:
     b may be of the first half of a's samples: then outputs of half the length are compared with the half of a's, and
     rounding does not count.
     """
+    pairs = [(name, x, y) for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False)]
     if a.samples != b.samples:
-        halves = [(name, x[: len(y)], y) for name, x, y in _pairs(a, b) if x.ndim and len(x) == 2 * len(y)]
-        far = ((_error(x, y), name) for name, x, y in halves if x.shape == y.shape)
-        return next((found for found in far if found[0] > exam.rounding), (0.0, ""))
-    far = ((_error(x, y), name) for name, x, y in _pairs(a, b) if x.shape == y.shape)
-    return next((found for found in far if found[0] > 0), (_error(a.loss, b.loss), "the task's loss_sum"))
-
-
-def _pairs(a: Trace, b: Trace) -> Iterator[tuple[str, Tensor, Tensor]]:
-    for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False):
-        yield name, x, y
+        pairs = [(name, x[: len(y)], y) for name, x, y in pairs if x.ndim and y.ndim and len(x) == 2 * len(y)]
+    least, rest = (0.0, "the task's loss_sum") if a.samples == b.samples else (exam.rounding, "")
+    far = ((_error(x, y), name) for name, x, y in pairs if x.shape == y.shape)
+    return next((found for found in far if found[0] > least), (_error(a.loss, b.loss) if rest else 0.0, rest))
 
 
 def _error(x: Tensor, y: Tensor) -> float:
