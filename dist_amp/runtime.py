@@ -38,7 +38,7 @@ class DataError(Failure):
 
 
 class NumericsError(Failure):
-    """Training can't go on: too many steps in a row were not finite."""
+    """Training can't go on: its numbers are not finite, or not the same on all ranks."""
 
     exit_code = 70
 
