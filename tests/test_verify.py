@@ -330,3 +330,11 @@ def test_a_task_that_is_wrong_in_itself_fails_and_is_told_how(task, words):
 def test_a_dataset_too_short_to_compare_is_refused():
     with pytest.raises(DataError, match="has 64 samples; the comparison takes 5 steps of 48 = 240"):
         find(exam_of(Tiny(samples=64)))
+
+
+def test_the_bench_of_the_tripwires_tells_their_share():
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "dist_amp.bench.tripwires", "--task.target", "tiny:Tiny", "--train.steps", "20"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"20 steps, single on 1 x cpu: tripwires took [\d.]+ s of [\d.]+ s, [\d.]+ %\n", done.stdout)

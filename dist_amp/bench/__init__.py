@@ -1,0 +1,1 @@
+"""What things cost, measured; each file is a command."""

@@ -1,0 +1,63 @@
+"""The share of the time that the tripwires take, at the intervals that the config says; target: below 0.5 %.
+
+torchrun --nproc_per_node=2 -m dist_amp.bench.tripwires --config configs/demo.toml --train.steps 400
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dist_amp.checks import Tripwires
+from dist_amp.config import Failure
+from dist_amp.run import Run, build_run, load_config
+from dist_amp.runtime import report_failure, start
+from dist_amp.step import train_step
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: takes the config's steps, without evaluation or checkpoints, and writes nothing."""
+    try:
+        config = load_config(
+            ["--run.resume", "never", "--eval.every", "off", *(sys.argv[1:] if argv is None else argv)]
+        )
+        with start(config.run) as world:
+            run = build_run(config, world)
+            seconds, whole = measure(run)
+            run.data.close()
+            world.say(
+                f"{config.train.steps} steps, {run.parallel.strategy} on {world.world_size} x {world.device.type}: "
+                f"tripwires took {seconds:.3f} s of {whole:.1f} s, {100 * seconds / whole:.2f} %"
+            )
+        return 0
+    except Failure as error:
+        return report_failure(error, None)[0]
+
+
+def measure(run: Run) -> tuple[float, float]:
+    """(seconds in the tripwires, seconds in all), of this rank."""
+    wait, spent = run.world.wait_for_device, 0.0
+
+    def timed(look: Callable[[Any], None], at: Any) -> float:
+        wait()  # what was queued before is not theirs
+        began = time.perf_counter()
+        look(at)
+        wait()
+        return time.perf_counter() - began
+
+    tripwires = Tripwires(run)
+    began = time.perf_counter()
+    for micro_batches in run.data:
+        run.metrics.record(train_step(run, micro_batches))
+        run.step += 1
+        spent += timed(tripwires.after_step, micro_batches)
+        if run.step % run.config.metrics.log_every == 0:
+            row = run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data)
+            spent += timed(tripwires.look, row)
+        if run.step == run.config.train.steps:
+            break
+    return spent, time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
