@@ -157,9 +157,8 @@ def as_it_was(run: "Run") -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
-                if buffer.layout == torch.strided and not torch.equal(
-                    buffer, value
-                ):  # an expanded one can't be written
+                written = buffer.layout == torch.strided and not torch.equal(buffer, value)
+                if written:  # an expanded buffer can't be, and was not
                     buffer.copy_(value)
         set_random_state(random_numbers, run.world)
 

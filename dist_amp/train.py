@@ -50,9 +50,9 @@ def train(run: Run, stop: AgreedStop) -> str:
         stopping = stop.poll() and run.step < last
         if stopping or due(config.metrics.log_every):
             row = log(run)
+            tripwires.look(row)  # first: what follows takes it that all ranks skipped the same steps
             provenance.look(row)
             stop_if_hopeless(row, config, provenance.where(row))
-            tripwires.look(row)
         if run.validation is not None and due(config.eval.every) and not stopping:
             with run.metrics.off_the_clock():
                 run.metrics.write_evaluation(run.step, evaluate(run))

@@ -166,18 +166,24 @@ def test_batch_statistics_and_dropout_are_named_and_silenced_not_failed():
     assert exam.bound("fp32") < 1e-4, "measured with batch statistics at rest"
 
 
+class Around(Task):
+    """A network with one of these modules in its middle."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.middle = middle
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), self.middle(), nn.Linear(8, 1))
+
+
 class Centred(nn.Module):
     def forward(self, x):
         return x - x.mean(0)
 
 
-class OwnBatchStatistics(Task):
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), Centred(), nn.Linear(8, 1))
-
-
 def test_a_users_own_module_that_looks_at_the_whole_batch_is_named():
-    text, fails = told(OwnBatchStatistics())
+    text, fails = told(Around(Centred))
     assert "1 (Centred): the result depends on the whole batch (batch statistics)" in text
     assert fails
 
@@ -187,13 +193,8 @@ class Drops(nn.Module):
         return F.dropout(x, 0.5, self.training)
 
 
-class FunctionalDropout(Task):
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), Drops(), nn.Linear(8, 1))
-
-
 def test_functional_dropout_is_named_and_compared_in_evaluation_mode():
-    text, fails = told(FunctionalDropout())
+    text, fails = told(Around(Drops))
     assert text == "1 (Drops): the result is drawn at random in training mode; compared in evaluation mode"
     assert not fails
 
@@ -203,13 +204,8 @@ class Unseeded(nn.Module):
         return x + torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).float()
 
 
-class NotDeterministic(Task):
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), Unseeded(), nn.Linear(8, 1))
-
-
 def test_a_module_that_does_not_repeat_itself_is_named():
-    text, fails = told(NotDeterministic())
+    text, fails = told(Around(Unseeded))
     assert "1 (Unseeded) is not deterministic: two identical runs differ" in text
     assert fails
 
