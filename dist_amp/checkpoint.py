@@ -1,36 +1,35 @@
 """Save and resume all that is stateful, with torch.distributed.checkpoint: any strategy reads any other's.
 
-A checkpoint is a folder `step_00000100`, complete or absent: written beside under another name, then renamed.
-It holds tensors and one JSON file.
+A checkpoint is taken by the training loop, which copies the state to the host's memory, and written in the background
+while training goes on. What makes the files trustworthy, and safe to read, is in checkpoint_files.py.
 """
 
-import json
 import math
-import os
 import random
-import shutil
-import warnings
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
+from dist_amp.checkpoint_files import Manifest, Reader, Refused, Snapshot, read_into, read_manifest, reason, write
 from dist_amp.config import Failure, Range
+from dist_amp.resume import check_data, check_fit, config_hash
 from dist_amp.runtime import DataError, World
 
 if TYPE_CHECKING:
     from dist_amp.run import Run
-
-ABOUT = "about.json"  # step, samples, world size, strategy: what is known of a checkpoint without loading it
 
 
 @dataclass(frozen=True)
@@ -38,77 +37,133 @@ class CheckpointConfig:
     every: Annotated[int, Range(low=1)] | Literal["off"] = 100
     """Steps between checkpoints; there is one at the end, and one when a signal stops the run. off: none at all."""
     keep: Annotated[int, Range(low=2)] = 2
-    """How many of the newest checkpoints stay."""
-
-
-def complete_checkpoints(run_folder: Path) -> list[Path]:
-    """The run's whole checkpoints, oldest first."""
-    return sorted(path.parent for path in run_folder.glob(f"checkpoints/step_*/{ABOUT}"))
-
-
-def to_resume(resume: str, run_folder: Path) -> Path | None:
-    """The checkpoint that `run.resume` asks for; None where a run starts afresh.
-
-    Errors: DataError where a path was given that is not a checkpoint.
-    """
-    if resume == "never":
-        return None
-    own = complete_checkpoints(run_folder)
-    path = Path(resume)
-    if resume == "auto" or (own and path.resolve() not in [checkpoint.resolve() for checkpoint in own]):
-        return own[-1] if own else None  # what this run has done since it began from `path` counts for more
-    if own and path.resolve() != own[-1].resolve():
-        raise DataError(f"run.resume={resume} is older than {own[-1].name} beside it; go on from it in a new --run.dir")
-    inside = complete_checkpoints(path)
-    if inside:  # a run's folder stands for its newest checkpoint
-        return inside[-1]
-    if not (path / ABOUT).is_file():
-        what = "is not a checkpoint" if path.exists() else "does not exist"
-        raise DataError(f"run.resume={resume} {what}; give RUN/checkpoints/step_N, a run's folder, auto or never")
-    return path
+    """How many of the newest checkpoints stay; the one with the lowest held-out loss stays beside them."""
+    async_save: bool = True
+    """Write in the background, from a copy of the state in the host's memory; false: training waits."""
+    on_failure: Literal["go_on", "stop"] = "go_on"
+    """When a checkpoint can't be written: warn and try again at the next one, or end the run."""
 
 
 def save(run: "Run") -> Path:
-    """Write a checkpoint of the run as it stands after `run.step` steps; every rank calls it."""
-    final = run.folder / "checkpoints" / f"step_{run.step:08d}"
-    if final.exists():
-        return final
-    fresh = final.with_name(f".{final.name}.writing")
-    if run.world.is_main:
-        shutil.rmtree(fresh, ignore_errors=True)  # left by a run that was killed while it wrote
-        fresh.mkdir(parents=True)
-    run.world.barrier()
-    if not fresh.is_dir():
-        raise Failure(f"run.dir={run.folder} is not on a disk that all ranks share; put it on one")
-    run.parallel.average_buffers()
-    with quiet_when_alone():
-        write_tensors(_state(run), checkpoint_id=fresh, no_dist=run.world.world_size == 1)
-    if run.world.is_main:
-        about = {"step": run.step, "samples": run.data.position, "world_size": run.world.world_size,
-                 "strategy": run.parallel.strategy, "precision": run.precision.name,
-                 "device": run.world.device.type}  # fmt: skip
-        (fresh / ABOUT).write_text(json.dumps(about))
-        os.replace(fresh, final)
-        for old in complete_checkpoints(run.folder)[: -run.config.checkpoint.keep]:
-            shutil.rmtree(old)
-    run.world.barrier()
-    return final
+    """Write a checkpoint of the run as it stands after `run.step` steps; every rank calls it, and waits for it."""
+    snapshot = take(run, copy=False)
+    if not snapshot.folder.exists():
+        write(snapshot, run.world)
+    return snapshot.folder
+
+
+def take(run: "Run", copy: bool) -> Snapshot:
+    """The state of the run now; every rank calls it. copy: into the host's memory, so that training may go on."""
+    state = _state(run)
+    state["model"] |= run.parallel.averaged_statistics()
+    state["interval"] = run.parallel.gather(run.metrics.interval)
+    if copy:
+        state = FileSystemWriter(run.folder).stage(state)
+    world, plan = run.world, run.data.plan
+    manifest = Manifest(
+        step=run.step,
+        samples=run.data.position,
+        world_size=world.world_size,
+        strategy=run.parallel.strategy,
+        precision=run.precision.name,
+        device=world.device.type,
+        seed=run.config.run.seed,
+        global_batch_size=plan.global_batch_size,
+        data_length=plan.length,
+        data_fingerprint=_fingerprint(run),
+        optimizer=_groups(run),
+        config_hash=config_hash(run.config_text),
+        evaluation=run.metrics.evaluation,
+        evaluated_step=run.metrics.evaluated_step,
+        best=run.metrics.best,
+        versions={"python": sys.version.split()[0], "torch": torch.__version__},
+    )
+    return Snapshot(run.folder, state, manifest, run.config_text, run.config.checkpoint.keep)
+
+
+class Saver:
+    """The main job's checkpoints: one at a time, in the background if checkpoint.async_save says so."""
+
+    def __init__(self, run: "Run"):
+        self._run = run
+        self._pending: Future[None] | None = None
+
+    def save(self, wait: bool) -> None:
+        """Save the run as it stands; every rank calls it. wait: until it is written, and fail if it can't be."""
+        self._finish()
+        in_background = self._run.config.checkpoint.async_save and not wait
+        snapshot = take(self._run, copy=in_background)
+        if self._run.world.from_main(str(snapshot.folder.exists())) == "True":  # resumed from it, or stopped there
+            return
+        self._pending = Future()
+        if in_background:
+            # Not a pool's thread: Python would wait for that at its exit, however badly the run has ended.
+            Thread(target=_write, args=(snapshot, self._run.world, self._pending), daemon=True).start()
+        else:
+            _write(snapshot, self._run.world, self._pending)
+            self._finish(must=wait)
+
+    def look(self) -> None:
+        """At a log step: whether a save has ended, and how; every rank calls it, and learns the same."""
+        if self._pending is None:
+            return
+        done = torch.tensor(float(self._pending.done()))
+        if self._run.world.control is not None:
+            dist.all_reduce(done, dist.ReduceOp.MIN, group=self._run.world.control)
+        if done:
+            self._finish()
+
+    def _finish(self, must: bool = False) -> None:
+        """Wait for the save that is under way. Errors: Failure where it failed and the run is not to go on."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        except Failure as error:
+            if must or self._run.config.checkpoint.on_failure == "stop":
+                raise
+            self._run.world.warn(f"{error}; checkpoint.on_failure=go_on tries again at the next one")
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Let a save that is under way end; not for long where ranks may have parted, since all must take part."""
+        if self._pending is not None:
+            together = kind is None or issubclass(kind, Failure)
+            with suppress(Exception):
+                self._pending.result(timeout=None if together else 5.0)
+
+
+def _write(snapshot: Snapshot, world: World, outcome: "Future[None]") -> None:
+    try:
+        write(snapshot, world)
+        outcome.set_result(None)
+    except BaseException as error:
+        outcome.set_exception(error)
 
 
 def load(run: "Run", path: Path) -> None:
     """Set the run to the state that `save` wrote to `path`, from any world size and strategy; every rank calls it."""
-    about = json.loads((path / ABOUT).read_text())
+    manifest, world = read_manifest(path), run.world
+    allowed = run.config.run.allow_config_change
+    check_data(path, manifest, run.data.plan.length, _fingerprint(run), allowed, world)
+    _settle_buckets(run)
     state = _state(run)
-    if (about["world_size"], about["device"]) != (run.world.world_size, run.world.device.type):
-        del state["random"]  # in another world the ranks have no past: they stay as seeded
-    if about["precision"] != "fp16":
+    same_world = (manifest.world_size, manifest.device) == (world.world_size, world.device.type)
+    if not same_world:
+        del state["ranks"]  # in another world the ranks have no past: they stay as seeded
+    if manifest.precision != "fp16":
         del state["scaler"]
+    state["interval"] = torch.zeros(manifest.world_size, len(run.metrics.interval), dtype=torch.float64)
     try:
-        with quiet_when_alone():
-            read_tensors(state, checkpoint_id=path, no_dist=run.world.world_size == 1)
-    except (Exception, CheckpointException) as error:  # torch derives the latter from BaseException
-        why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise DataError(f"checkpoint {path} does not fit this model and optimizer: {why.strip()}") from error
+        reader = Reader(path, manifest.files)
+        check_fit(path, manifest, reader.read_metadata(), state, _groups(run))
+        read_into(state, reader, alone=world.world_size == 1)
+    except Refused as error:
+        raise DataError(f"checkpoint {path} is refused: {error}") from None
+    except CheckpointException as error:
+        raise DataError(f"checkpoint {path} can't be loaded: {reason(error)}") from error
     groups = get_optimizer_state_dict(run.model, run.optimizer.torch_optimizer)["param_groups"]
     set_state_dict(
         run.model,
@@ -119,29 +174,61 @@ def load(run: "Run", path: Path) -> None:
     run.optimizer.bind_learning_rate()
     if "scaler" in state:
         run.precision.load_state_dict(state["scaler"])
-    run.step, run.data.position = about["step"], about["samples"]
-    if "random" in state:
-        set_random_state(state["random"][str(run.world.rank)], run.world)
+    run.step, run.data.position = manifest.step, manifest.samples
+    metrics = run.metrics
+    metrics.evaluation, metrics.evaluated_step, metrics.best = (
+        manifest.evaluation,
+        manifest.evaluated_step,
+        manifest.best,
+    )
+    metrics.resume_interval(state["interval"], same_world)
+    if same_world:
+        own = state["ranks"][str(world.rank)]
+        for name, statistic in run.parallel.batch_statistics().items():
+            statistic.copy_(own["statistics"][name])
+        set_random_state(own["random"], world)
+
+
+def _fingerprint(run: "Run") -> str:
+    random_numbers = random_state(run.world)
+    fingerprint = run.world.from_main(run.data.fingerprint if run.world.is_main else "")
+    set_random_state(random_numbers, run.world)
+    return fingerprint
+
+
+def _groups(run: "Run") -> dict[str, int]:
+    groups = run.optimizer.torch_optimizer.param_groups
+    return {f"{run.optimizer.config.name} {group['name']}": len(group["params"]) for group in groups}
+
+
+def _settle_buckets(run: "Run") -> None:
+    """Give DDP the bucket layout that it has after its first step.
+
+    It lays its buckets out anew after its first backward, and three ranks or more sum in another order then: without
+    this a resumed run's first step would differ from the uninterrupted one's in the last bit.
+    """
+    if run.parallel.strategy != "ddp" or run.world.world_size < 3:
+        return
+    with as_it_was(run):
+        (batch, _), *_ = run.data.at(0)
+        batch = getattr(batch, "batch", batch)
+        for _ in range(2):
+            with run.precision.autocast():
+                loss = run.task.loss_sum(run.model, batch)
+            run.precision.backward(loss)
 
 
 def _state(run: "Run") -> dict[str, Any]:
     """All that a step depends on, as tensors: the state to save, or the places that a load fills."""
     model, optimizer = get_state_dict(run.model, run.optimizer.torch_optimizer)
+    own = {"random": random_state(run.world), "statistics": run.parallel.batch_statistics()}
     return {
         "model": model,
         "optimizer": optimizer["state"],  # its groups' settings come from the config
         "counters": run.optimizer.counters,
         "scaler": run.precision.state_dict(),
-        "random": {str(run.world.rank): random_state(run.world)},
+        "ranks": {str(run.world.rank): own},
     }
-
-
-@contextmanager
-def quiet_when_alone() -> Iterator[None]:
-    """One process without a process group is a way to run, not a reason to warn."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
 
 
 @contextmanager

@@ -5,15 +5,18 @@ epoch, and deals them out to ranks and micro-batches: the step's set of samples 
 resuming needs one number, how many samples were consumed.
 """
 
+import hashlib
 import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Annotated, Any, Literal
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from dist_amp.config import Range
@@ -39,6 +42,9 @@ class DataConfig:
     """Loader processes per rank; 0: batches are made in the training process."""
     shuffle: bool = True
     """A new order every epoch; false: the dataset's own."""
+
+
+PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 class Padding:
@@ -185,6 +191,22 @@ class Batches:
             batch = to_device(self._fetch[seed, indices], self.device)
             step.append((batch if share.counts else Padding(batch), indices))
         return step
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of 64 samples evenly spread over the dataset: by it a resumed run knows its data again."""
+        digest = hashlib.sha256()
+        length = self.plan.length
+        for index in sorted({round(i * (length - 1) / 63) for i in range(64)}):
+            seed_all(index)  # random augmentations are the same ones then
+            for leaf in tree_leaves(self._fetch.dataset[index]):
+                if isinstance(leaf, torch.Tensor):
+                    digest.update(leaf.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+                elif hasattr(leaf, "tobytes"):  # arrays and pictures
+                    digest.update(leaf.tobytes())
+                else:
+                    digest.update((repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__name__).encode())
+        return digest.hexdigest()[:16]
 
     def _open(self, limit: int | None) -> Iterator[Any]:
         """Start loading from `position`, for at most `limit` steps."""

@@ -4,15 +4,17 @@ A step only adds to tensors on the device. At a log step each rank packs its fig
 all rows to all ranks, and one read brings them to the host: nothing else ever waits for the device.
 """
 
+import errno
 import json
 import math
+import os
 import platform
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,7 +129,9 @@ class Metrics:
         self.config = config
         self.world = world
         self.last: LogRow | None = None
-        self.evaluation: dict[str, float] = {}
+        self.evaluation: dict[str, float] = {}  # the newest
+        self.evaluated_step = 0
+        self.best: dict[str, float] = {}  # the lowest held-out loss, with its step
         self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # loss, weight
         self._least_weight = torch.full((), math.inf, device=world.device)
         self._norm = torch.zeros((), device=world.device)
@@ -135,22 +139,31 @@ class Metrics:
         self._totals: list[Counter[str]] = [Counter() for _ in range(world.world_size)]  # per rank, over the run
         self._hosts = world.gather_texts(platform.node())
         self._started = time.perf_counter()
-        self._folder: Path | None = None
-        self._writer: Any = None
+        self._lines: _Lines | None = None
+        self._board: _Board | None = None
 
     def open(self, folder: Path, first_step: int, config_text: str) -> None:
         """Start writing into the run's folder; what a resumed run does again replaces what stands there."""
-        self._folder = folder
         if self.world.is_main:
-            _drop_lines_after(folder / "metrics.jsonl", first_step)
+            self._lines = _Lines(folder / "metrics.jsonl", first_step)
         if self.world.rank < (MAX_RANK_FOLDERS if self.world.world_size <= MAX_RANK_FOLDERS else 1):
-            from torch.utils.tensorboard.writer import SummaryWriter  # half a second, and needless in a notebook
-
-            path = folder / "tensorboard" / f"rank{self.world.rank:05d}"
-            self._writer = SummaryWriter(str(path), purge_step=first_step + 1)
+            self._board = _Board(folder / "tensorboard" / f"rank{self.world.rank:05d}", first_step + 1)
             if self.world.is_main:
-                self._writer.add_text("config", f"```toml\n{config_text}\n```")
+                self._board.write(lambda writer: writer.add_text("config", f"```toml\n{config_text}\n```"))
         self._started = time.perf_counter()
+
+    @property
+    def interval(self) -> Tensor:
+        """What a resumed run needs of a log interval that a checkpoint cuts: [3] float64 on the device."""
+        return torch.cat([self._sums, self._least_weight.double()[None]])
+
+    def resume_interval(self, intervals: Tensor, same_world: bool) -> None:
+        """intervals: every rank's `interval` when the checkpoint was made, [ranks then, 3] float64."""
+        own = intervals[self.world.rank if same_world else 0].to(self._sums.device)
+        if not same_world:  # a rank's loss is summed over ranks later, so one of them carries all
+            own[0] = intervals[:, 0].sum() if self.world.is_main else 0.0
+        self._sums.copy_(own[:2])
+        self._least_weight.copy_(own[2])
 
     def record(self, report: StepReport) -> None:
         """Add one step's outcome, on the device."""
@@ -209,7 +222,11 @@ class Metrics:
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Evaluation figures, equal on all ranks, written by rank 0."""
-        self.evaluation = values
+        if not values:
+            return
+        self.evaluation, self.evaluated_step = values, step
+        if values["loss"] < self.best.get("loss", math.inf):
+            self.best = {"step": step, "loss": values["loss"]}
         self.write_scalars(step, {f"eval/{name}": value for name, value in values.items()})
         if self.world.is_main:
             text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -217,21 +234,37 @@ class Metrics:
 
     def write_sample(self, step: int, sample: str | Tensor) -> None:
         """What the model made: text is printed and kept, an image [C, H, W] is kept."""
-        if not self.world.is_main or self._folder is None:
+        if self._lines is None or self._board is None:
             return
         if isinstance(sample, str):
             # Control characters of an untrained model would be the terminal's commands.
             sample = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in sample)
             print(f"\nsample:\n{sample}\n", flush=True)
-            (self._folder / "sample.txt").write_text(sample, encoding="utf-8")
-            self._writer.add_text("sample", f"```\n{sample}\n```", step)
+            self._lines.path.with_name("sample.txt").write_text(sample, encoding="utf-8")
+            self._board.write(lambda writer: writer.add_text("sample", f"```\n{sample}\n```", step))
         else:
-            self._writer.add_image("sample", sample, step)
+            self._board.write(lambda writer: writer.add_image("sample", sample, step))
+
+    @property
+    def logged(self) -> dict[str, Any]:
+        """The newest figures of the world, by their tags; a resumed run has those of before. Empty without any."""
+        if self.last is not None:
+            return {"step": self.last.step, **self.last.of_world()}
+        return self._lines.last if self._lines is not None else {}
 
     def rank_table(self) -> list[dict[str, Any]]:
-        """Per rank: host, peak memory, and throughput over the whole run, evaluation and saving left out."""
+        """Per rank: host, peak memory, and throughput since the start or resume, evaluation and saving left out."""
         if self.last is None:
-            return []
+            return [
+                {
+                    "rank": rank,
+                    "host": self._hosts[rank] if rank < len(self._hosts) else "",
+                    "peak_memory_bytes": int(tags["memory/peak_bytes"]),
+                    "items_per_second": tags["throughput/items_per_second"],
+                    "tokens_per_second": tags.get("throughput/tokens_per_second", 0.0),
+                }
+                for rank, tags in enumerate(self.logged.get("ranks", []))
+            ]
         return [
             {
                 "rank": rank,
@@ -244,30 +277,98 @@ class Metrics:
         ]
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._board is not None:
+            self._board.close()
 
     def _append(self, line: dict[str, Any]) -> None:
-        if self._folder is not None:
-            with (self._folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(plain_json(line)) + "\n")
+        if self._lines is not None and (trouble := self._lines.append(line)):
+            self.world.warn(trouble)
 
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
         """All values in one event: twelve of them cost 13 us, twelve add_scalar calls 60."""
-        if self._writer is None:
+        if self._board is None:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-        self._writer._get_file_writer().add_summary(summary, step)
+        trouble = self._board.write(lambda writer: writer._get_file_writer().add_summary(summary, step))
+        if trouble:
+            self.world.warn(trouble)
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    if path.exists():
-        whole = [line for line in path.read_text().splitlines() if line.startswith('{"step"')]
-        if whole and not whole[-1].endswith("}"):
-            whole.pop()  # a kill leaves half a line
-        path.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= step))
+class _Lines:
+    """metrics.jsonl: each line is there once and whole, over kills, resumes and a disk that is full for a while."""
+
+    def __init__(self, path: Path, step: int):
+        """Drop what stands there of steps after `step`, which are taken again, and half a line that a kill left."""
+        self.path = path
+        self.last: dict[str, Any] = {}  # the newest line of a log step
+        self._unwritten = ""
+        if not path.exists():
+            return
+        kept = ""
+        for line in path.read_text().splitlines():
+            try:
+                figures = json.loads(line)
+            except ValueError:
+                continue
+            if figures["step"] <= step:
+                kept += f"{line}\n"
+                self.last = figures if "train/loss" in figures else self.last
+        fresh = path.with_name(".metrics.jsonl.writing")
+        fresh.write_text(kept)
+        fresh.replace(path)  # at once: a kill in between must not take the log along
+
+    def append(self, figures: dict[str, Any]) -> str:
+        """Add a line, after those that could not be written before; return what to warn of, once."""
+        first = not self._unwritten
+        self._unwritten += json.dumps(plain_json(figures)) + "\n"
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a") as file:
+                file.write(self._unwritten)
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.path, size)
+            text = f"{self.path} can't be written ({error.strerror}); its lines are kept in memory and written later"
+            return text if first else ""
+        self._unwritten = ""
+        return ""
+
+
+class _Board:
+    """One rank's TensorBoard folder; that it is full, removed or read-only ends no run, and it is opened again."""
+
+    def __init__(self, path: Path, first_step: int):
+        self._path = path
+        self._first_step: int | None = first_step  # what stands there from this step on is taken again
+        self._writer: Any = None
+        self._warned = False
+
+    def write(self, add: Callable[[Any], object]) -> str:
+        """Call `add` with the writer; return what to warn of, once."""
+        from torch.utils.tensorboard.writer import SummaryWriter  # half a second, and needless in a notebook
+
+        for _ in range(2):
+            try:
+                if self._writer is None:
+                    self._writer = SummaryWriter(str(self._path), purge_step=self._first_step)
+                    self._first_step = None
+                elif not any(self._path.iterdir()):
+                    raise FileNotFoundError(errno.ENOENT, "it was removed")
+                add(self._writer)
+                return ""
+            except OSError as error:  # its thread's as well, which the next write raises
+                self._writer, cause = None, error
+        if self._warned:
+            return ""
+        self._warned = True
+        return f"{self._path} can't be written ({cause.strerror}); metrics.jsonl has the same figures"
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.close()
 
 
 def plain_json(value: Any) -> Any:

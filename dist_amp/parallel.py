@@ -119,14 +119,27 @@ class Parallel:
                     f"the parameter {name} gets no gradient from the task's loss; use it, or set requires_grad=False"
                 )
 
+    def batch_statistics(self) -> dict[str, Tensor]:
+        """The running means and variances that each rank gathers from its own batches, by their names in the state."""
+        return {
+            f"{path}.{name}".lstrip("."): statistic
+            for path, module in self.module.named_modules()
+            if isinstance(module, _NormBase)
+            for name in ("running_mean", "running_var")
+            if (statistic := getattr(module, name)) is not None
+        }
+
+    @torch.no_grad()
+    def averaged_statistics(self) -> dict[str, Tensor]:
+        """The same, averaged over all ranks; the module's own stay as they are."""
+        return {name: self.sum(own) / self.world_size for name, own in self.batch_statistics().items()}
+
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Make batch statistics equal on all ranks, for evaluation and saving; each rank gathers its own."""
-        for module in self.module.modules():
-            if isinstance(module, _NormBase) and self.world_size > 1:
-                for statistic in (module.running_mean, module.running_var):
-                    if statistic is not None:
-                        statistic.copy_(self.sum(statistic) / self.world_size)
+        """Make batch statistics equal on all ranks, for evaluation."""
+        averages = self.averaged_statistics() if self.world_size > 1 else {}
+        for name, own in self.batch_statistics().items() if averages else ():
+            own.copy_(averages[name])
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dist_amp import config as settings
-from dist_amp.checkpoint import CheckpointConfig, load, to_resume
+from dist_amp.checkpoint import CheckpointConfig, load
 from dist_amp.config import Range
 from dist_amp.data import Batches, DataConfig, build_batches, build_split, build_validation
 from dist_amp.metrics import Metrics, MetricsConfig
@@ -26,6 +26,7 @@ from dist_amp.parallel import (
     pick_strategy,
 )
 from dist_amp.precision import Precision, PrecisionConfig, build_precision
+from dist_amp.resume import check_config, to_resume
 from dist_amp.runtime import RunConfig, World, locate, run_folder, seed_all, set_determinism
 from dist_amp.step import EvalConfig, TrainConfig, accumulation_steps
 from dist_amp.task import Task, TaskConfig, args_dataclass, build_task, find_task
@@ -130,6 +131,10 @@ class Run:
     resumed_from_step: int | None = None
 
     @property
+    def config_text(self) -> str:
+        return to_toml(self.config)
+
+    @property
     def model(self) -> nn.Module:
         """The model to call: wrapped or sharded."""
         return self.parallel.model
@@ -145,7 +150,10 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     set_determinism(config.run.deterministic)
     micro_batches = accumulation_steps(config.train, world.world_size)
     folder = run_folder(config.run, world)
-    resume = to_resume(config.run.resume, folder)
+    resume = to_resume(config.run.resume, folder, world)
+    if resume is not None:
+        samples = config.train.micro_batch_size * micro_batches * world.world_size
+        check_config(resume, to_toml(config), samples, world)
     task = build_task(config.task, config.data) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere

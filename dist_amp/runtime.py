@@ -53,7 +53,9 @@ class RunConfig:
     deterministic: bool = False
     """Only deterministic kernels; slower, and bit-identical from run to run."""
     resume: str = "auto"
-    """auto: from the newest checkpoint in run.dir, if there is one; never; or the path of a checkpoint."""
+    """auto: from the newest whole checkpoint in run.dir, if there is one; never; or the path of a checkpoint."""
+    allow_config_change: bool = False
+    """Resume although settings that change the mathematics, or the data, are not the checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA (or ROCm) where there is a GPU, else the CPU."""
     timeout_seconds: Annotated[float, Range(above=0)] = 300.0
@@ -71,6 +73,8 @@ class World:
     device: torch.device = torch.device("cpu")
     # A gloo group for what the hosts agree on (stop, paths): it never waits for the device.
     control: dist.ProcessGroup | None = field(default=None, compare=False)
+    # A gloo group for what is saved while training goes on: on a shared one the two would wait for each other.
+    background: dist.ProcessGroup | None = field(default=None, compare=False)
     _meshes: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False)
 
     @property
@@ -176,7 +180,9 @@ def locate(config: RunConfig) -> World:
         torch.cuda.set_device(world.device)
     if not dist.is_initialized() or world.world_size == 1:
         return world
-    return replace(world, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds)))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
+    # Without a timeout: a large checkpoint takes the slowest rank as long as it takes.
+    return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=timedelta(days=1)))
 
 
 @contextmanager
@@ -249,6 +255,8 @@ class AgreedStop:
 
     def __init__(self, world: World):
         self.requested_by = ""  # the first signal's name
+        self.agreed = False  # what the last poll returned
+        self._requested_at = 0.0
         self._world = world
         self._flag = torch.zeros(1)
         self._flag_on_host = self._flag.numpy()
@@ -268,27 +276,39 @@ class AgreedStop:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.requested_by == "SIGINT":
+        again = time.monotonic() - self._requested_at > 2  # torchrun passes on a Ctrl-C that the rank had already
+        if number == signal.SIGINT and self.requested_by == "SIGINT" and again:
             raise KeyboardInterrupt  # the second Ctrl-C means now
-        self.requested_by = self.requested_by or signal.Signals(number).name
+        if not self.requested_by:
+            self.requested_by, self._requested_at = signal.Signals(number).name, time.monotonic()
 
     def poll(self) -> bool:
         """True on every rank, at the same step, once any rank was asked to stop."""
         if self._world.control is None:
-            return bool(self.requested_by)
-        agreed = False
+            self.agreed = bool(self.requested_by)
+            return self.agreed
         if self._exchange is not None:
             self._exchange.wait()
-            agreed = bool(self._flag_on_host[0])
+            self.agreed = bool(self._flag_on_host[0])
         self._flag_on_host[0] = bool(self.requested_by)
         self._exchange = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
-        return agreed
+        return self.agreed
+
+    def poll_now(self) -> bool:
+        """The same without the delay of a step: for where the ranks wait for each other anyway."""
+        self.poll()
+        return self.poll()
 
 
 def ignore_stop_signals() -> None:
     """For loader workers: the signal is for the rank, which still needs them until its checkpoint is written."""
     for number in AgreedStop.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def attempt() -> int:
+    """How often torchrun has started these processes again."""
+    return _environment_number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def run_folder(config: RunConfig, world: World) -> Path:
@@ -340,8 +360,7 @@ def _first_to_report(world: World | None) -> bool:
         # Found before the ranks met: the same mistake on all of a machine, perhaps not on all machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.distributed_c10d._get_default_store().add(f"dist_amp/failures/{attempt}", 1) == 1
+        return dist.distributed_c10d._get_default_store().add(f"dist_amp/failures/{attempt()}", 1) == 1
     except Exception:  # the store is gone with its host: better said twice than not at all
         return True
 

@@ -5,7 +5,7 @@ where an epoch ends; a step is applied or skipped.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -96,10 +96,10 @@ def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
     return StepReport(loss_sum, weight, norm, applied)
 
 
-def evaluate(run: "Run") -> dict[str, float]:
+def evaluate(run: "Run", stop: Callable[[], bool] | None = None) -> dict[str, float]:
     """The held-out loss, and the task's own metrics: weighted means over all ranks, equal on every rank.
 
-    Empty where the task holds nothing out.
+    Empty where the task holds nothing out, and where `stop`, called between batches, returned True on every rank.
     """
     if run.validation is None:
         return {}
@@ -108,6 +108,8 @@ def evaluate(run: "Run") -> dict[str, float]:
     sums: dict[str, Tensor] = {}
     with run.parallel.evaluating():
         for micro_batches in run.validation.one_epoch(run.config.eval.batches):
+            if stop is not None and stop():
+                return {}
             for batch in micro_batches:
                 content, share = (batch.batch, 0.0) if isinstance(batch, Padding) else (batch, 1.0)
                 with run.precision.autocast():

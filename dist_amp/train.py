@@ -6,15 +6,26 @@ Train the task for train.steps steps; evaluate, save and report on the way; leav
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from dist_amp.checkpoint import complete_checkpoints, save
+from dist_amp.checkpoint import Saver
+from dist_amp.checkpoint_files import all_checkpoints, set_aside_after
 from dist_amp.checks import Tripwires
 from dist_amp.config import ConfigError, Failure
+from dist_amp.guards import (
+    Roll,
+    Watchdog,
+    check_free_space,
+    check_restarts,
+    die_with_torchrun,
+    explain_disk,
+    only_live_run,
+)
 from dist_amp.metrics import LogRow, plain_json
 from dist_amp.numerics import Numerics
 from dist_amp.provenance import Provenance
@@ -25,6 +36,7 @@ from dist_amp.runtime import (
     DataError,
     NumericsError,
     World,
+    attempt,
     report_failure,
     run_folder,
     start,
@@ -32,39 +44,62 @@ from dist_amp.runtime import (
 from dist_amp.step import evaluate, train_step
 
 
-def train(run: Run, stop: AgreedStop) -> str:
+def train(run: Run, stop: AgreedStop, watchdog: Watchdog) -> str:
     """Take the steps that are left; return "completed" or "preempted". Every rank takes the same way through."""
     config, last = run.config, run.config.train.steps
 
     def due(every: int | Literal["off"]) -> bool:
         return every != "off" and (run.step % every == 0 or run.step == last)
 
-    tripwires, provenance, numerics = Tripwires(run), Provenance(run), Numerics(run)
-    for micro_batches in run.data:
-        with numerics.measuring(micro_batches):
-            report = train_step(run, micro_batches)
-        run.step += 1
-        run.metrics.record(report)
-        tripwires.after_step(micro_batches)
-        provenance.after_step(report)
-        stopping = stop.poll() and run.step < last
-        if stopping or due(config.metrics.log_every):
-            row = log(run)
-            tripwires.look(row)  # first: what follows takes it that all ranks skipped the same steps
-            provenance.look(row)
-            stop_if_hopeless(row, config, provenance.where(row))
-        if run.validation is not None and due(config.eval.every) and not stopping:
-            with run.metrics.off_the_clock():
-                run.metrics.write_evaluation(run.step, evaluate(run))
+    def stop_asked() -> bool:
+        watchdog.beat(run.step)
+        return stop.poll()
+
+    def hold_out() -> bool:
+        """Evaluate; return whether a stop came in between, and it is to be done anew."""
+        with run.metrics.off_the_clock():
+            values = evaluate(run, stop_asked)
+            if not stop.agreed:
+                run.metrics.write_evaluation(run.step, values)
                 tripwires.after_averaging()
-        if due(config.checkpoint.every) or (stopping and config.checkpoint.every != "off"):
+        return stop.agreed
+
+    def owes_evaluation() -> bool:
+        return run.validation is not None and due(config.eval.every) and run.metrics.evaluated_step < run.step
+
+    tripwires, provenance, numerics = Tripwires(run), Provenance(run), Numerics(run)
+    with Saver(run) as saver:
+
+        def save(wait: bool) -> None:
+            watchdog.rest()
             with run.metrics.off_the_clock():
-                save(run)
-        if run.step == last:
-            return "completed"
-        if stopping:
-            return "preempted"
-    raise AssertionError("the data never end")
+                saver.save(wait)
+
+        stopping = stop.poll_now()  # a signal in the warm-up
+        if not stopping and run.step and owes_evaluation():  # stopped in the midst of it
+            stopping = hold_out()
+        while not stopping and run.step < last:
+            micro_batches = next(run.data)
+            with numerics.measuring(micro_batches):
+                report = train_step(run, micro_batches)
+            run.step += 1
+            run.metrics.record(report)
+            tripwires.after_step(micro_batches)
+            provenance.after_step(report)
+            stopping = stop_asked()
+            if due(config.metrics.log_every):
+                row = log(run)
+                tripwires.look(row)  # first: what follows takes it that all ranks skipped the same steps
+                provenance.look(row)
+                stop_if_hopeless(row, config, provenance.where(row))
+                saver.look()
+            if not stopping and owes_evaluation():
+                stopping = hold_out()
+            if due(config.checkpoint.every) and not stopping:
+                save(wait=run.step == last)
+        if stopping and config.checkpoint.every != "off":
+            save(wait=True)
+    return "preempted" if stopping else "completed"
 
 
 def log(run: Run) -> LogRow:
@@ -112,6 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(words) < len(argv):
             print(to_toml(config), end="")
             return 0
+        check_restarts()
+        die_with_torchrun()
         with start(config.run) as world:
             return run_and_report(config, world)
     except Failure as error:  # found before this process joined the others
@@ -127,17 +164,21 @@ def run_and_report(config: Config, world: World) -> int:
     """
     folder = run_folder(config.run, world)
     config = replace(config, run=replace(config.run, dir=str(folder)))
-    run = None
+    run, roll = None, Roll(world)
     try:
         make_folder(folder, config, world)
-        run = build_run(config, world)
-        return run_to_the_end(run)
-    except BaseException as error:
+        # The signals are heard from here on: one in the warm-up stops the run before its first step.
+        with only_live_run(folder, world), AgreedStop(world) as stop:
+            run = build_run(config, world)
+            return run_to_the_end(run, stop)
+    except BaseException as raised:
+        error = roll.explain(explain_disk(raised, folder))
         status, first = report_failure(error, world)
         refused = run is None and (folder / "summary.json").exists()  # what the folder holds stays as it is
         if first and folder.is_dir() and not refused:
-            write_summary(folder, run, "failed", status, str(error) or type(error).__name__)
-        raise SystemExit(status) from error  # through the with-block of `start`: the others are not waited for
+            with suppress(OSError):
+                write_summary(folder, run, "failed", status, str(error) or type(error).__name__)
+        raise SystemExit(status) from raised  # through the with-block of `start`: the others are not waited for
     finally:
         if run is not None:
             run.data.close()
@@ -147,7 +188,7 @@ def run_and_report(config: Config, world: World) -> int:
 def make_folder(folder: Path, config: Config, world: World) -> None:
     """Errors: Failure where the folder can't be written; ConfigError where it holds a run that is not to be resumed."""
     if world.is_main:
-        if config.run.resume == "never" and complete_checkpoints(folder):
+        if config.run.resume == "never" and all_checkpoints(folder) and not attempt():
             raise ConfigError(f"run.dir={folder} holds a run already; choose another, or go on with run.resume=auto")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -160,22 +201,23 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
     world.barrier()
 
 
-def run_to_the_end(run: Run) -> int:
+def run_to_the_end(run: Run, stop: AgreedStop) -> int:
     """Take the run's steps, then show and summarise what came of them; return the exit status."""
     steps = run.config.train.steps
-    if run.step >= steps:
+    if run.world.from_main(str(run.step >= steps and is_completed(run.folder))) == "True":
         run.world.say(
             f"{run.folder} is finished: it took {run.step} of train.steps={steps}; raise train.steps to go on"
         )
-        if run.world.is_main and not (run.folder / "summary.json").exists():  # killed after its last checkpoint
-            write_summary(run.folder, run, "completed", 0, "")
         return 0
     introduce(run)
+    check_free_space(run)
     if run.world.is_main:
-        (run.folder / "config.toml").write_text(to_toml(run.config))
-    run.metrics.open(run.folder, run.step, to_toml(run.config))
-    with AgreedStop(run.world) as stop:
-        stopped_by = train(run, stop)
+        for path in set_aside_after(run.folder, run.step):
+            run.world.warn(f"{path} was refused, and is kept under this name while its steps are taken again")
+        (run.folder / "config.toml").write_text(run.config_text)
+    run.metrics.open(run.folder, run.step, run.config_text)
+    with Watchdog(run.world, run.config.run.timeout_seconds) as watchdog:
+        stopped_by = train(run, stop, watchdog)
     if stopped_by == "preempted":
         cause = stop.requested_by or "a signal to another rank"
         if run.world.is_main:
@@ -200,7 +242,8 @@ def introduce(run: Run) -> None:
     accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     cast = f" cast by {precision.cast_by}" if precision.cast_by != "nothing" else ""
-    begin = f", resumed from step {run.resumed_from_step}" if run.resumed_from_step else ""
+    resumed = run.resumed_from_step is not None
+    begin = f", resumed from step {run.resumed_from_step}" if resumed else ", from step 0: it holds no checkpoint"
     held_out = run.validation.plan.length if run.validation else 0
     world.say(
         f"run    {run.folder}{begin}\n"
@@ -213,28 +256,37 @@ def introduce(run: Run) -> None:
     )
 
 
+def is_completed(folder: Path) -> bool:
+    """Whether its summary says so; a run that was killed after its last checkpoint still owes one."""
+    try:
+        return bool(json.loads((folder / "summary.json").read_text())["stopped_by"] == "completed")
+    except (OSError, ValueError, LookupError):
+        return False
+
+
 def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int, cause: str) -> dict[str, Any]:
-    """RUN/summary.json, from the figures of the last log step, so that one rank alone can write it."""
+    """RUN/summary.json, from the figures of the last log step, so that rank 0 alone can write it."""
     summary: dict[str, Any] = {"stopped_by": stopped_by, "exit_code": exit_code, "cause": cause}
-    row = run.metrics.last if run is not None else None
     if run is not None:
+        logged, ranks = run.metrics.logged, run.metrics.rank_table()
         summary |= {
             "steps": run.step,
             "world_size": run.world.world_size,
             "strategy": run.parallel.strategy,
             "precision": run.precision.name,
             "resumed_from_step": run.resumed_from_step,
-            "items_per_second": sum(rank["items_per_second"] for rank in run.metrics.rank_table()),
-            "ranks": run.metrics.rank_table(),
+            "items_per_second": sum(rank["items_per_second"] for rank in ranks),
+            "ranks": ranks,
             "evaluation": run.metrics.evaluation,
+            "best_evaluation": run.metrics.best,
         }
-    if row is not None:
-        summary |= {
-            "applied_steps": int(row["applied_steps"]),
-            "skipped_steps": int(row["skipped_steps"]),
-            "final_loss": row.loss,
-            "loss_scale": row["loss_scale"],
-        }
+        if logged:
+            summary |= {
+                "applied_steps": int(logged["step"] - logged["amp/skipped_steps"]),
+                "skipped_steps": int(logged["amp/skipped_steps"]),
+                "final_loss": logged["train/loss"],
+                "loss_scale": logged["amp/loss_scale"],
+            }
     fresh = folder / ".summary.json.writing"
     fresh.write_text(json.dumps(plain_json(summary), indent=2) + "\n")
     fresh.replace(folder / "summary.json")

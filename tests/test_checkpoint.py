@@ -1,7 +1,7 @@
 """A resumed run goes on as if it had never stopped; a checkpoint is complete or absent."""
 
-import json
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,13 @@ from ranks import on_ranks
 from tiny import Overflow, Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.checkpoint import complete_checkpoints, save, to_resume
+from dist_amp.checkpoint import save
+from dist_amp.checkpoint_files import all_checkpoints, read_manifest
+from dist_amp.resume import to_resume
 from dist_amp.runtime import DataError, World
 
-LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp"), (4, "hsdp")]
+ELASTIC = ["--train.global_batch_size", 12, "--train.micro_batch_size", 1, "--train.accumulation_steps", "auto"]
 
 
 class Dropped(Tiny):
@@ -70,33 +73,52 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path, ra
         assert all(equal)
 
 
+def losses_of(run, steps):
+    """The world's loss in each of so many steps, and the global samples that each was fed."""
+    losses, samples = [], []
+    for _ in range(steps):
+        begun = run.data.position
+        report = take_steps(run, 1)[0]
+        losses.append((run.parallel.sum(report.loss_sum) / report.weight).item())
+        mine = [index for _, indices in run.data.at(begun) for index in indices]
+        samples.append(sorted(index for text in run.world.gather_texts(repr(mine)) for index in eval(text)))
+    return losses, samples
+
+
 def save_after_two_steps(world, folder, strategy, dtype):
-    run = make_run(world, Tiny(samples=64), *settings(folder, strategy, dtype))
+    run = make_run(world, Tiny(samples=60), *settings(folder, strategy, dtype, *ELASTIC))
     take_steps(run, 2)
     save(run)
-    return parameters_of(run), moments_of(run), run.optimizer.counters.tolist()
+    return parameters_of(run), moments_of(run), run.optimizer.counters, *losses_of(run, 5)
 
 
 def resume_elsewhere(world, folder, strategy, dtype):
-    words = settings(folder, strategy, dtype, "--run.resume", "auto")
-    run = make_run(world, Tiny(samples=64), *words)
-    state = parameters_of(run), moments_of(run), run.optimizer.counters.tolist()
-    take_steps(run, 1)
-    assert run.optimizer.lr.item() != 0
-    return *state, run.step, run.data.position, run.optimizer.lr.item()
+    run = make_run(world, Tiny(samples=60), *settings(folder, strategy, dtype, *ELASTIC, "--run.resume", "auto"))
+    return parameters_of(run), moments_of(run), run.optimizer.counters.clone(), *losses_of(run, 5)
+
+
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory):
+    """saved_by(ranks, strategy): (folder, what rank 0 had and did), made once for each layout."""
+
+    @cache
+    def saved(ranks, strategy):
+        folder = tmp_path_factory.mktemp(strategy)
+        return folder, on_ranks(ranks, save_after_two_steps, folder, strategy, "fp32")[0]
+
+    return saved
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
 @pytest.mark.parametrize(("saved_ranks", "saved_strategy"), LAYOUTS)
-def test_every_layout_reads_every_others_checkpoint(tmp_path, saved_ranks, saved_strategy, ranks, strategy):
-    saved = on_ranks(saved_ranks, save_after_two_steps, tmp_path, saved_strategy, "fp32")[0]
-    for loaded in on_ranks(ranks, resume_elsewhere, tmp_path, strategy, "fp32"):
-        for name, parameter in saved[0].items():
-            assert torch.equal(loaded[0][name], parameter)
-        assert all(torch.equal(a, b) for a, b in zip(loaded[1], saved[1], strict=True))
-        assert loaded[2] == saved[2]
-        assert loaded[3] == 3
-        assert loaded[4] == saved_ranks * 4 * 2 + ranks * 4  # samples: two steps there, one here
+def test_every_layout_reads_every_others_checkpoint(saved_by, saved_ranks, saved_strategy, ranks, strategy):
+    folder, (parameters, moments, _, losses, samples) = saved_by(saved_ranks, saved_strategy)
+    for loaded in on_ranks(ranks, resume_elsewhere, folder, strategy, "fp32"):
+        assert all(torch.equal(loaded[0][name], parameter) for name, parameter in parameters.items())
+        assert all(torch.equal(a, b) for a, b in zip(loaded[1], moments, strict=True))
+        assert loaded[2].tolist() == [2, 0, 0]
+        assert loaded[3] == pytest.approx(losses, rel=1e-5), "other orders of the same sums, over five steps"
+        assert loaded[4] == samples
 
 
 def rates_around_a_resume(world, folder):
@@ -127,10 +149,10 @@ def test_only_the_newest_are_kept_and_what_was_left_half_written_is_no_checkpoin
         take_steps(run, 1)
         save(run)
     (tmp_path / "checkpoints" / ".step_00000004.writing").mkdir()
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
-    assert to_resume("auto", tmp_path).name == "step_00000003"
-    assert to_resume("never", tmp_path) is None
-    assert json.loads((tmp_path / "checkpoints/step_00000003/about.json").read_text())["samples"] == 12
+    assert [path.name for path in all_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
+    assert to_resume("auto", tmp_path, World()).name == "step_00000003"
+    assert to_resume("never", tmp_path, World()) is None
+    assert read_manifest(tmp_path / "checkpoints/step_00000003").samples == 12
 
 
 def test_resume_takes_a_checkpoint_or_a_run_and_refuses_what_is_neither(tmp_path):
@@ -138,7 +160,7 @@ def test_resume_takes_a_checkpoint_or_a_run_and_refuses_what_is_neither(tmp_path
     take_steps(run, 2)
     path = save(run)
     for given in (path, tmp_path / "a"):
-        assert make_run(World(), Tiny(), "--run.resume", given).step == 2
+        assert make_run(World(), Tiny(), *settings(tmp_path / "b", "single", "fp32", "--run.resume", given)).step == 2
     (tmp_path / "empty").mkdir()
     for wrong, why in ((tmp_path / "nowhere", "does not exist"), (tmp_path / "empty", "is not a checkpoint")):
         with pytest.raises(DataError, match=why) as error:
@@ -180,7 +202,8 @@ def test_going_back_to_an_older_checkpoint_of_the_same_folder_is_refused(tmp_pat
     save(run)
     with pytest.raises(DataError, match="is older than step_00000002 beside it; go on from it in a new --run.dir"):
         make_run(World(), Tiny(), *words, "--run.resume", older)
-    assert make_run(World(), Tiny(), "--run.dir", tmp_path / "new", "--run.resume", older).step == 1
+    elsewhere = settings(tmp_path / "new", "single", "fp32", "--run.resume", older)
+    assert make_run(World(), Tiny(), *elsewhere).step == 1
 
 
 @pytest.mark.parametrize("optimizer", [["adamw", "--optim.fused", "false"], ["sgd", "--optim.momentum", 0]])

@@ -7,21 +7,24 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dist_amp"
+# What a checkpoint's files are, and which may be resumed from: beside the core, though it stands on them.
+FILES = {"checkpoint_files", "resume"}
 FLOORS = {
     1: {"config", "runtime", "precision", "optim", "task"},
-    2: {"parallel", "data", "metrics", "checkpoint"},
+    2: {"parallel", "data", "metrics", "checkpoint", *FILES},
     3: {"step"},
     4: {"run"},
     5: {"train"},
 }
 CORE = {name for names in FLOORS.values() for name in names}
 # What stands beside the loop: the main job alone may use it, so that each can be deleted with its lines there.
-BESIDE = {"checks", "provenance", "nonfinite", "numerics"}
+BESIDE = {"checks", "provenance", "nonfinite", "numerics", "guards"}
 OUTSIDE = {
     "config": {"tyro"},
     "data": {"torch", "datasets"},
     "metrics": {"torch", "tensorboard"},
     "checkpoint": {"torch", "numpy"},
+    "checkpoint_files": {"torch", "xxhash"},
     "run": {"torch", "tomli_w"},
 }
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
-from dist_amp.checkpoint import complete_checkpoints, quiet_when_alone, set_random_state
+from dist_amp.checkpoint import set_random_state
+from dist_amp.checkpoint_files import Reader, Refused, all_checkpoints, read_into, read_manifest
 from dist_amp.config import ConfigError
 from dist_amp.data import Padding, to_device
 from dist_amp.nonfinite import Fault, examine
@@ -105,10 +105,13 @@ def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path
     """Load the kept weights, else the newest checkpoint's of the run that the file lies in; say which."""
     if weights is not None:
         named, whose = dict(weights), "the weights that it keeps"
-    elif checkpoints := complete_checkpoints(path.parent.parent):
+    elif checkpoints := all_checkpoints(path.parent.parent):
         named, whose = get_model_state_dict(model), f"the weights of {checkpoints[-1].name}"
-        with quiet_when_alone():
-            read_tensors({"model": named}, checkpoint_id=checkpoints[-1], no_dist=True)
+        try:
+            reader = Reader(checkpoints[-1], read_manifest(checkpoints[-1]).files)
+            read_into({"model": named}, reader, alone=True)
+        except Refused as error:
+            raise DataError(f"--replay {path} needs the weights of {checkpoints[-1]}: {error}") from None
     else:
         return "initial weights: it keeps none, and the run's folder holds no checkpoint"
     try:

@@ -1,0 +1,339 @@
+"""What makes a checkpoint's files trustworthy: hashes, the manifest that lists them, and a reader that runs no code.
+
+A checkpoint is complete or absent: its folder is written under another name, the manifest comes last, and one rename
+makes it valid. The formats inside notice no damage by themselves (a flipped bit loads silently), so every file is
+hashed, and every hash is looked at before a run is resumed.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
+
+from dist_amp.config import Failure
+from dist_amp.runtime import World
+
+FORMAT = 1  # of the folder as a whole; a reader refuses those that are newer than itself
+MANIFEST = "manifest.json"
+CONFIG = "config.toml"
+
+
+class Refused(Exception):
+    """Why a checkpoint is not to be loaded; never the user's mistake, so another one may do."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of a checkpoint without loading it; JSON, with a hash over itself."""
+
+    step: int
+    samples: int  # consumed by the steps taken
+    world_size: int
+    strategy: str
+    precision: str
+    device: str
+    seed: int
+    global_batch_size: int
+    data_length: int
+    data_fingerprint: str
+    optimizer: dict[str, int]  # parameters in each group
+    config_hash: str
+    evaluation: dict[str, float]  # the newest, of this step
+    evaluated_step: int
+    best: dict[str, float]  # the lowest held-out loss so far, with its "step"
+    versions: dict[str, str]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"bytes": size, "xxh3": hash}
+    format: int = FORMAT
+
+    def to_text(self) -> str:
+        content = asdict(self)
+        return json.dumps({**content, "xxh3": _xxh3(json.dumps(content).encode())}, indent=1) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Errors: Refused where it is missing, damaged, of a newer format, or lists what lies elsewhere."""
+    try:
+        text = (folder / MANIFEST).read_bytes().decode()
+        content = json.loads(text)
+        if content["format"] > FORMAT:
+            raise Refused(f"its format is {content['format']}, this version reads up to {FORMAT}; use a newer dist_amp")
+        known = {one.name for one in fields(Manifest)}
+        manifest = Manifest(**{name: value for name, value in content.items() if name in known})
+    except OSError as error:
+        raise Refused(f"{MANIFEST} can't be read ({error.strerror})") from None
+    except (ValueError, LookupError, TypeError):  # what json, decode and the dataclass raise
+        raise Refused(f"{MANIFEST} is damaged") from None
+    # Byte by byte: a bit that flips where JSON allows anything would go unnoticed otherwise.
+    if manifest.to_text() != text:
+        raise Refused(f"{MANIFEST} is damaged")
+    for name in dict(manifest.files):
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise Refused(f"{MANIFEST} lists {name!r}, which is not a file's name in this folder")
+    return manifest
+
+
+def damage(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> str:
+    """What is wrong with the files of a checkpoint, of which this call looks at one part; "" if nothing."""
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
+    for name in by_size[part::parts]:
+        path, expected = folder / name, manifest.files[name]
+        try:
+            found = path.stat(follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode):
+                return f"{name} is not a file"
+            if found.st_size != expected["bytes"]:
+                return f"{name} has {found.st_size:,} bytes, not {expected['bytes']:,}"
+            if hash_file(path) != expected["xxh3"]:
+                return f"{name} is damaged: its hash is not the manifest's"
+        except OSError as error:
+            return f"{name} can't be read ({error.strerror})"
+    return ""
+
+
+def all_checkpoints(run_folder: Path) -> list[Path]:
+    """The run's checkpoints, oldest first, whole or not: `read_manifest` and `damage` tell."""
+    return sorted(path for path in run_folder.glob("checkpoints/step_*") if path.name[len("step_") :].isdigit())
+
+
+def hash_file(path: Path) -> str:
+    """128 bits of xxh3: against accidents, ten times faster than sha256; no defence against forgery."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+
+
+def _xxh3(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def text_hash(text: str) -> str:
+    return _xxh3(text.encode())
+
+
+def hash_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The manifest's entries for these files."""
+    return {path.name: {"bytes": path.stat().st_size, "xxh3": hash_file(path)} for path in paths}
+
+
+def write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def make_valid(fresh: Path, final: Path, manifest: Manifest) -> None:
+    """Write the manifest and rename: before it there is no checkpoint, after it a whole one, whenever power fails."""
+    write_synced(fresh / MANIFEST, manifest.to_text())
+    sync_folder(fresh)
+    os.rename(fresh, final)
+    sync_folder(final.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_all_but(run_folder: Path, keep: int, newest: Path) -> None:
+    """Remove old checkpoints: the last `keep` stay, and the one with the lowest held-out loss."""
+    best = f"step_{int(read_manifest(newest).best.get('step', -1)):08d}"
+    for old in all_checkpoints(run_folder)[:-keep]:
+        if old.name != best and old != newest:
+            (old / MANIFEST).unlink(missing_ok=True)  # first: what is half removed is no checkpoint
+            shutil.rmtree(old)
+
+
+def set_aside_after(run_folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, which were refused, and clear away what was left half written.
+
+    The steps are taken again, and a folder is never written into twice. Returns the new names.
+    """
+    for left in run_folder.glob("checkpoints/.step_*.writing"):
+        shutil.rmtree(left, ignore_errors=True)
+    moved = []
+    for path in all_checkpoints(run_folder):
+        if int(path.name.removeprefix("step_")) > step:
+            target = path.with_name(f"refused_{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            moved.append(path.rename(target))
+    return moved
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run as it stood after a step: what is to be written, and where."""
+
+    run_folder: Path
+    state: dict[str, Any]
+    manifest: Manifest
+    config: str
+    keep: int
+
+    @property
+    def folder(self) -> Path:
+        return self.run_folder / "checkpoints" / f"step_{self.manifest.step:08d}"
+
+
+def write(snapshot: Snapshot, world: World) -> None:
+    """Write and make valid; every rank calls it, in a thread of its own or not, and raises alike if any rank fails.
+
+    Errors: Failure naming the rank and the reason. What was there before stands.
+    """
+    final = snapshot.folder
+    fresh = final.with_name(f".{final.name}.writing")
+
+    def make_folder() -> None:
+        if world.is_main:
+            shutil.rmtree(fresh, ignore_errors=True)  # left by a run that was killed while it wrote
+            fresh.mkdir(parents=True)
+
+    def write_shards() -> dict[str, dict[str, Any]]:
+        if not fresh.is_dir():
+            raise Failure("run.dir is not on a disk that all ranks share; put it on one")
+        if world.is_main:
+            write_synced(fresh / CONFIG, snapshot.config)
+        with _quiet_when_alone():
+            write_tensors(
+                snapshot.state,
+                storage_writer=FileSystemWriter(fresh),
+                process_group=world.background,
+                no_dist=world.world_size == 1,
+            )
+        mine = [CONFIG, ".metadata"] if world.is_main else []
+        return hash_files([*fresh.glob(f"__{world.rank}_*"), *(fresh / name for name in mine)])
+
+    def finish() -> None:
+        if world.is_main:
+            make_valid(fresh, final, replace(snapshot.manifest, files=files))
+            remove_all_but(snapshot.run_folder, snapshot.keep, final)
+
+    try:
+        _together(world, make_folder)
+        files = {name: entry for part in _together(world, write_shards) for name, entry in part.items()}
+        _together(world, finish)
+    except Failure as error:
+        if world.is_main and fresh.exists():
+            shutil.rmtree(fresh, ignore_errors=True)  # what there is of it may be what fills the disk
+        raise Failure(f"checkpoint {final} could not be written: {error}; the one before it stands") from error
+
+
+def _together(world: World, work: Callable[[], Any]) -> list[Any]:
+    """Do `work` on every rank; return all results in the order of the ranks. Errors: Failure on all if one fails."""
+    try:
+        mine = work(), ""
+    except (Exception, CheckpointException) as error:  # torch derives the latter from BaseException
+        mine = None, reason(error)
+    everyone = [mine] * world.world_size
+    if world.background is not None:
+        dist.all_gather_object(everyone, mine, group=world.background)
+    for rank, (_, why) in enumerate(everyone):
+        if why:
+            raise Failure(f"rank {rank}: {why}")
+    return [result for result, _ in everyone]
+
+
+def reason(error: BaseException) -> str:
+    """One line; torch wraps what went wrong on a rank in an error of its own."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return reason(next(inner for inner, _ in error.failures.values()))
+    if "unexpected pos" in str(error):  # what torch's writer makes of a write that stopped half way
+        return "no space is left on the disk"
+    text = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return getattr(error, "strerror", None) or text
+
+
+@contextmanager
+def _quiet_when_alone() -> Iterator[None]:
+    """One process without a process group is a way to run, not a reason to warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+# All that torch's checkpoints pickle into `.metadata`. Each of them only holds what it is given.
+HARMLESS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in HARMLESS.get(module, ()):
+            raise Refused(f".metadata asks for {module}.{name}, which no checkpoint of ours holds; nothing was run")
+        return super().find_class(module, name)
+
+
+class Reader(FileSystemReader):
+    """torch's reader of a checkpoint's folder, which unpickles only what is harmless and reads only what is listed."""
+
+    def __init__(self, folder: Path, files: Mapping[str, Any]):
+        super().__init__(folder)
+        self._folder = folder
+        self._files = files
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            with (self._folder / ".metadata").open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.PickleError) as error:
+            raise Refused(f".metadata can't be read ({error})") from None
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise Refused(".metadata is not that of a checkpoint")
+        for place in metadata.storage_data.values():
+            if place.relative_path not in self._files:
+                raise Refused(f".metadata points to {place.relative_path!r}, which the manifest does not list")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's planner, whose entries that are not tensors may be plain data alone."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        torch.load(value, weights_only=True)  # raises where it is more; torch's own next line would run it
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def read_into(state: dict[str, Any], reader: Reader, alone: bool) -> None:
+    """Fill the tensors of `state`; every rank calls it, unless one reads alone, without a process group.
+
+    Errors: Refused, or torch's CheckpointException, which is no Exception.
+    """
+    try:
+        with _quiet_when_alone():
+            read_tensors(state, storage_reader=reader, planner=Planner(), no_dist=alone)
+    except CheckpointException as error:
+        refused = next((e for e, _ in error.failures.values() if isinstance(e, Refused)), None)
+        raise refused or error from None

@@ -1,0 +1,230 @@
+"""Guards: what keeps a run from ending badly, and names the rank when it does.
+
+One live run per folder, no orphans, enough disk, a watchdog over every rank, and one line in place of the tracebacks
+of all ranks when one of them dies. To delete: this file and its lines in train.py.
+"""
+
+import ctypes
+import errno
+import faulthandler
+import fcntl
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dist_amp.checkpoint_files import all_checkpoints
+from dist_amp.config import ConfigError, Failure
+from dist_amp.runtime import World, attempt
+
+if TYPE_CHECKING:
+    from dist_amp.run import Run
+
+LOCK_SECONDS = 10.0  # a run that was just killed may take so long to be gone
+ANSWER_SECONDS = 5.0  # in which a rank that is alive says so, when a collective has failed
+
+
+def die_with_torchrun() -> None:
+    """Be stopped by SIGTERM when torchrun is killed: so a rank saves and leaves, and none runs on unwatched."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # Source: prctl(2)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def check_restarts() -> None:
+    """Errors: ConfigError where torchrun would restart with a store that still holds dead workers' addresses.
+
+    Measured with torch 2.13: without the variable 1 restart of 10 succeeded, with it 10 of 10.
+    """
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):
+        raise ConfigError(
+            f"torchrun --max-restarts={os.environ['TORCHELASTIC_MAX_RESTARTS']} would restart into a store that holds "
+            "addresses of dead workers, and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment"
+        )
+
+
+@contextmanager
+def only_live_run(folder: Path, world: World) -> Iterator[None]:
+    """Hold the run's folder for this run. Errors: Failure naming the process that holds it already.
+
+    A lock of the kernel's, so that a dead run leaves none; of the process, so that loader workers don't inherit it.
+    """
+    file, trouble = None, ""
+    if world.is_main:
+        file = (folder / ".lock").open("a+")
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    holder = (folder / ".lock").read_text().strip() or "another process"
+                    trouble = f"run.dir={folder} is in use by a live run ({holder}); stop that one, or choose another"
+                    break
+                time.sleep(0.2)
+    if trouble := world.from_main(trouble):
+        raise Failure(trouble)
+    if file is not None:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.close()
+
+
+def check_free_space(run: "Run") -> None:
+    """Errors: Failure where the checkpoints to come do not fit on the disk."""
+    if run.config.checkpoint.every == "off":
+        return
+    tensors = [*run.parallel.module.state_dict().values(), *tree_leaves(dict(run.optimizer.torch_optimizer.state))]
+    size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    most = run.config.checkpoint.keep + 2  # the best one, and the one that is being written
+    there = len(all_checkpoints(run.folder))
+    needed, trouble = size * max(most - there, 1), ""
+    if run.world.is_main and needed > (free := shutil.disk_usage(run.folder).free):
+        trouble = (
+            f"run.dir={run.folder} has {free / 2**30:.2f} GiB free, and its checkpoints need {needed / 2**30:.2f} GiB "
+            f"({most} of {size / 2**30:.2f} GiB at most, {there} are there); free some, or lower checkpoint.keep"
+        )
+    if trouble := run.world.from_main(trouble):
+        raise Failure(trouble)
+
+
+class Watchdog:
+    """A thread that ends this rank, with its stacks, when it has not moved for longer than a collective may wait.
+
+    The ranks that wait for it are told by their collective's timeout; this one would never be told.
+    """
+
+    def __init__(self, world: World, timeout_seconds: float):
+        self._world = world
+        self._timeout = timeout_seconds
+        self._last_beat = math.inf  # not begun: a first step may compile for long
+        self._step = 0
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "Watchdog":
+        if self._world.world_size > 1:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def beat(self, step: int) -> None:
+        """This rank has come so far."""
+        self._step, self._last_beat = step, time.monotonic()
+
+    def rest(self) -> None:
+        """What follows may take its time, until the next beat."""
+        self._last_beat = math.inf
+
+    def _watch(self) -> None:
+        limit = self._timeout + ANSWER_SECONDS / 2  # a rank that only waits has had its error by then
+        while not self._ended.wait(1.0):
+            # Should the main thread hang with Python's lock held, this thread can't run: then this timer does.
+            faulthandler.dump_traceback_later(limit + ANSWER_SECONDS, exit=True)
+            if time.monotonic() - self._last_beat > limit:
+                print(
+                    f"error: rank {self._world.rank} hangs after step {self._step}: it has not moved for "
+                    f"run.timeout_seconds={self._timeout:g}; its stacks:",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(1)
+
+
+class Roll:
+    """Who is there: each rank's process, and what befell it, in the store that the ranks share."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._processes = [json.loads(text) for text in world.gather_texts(json.dumps([platform.node(), os.getpid()]))]
+
+    def explain(self, error: BaseException) -> BaseException:
+        """A collective's failure as one line that names the ranks which are gone or hang; other errors as they are.
+
+        Where another rank has failed by itself, this one leaves the word to it.
+        """
+        if self._world.world_size == 1 or isinstance(error, KeyboardInterrupt | SystemExit):
+            return error
+        collective = _is_collective(error)
+        try:
+            told = self._exchange("waited" if collective else "failed", wait=collective)
+        except Exception:  # the store is gone with its host
+            return error
+        silent = [rank for rank, text in told.items() if not text]
+        if not collective or "failed" in told.values() or not silent:
+            return error
+        hangs = "imed out" in str(error)
+        if hangs:
+            self._end(silent)
+        names = ", ".join(f"{rank} (process {p} on {host})" for rank in silent for host, p in [self._processes[rank]])
+        what = "did not take part in a collective in time: it hangs, is stopped or its machine is gone"
+        what = what if hangs else "is gone: it was killed, perhaps for memory; its machine's log may tell"
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Failure(f"rank {names} {what} (rank {self._world.rank} was told: {first[:200]})")
+
+    def _exchange(self, mine: str, wait: bool) -> dict[int, str]:
+        """What each rank says of itself; "" for those that say nothing."""
+        store = dist.distributed_c10d._get_default_store()
+        keys = {rank: f"dist_amp/roll/{attempt()}/{rank}" for rank in range(self._world.world_size)}
+        store.set(keys[self._world.rank], mine)
+        deadline = time.monotonic() + (ANSWER_SECONDS if wait else 0)
+        while True:
+            told = {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
+            silent = [rank for rank, text in told.items() if not text and not self._known_dead(rank)]
+            if not silent or "failed" in told.values() or time.monotonic() > deadline:
+                return told
+            time.sleep(0.1)
+
+    def _known_dead(self, rank: int) -> bool:
+        host, process = self._processes[rank]
+        if host != platform.node() or not Path("/proc/self").exists():
+            return False
+        try:
+            return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
+
+    def _end(self, ranks: list[int]) -> None:
+        """Kill hanging ranks beside us: torchrun would give them half a minute, and a stopped one can't be asked."""
+        for host, process in (self._processes[rank] for rank in ranks):
+            with suppress(OSError, IndexError):
+                parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+                if host == platform.node() and parent == os.getppid():
+                    os.kill(process, signal.SIGKILL)
+
+
+def _is_collective(error: BaseException) -> bool:
+    words = ("gloo", "NCCL", "Connection closed by peer", "Timed out", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError | dist.DistError) and any(word in str(error) for word in words)
+
+
+def explain_disk(error: BaseException, folder: Path) -> BaseException:
+    """A full or read-only disk in one line; other errors as they are."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return error
+    what = error.filename or folder
+    return Failure(f"{what} can't be written ({error.strerror}); free some space, and go on with --run.dir {folder}")
