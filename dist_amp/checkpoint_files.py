@@ -242,14 +242,15 @@ def _together(world: World, work: Callable[[], Any]) -> list[Any]:
     """Do `work` on every rank; return all results in the order of the ranks. Errors: Failure on all if one fails."""
     try:
         mine = work(), ""
-    except (Exception, CheckpointException) as error:  # torch derives the latter from BaseException
-        mine = None, reason(error)
+    except CheckpointException as error:  # no Exception, and raised on all ranks for what befell one
+        mine = None, f"rank {next(iter(error.failures), world.rank)}: {reason(error)}"
+    except Exception as error:
+        mine = None, f"rank {world.rank}: {reason(error)}"
     everyone = [mine] * world.world_size
     if world.background is not None:
         dist.all_gather_object(everyone, mine, group=world.background)
-    for rank, (_, why) in enumerate(everyone):
-        if why:
-            raise Failure(f"rank {rank}: {why}")
+    if failed := [why for _, why in everyone if why]:
+        raise Failure(failed[0])
     return [result for result, _ in everyone]
 
 

@@ -1,0 +1,558 @@
+"""Break a real run in every way we know, and see that nothing is lost: bash launch/chaos.sh [--quick] [NAME ...]
+
+Every trial starts the main job by torchrun, breaks it, lets it go on, and compares what it ends with to a run that was
+left alone: every tensor of the last checkpoint bit by bit, with every rank's generators, and every logged figure that
+is not a time. The last lines are a table of what was tried, how often, and how it went.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+
+import torch
+from restless import MAIN_ONLY, POINTS, STEPS_BETWEEN
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dist_amp.checkpoint_files import Reader, all_checkpoints, damage, read_into, read_manifest
+from dist_amp.resume import to_resume
+from dist_amp.runtime import World
+
+TESTS = Path(__file__).parent
+WORDS = {
+    "task.target": "restless:Restless", "train.steps": 60, "train.micro_batch_size": 2, "train.accumulation_steps": 2,
+    "checkpoint.every": STEPS_BETWEEN, "metrics.log_every": 1, "eval.every": 20, "optim.warmup_steps": 5,
+    "run.deterministic": "true", "run.dir": "run", "precision.scaler.growth_interval": 7,
+    "precision.scaler.init_scale": 2.0**40, "train.max_skips_in_a_row": 60,
+}  # fmt: skip
+LAYOUTS = {
+    "ddp": {"parallel.strategy": "ddp"},
+    "fsdp": {"parallel.strategy": "fsdp", "task.args.batch_norm": "false"},
+}
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+class Job:
+    """A run of the main job by torchrun, whose lines are read as they come."""
+
+    def __init__(self, folder: Path, ranks: int = 2, restarts: int = 0, environ: dict | None = None, **words):
+        settings = [text for key, value in (WORDS | words).items() for text in (f"--{key}", str(value))]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--signals-to-handle", SIGNALS]
+        self.folder, self.run, self.ranks = folder, folder / WORDS["run.dir"], ranks
+        self.process = subprocess.Popen(
+            [*command, "-m", "dist_amp.train", *settings],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environ or {})},
+        )  # fmt: skip
+        self.lines: list[tuple[float, str]] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line for _, line in self.lines)
+
+    def wait_for(self, begins: str, count: int = 1, seconds: float = 90) -> float:
+        """When the `count`-th line with such a beginning came."""
+        deadline = time.monotonic() + seconds
+        while True:
+            times = [at for at, line in self.lines if line.startswith(begins)]
+            if len(times) >= count:
+                return times[count - 1]
+            ended = self.process.poll() is not None and not self._reader.is_alive()
+            if ended or time.monotonic() > deadline:
+                raise AssertionError(f"no line {begins!r} ({count}):\n{self.text[-3000:]}")
+            time.sleep(0.01)
+
+    def rank_processes(self) -> dict[int, int]:
+        """{rank: process id} of those that are there."""
+        found = {}
+        for pid in children(self.process.pid):
+            with_rank = environment(pid)
+            if "RANK" in with_rank and parent(pid) == self.process.pid:
+                found[int(with_rank["RANK"])] = pid
+        return found
+
+    def loader_workers(self, rank: int) -> list[int]:
+        return children(self.rank_processes()[rank])
+
+    def end(self, seconds: float = 120) -> int:
+        status = self.process.wait(seconds)
+        self._reader.join(5)
+        return status
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.run / "summary.json").read_text())
+
+
+def children(pid: int) -> list[int]:
+    """Process ids below `pid`."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        direct = [int(p) for thread in threads for p in (thread / "children").read_text().split()]
+    except OSError:
+        return []
+    return direct + [below for child in direct for below in children(child)]
+
+
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def environment(pid: int) -> dict[str, str]:
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, by its name."""
+    reader = Reader(checkpoint, read_manifest(checkpoint).files)
+    entries = reader.read_metadata().state_dict_metadata
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "tensors alone"
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    read_into(tensors, reader, alone=True)
+    return tensors
+
+
+def figures_of(run: Path) -> list[dict]:
+    """The lines of metrics.jsonl without times and memory, which no two runs share."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "train/", "eval/", "amp/")
+    return [{key: value for key, value in line.items() if key.startswith(kept)} for line in lines]
+
+
+def differences(run: Path, other: Path) -> list[str]:
+    """What two finished runs do not have alike, bit by bit."""
+    found = []
+    ends = [all_checkpoints(folder)[-1] for folder in (run, other)]
+    if ends[0].name != ends[1].name:
+        found.append(f"{ends[0].name} and {ends[1].name}")
+    a, b = map(tensors_of, ends)
+    found += [
+        name for name in sorted(a.keys() | b.keys()) if name not in a or name not in b or not same(a[name], b[name])
+    ]
+    for line, (one, two) in enumerate(zip(figures_of(run), figures_of(other), strict=False)):
+        found += [
+            f"line {line}, step {one['step']}: {key} {one.get(key)} {two.get(key)}"
+            for key in one | two
+            if one.get(key) != two.get(key)
+        ]
+    if len(figures_of(run)) != len(figures_of(other)):
+        found.append(f"{len(figures_of(run))} and {len(figures_of(other))} lines of metrics.jsonl")
+    manifests = [read_manifest(end) for end in ends]
+    for name in ("samples", "evaluation", "evaluated_step", "best"):
+        if getattr(manifests[0], name) != getattr(manifests[1], name):
+            found.append(name)
+    return found
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit by bit: nan equals nan, and 0.0 does not equal -0.0."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+@dataclass
+class Row:
+    """A line of the table at the end."""
+
+    what: str
+    good: int = 0
+    tried: int = 0
+    note: str = ""
+    troubles: list[str] = field(default_factory=list)
+
+    def add(self, troubles: list[str]) -> None:
+        self.tried += 1
+        self.good += not troubles
+        self.troubles += troubles[:5]
+
+
+class Chaos:
+    """Trials in folders of their own; `through` keeps the runs that were left alone, to compare with."""
+
+    def __init__(self, root: Path, seed: int):
+        self.root = root
+        self.random = random.Random(seed)
+        self._count = 0
+        self._through: dict[str, Path] = {}
+
+    def new_folder(self) -> Path:
+        self._count += 1
+        folder = self.root / f"{self._count:03d}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def through(self, ranks: int = 2, **words) -> Path:
+        """The folder of the same run, left alone."""
+        key = f"{ranks} {sorted(words.items())}"
+        if key not in self._through:
+            job = Job(self.new_folder(), ranks, **words)
+            assert job.end() == 0, job.text[-3000:]
+            self._through[key] = job.run
+        return self._through[key]
+
+    def finish(self, job: Job, environ: dict | None = None, **words) -> Job:
+        """Start the same run again, to its end."""
+        again = Job(job.folder, job.ranks, environ=environ, **words)
+        again.end()
+        return again
+
+    def compare(self, job: Job, **words) -> list[str]:
+        """What is wrong with a run that has ended: not well, or not as the one that was left alone."""
+        if job.end() != 0 or job.summary["stopped_by"] != "completed":
+            return [f"status {job.process.returncode}:\n{job.text[-2000:]}"]
+        return differences(job.run, self.through(job.ranks, **words))
+
+
+def sigkills(chaos: Chaos, kills: int, cells=(("ddp", "fp16"), ("ddp", "bf16"), ("fsdp", "fp16"), ("fsdp", "bf16"))):
+    """SIGKILL of a random rank at random times; torchrun starts all again."""
+    for number, (strategy, dtype) in enumerate(cells):
+        words = {**LAYOUTS[strategy], "precision.dtype": dtype, "train.steps": 60 + 50 * kills}
+        words["data.workers"] = 2 * (number % 2)
+        row = Row(f"SIGKILL of a rank, {strategy} {dtype}, {words['data.workers']} workers", tried=kills)
+        job, seconds, first_time = Job(chaos.new_folder(), restarts=5 * kills, **words), [], 0
+        for _ in range(kills):
+            job.wait_for("step", count=1 + sum(line.startswith("step") for _, line in job.lines))
+            time.sleep(chaos.random.uniform(0, 1.5))
+            starts = sum(line.startswith("run    ") for _, line in job.lines)
+            victim = chaos.random.choice(list(job.rank_processes().values()))
+            before, killed = len(job.lines), time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            begun = job.wait_for("run    ", count=starts + 1)
+            steps = sum(line.startswith("step") for at, line in job.lines[:] if at <= begun)
+            seconds.append(job.wait_for("step", count=steps + 1) - killed)
+            failed = sum("failed (exitcode" in line for _, line in job.lines[before:])
+            first_time += failed <= 1
+        troubles = chaos.compare(job, **words)
+        row.good = kills if not troubles else 0
+        row.troubles = troubles[:5]
+        row.note = (
+            f"bit-identical end; next step after {statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s "
+            f"(most); first restart good {first_time} of {kills}"
+        )
+        yield row
+
+
+def points(chaos: Chaos, some=POINTS, strategies=("ddp", "fsdp")):
+    """SIGKILL at each point of a checkpoint's write: the one before loads, never a mix."""
+    for strategy in strategies:
+        words = LAYOUTS[strategy]
+        row = Row(f"SIGKILL while a checkpoint is written, {strategy}")
+        for point in some:
+            for rank in (0,) if point in MAIN_ONLY else (0, 1):
+                step = 4 * STEPS_BETWEEN if point == "while an old one is removed" else 2 * STEPS_BETWEEN
+                job = Job(chaos.new_folder(), restarts=1, environ={"DIE_AT": f"{point}:{step}:{rank}"}, **words)
+                troubles = chaos.compare(job, **words)
+                resumed = [line for _, line in job.lines if line.startswith("run    ")][-1]
+                late = point in ("after the rename", "while an old one is removed")
+                allowed = [f"step {step}"] if late else [f"step {step - STEPS_BETWEEN}"]
+                if not resumed.endswith(tuple(allowed)):
+                    troubles = [*troubles, f"{point}, rank {rank}: {resumed}"]
+                row.add(troubles)
+        yield row
+
+
+def flips(chaos: Chaos, bits: int, cuts: int):
+    """Bits flipped and files cut short, in every file of a checkpoint."""
+    run = chaos.through(**LAYOUTS["fsdp"])
+    for what, count in (("a flipped bit", bits), ("a file cut short", cuts)):
+        row = Row(f"{what}, anywhere in a checkpoint: refused")
+        for number in range(count):
+            folder = chaos.root / "damaged" / run.name
+            if not folder.exists():
+                shutil.copytree(run, folder)
+            newest = all_checkpoints(folder)[-1]
+            files = sorted(path for path in newest.iterdir())
+            path = files[number % len(files)]
+            with spoilt(path, chaos.random, flip=what == "a flipped bit"):
+                refused = fault_of(newest)
+                with redirect_stderr(StringIO()):
+                    falls_back = number % 50 or to_resume("auto", folder, World()) == all_checkpoints(folder)[-2]
+            row.add([] if refused and falls_back else [f"{path.name} {number}"])
+        yield row
+    row = Row("... and the run falls back, and ends bit-identical")
+    job = Job(chaos.new_folder(), environ={"RAISE_AT": "90:1"}, **LAYOUTS["fsdp"])
+    job.end()
+    data = bytearray((path := all_checkpoints(job.run)[-1] / "__1_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    again = chaos.finish(job, **LAYOUTS["fsdp"])
+    troubles = chaos.compare(again, **LAYOUTS["fsdp"])
+    row.add(troubles + ([] if "__1_0.distcp is damaged" in again.text else [again.text[-2000:]]))
+    yield row
+    row = Row("no checkpoint is whole: stops, never begins at zero")
+    for checkpoint in all_checkpoints(job.run):
+        (checkpoint / "manifest.json").unlink()
+    stopped = chaos.finish(job, **LAYOUTS["fsdp"])
+    said = "none of the checkpoints is whole" in stopped.text
+    row.add([] if said and stopped.process.returncode else [stopped.text[-2000:]])
+    yield row
+
+
+@contextmanager
+def spoilt(path: Path, numbers: random.Random, flip: bool):
+    data = path.read_bytes()
+    if flip:
+        bit = numbers.randrange(8 * len(data))
+        spoiled = bytearray(data)
+        spoiled[bit // 8] ^= 1 << bit % 8
+    else:
+        spoiled = data[: numbers.randrange(len(data))]
+    path.write_bytes(spoiled)
+    try:
+        yield
+    finally:
+        path.write_bytes(data)
+
+
+def fault_of(checkpoint: Path) -> str:
+    from dist_amp.checkpoint_files import Refused
+
+    try:
+        return damage(checkpoint, read_manifest(checkpoint))
+    except Refused as error:
+        return str(error)
+
+
+def signals(chaos: Chaos, numbers=("SIGTERM", "SIGUSR1"), targets=("torchrun", "one rank", "all ranks"), workers=(0, 2),
+            phases=("training", "evaluation", "warm-up")):  # fmt: skip
+    """Signals that ask a run to stop: one agreed step, saved, and then on as if nothing had been."""
+    for number in numbers:
+        row = Row(f"{number} to {', '.join(targets)}; in {', '.join(phases)}", note="steps after the signal: ")
+        most = 0
+        for target, worker, phase in ((t, w, p) for t in targets for w in workers for p in phases):
+            environ = {"WARM_UP": "1.5"} if phase == "warm-up" else {"EVALUATION": "3"} if phase == "evaluation" else {}
+            job = Job(chaos.new_folder(), environ=environ, **{"data.workers": worker})
+            begins = {"warm-up": "warming up", "evaluation": "step     20", "training": "step     15"}[phase]
+            job.wait_for(begins)
+            time.sleep(0.3 if phase == "evaluation" else 0.0)
+            ranks = list(job.rank_processes().values())
+            pids = {"torchrun": [job.process.pid], "one rank": [chaos.random.choice(ranks)], "all ranks": ranks}[target]
+            seen, sent = sum(line.startswith("step") for _, line in job.lines), time.monotonic()
+            for pid in pids:
+                os.kill(pid, getattr(signal, number))
+            job.end(60)
+            took = time.monotonic() - sent
+            where = f"{number} to {target} in {phase}, {worker} workers"
+            stopped = job.summary if (job.run / "summary.json").exists() else {"stopped_by": "no summary"}
+            if stopped["stopped_by"] != "preempted" or stopped["exit_code"] != 75:
+                row.add([f"{where}: {stopped}\n{job.text[-2000:]}"])
+                continue
+            more = stopped["steps"] - seen
+            most = max(most, more)
+            saved = all_checkpoints(job.run)[-1].name == f"step_{stopped['steps']:08d}"
+            again = chaos.finish(job, **{"data.workers": worker})
+            troubles = chaos.compare(again)
+            if not saved or more > 2 or took > 20:
+                troubles.append(f"{where}: {more} more steps, {took:.1f} s, saved {saved}")
+            row.add([f"{where}: {trouble}" for trouble in troubles])
+        row.note += f"{most} at most"
+        yield row
+
+
+def orphans(chaos: Chaos):
+    """torchrun itself killed: its ranks save, leave, and none is left over."""
+    row = Row("SIGKILL of torchrun: no process left")
+    for workers in (0, 2):
+        job = Job(chaos.new_folder(), **{"data.workers": workers})
+        job.wait_for("step     15")
+        below = children(job.process.pid)
+        job.process.kill()
+        deadline = time.monotonic() + 30
+        while (left := [pid for pid in below if is_there(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        again = chaos.finish(job, **{"data.workers": workers})
+        row.add(([f"{len(left)} left"] if left else []) + chaos.compare(again))
+    yield row
+
+
+@contextmanager
+def small_disk(folder: Path, mebibytes: int):
+    """A file system of its own in `folder`; needs root."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=False)
+
+
+def disks(chaos: Chaos):
+    """A disk that fills up and is freed; a folder that turns read-only."""
+    if os.geteuid() != 0:
+        yield Row("full and read-only disks", note="skipped: mounting a small disk needs root")
+        return
+    row = Row("a disk that is full for a while: identical end")
+    folder = chaos.new_folder()
+    (folder / "run").mkdir()
+    with small_disk(folder / "run", 16):
+        job = Job(folder, **{"train.steps": 120})
+        job.wait_for("step     15")
+        with suppress(OSError), (folder / "run" / "ballast").open("wb") as file:
+            while True:
+                file.write(b"0" * 4096)
+                file.flush()
+        job.wait_for("warning: checkpoint")
+        job.wait_for("step", count=sum(line.startswith("step") for _, line in job.lines) + 5)
+        (folder / "run" / "ballast").unlink()
+        row.add(chaos.compare(job, **{"train.steps": 120}))
+        row.note = "a checkpoint was refused, and its lines were written later"
+    yield row
+    row = Row("a folder that turns read-only: ends with its path, goes on from the last checkpoint")
+    folder = chaos.new_folder()
+    (folder / "run").mkdir()
+    with small_disk(folder / "run", 16):
+        job = Job(folder)
+        job.wait_for("step     15")
+        time.sleep(0.5)
+        subprocess.run(["mount", "-o", "remount,ro", folder / "run"], check=True)
+        status = job.end()
+        said = (
+            "could not be written" in job.text and "Read-only file system" in job.text and "Traceback" not in job.text
+        )
+        subprocess.run(["mount", "-o", "remount,rw", folder / "run"], check=True)
+        again = chaos.finish(job)
+        row.add(([] if status and said else [job.text[-2000:]]) + chaos.compare(again))
+    yield row
+
+
+def hangs(chaos: Chaos, timeout: float = 5.0):
+    """A rank that hangs, and one that is stopped: named, and over within the timeout and ten seconds."""
+    for what in ("hangs in the loss", "is stopped by SIGSTOP"):
+        row = Row(f"a rank that {what}: named, over in time")
+        environ = {"HANG_AT": "30:1"} if "loss" in what else {}
+        job = Job(chaos.new_folder(), environ=environ, **{"run.timeout_seconds": timeout})
+        job.wait_for("step     14")
+        began = time.monotonic()
+        if not environ:
+            os.kill(job.rank_processes()[1], signal.SIGSTOP)
+        job.end(timeout + 60)
+        took = time.monotonic() - began
+        named = "rank 1" in job.text and ("loss_sum" in job.text if environ else "stopped" in job.text)
+        again = chaos.finish(job)
+        trouble = (
+            [] if named and took < timeout + 10 and job.process.returncode else [f"{took:.1f} s\n{job.text[-3000:]}"]
+        )
+        row.add(trouble + chaos.compare(again))
+        row.note = f"{took:.1f} s with run.timeout_seconds={timeout:g}"
+        yield row
+
+
+def mishaps(chaos: Chaos):
+    """A rank that raises, a loader worker killed, TensorBoard's folder removed."""
+    row = Row("a rank that raises: its error stands alone, and a restart goes on")
+    job = Job(chaos.new_folder(), restarts=1, environ={"RAISE_AT": "50:1"})
+    troubles = chaos.compare(job)
+    said = job.text.count("rank 1: Traceback") == 1 and "rank 0: Traceback" not in job.text
+    row.add(troubles + ([] if said else [job.text[-3000:]]))
+    yield row
+    row = Row("a loader worker killed: rank and worker named, the run goes on when started again")
+    job = Job(chaos.new_folder(), **{"data.workers": 2})
+    job.wait_for("step     15")
+    worker = job.loader_workers(1)[0]
+    os.kill(worker, signal.SIGKILL)
+    job.end()
+    said = f"rank 1: a loader worker (process {worker})" in job.text and job.summary["exit_code"] == 65
+    again = chaos.finish(job, **{"data.workers": 2})
+    row.add(([] if said else [job.text[-3000:]]) + chaos.compare(again))
+    yield row
+    row = Row("TensorBoard's folder removed: the run goes on, and writes a new one")
+    job = Job(chaos.new_folder())
+    job.wait_for("step     15")
+    shutil.rmtree(job.run / "tensorboard")
+    troubles = chaos.compare(job)
+    written = list((job.run / "tensorboard").glob("rank*/events*"))
+    row.add(troubles + ([] if len(written) >= 2 else ["no new events"]))
+    yield row
+
+
+LONG: dict[str, Callable] = {
+    "sigkills": lambda chaos: sigkills(chaos, 10),
+    "points": points,
+    "flips": lambda chaos: flips(chaos, 1000, 300),
+    "signals": signals,
+    "orphans": orphans,
+    "disks": disks,
+    "hangs": hangs,
+    "mishaps": mishaps,
+}
+QUICK: dict[str, Callable] = {
+    "sigkills": lambda chaos: sigkills(chaos, 2, [("fsdp", "fp16")]),
+    "points": lambda chaos: points(chaos, ["in the midst of a shard", "before the rename"], ["ddp"]),
+    "flips": lambda chaos: flips(chaos, 100, 50),
+    "signals": lambda chaos: signals(chaos, ["SIGUSR1"], ["torchrun"], [2], ["evaluation"]),
+    "hangs": hangs,
+    "mishaps": mishaps,
+}
+
+
+def table(rows: list[Row]) -> str:
+    lines = [f"{'good':>9}  what was done, and what came of it"]
+    for row in rows:
+        lines.append(f"{row.good:>4}/{row.tried:<4}  {row.what}" + (f" ({row.note})" if row.note else ""))
+        lines += [f"           wrong: {trouble}" for trouble in row.troubles]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(LONG)}; all without one")
+    parser.add_argument("--quick", action="store_true", help="a few trials of each")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 10_000, help="of victims, times and bits")
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in LONG]:
+        parser.error(f"unknown name {unknown[0]}; there are {', '.join(LONG)}")
+    chosen = QUICK if given.quick else LONG
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="chaos") as folder:
+        chaos = Chaos(Path(folder), given.seed)
+        print(f"chaos: seed {given.seed}, torch {torch.__version__}, {os.cpu_count()} cores", flush=True)
+        for name, trials in chosen.items():
+            if given.names and name not in given.names:
+                continue
+            began = time.monotonic()
+            for row in trials(chaos):
+                rows.append(row)
+                print(table([row]).partition("\n")[2] + f"  [{time.monotonic() - began:.0f} s]", flush=True)
+    print("\n" + table(rows))
+    return int(any(row.good < row.tried for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
