@@ -139,7 +139,7 @@ class _Fetch:
                 "samples the same keys, shapes and types, or the task a collate(samples)"
             )
 
-    def _read(self, indices: tuple[int, ...]) -> Sequence[Any]:
+    def _read(self, indices: tuple[int, ...]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
             return self.dataset.__getitems__(list(indices))
         return [self.dataset[index] for index in indices]
@@ -297,9 +297,10 @@ def explain(error: BaseException, rank: int, batches: Sequence[Batches] = ()) ->
     """
     for told in (error.__context__, error):  # what came first knows the signal
         if died := _WORKER_DIED.match(str(told)):
+            how = died[2].replace("is killed", "was killed").strip()
             return DataError(
-                f"rank {rank}: loader worker (pid {died[1]}) {died[2].replace('is killed', 'was killed').strip()}; it may have run out of memory: lower "
-                "data.workers, or look for what ended it in the kernel's log"
+                f"rank {rank}: loader worker (pid {died[1]}) {how}; it may have run out of memory: lower data.workers, "
+                "or look for what ended it in the kernel's log"
             )
     if _OUT_OF_RANGE.match(str(error)) and (indices := _in_hand(error, batches)):
         return DataError(

@@ -216,7 +216,7 @@ def start(config: RunConfig) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _meet(place: World, timeout_seconds: float) -> dist.Store:
+def _meet(place: World, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
     """The store of the world at MASTER_ADDR and MASTER_PORT, as soon as every rank has come there.
 
     Errors: ConfigError for a variable that is missing; Failure with the address, or with the ranks that have not come.
@@ -235,7 +235,7 @@ def _meet(place: World, timeout_seconds: float) -> dist.Store:
     if not serves:
         _wait_for_listener(host, port, deadline, within)
     try:
-        tcp = dist.TCPStore(
+        tcp = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
             place.world_size,
@@ -244,7 +244,7 @@ def _meet(place: World, timeout_seconds: float) -> dist.Store:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        store = dist.PrefixStore("default_pg", tcp)  # as torch has it
+        store = dist.PrefixStore("default_pg", tcp)  # type: ignore[attr-defined]  # as torch has it
         store.set(_joined(place.rank), "")
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
