@@ -11,6 +11,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -200,7 +201,11 @@ class Batches:
     def _received(self, batches: Iterator[Any]) -> Any:
         """The next micro-batch. Errors: DataError for a sample that can't be read, and for a worker that died."""
         try:
-            batch = next(batches)
+            try:
+                batch = next(batches)
+            except (OSError, EOFError):  # a worker died as it sent: the signal that tells of it raises what explains it
+                time.sleep(1)
+                raise
         except RuntimeError as error:
             if (explained := explain(error, self.plan.rank)) is error:
                 raise
@@ -242,7 +247,7 @@ class Batches:
         batches = iter(self._loader(limit))
         if self._workers:
             # They ignore SIGTERM, by which Python would end them when it exits: they must be told in time.
-            self.close = weakref.finalize(self, batches._shutdown_workers)  # type: ignore[attr-defined]
+            self.close = weakref.finalize(self, _shut_down, batches)
         return batches
 
     def _hand_out(self, batch: Any, share: Share) -> Any:
@@ -268,6 +273,11 @@ class Batches:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _shut_down(batches: Any) -> None:
+    with suppress(RuntimeError):  # that a worker has died, which is none too early any more
+        batches._shutdown_workers()
 
 
 def _start_worker(worker: int) -> None:
