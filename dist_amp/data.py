@@ -191,18 +191,19 @@ class Batches:
         step = []
         for share in shares:
             started = time.perf_counter()
-            batch = self._received(self._batches)
+            batch = self._receive()
             self.wait_seconds += time.perf_counter() - started
             step.append(self._hand_out(batch, share))
         self.position = position
         self.handed_out = [(batch, share.indices) for batch, share in zip(step, shares, strict=True)]
         return step
 
-    def _received(self, batches: Iterator[Any]) -> Any:
+    def _receive(self) -> Any:
         """The next micro-batch. Errors: DataError for a sample that can't be read, and for a worker that died."""
+        assert self._batches is not None
         try:
             try:
-                batch = next(batches)
+                return self._sound(next(self._batches))
             except (OSError, EOFError):  # a worker died as it sent: the signal that tells of it raises what explains it
                 time.sleep(1)
                 raise
@@ -210,6 +211,8 @@ class Batches:
             if (explained := explain(error, self.plan.rank)) is error:
                 raise
             raise explained from error
+
+    def _sound(self, batch: Any) -> Any:
         if isinstance(batch, DataError):
             raise DataError(f"rank {self.plan.rank}: {batch}")
         return batch
@@ -237,7 +240,7 @@ class Batches:
         for share, (seed, indices) in zip(shares, self.plan.requests(position, 1), strict=True):
             if self._workers:
                 seed_all(seed)  # as the worker did
-            batch = to_device(self._received(iter([self._fetch[seed, indices]])), self.device)
+            batch = to_device(self._sound(self._fetch[seed, indices]), self.device)
             step.append((batch if share.counts else Padding(batch), indices))
         return step
 
@@ -316,6 +319,11 @@ def explain(error: BaseException, rank: int, batches: Sequence[Batches] = ()) ->
         return DataError(
             f"rank {rank}: a token id or label is out of range in {_samples(indices)}: {_first_line(error)}; mend the "
             "data, or give the model that many embeddings or classes"
+        )
+    if "device-side assert" in str(error):  # told of some kernels later
+        return DataError(
+            f"rank {rank}: the GPU stopped at a device-side assert, as it does at a token id or label out of range; "
+            "the same run with --run.device cpu names the samples"
         )
     return error
 

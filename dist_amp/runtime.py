@@ -260,10 +260,10 @@ def _meet(place: World, timeout_seconds: float) -> dist.Store:  # type: ignore[n
             missing = [rank for rank in range(place.world_size) if not store.check([_joined(rank)])]
         except RuntimeError:
             raise Failure(f"rank 0 at {host}:{port} left before all had joined; see what it said") from error
-        which = f"rank {missing[0]} of {place.world_size} has"
-        if len(missing) > 1:
-            which = f"ranks {', '.join(map(str, missing[:16]))}{', ...' * (len(missing) > 16)} have"
-        raise Failure(f"{which} not joined at {within}; start it, or look at its machine") from error
+        if missing:  # else the last one came this very moment
+            shown = ", ".join(map(str, missing[:16])) + ", ..." * (len(missing) > 16)
+            who = f"rank {shown} of {place.world_size} has" if len(missing) == 1 else f"ranks {shown} have"
+            raise Failure(f"{who} not joined at {within}; start it, or look at its machine") from error
     return store
 
 
