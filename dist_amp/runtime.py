@@ -14,13 +14,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_amp.config import ConfigError, Failure, Range
 
+T = TypeVar("T")
 SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be started again (EX_TEMPFAIL)
 
 
@@ -234,7 +237,8 @@ def _meet(place: World, timeout_seconds: float) -> dist.Store:  # type: ignore[n
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
     if not serves:
         _wait_for_listener(host, port, deadline, within)
-    try:
+
+    def connect() -> dist.Store:  # type: ignore[name-defined]
         tcp = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
@@ -244,14 +248,16 @@ def _meet(place: World, timeout_seconds: float) -> dist.Store:  # type: ignore[n
             wait_for_workers=False,
             multi_tenant=True,
         )
-        store = dist.PrefixStore("default_pg", tcp)  # type: ignore[attr-defined]  # as torch has it
+        return dist.PrefixStore("default_pg", tcp)  # type: ignore[attr-defined]  # as torch has it
+
+    try:
+        store = in_time(timeout_seconds, connect)  # torch would wait for ever for a listener that says nothing
         store.set(_joined(place.rank), "")
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         if "EADDRINUSE" in str(error):
             raise Failure(f"MASTER_PORT={port} on {host} is in use; choose another") from error
-        raise Failure(
-            f"no rank 0 at {within} ({str(error).splitlines()[0]}); MASTER_ADDR and MASTER_PORT must be those of rank 0"
-        ) from error
+        why = next(iter(str(error).splitlines()), "what listens there does not answer")
+        raise Failure(f"no rank 0 at {within} ({why}); MASTER_ADDR and MASTER_PORT must be those of rank 0") from error
     try:
         left = max(deadline - time.monotonic(), 1.0)
         store.wait([_joined(rank) for rank in range(place.world_size)], timedelta(seconds=left))
@@ -275,14 +281,29 @@ def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> No
     """Until somebody listens there: rank 0 may start last, and its name may not be known yet."""
     while True:
         try:
-            return socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)).close()
+            left = max(deadline - time.monotonic(), 0.1)
+            return in_time(left, partial(socket.create_connection, (host, port), left)).close()
         except OSError as error:
             if time.monotonic() >= deadline:
+                why = error.strerror or "no answer"
                 raise Failure(
-                    f"no rank 0 at {within} ({error.strerror or error}); start it, or set MASTER_ADDR and MASTER_PORT "
-                    "to where it is"
+                    f"no rank 0 at {within} ({why}); start it, or set MASTER_ADDR and MASTER_PORT to where it is"
                 ) from error
             time.sleep(0.1)
+
+
+def in_time(seconds: float, call: Callable[[], T]) -> T:
+    """What call() returns or raises. Errors: TimeoutError after so many seconds; it is left behind in a thread."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(seconds)
 
 
 def _quiet_all_but_rank_0(rank: int) -> None:

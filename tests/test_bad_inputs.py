@@ -87,6 +87,12 @@ def test_a_port_that_is_in_use_is_named(join):
     assert message == f"MASTER_PORT={port} on 127.0.0.1 is in use; choose another"
 
 
+def test_another_program_at_the_address_is_not_waited_for(join):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        message, port = join(1, port=other.getsockname()[1])
+    assert f"no rank 0 at 127.0.0.1:{port} within run.timeout_seconds=1 (what listens there does not answer); " in message
+
+
 @pytest.mark.parametrize(
     ("given", "name"), [({"host": ""}, "MASTER_ADDR=''"), ({"port": 99999}, "MASTER_PORT='99999'")]
 )

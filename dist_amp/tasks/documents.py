@@ -5,15 +5,14 @@ import logging
 import math
 import os
 import socket
-import threading
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from dist_amp.data import DataConfig
-from dist_amp.runtime import DataError
+from dist_amp.runtime import DataError, in_time
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
@@ -74,17 +73,10 @@ def stay_local_without_network() -> None:
     hub = urlsplit(constants.ENDPOINT)
     if datasets.config.HF_HUB_OFFLINE or "HF_HUB_OFFLINE" in os.environ or {"all", hub.scheme} & set(getproxies()):
         return
-    answers = threading.Event()
-
-    def ask() -> None:
-        with suppress(OSError):
-            socket.create_connection((hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443)), 5).close()
-            answers.set()
-
-    asking = threading.Thread(target=ask, daemon=True)  # a name server, or the next address, may take longer
-    asking.start()
-    asking.join(5)
-    if not answers.is_set():
+    address = (hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443))
+    try:
+        in_time(5, partial(socket.create_connection, address, 5)).close()
+    except OSError:
         log.info("data: no network (%s does not answer), so only what is cached: HF_HUB_OFFLINE=1", hub.hostname)
         os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and for loader workers
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
