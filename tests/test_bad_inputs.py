@@ -90,7 +90,9 @@ def test_a_port_that_is_in_use_is_named(join):
 def test_another_program_at_the_address_is_not_waited_for(join):
     with socket.create_server(("127.0.0.1", 0)) as other:
         message, port = join(1, port=other.getsockname()[1])
-    assert f"no rank 0 at 127.0.0.1:{port} within run.timeout_seconds=1 (what listens there does not answer); " in message
+    assert (
+        f"no rank 0 at 127.0.0.1:{port} within run.timeout_seconds=1 (what listens there does not answer); " in message
+    )
 
 
 @pytest.mark.parametrize(
