@@ -7,12 +7,16 @@ resuming needs one number, how many samples were consumed.
 
 import hashlib
 import math
+import re
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -114,37 +118,70 @@ class Plan:
 
 
 class _Fetch:
-    """Map-style view whose items are whole micro-batches, so that a loader worker collates what it reads."""
+    """Map-style view whose items are whole micro-batches, so that a loader worker collates what it reads.
 
-    def __init__(self, dataset: Any, task: Task):
+    A sample that can't be read gives a DataError in the micro-batch's place, for the rank to raise: what a worker
+    raises reaches it as text, with the traceback in it.
+    """
+
+    def __init__(self, dataset: Any, task: Task, split: str):
         self.dataset = dataset
         self.collate = getattr(task, "collate", default_collate)
+        self.split = split
 
     def __getitem__(self, request: Request) -> Any:
         seed, indices = request
         if get_worker_info() is not None:
             # A worker's own random numbers would depend on how many workers there are and when they were started.
             seed_all(seed)
+        try:
+            samples = self._read(indices)
+        except Exception as error:
+            return self._unreadable(indices, error)
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            return DataError(
+                f"{_samples(indices)} of the {self.split} split do not make one batch: {_in_one_line(error)}; give all "
+                "samples the same keys, shapes and types, or the task a collate(samples)"
+            )
+
+    def _read(self, indices: tuple[int, ...]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
-            return self.collate(self.dataset.__getitems__(list(indices)))
-        return self.collate([self.dataset[index] for index in indices])
+            return self.dataset.__getitems__(list(indices))
+        return [self.dataset[index] for index in indices]
+
+    def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
+        """What to say of samples that can't be read: the first that can't be by itself."""
+        for index in indices:
+            try:
+                self._read((index,))
+            except Exception as its_own:
+                indices, error = (index,), its_own
+                break
+        what = f"{_samples(indices)} of the {self.split} split"
+        return DataError(f"{what} could not be read: {_in_one_line(error)}; mend or remove it")
 
 
 class Batches:
     """This rank's micro-batches, one list per step, on the device. Iterate it; set `position` first to resume.
 
-    `items`, `tokens` and `wait_seconds` add up what was handed out and how long the loop waited for it.
+    `items`, `tokens` and `wait_seconds` add up what was handed out and how long the loop waited for it; `handed_out`
+    is the last step's micro-batches with their samples' indices.
     """
 
-    def __init__(self, dataset: Any, task: Task, plan: Plan, workers: int, device: torch.device):
+    def __init__(
+        self, dataset: Any, task: Task, plan: Plan, workers: int, device: torch.device, split: str = "training"
+    ):
         self.plan = plan
         self.position = 0  # samples consumed by the steps that were handed out
         self.device = device
         self.items = 0
         self.tokens = 0
         self.wait_seconds = 0.0
+        self.handed_out: list[tuple[Any, tuple[int, ...]]] = []
         self._count_tokens = getattr(task, "tokens", None)
-        self._fetch = _Fetch(dataset, task)
+        self._fetch = _Fetch(dataset, task, split)
         self._workers = workers
         self._batches: Iterator[Any] | None = None
         self._steps: Iterator[tuple[int, list[Share]]] = iter(())
@@ -160,11 +197,31 @@ class Batches:
         step = []
         for share in shares:
             started = time.perf_counter()
-            batch = next(self._batches)
+            batch = self._receive()
             self.wait_seconds += time.perf_counter() - started
             step.append(self._hand_out(batch, share))
         self.position = position
+        self.handed_out = [(batch, share.indices) for batch, share in zip(step, shares, strict=True)]
         return step
+
+    def _receive(self) -> Any:
+        """The next micro-batch. Errors: DataError for a sample that can't be read, and for a worker that died."""
+        assert self._batches is not None
+        try:
+            try:
+                return self._sound(next(self._batches))
+            except (OSError, EOFError):  # a worker died as it sent: the signal that tells of it raises what explains it
+                time.sleep(1)
+                raise
+        except RuntimeError as error:
+            if (explained := explain(error, self.plan.rank)) is error:
+                raise
+            raise explained from error
+
+    def _sound(self, batch: Any) -> Any:
+        if isinstance(batch, DataError):
+            raise DataError(f"rank {self.plan.rank}: {batch}")
+        return batch
 
     def one_epoch(self, limit: int | Literal["all"]) -> Iterator[list[Any]]:
         """The steps of the first epoch, at most `limit` of them: for evaluation, in the same order each time."""
@@ -175,6 +232,7 @@ class Batches:
         try:
             for _ in range(steps):
                 yield next(self)
+            self.handed_out = []
         finally:
             self.close()
 
@@ -188,7 +246,7 @@ class Batches:
         for share, (seed, indices) in zip(shares, self.plan.requests(position, 1), strict=True):
             if self._workers:
                 seed_all(seed)  # as the worker did
-            batch = to_device(self._fetch[seed, indices], self.device)
+            batch = to_device(self._sound(self._fetch[seed, indices]), self.device)
             step.append((batch if share.counts else Padding(batch), indices))
         return step
 
@@ -214,7 +272,7 @@ class Batches:
         batches = iter(self._loader(limit))
         if self._workers:
             # They ignore SIGTERM, by which Python would end them when it exits: they must be told in time.
-            self.close = weakref.finalize(self, batches._shutdown_workers)  # type: ignore[attr-defined]
+            self.close = weakref.finalize(self, _shut_down, batches)
         return batches
 
     def _hand_out(self, batch: Any, share: Share) -> Any:
@@ -242,6 +300,11 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def _shut_down(batches: Any) -> None:
+    with suppress(RuntimeError):  # that a worker has died, which is none too early any more
+        batches._shutdown_workers()
+
+
 def _start_worker(worker: int) -> None:
     ignore_stop_signals()
 
@@ -256,6 +319,63 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = [to_device(value, device) for value in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch
+
+
+# What torch says on the CPU of an index into an embedding, a class of a loss, and a class of one_hot.
+_OUT_OF_RANGE = re.compile(r"index out of range in self|Target -?\d+ is out of bounds|Class values must be")
+_WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ([^.]*)")
+
+
+def explain(error: BaseException, rank: int, batches: Sequence[Batches] = ()) -> BaseException:
+    """The DataError that names what an error of torch's is about: a loader worker that died, which may surface
+    anywhere, or an index out of range in one of the `batches` at work; any other error as it is.
+    """
+    for told in (error.__context__, error):  # what came first knows the signal
+        if died := _WORKER_DIED.match(str(told)):
+            how = died[2].replace("is killed", "was killed").strip()
+            return DataError(
+                f"rank {rank}: loader worker (pid {died[1]}) {how}; it may have run out of memory: lower data.workers, "
+                "or look for what ended it in the kernel's log"
+            )
+    if _OUT_OF_RANGE.match(str(error)) and (indices := _in_hand(error, batches)):
+        return DataError(
+            f"rank {rank}: a token id or label is out of range in {_samples(indices)}: {_first_line(error)}; mend the "
+            "data, or give the model that many embeddings or classes"
+        )
+    if "device-side assert" in str(error):  # told of some kernels later
+        return DataError(
+            f"rank {rank}: the GPU stopped at a device-side assert, as it does at a token id or label out of range; "
+            "the same run with --run.device cpu names the samples"
+        )
+    return error
+
+
+def _in_hand(error: BaseException, batches: Sequence[Batches]) -> tuple[int, ...]:
+    """The samples of the micro-batch that was worked on as the error arose: the one that a frame of it holds.
+
+    So the loop need not note which one that is.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for held in frame.f_locals.values():
+            for batch, indices in (pair for one in batches for pair in one.handed_out):
+                if held is batch:
+                    return indices
+    return ()
+
+
+def _samples(indices: Sequence[int]) -> str:
+    shown = ", ".join(map(str, indices[:64])) + (", ..." if len(indices) > 64 else "")
+    return f"sample{'s' if len(indices) > 1 else ''} {shown}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The error's type, its first line, and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {_first_line(error)} ({Path(last.filename).name}, line {last.lineno})"
 
 
 def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:
@@ -304,4 +424,4 @@ def build_validation(
         return None
     window = micro_batch_size * world.world_size
     plan = Plan(len(dataset), window, micro_batch_size, world.world_size, world.rank, seed=0, shuffle=False)
-    return Batches(dataset, task, plan, config.workers, world.device)
+    return Batches(dataset, task, plan, config.workers, world.device, split="validation")

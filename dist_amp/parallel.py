@@ -104,7 +104,8 @@ class Parallel:
         too, where an inf that arises on one rank after the reduction would otherwise be known there alone.
         """
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
-        if self._unchecked:
+        # DDP sends nothing on while a gradient is missing, in later steps too: each rank would apply its own.
+        if self._unchecked or (self.strategy == "ddp" and len(gradients) < len(self._parameters)):
             self._unchecked = False
             self._check_all_have_gradients()
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
@@ -112,11 +113,12 @@ class Parallel:
         return (self.sum(square) / self.replicas).sqrt() / precision.scale
 
     def _check_all_have_gradients(self) -> None:
-        """Errors: DataError after the first step for a parameter that the loss does not depend on."""
+        """Errors: DataError for a parameter that the loss does not depend on."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 raise DataError(
-                    f"the parameter {name} gets no gradient from the task's loss; use it, or set requires_grad=False"
+                    f"rank {self.world.rank}: the parameter {name} gets no gradient from the task's loss; use it in "
+                    "every step, or set requires_grad=False"
                 )
 
     def batch_statistics(self) -> dict[str, Tensor]:

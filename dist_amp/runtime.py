@@ -14,13 +14,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_amp.config import ConfigError, Failure, Range
 
+T = TypeVar("T")
 SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be started again (EX_TEMPFAIL)
 
 
@@ -196,11 +199,16 @@ def start(config: RunConfig) -> Iterator[World]:
     ours = not dist.is_initialized() and place.world_size > 1
     if ours:
         on_gpu = place.device.type == "cuda"
+        store = _meet(place, config.timeout_seconds)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             timeout=timedelta(seconds=config.timeout_seconds),
             device_id=place.device if on_gpu else None,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
         )
+        store.delete_key(_joined(place.rank))  # all are here; torchrun may keep the store for its next attempt
     try:
         world = locate(config)
         yield world
@@ -215,6 +223,93 @@ def start(config: RunConfig) -> Iterator[World]:
     finally:
         if ours:
             dist.destroy_process_group()
+
+
+def _meet(place: World, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
+    """The store of the world at MASTER_ADDR and MASTER_PORT, as soon as every rank has come there.
+
+    Errors: ConfigError for a variable that is missing; Failure with the address, or with the ranks that have not come.
+    torch alone names neither, and takes up to three times the timeout.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), _environment_number("MASTER_PORT", 0)
+    if not (host and 0 < port < 2**16):
+        name = "MASTER_PORT" if host else "MASTER_ADDR"
+        raise ConfigError(
+            f"{name}={os.environ.get(name, '')!r} must be the {'port' if host else 'address'} of rank 0, since "
+            f"WORLD_SIZE={place.world_size}; start with torchrun, or set it on every rank"
+        )
+    deadline = time.monotonic() + timeout_seconds
+    within = f"{host}:{port} within run.timeout_seconds={timeout_seconds:g}"
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
+    if not serves:
+        _wait_for_listener(host, port, deadline, within)
+
+    def connect() -> dist.Store:  # type: ignore[name-defined]
+        tcp = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            place.world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        return dist.PrefixStore("default_pg", tcp)  # type: ignore[attr-defined]  # as torch has it
+
+    try:
+        store = in_time(timeout_seconds, connect)  # torch would wait for ever for a listener that says nothing
+        store.set(_joined(place.rank), "")
+    except (RuntimeError, TimeoutError) as error:
+        if "EADDRINUSE" in str(error):
+            raise Failure(f"MASTER_PORT={port} on {host} is in use; choose another") from error
+        why = next(iter(str(error).splitlines()), "what listens there does not answer")
+        raise Failure(f"no rank 0 at {within} ({why}); MASTER_ADDR and MASTER_PORT must be those of rank 0") from error
+    try:
+        left = max(deadline - time.monotonic(), 1.0)
+        store.wait([_joined(rank) for rank in range(place.world_size)], timedelta(seconds=left))
+    except RuntimeError as error:
+        try:
+            missing = [rank for rank in range(place.world_size) if not store.check([_joined(rank)])]
+        except RuntimeError:
+            raise Failure(f"rank 0 at {host}:{port} left before all had joined; see what it said") from error
+        if missing:  # else the last one came this very moment
+            shown = ", ".join(map(str, missing[:16])) + ", ..." * (len(missing) > 16)
+            who = f"rank {shown} of {place.world_size} has" if len(missing) == 1 else f"ranks {shown} have"
+            raise Failure(f"{who} not joined at {within}; start it, or look at its machine") from error
+    return store
+
+
+def _joined(rank: int) -> str:
+    return f"dist_amp/joined/{rank}"
+
+
+def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> None:
+    """Until somebody listens there: rank 0 may start last, and its name may not be known yet."""
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 0.1)
+            return in_time(left, partial(socket.create_connection, (host, port), left)).close()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                why = error.strerror or "no answer"
+                raise Failure(
+                    f"no rank 0 at {within} ({why}); start it, or set MASTER_ADDR and MASTER_PORT to where it is"
+                ) from error
+            time.sleep(0.1)
+
+
+def in_time(seconds: float, call: Callable[[], T]) -> T:
+    """What call() returns or raises. Errors: TimeoutError after so many seconds; it is left behind in a thread."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result(seconds)
 
 
 def _quiet_all_but_rank_0(rank: int) -> None:

@@ -3,11 +3,16 @@
 import glob
 import logging
 import math
+import os
+import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from dist_amp.data import DataConfig
-from dist_amp.runtime import DataError
+from dist_amp.runtime import DataError, in_time
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
@@ -30,6 +35,8 @@ def load_split(config: DataConfig, split: str) -> Any:
     """
     import datasets
 
+    if config.path == "off" and not Path(config.name.partition(":")[0]).exists():
+        stay_local_without_network()
     try:
         if config.path != "off":
             files = _local_files(config.path)
@@ -52,8 +59,27 @@ def load_split(config: DataConfig, split: str) -> Any:
             if config.path != "off"
             else "check the name and the network, or set data.path to local files"
         )
+        if "scripts are no longer supported" in lines[0]:  # here neither: it would be a stranger's code
+            mend = "convert it to Parquet elsewhere, with a release of datasets below 4, and set data.path to the files"
         raise DataError(f"{source} could not be loaded: {lines[0]}; {mend}") from error
     return pick_split(everything, config, split)
+
+
+def stay_local_without_network() -> None:
+    """Where the hub does not answer within 5 s, look in the cache alone: its library would retry for half a minute."""
+    import datasets
+    from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    if datasets.config.HF_HUB_OFFLINE or "HF_HUB_OFFLINE" in os.environ or {"all", hub.scheme} & set(getproxies()):
+        return
+    address = (hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443))
+    try:
+        in_time(5, partial(socket.create_connection, address, 5)).close()
+    except OSError:
+        log.info("data: no network (%s does not answer), so only what is cached: HF_HUB_OFFLINE=1", hub.hostname)
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and for loader workers
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def _by_split(files: list[str]) -> dict[str, list[str]] | list[str]:

@@ -1,0 +1,403 @@
+"""Bad inputs of which no other file's tests speak: one line that names what is wrong and the mend, and its status."""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from tiny import Rows, Tiny, make_run, take_steps
+from torch import nn
+
+from dist_amp import runtime
+from dist_amp.config import Failure
+from dist_amp.data import explain
+from dist_amp.run import load_config
+from dist_amp.runtime import DataError, RunConfig, World, start
+from dist_amp.step import evaluate, loss_of
+from dist_amp.tasks import documents
+
+SMALL = ["--train.micro_batch_size", 4, "--data.shuffle", "false"]
+
+
+def told(status, call, *args):
+    """What is said of it: one line, with the exit status."""
+    with pytest.raises(Failure) as caught:
+        call(*args)
+    assert caught.value.exit_code == status
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- settings that there are not ----
+
+
+@pytest.mark.parametrize("key", ["parallel.static_graph", "precision.scaler.enabled"])
+def test_neither_a_static_graph_nor_fp16_without_its_scaler_can_be_asked_for(key):
+    assert told(64, load_config, [f"--{key}", "false"], {}).startswith(f"unknown key {key} on the command line; ")
+
+
+# ---- the ranks' meeting place ----
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """join(rank, ...): what one of two ranks is told that waits for the other for a second."""
+    monkeypatch.setattr(runtime, "_quiet_all_but_rank_0", lambda rank: None)
+
+    def joined(rank, host="127.0.0.1", port=None, status=1):
+        if port is None:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        started = time.monotonic()
+        message = told(status, start(RunConfig(timeout_seconds=1)).__enter__)
+        assert time.monotonic() - started < 5, "hardly longer than run.timeout_seconds"
+        return message, port
+
+    return joined
+
+
+def test_a_rank_that_never_joins_is_named_with_the_address(join):
+    message, port = join(0)
+    assert message == (
+        f"rank 1 of 2 has not joined at 127.0.0.1:{port} within run.timeout_seconds=1; start it, or look at its machine"
+    )
+
+
+def test_an_address_at_which_nobody_listens_is_named(join):
+    message, port = join(1)
+    assert message.startswith(f"no rank 0 at 127.0.0.1:{port} within run.timeout_seconds=1 (Connection refused); start")
+
+
+def test_an_address_without_a_machine_is_named(join):
+    message, port = join(1, host="nobody.invalid")
+    assert f"no rank 0 at nobody.invalid:{port} within run.timeout_seconds=1 (" in message
+
+
+def test_a_port_that_is_in_use_is_named(join):
+    with socket.create_server(("", 0)) as other:
+        message, port = join(0, port=other.getsockname()[1])
+    assert message == f"MASTER_PORT={port} on 127.0.0.1 is in use; choose another"
+
+
+def test_another_program_at_the_address_is_not_waited_for(join):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        message, port = join(1, port=other.getsockname()[1])
+    assert (
+        f"no rank 0 at 127.0.0.1:{port} within run.timeout_seconds=1 (what listens there does not answer); " in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [({"host": ""}, "MASTER_ADDR=''"), ({"port": 99999}, "MASTER_PORT='99999'")]
+)
+def test_a_meeting_place_that_is_none_names_the_variable(join, given, name):
+    message, _ = join(1, **given, status=64)
+    assert message.startswith(f"{name} must be the ")
+
+
+def test_a_rank_that_waits_in_vain_ends_with_status_1_and_one_line(launch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["--task.target", "tiny:Tiny", "--run.timeout_seconds", "1"]
+    here = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = launch(0, *words, **here)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: no rank 0 at 127.0.0.1:{port}")
+    assert done.stderr.count("\n") == 1
+
+
+# ---- samples ----
+
+
+class Broken(Rows):
+    """Rows of which one can't be read."""
+
+    def __getitem__(self, index):
+        if index == 17:
+            raise OSError("cannot identify image file\nin some detail")
+        return super().__getitem__(index)
+
+
+class ManyAtOnce(Broken):
+    """As a dataset of the `datasets` library reads."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Ragged(Rows):
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        return row | {"x": row["x"][:5]} if index == 18 else row
+
+
+class ReadsFrom(Tiny):
+    """Tiny on rows of the given class; those to validate on are sound unless `validation`."""
+
+    def __init__(self, rows, validation=False):
+        super().__init__()
+        self.rows = rows
+        self.bad_split = "validation" if validation else "train"
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        return self.rows(**rows.columns) if split == self.bad_split else rows
+
+
+def what_reading_says(task, *words, world=None, read=lambda run: take_steps(run, 5)):
+    run = make_run(world or World(), task, *SMALL, *words)
+    try:
+        return told(65, read, run)
+    finally:
+        run.data.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("rows", [Broken, ManyAtOnce])
+def test_a_sample_that_cannot_be_read_is_named_with_its_rank(rows, workers):
+    message = what_reading_says(ReadsFrom(rows), "--data.workers", workers, world=World(rank=0))
+    assert message.startswith(
+        "rank 0: sample 17 of the training split could not be read: OSError: cannot identify image file (test_bad_"
+    )
+    assert message.endswith("); mend or remove it")
+
+
+def test_a_sample_to_validate_on_is_named_with_its_split():
+    message = what_reading_says(ReadsFrom(Broken, validation=True), "--eval.every", 1, read=evaluate)
+    assert "sample 17 of the validation split could not be read" in message
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_do_not_make_a_batch_are_named(workers):
+    message = what_reading_says(ReadsFrom(Ragged), "--data.workers", workers)
+    assert "samples 16, 17, 18, 19 of the training split do not make one batch: RuntimeError: " in message
+    assert message.endswith("the same keys, shapes and types, or the task a collate(samples)")
+
+
+def test_a_sample_that_one_rank_cannot_read_ends_the_job_in_one_line_that_names_both(launch, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "from test_bad_inputs import Broken, ReadsFrom\n\nclass Task(ReadsFrom):\n"
+        "    def __init__(self):\n        super().__init__(Broken)\n"
+    )
+    done = launch(2, *SMALL, "--task.target", "broken:Task", "--data.workers", 1, "--run.dir", "run")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["exit_code"] == 65
+    assert summary["cause"].startswith("rank 1: sample 17 of the training split could not be read: OSError: cannot")
+    assert done.stderr.splitlines().count(f"error: {summary['cause']}") == 1
+    assert "rank 1: Traceback" not in done.stderr
+
+
+# ---- indices out of range ----
+
+
+class Classes(Tiny):
+    """An embedding of 10 tokens, and 4 classes. Batch: token [B], label [B]."""
+
+    def __init__(self, **wrong):
+        super().__init__()
+        self.wrong = wrong
+
+    def build_model(self):
+        return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4))
+
+    def build_dataset(self, split):
+        columns = {"token": torch.arange(64) % 10, "label": torch.arange(64) % 4}
+        for name, value in self.wrong.items():
+            columns[name][13] = value
+        return Rows(**columns)
+
+    def loss_sum(self, model, batch):
+        return F.cross_entropy(model(batch["token"]).float(), batch["label"], reduction="sum")
+
+    def weight(self, batch):
+        return len(batch["label"])
+
+
+def explained(run, call, *args):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (whatever torch raises)
+        call(*args)
+    return explain(caught.value, 3, [run.data, run.validation])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"token": 10}, "index out of range in self"),
+        ({"token": -1}, "index out of range in self"),
+        ({"label": 9}, "Target 9 is out of bounds."),
+    ],
+)
+def test_a_token_or_label_out_of_range_is_named_with_rank_and_the_samples_of_its_micro_batch(wrong, words):
+    run = make_run(World(), Classes(**wrong), *SMALL, "--train.accumulation_steps", 4, "--eval.every", 1)
+    for call in (lambda: take_steps(run, 1), lambda: evaluate(run)):
+        error = explained(run, call)
+        assert isinstance(error, DataError)
+        assert str(error).startswith(
+            f"rank 3: a token id or label is out of range in samples 12, 13, 14, 15: {words}; mend the data, or give"
+        )
+
+
+def test_a_gpu_that_met_an_index_out_of_range_is_told_where_the_samples_are_named():
+    error = explain(RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be"), 3)
+    assert isinstance(error, DataError)
+    assert str(error).startswith("rank 3: the GPU stopped at a device-side assert, as it does at a token id or label")
+
+
+def test_an_index_that_is_out_of_range_elsewhere_stays_what_it_is():
+    run = make_run(World(), Classes(), *SMALL, "--eval.every", 1)
+    take_steps(run, 1)
+    assert isinstance(explained(run, nn.Embedding(2, 2), torch.tensor([2])), IndexError)
+    assert isinstance(explained(run, [].pop), IndexError)
+
+
+# ---- loader workers ----
+
+
+class Killed(Rows):
+    """A row that costs the worker its life, as one that is too large for the memory does."""
+
+    def __getitem__(self, index):
+        if index == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
+    run = make_run(World(), ReadsFrom(Killed), *SMALL, "--data.workers", 1)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (torch raises it wherever the signal of its death arrives)
+        take_steps(run, 5)
+    run.data.close()
+    error = explain(caught.value, 0)
+    assert isinstance(error, DataError)
+    (worker,) = run.data._batches._workers
+    # Which of torch's two ways to say it comes first is a matter of chance.
+    how = "(was killed by signal: Killed|exited unexpectedly)"
+    assert re.match(rf"rank 0: loader worker \(pid {worker.pid}\) {how}; .* lower data.workers", str(error))
+
+
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "(pid 7, 8) exited unexpectedly"),
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. It is", "(pid 7) was killed by signal: Bus error"),
+    ],
+)
+def test_every_way_in_which_torch_says_that_a_worker_died_is_understood(said, how):
+    assert str(explain(RuntimeError(said), 2)).startswith(f"rank 2: loader worker {how}; it may have run out of memory")
+    other = RuntimeError("DataLoader timed out")
+    assert explain(other, 2) is other
+
+
+# ---- gradients and losses ----
+
+
+class LossElsewhere(Tiny):
+    def loss_sum(self, model, batch):
+        return torch.zeros((), device="meta", requires_grad=True)
+
+
+def test_a_loss_on_another_device_is_refused_with_both():
+    task = LossElsewhere()
+    message = told(65, loss_of, task, task.build_model(), {}, torch.device("cpu"))
+    assert message == "the task's loss_sum returned a loss on meta, not on cpu where its batch is"
+
+
+class LaterUnused(Tiny):
+    """A layer that the second step leaves out."""
+
+    def build_model(self):
+        model, calls = super().build_model(), []
+
+        def forward(x):
+            calls.append(1)
+            return model[2](model[0](x) if len(calls) > 1 else model[1](model[0](x)))
+
+        model.forward = forward
+        return model
+
+
+def second_step(world):
+    run = make_run(world, LaterUnused(), "--parallel.strategy", "ddp")
+    take_steps(run, 1)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    message = told(65, take_steps, run, 1)
+    return message, all(map(torch.equal, before, run.model.parameters()))
+
+
+def test_a_parameter_that_a_later_step_under_ddp_leaves_out_is_named_before_the_ranks_part():
+    for rank, (message, unchanged) in enumerate(on_ranks(2, second_step)):
+        assert message.startswith(
+            f"rank {rank}: the parameter 1.0.weight gets no gradient from the task's loss; use it"
+        )
+        assert unchanged, "each rank's own gradient is applied nowhere"
+
+
+# ---- the hub ----
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    """Where the hub should be, nobody answers; and its library may yet try."""
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is put back
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(documents, "getproxies", dict)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def load(name):
+    return documents.load_split(load_config(["--data.name", str(name)], {}).data, "train")
+
+
+def test_a_hub_name_without_a_network_is_refused_soon_with_what_to_set(no_network):
+    started = time.monotonic()
+    message = told(65, load, "somebody/nothing")
+    assert time.monotonic() - started < 15
+    assert message.startswith("data.name=somebody/nothing could not be loaded: Couldn't reach 'somebody/nothing'")
+    assert message.endswith("set data.path to local files")
+
+
+def test_a_dataset_in_the_cache_is_loaded_without_a_network(no_network):
+    import datasets
+
+    row = no_network / "rows.jsonl"
+    row.write_text('{"text": "kept"}\n')
+    datasets.load_dataset("json", data_files=str(row), cache_dir=no_network / "made")
+    (made,) = (path.parent for path in (no_network / "made/json").glob("*/*/*/dataset_info.json"))
+    kept = no_network / "cache/somebody___texts/default/0.0.0/abc"  # where the library keeps what it got from the hub
+    kept.parent.mkdir(parents=True)
+    made.rename(kept)
+    (kept / "json-train.arrow").rename(kept / "texts-train.arrow")
+    assert load("somebody/texts")["text"] == ["kept"]
+
+
+@pytest.mark.parametrize("given", ["HF_HUB_OFFLINE", "proxy"])
+def test_a_network_that_the_user_has_set_up_is_not_tried(no_network, monkeypatch, given):
+    if given == "proxy":
+        monkeypatch.setattr(documents, "getproxies", lambda: {"http": "http://proxy:8080"})
+    else:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    documents.stay_local_without_network()
+    assert os.environ.get("HF_HUB_OFFLINE") == (None if given == "proxy" else "0")
+
+
+def test_a_dataset_that_comes_with_a_script_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted/scripted.py").write_text("raise SystemExit('it was run')")
+    message = told(65, load, tmp_path / "scripted")
+    assert "Dataset scripts are no longer supported, but found scripted.py; convert it to Parquet" in message
+    assert message.endswith("set data.path to the files")
