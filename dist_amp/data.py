@@ -7,7 +7,6 @@ resuming needs one number, how many samples were consumed.
 
 import hashlib
 import math
-import re
 import time
 import traceback
 import weakref
@@ -142,8 +141,8 @@ class _Fetch:
             return self.collate(samples)
         except Exception as error:
             return DataError(
-                f"{_samples(indices)} of the {self.split} split do not make one batch: {_in_one_line(error)}; give all "
-                "samples the same keys, shapes and types, or the task a collate(samples)"
+                f"{samples_text(indices)} of the {self.split} split do not make one batch: {_in_one_line(error)}; give "
+                "all samples the same keys, shapes and types, or the task a collate(samples)"
             )
 
     def _read(self, indices: tuple[int, ...]) -> list[Any]:
@@ -159,7 +158,7 @@ class _Fetch:
             except Exception as its_own:
                 indices, error = (index,), its_own
                 break
-        what = f"{_samples(indices)} of the {self.split} split"
+        what = f"{samples_text(indices)} of the {self.split} split"
         return DataError(f"{what} could not be read: {_in_one_line(error)}; mend or remove it")
 
 
@@ -205,18 +204,13 @@ class Batches:
         return step
 
     def _receive(self) -> Any:
-        """The next micro-batch. Errors: DataError for a sample that can't be read, and for a worker that died."""
+        """The next micro-batch. Errors: DataError for a sample that can't be read."""
         assert self._batches is not None
         try:
-            try:
-                return self._sound(next(self._batches))
-            except (OSError, EOFError):  # a worker died as it sent: the signal that tells of it raises what explains it
-                time.sleep(1)
-                raise
-        except RuntimeError as error:
-            if (explained := explain(error, self.plan.rank)) is error:
-                raise
-            raise explained from error
+            return self._sound(next(self._batches))
+        except (OSError, EOFError):  # a worker died as it sent: the signal that tells of it raises what explains it
+            time.sleep(1)
+            raise
 
     def _sound(self, batch: Any) -> Any:
         if isinstance(batch, DataError):
@@ -321,61 +315,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-# What torch says on the CPU of an index into an embedding, a class of a loss, and a class of one_hot.
-_OUT_OF_RANGE = re.compile(r"index out of range in self|Target -?\d+ is out of bounds|Class values must be")
-_WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ([^.]*)")
-
-
-def explain(error: BaseException, rank: int, batches: Sequence[Batches] = ()) -> BaseException:
-    """The DataError that names what an error of torch's is about: a loader worker that died, which may surface
-    anywhere, or an index out of range in one of the `batches` at work; any other error as it is.
-    """
-    for told in (error.__context__, error):  # what came first knows the signal
-        if died := _WORKER_DIED.match(str(told)):
-            how = died[2].replace("is killed", "was killed").strip()
-            return DataError(
-                f"rank {rank}: loader worker (pid {died[1]}) {how}; it may have run out of memory: lower data.workers, "
-                "or look for what ended it in the kernel's log"
-            )
-    if _OUT_OF_RANGE.match(str(error)) and (indices := _in_hand(error, batches)):
-        return DataError(
-            f"rank {rank}: a token id or label is out of range in {_samples(indices)}: {_first_line(error)}; mend the "
-            "data, or give the model that many embeddings or classes"
-        )
-    if "device-side assert" in str(error):  # told of some kernels later
-        return DataError(
-            f"rank {rank}: the GPU stopped at a device-side assert, as it does at a token id or label out of range; "
-            "the same run with --run.device cpu names the samples"
-        )
-    return error
-
-
-def _in_hand(error: BaseException, batches: Sequence[Batches]) -> tuple[int, ...]:
-    """The samples of the micro-batch that was worked on as the error arose: the one that a frame of it holds.
-
-    So the loop need not note which one that is.
-    """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for held in frame.f_locals.values():
-            for batch, indices in (pair for one in batches for pair in one.handed_out):
-                if held is batch:
-                    return indices
-    return ()
-
-
-def _samples(indices: Sequence[int]) -> str:
+def samples_text(indices: Sequence[int]) -> str:
     shown = ", ".join(map(str, indices[:64])) + (", ..." if len(indices) > 64 else "")
     return f"sample{'s' if len(indices) > 1 else ''} {shown}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
 def _in_one_line(error: BaseException) -> str:
     """The error's type, its first line, and where it was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {_first_line(error)} ({Path(last.filename).name}, line {last.lineno})"
+    return f"{type(error).__name__}: {first_line(error)} ({Path(last.filename).name}, line {last.lineno})"
 
 
 def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:

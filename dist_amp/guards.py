@@ -1,14 +1,11 @@
-"""Guards: what keeps a run from ending badly, and names the rank when it does.
+"""Guards: what keeps a run from ending badly: one live run per folder, no orphans, enough disk, no rank that hangs.
 
-One live run per folder, no orphans, enough disk, a watchdog over every rank, and one line in place of the tracebacks
-of all ranks when one of them dies. To delete: this file and its lines in train.py.
+To delete: this file and its lines in train.py.
 """
 
 import ctypes
-import errno
 import faulthandler
 import fcntl
-import json
 import math
 import os
 import platform
@@ -18,23 +15,22 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint_files import all_checkpoints
 from dist_amp.config import ConfigError, Failure
-from dist_amp.runtime import World, attempt
+from dist_amp.runtime import World
 
 if TYPE_CHECKING:
     from dist_amp.run import Run
 
 LOCK_SECONDS = 10.0  # a run that was just killed may take so long to be gone
-ANSWER_SECONDS = 5.0  # in which a rank that is alive says so, when a collective has failed
+ANSWER_SECONDS = 5.0  # in which a rank that only waits has had its error, and told of it; see explain.py
 
 
 def die_with_torchrun() -> None:
@@ -153,78 +149,3 @@ class Watchdog:
                 )
                 faulthandler.dump_traceback(all_threads=True)
                 os._exit(1)
-
-
-class Roll:
-    """Who is there: each rank's process, and what befell it, in the store that the ranks share."""
-
-    def __init__(self, world: World):
-        self._world = world
-        self._processes = [json.loads(text) for text in world.gather_texts(json.dumps([platform.node(), os.getpid()]))]
-
-    def explain(self, error: BaseException) -> BaseException:
-        """A collective's failure as one line that names the ranks which are gone or hang; other errors as they are.
-
-        Where another rank has failed by itself, this one leaves the word to it.
-        """
-        if self._world.world_size == 1 or isinstance(error, KeyboardInterrupt | SystemExit):
-            return error
-        collective = _is_collective(error)
-        try:
-            told = self._exchange("waited" if collective else "failed", wait=collective)
-        except Exception:  # the store is gone with its host
-            return error
-        silent = [rank for rank, text in told.items() if not text]
-        if not collective or "failed" in told.values() or not silent:
-            return error
-        hangs = "imed out" in str(error)
-        if hangs:
-            self._end(silent)
-        names = ", ".join(f"{rank} (process {p} on {host})" for rank in silent for host, p in [self._processes[rank]])
-        what = "did not take part in a collective in time: it hangs, is stopped or its machine is gone"
-        what = what if hangs else "is gone: it was killed, perhaps for memory; its machine's log may tell"
-        first = (str(error).strip().splitlines() or [""])[0]
-        return Failure(f"rank {names} {what} (rank {self._world.rank} was told: {first[:200]})")
-
-    def _exchange(self, mine: str, wait: bool) -> dict[int, str]:
-        """What each rank says of itself; "" for those that say nothing."""
-        store = dist.distributed_c10d._get_default_store()
-        keys = {rank: f"dist_amp/roll/{attempt()}/{rank}" for rank in range(self._world.world_size)}
-        store.set(keys[self._world.rank], mine)
-        deadline = time.monotonic() + (ANSWER_SECONDS if wait else 0)
-        while True:
-            told = {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
-            silent = [rank for rank, text in told.items() if not text and not self._known_dead(rank)]
-            if not silent or "failed" in told.values() or time.monotonic() > deadline:
-                return told
-            time.sleep(0.1)
-
-    def _known_dead(self, rank: int) -> bool:
-        host, process = self._processes[rank]
-        if host != platform.node() or not Path("/proc/self").exists():
-            return False
-        try:
-            return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        except OSError:
-            return True
-
-    def _end(self, ranks: list[int]) -> None:
-        """Kill hanging ranks beside us: torchrun would give them half a minute, and a stopped one can't be asked."""
-        for host, process in (self._processes[rank] for rank in ranks):
-            with suppress(OSError, IndexError):
-                parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-                if host == platform.node() and parent == os.getppid():
-                    os.kill(process, signal.SIGKILL)
-
-
-def _is_collective(error: BaseException) -> bool:
-    words = ("gloo", "NCCL", "Connection closed by peer", "Timed out", "Connection reset by peer", "Broken pipe")
-    return isinstance(error, RuntimeError | dist.DistError) and any(word in str(error) for word in words)
-
-
-def explain_disk(error: BaseException, folder: Path) -> BaseException:
-    """A full or read-only disk in one line; other errors as they are."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return error
-    what = error.filename or folder
-    return Failure(f"{what} can't be written ({error.strerror}); free some space, and go on with --run.dir {folder}")

@@ -14,23 +14,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_amp.config import ConfigError, Failure, Range
+from dist_amp.rendezvous import environment_number, joined, meet
 
-T = TypeVar("T")
 SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be started again (EX_TEMPFAIL)
 
 
@@ -139,15 +137,6 @@ class World:
             dist.monitored_barrier(self.control, timeout=timedelta(days=1))
 
 
-def _environment_number(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not text.isdigit():
-        raise ConfigError(f"{name}={text!r} in the environment is not a whole number; start with torchrun, or unset it")
-    return int(text)
-
-
 def _place(config: RunConfig) -> World:
     """This process's ranks and device, as torchrun or an existing process group has them; no group is made."""
     if dist.is_initialized():
@@ -156,7 +145,7 @@ def _place(config: RunConfig) -> World:
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
         if len(missing) == 1:
             raise ConfigError(f"{missing[0]} is not set although its partner is; start with torchrun, or unset both")
-        rank, world_size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
+        rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun")
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -164,8 +153,8 @@ def _place(config: RunConfig) -> World:
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     gpus = torch.cuda.device_count() if on_gpu else 0
     # Launchers other than torchrun may not say how the ranks fall on machines: then one rank per GPU.
-    local_world_size = _environment_number("LOCAL_WORLD_SIZE", min(world_size, gpus or world_size))
-    local_rank = _environment_number("LOCAL_RANK", rank % local_world_size)
+    local_world_size = environment_number("LOCAL_WORLD_SIZE", min(world_size, gpus or world_size))
+    local_rank = environment_number("LOCAL_RANK", rank % local_world_size)
     # Some show each process one GPU, its own; torchrun shows all of them to all.
     if on_gpu and local_world_size > gpus and (gpus > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
         raise ConfigError(
@@ -199,7 +188,7 @@ def start(config: RunConfig) -> Iterator[World]:
     ours = not dist.is_initialized() and place.world_size > 1
     if ours:
         on_gpu = place.device.type == "cuda"
-        store = _meet(place, config.timeout_seconds)
+        store = meet(place.rank, place.world_size, config.timeout_seconds)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             timeout=timedelta(seconds=config.timeout_seconds),
@@ -208,7 +197,7 @@ def start(config: RunConfig) -> Iterator[World]:
             rank=place.rank,
             world_size=place.world_size,
         )
-        store.delete_key(_joined(place.rank))  # all are here; torchrun may keep the store for its next attempt
+        store.delete_key(joined(place.rank))  # all are here; torchrun may keep the store for its next attempt
     try:
         world = locate(config)
         yield world
@@ -223,93 +212,6 @@ def start(config: RunConfig) -> Iterator[World]:
     finally:
         if ours:
             dist.destroy_process_group()
-
-
-def _meet(place: World, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
-    """The store of the world at MASTER_ADDR and MASTER_PORT, as soon as every rank has come there.
-
-    Errors: ConfigError for a variable that is missing; Failure with the address, or with the ranks that have not come.
-    torch alone names neither, and takes up to three times the timeout.
-    """
-    host, port = os.environ.get("MASTER_ADDR", ""), _environment_number("MASTER_PORT", 0)
-    if not (host and 0 < port < 2**16):
-        name = "MASTER_PORT" if host else "MASTER_ADDR"
-        raise ConfigError(
-            f"{name}={os.environ.get(name, '')!r} must be the {'port' if host else 'address'} of rank 0, since "
-            f"WORLD_SIZE={place.world_size}; start with torchrun, or set it on every rank"
-        )
-    deadline = time.monotonic() + timeout_seconds
-    within = f"{host}:{port} within run.timeout_seconds={timeout_seconds:g}"
-    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
-    if not serves:
-        _wait_for_listener(host, port, deadline, within)
-
-    def connect() -> dist.Store:  # type: ignore[name-defined]
-        tcp = dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            port,
-            place.world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        return dist.PrefixStore("default_pg", tcp)  # type: ignore[attr-defined]  # as torch has it
-
-    try:
-        store = in_time(timeout_seconds, connect)  # torch would wait for ever for a listener that says nothing
-        store.set(_joined(place.rank), "")
-    except (RuntimeError, TimeoutError) as error:
-        if "EADDRINUSE" in str(error):
-            raise Failure(f"MASTER_PORT={port} on {host} is in use; choose another") from error
-        why = next(iter(str(error).splitlines()), "what listens there does not answer")
-        raise Failure(f"no rank 0 at {within} ({why}); MASTER_ADDR and MASTER_PORT must be those of rank 0") from error
-    try:
-        left = max(deadline - time.monotonic(), 1.0)
-        store.wait([_joined(rank) for rank in range(place.world_size)], timedelta(seconds=left))
-    except RuntimeError as error:
-        try:
-            missing = [rank for rank in range(place.world_size) if not store.check([_joined(rank)])]
-        except RuntimeError:
-            raise Failure(f"rank 0 at {host}:{port} left before all had joined; see what it said") from error
-        if missing:  # else the last one came this very moment
-            shown = ", ".join(map(str, missing[:16])) + ", ..." * (len(missing) > 16)
-            who = f"rank {shown} of {place.world_size} has" if len(missing) == 1 else f"ranks {shown} have"
-            raise Failure(f"{who} not joined at {within}; start it, or look at its machine") from error
-    return store
-
-
-def _joined(rank: int) -> str:
-    return f"dist_amp/joined/{rank}"
-
-
-def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> None:
-    """Until somebody listens there: rank 0 may start last, and its name may not be known yet."""
-    while True:
-        try:
-            left = max(deadline - time.monotonic(), 0.1)
-            return in_time(left, partial(socket.create_connection, (host, port), left)).close()
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                why = error.strerror or "no answer"
-                raise Failure(
-                    f"no rank 0 at {within} ({why}); start it, or set MASTER_ADDR and MASTER_PORT to where it is"
-                ) from error
-            time.sleep(0.1)
-
-
-def in_time(seconds: float, call: Callable[[], T]) -> T:
-    """What call() returns or raises. Errors: TimeoutError after so many seconds; it is left behind in a thread."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return outcome.result(seconds)
 
 
 def _quiet_all_but_rank_0(rank: int) -> None:
@@ -403,7 +305,7 @@ def ignore_stop_signals() -> None:
 
 def attempt() -> int:
     """How often torchrun has started these processes again."""
-    return _environment_number("TORCHELASTIC_RESTART_COUNT", 0)
+    return environment_number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def run_folder(config: RunConfig, world: World) -> Path:

@@ -17,15 +17,8 @@ from dist_amp.checkpoint import Saver
 from dist_amp.checkpoint_files import all_checkpoints, set_aside_after
 from dist_amp.checks import Tripwires
 from dist_amp.config import ConfigError, Failure
-from dist_amp.guards import (
-    Roll,
-    Watchdog,
-    check_free_space,
-    check_restarts,
-    die_with_torchrun,
-    explain_disk,
-    only_live_run,
-)
+from dist_amp.explain import Roll, explain_data, explain_disk
+from dist_amp.guards import Watchdog, check_free_space, check_restarts, die_with_torchrun, only_live_run
 from dist_amp.metrics import LogRow, plain_json
 from dist_amp.numerics import Numerics
 from dist_amp.provenance import Provenance
@@ -172,7 +165,8 @@ def run_and_report(config: Config, world: World) -> int:
             run = build_run(config, world)
             return run_to_the_end(run, stop)
     except BaseException as raised:
-        error = roll.explain(explain_disk(raised, folder))
+        batches = [one for one in (run.data, run.validation) if one is not None] if run is not None else []
+        error = roll.explain(explain_disk(explain_data(raised, world.rank, batches), folder))
         status, first = report_failure(error, world)
         refused = run is None and (folder / "summary.json").exists()  # what the folder holds stays as it is
         if first and folder.is_dir() and not refused:

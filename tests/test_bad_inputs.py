@@ -16,7 +16,7 @@ from torch import nn
 
 from dist_amp import runtime
 from dist_amp.config import Failure
-from dist_amp.data import explain
+from dist_amp.explain import explain_data as explain
 from dist_amp.run import load_config
 from dist_amp.runtime import DataError, RunConfig, World, start
 from dist_amp.step import evaluate, loss_of

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dist_amp"
-# What a checkpoint's files are, and which may be resumed from: beside the core, though it stands on them.
+# What a checkpoint's files are, and which may be resumed from: the core stands on them, but need not be read with it.
 FILES = {"checkpoint_files", "resume"}
 FLOORS = {
-    1: {"config", "runtime", "precision", "optim", "task"},
+    1: {"config", "runtime", "rendezvous", "precision", "optim", "task"},
     2: {"parallel", "data", "metrics", "checkpoint", *FILES},
     3: {"step"},
     4: {"run"},
@@ -18,7 +18,7 @@ FLOORS = {
 }
 CORE = {name for names in FLOORS.values() for name in names}
 # What stands beside the loop: the main job alone may use it, so that each can be deleted with its lines there.
-BESIDE = {"checks", "provenance", "nonfinite", "numerics", "guards"}
+BESIDE = {"checks", "provenance", "nonfinite", "numerics", "guards", "explain"}
 OUTSIDE = {
     "config": {"tyro"},
     "data": {"torch", "datasets"},

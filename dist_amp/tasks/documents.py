@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from dist_amp.data import DataConfig
-from dist_amp.runtime import DataError, in_time
+from dist_amp.rendezvous import in_time
+from dist_amp.runtime import DataError
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")

@@ -1,0 +1,141 @@
+"""What an error is about, in one line: a rank that is gone or hangs, a loader worker, an index, the disk.
+
+torch tells of these by tracebacks on all ranks but the one that matters. To delete: this file and its line in train.py.
+"""
+
+import errno
+import json
+import os
+import platform
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dist_amp.config import Failure
+from dist_amp.data import Batches, first_line, samples_text
+from dist_amp.runtime import DataError, World, attempt
+
+ANSWER_SECONDS = 5.0  # in which a rank that is alive says so, when a collective has failed
+
+
+class Roll:
+    """Who is there: each rank's process, and what befell it, in the store that the ranks share."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._processes = [json.loads(text) for text in world.gather_texts(json.dumps([platform.node(), os.getpid()]))]
+
+    def explain(self, error: BaseException) -> BaseException:
+        """A collective's failure as one line that names the ranks which are gone or hang; other errors as they are.
+
+        Where another rank has failed by itself, this one leaves the word to it.
+        """
+        if self._world.world_size == 1 or isinstance(error, KeyboardInterrupt | SystemExit):
+            return error
+        collective = _is_collective(error)
+        try:
+            told = self._exchange("waited" if collective else "failed", wait=collective)
+        except Exception:  # the store is gone with its host
+            return error
+        silent = [rank for rank, text in told.items() if not text]
+        if not collective or "failed" in told.values() or not silent:
+            return error
+        hangs = "imed out" in str(error)
+        if hangs:
+            self._end(silent)
+        names = ", ".join(f"{rank} (process {p} on {host})" for rank in silent for host, p in [self._processes[rank]])
+        what = "did not take part in a collective in time: it hangs, is stopped or its machine is gone"
+        what = what if hangs else "is gone: it was killed, perhaps for memory; its machine's log may tell"
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Failure(f"rank {names} {what} (rank {self._world.rank} was told: {first[:200]})")
+
+    def _exchange(self, mine: str, wait: bool) -> dict[int, str]:
+        """What each rank says of itself; "" for those that say nothing."""
+        store = dist.distributed_c10d._get_default_store()
+        keys = {rank: f"dist_amp/roll/{attempt()}/{rank}" for rank in range(self._world.world_size)}
+        store.set(keys[self._world.rank], mine)
+        deadline = time.monotonic() + (ANSWER_SECONDS if wait else 0)
+        while True:
+            told = {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
+            silent = [rank for rank, text in told.items() if not text and not self._known_dead(rank)]
+            if not silent or "failed" in told.values() or time.monotonic() > deadline:
+                return told
+            time.sleep(0.1)
+
+    def _known_dead(self, rank: int) -> bool:
+        host, process = self._processes[rank]
+        if host != platform.node() or not Path("/proc/self").exists():
+            return False
+        try:
+            return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
+
+    def _end(self, ranks: list[int]) -> None:
+        """Kill hanging ranks beside us: torchrun would give them half a minute, and a stopped one can't be asked."""
+        for host, process in (self._processes[rank] for rank in ranks):
+            with suppress(OSError, IndexError):
+                parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+                if host == platform.node() and parent == os.getppid():
+                    os.kill(process, signal.SIGKILL)
+
+
+def _is_collective(error: BaseException) -> bool:
+    words = ("gloo", "NCCL", "Connection closed by peer", "Timed out", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError | dist.DistError) and any(word in str(error) for word in words)
+
+
+def explain_disk(error: BaseException, folder: Path) -> BaseException:
+    """A full or read-only disk in one line; other errors as they are."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return error
+    what = error.filename or folder
+    return Failure(f"{what} can't be written ({error.strerror}); free some space, and go on with --run.dir {folder}")
+
+
+# What torch says on the CPU of an index into an embedding, a class of a loss, and a class of one_hot.
+_OUT_OF_RANGE = re.compile(r"index out of range in self|Target -?\d+ is out of bounds|Class values must be")
+_WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ([^.]*)")
+
+
+def explain_data(error: BaseException, rank: int, batches: Sequence[Batches] = ()) -> BaseException:
+    """The DataError that names what an error of torch's is about: a loader worker that died, which may surface
+    anywhere, or an index out of range in one of the `batches` at work; any other error as it is.
+    """
+    for told in (error.__context__, error):  # what came first knows the signal
+        if died := _WORKER_DIED.match(str(told)):
+            how = died[2].replace("is killed", "was killed").strip()
+            return DataError(
+                f"rank {rank}: loader worker (pid {died[1]}) {how}; it may have run out of memory: lower data.workers, "
+                "or look for what ended it in the kernel's log"
+            )
+    if _OUT_OF_RANGE.match(str(error)) and (indices := _in_hand(error, batches)):
+        return DataError(
+            f"rank {rank}: a token id or label is out of range in {samples_text(indices)}: {first_line(error)}; mend "
+            "the data, or give the model that many embeddings or classes"
+        )
+    if "device-side assert" in str(error):  # told of some kernels later
+        return DataError(
+            f"rank {rank}: the GPU stopped at a device-side assert, as it does at a token id or label out of range; "
+            "the same run with --run.device cpu names the samples"
+        )
+    return error
+
+
+def _in_hand(error: BaseException, batches: Sequence[Batches]) -> tuple[int, ...]:
+    """The samples of the micro-batch that was worked on as the error arose: the one that a frame of it holds.
+
+    So the loop need not note which one that is.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for held in frame.f_locals.values():
+            for batch, indices in (pair for one in batches for pair in one.handed_out):
+                if held is batch:
+                    return indices
+    return ()
