@@ -1,0 +1,73 @@
+"""How long a checkpoint holds training up: in the background against waiting for it; target: a ratio of 0.2.
+
+torchrun --nproc_per_node=2 -m dist_amp.bench.checkpoint --task.args.width 1024 --task.args.layers 8
+"""
+
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dist_amp.checkpoint import Saver
+from dist_amp.checkpoint_files import all_checkpoints, read_manifest
+from dist_amp.config import Failure
+from dist_amp.run import Run, build_run, load_config
+from dist_amp.runtime import report_failure, start
+from dist_amp.step import train_step
+
+ROUNDS = 5  # of one save of each kind, after one of each that is not counted
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: saves the config's run again and again, and removes what it has written."""
+    try:
+        config = load_config(
+            ["--run.resume", "never", "--eval.every", "off", *(sys.argv[1:] if argv is None else argv)]
+        )
+        with start(config.run) as world:
+            run = build_run(config, world)
+            if all_checkpoints(run.folder):
+                raise Failure(f"run.dir={run.folder} holds checkpoints, and this clears it; give another folder")
+            stalls, waits, size = measure(run)
+            run.data.close()
+            stall, wait = statistics.median(stalls), statistics.median(waits)
+            world.say(
+                f"{size / 2**30:.2f} GiB, {run.parallel.strategy} on {world.world_size} x {world.device.type}: training "
+                f"waits {stall:.3f} s ({min(stalls):.3f} to {max(stalls):.3f}) for a save in the background, "
+                f"{wait:.3f} s ({min(waits):.3f} to {max(waits):.3f}) for another: ratio {stall / wait:.2f}"
+            )
+        return 0
+    except Failure as error:
+        return report_failure(error, None)[0]
+
+
+def measure(run: Run) -> tuple[list[float], list[float], int]:
+    """(seconds that training waits for each save in the background, and for each that it waits for, bytes of one)."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    size = 0
+    for number in range(2 * (ROUNDS + 1)):
+        in_background = number % 2 == 0
+        run.config = replace(run.config, checkpoint=replace(run.config.checkpoint, async_save=in_background))
+        train_step(run, next(run.data))
+        run.step += 1
+        run.world.wait_for_device()
+        run.world.barrier()
+        with Saver(run) as saver:
+            began = time.perf_counter()
+            saver.save(wait=False)
+            took = time.perf_counter() - began
+        if number >= 2:
+            seconds[in_background].append(took)
+        newest = all_checkpoints(run.folder)[-1]
+        size = sum(entry["bytes"] for entry in read_manifest(newest).files.values())
+        run.world.barrier()
+        if run.world.is_main:
+            shutil.rmtree(run.folder / "checkpoints")
+        run.world.barrier()
+    return seconds[True], seconds[False], size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
