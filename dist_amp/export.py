@@ -16,6 +16,7 @@ the checkpoint is a stranger's. Exit status: 0 done, 64 a setting, 65 the checkp
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -169,32 +170,45 @@ def _place_for(entry: Any, value: Any) -> Any:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Floating-point tensors to `dtype`, in place so that what is tied stays tied; integers stay as they are."""
+    """Floating-point tensors to `dtype`, integers as they are; what shares memory goes on sharing it.
+
+    load_model would refuse what is stored twice where the task's own model shares.
+    """
+    memories: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            old = tensor.data.untyped_storage()
+            if old.data_ptr() not in memories:
+                memories[old.data_ptr()] = torch.empty(0, dtype=tensor.dtype).set_(old).to(dtype)
+            new = memories[old.data_ptr()]
+            tensor.data = new.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def write(out: Path, model: nn.Module, about: dict[str, str], config_text: str) -> None:
     """Write both files beside their names, then rename: a kill leaves the old or the new, and nothing cut short.
 
-    Errors: Failure with the path; DataError for tensors that safetensors can't hold.
+    Errors: Failure with the path; DataError for what safetensors can't hold.
     """
     fresh = {name: out / f".{name}.writing" for name in (MODEL, CONFIG)}
     try:
         out.mkdir(parents=True, exist_ok=True)
+        write_synced(fresh[CONFIG], config_text)
         save_model(model, str(fresh[MODEL]), about)
+        shutil.copymode(fresh[CONFIG], fresh[MODEL])  # safetensors lets nobody else read it
         with fresh[MODEL].open("rb") as file:
             os.fsync(file.fileno())
-        write_synced(fresh[CONFIG], config_text)
         for name, path in fresh.items():
             path.replace(out / name)
         sync_folder(out)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise Failure(f"--out {out} can't be written ({why}); give a folder that can be") from error
-    except (RuntimeError, ValueError) as error:  # parts of one memory, sparse tensors
-        raise DataError(f"safetensors can't hold this model: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, ValueError, AttributeError) as error:  # parts of a tensor, sparse ones, what is none
+        why = str(error).split(". ")[0]
+        raise DataError(
+            f"safetensors can't hold this model: {why}; let build_model make ordinary tensors, a part of another one "
+            "with .clone()"
+        ) from error
     finally:
         for path in fresh.values():
             with suppress(OSError):

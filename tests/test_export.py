@@ -19,7 +19,7 @@ from dist_amp import export, sample
 from dist_amp.checkpoint import save
 from dist_amp.checkpoint_files import CONFIG, MANIFEST, hash_files, read_manifest
 from dist_amp.run import load_config
-from dist_amp.runtime import World
+from dist_amp.runtime import DataError, World
 from dist_amp.task import build_task
 
 SMALL_GPT = ["--task.args.context", 8, "--task.args.width", 16, "--task.args.layers", 1, "--task.args.sample_bytes", 5]
@@ -164,6 +164,45 @@ def test_integer_buffers_stay_as_they_are(tmp_path, dtype):
     assert tensors["calls"] == torch.tensor(2**40 + 1)
     floating = {tensors[name].dtype for name in ("scale", "layer.weight", "layer.bias")}
     assert floating == {torch.float32 if dtype == "fp32" else torch.bfloat16}
+
+
+class Shares(nn.Module):
+    """Two parameters on one memory, as some ways of tying leave them, and a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(4, 2))
+        self.two = nn.Parameter(self.one.data)
+        self.register_buffer("own", torch.randn(4, 2))
+
+
+class OfAPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("part", torch.zeros(10)[:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_shares_memory_is_stored_once_and_loads(tmp_path, dtype):
+    model, again = Shares(), Shares()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    export.cast(model, dtype)
+    export.write(tmp_path, model, {"step": "1"}, "")
+    assert len(load_file(tmp_path / "model.safetensors")) == 2
+    load_model(again, tmp_path / "model.safetensors")
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, values[name].to(dtype).float()), name
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1, "whoever may read the config may read the weights"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_safetensors_can_not_hold_is_refused(tmp_path, dtype):
+    model = OfAPart()
+    export.cast(model, dtype)
+    with pytest.raises(DataError, match=r"amongst: \{'part'\}; let build_model make ordinary tensors"):
+        export.write(tmp_path, model, {"step": "1"}, "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_parameters_that_were_trained_in_bf16_are_exported(tmp_path):
