@@ -237,8 +237,7 @@ class Metrics:
         if self._lines is None or self._board is None:
             return
         if isinstance(sample, str):
-            # Control characters of an untrained model would be the terminal's commands.
-            sample = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in sample)
+            sample = printable(sample)
             print(f"\nsample:\n{sample}\n", flush=True)
             self._lines.path.with_name("sample.txt").write_text(sample, encoding="utf-8")
             self._board.write(lambda writer: writer.add_text("sample", f"```\n{sample}\n```", step))
@@ -369,6 +368,11 @@ class _Board:
         if self._writer is not None:
             with suppress(OSError):
                 self._writer.close()
+
+
+def printable(text: str) -> str:
+    """The text without control characters: an untrained model's would be the terminal's commands."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def plain_json(value: Any) -> Any:

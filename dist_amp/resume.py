@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,26 @@ def to_resume(resume: str, run_folder: Path, world: World) -> Path | None:
     Every rank calls it, and reads its share of the files. Errors: DataError where a path was given that is not a
     checkpoint, and where there are checkpoints but none is whole.
     """
+    mend = "restore one from a copy, or start afresh in another --run.dir"
+    return newest_whole(_candidates(resume, run_folder), world, "resuming from", mend)
+
+
+def newest_whole(paths: Sequence[Path], world: World, use: str, mend: str) -> Path | None:
+    """The last of these checkpoints that is whole, with a warning for each that is not; None if there are none.
+
+    Every rank calls it, and reads its share of the files. use, mend: what the messages say is done with a checkpoint,
+    and where none is whole. Errors: DataError then.
+    """
     refused: list[str] = []
-    for path in reversed(_candidates(resume, run_folder)):
+    for path in reversed(paths):
         why = _fault(path, world)
         if not why:
             for text in refused:
-                world.warn(f"checkpoint {text}; resuming from {path.name} instead")
+                world.warn(f"checkpoint {text}; {use} {path.name} instead")
             return path
         refused.append(f"{path}: {why}")
     if refused:
-        raise DataError(
-            f"none of the checkpoints is whole: {'; '.join(refused)}; restore one from a copy, or start afresh in "
-            "another --run.dir"
-        )
+        raise DataError(f"none of the checkpoints is whole: {'; '.join(refused)}; {mend}")
     return None
 
 
@@ -150,6 +157,17 @@ def check_fit(
     path: Path, manifest: Manifest, metadata: Metadata, state: Mapping[str, Any], groups: Mapping[str, int]
 ) -> None:
     """Errors: DataError for the first parameter or moment that is not in both, with one shape and dtype."""
+    check_tensors(path, metadata, "model", state["model"])
+    if manifest.optimizer != groups:
+        raise DataError(
+            f"checkpoint {path} does not fit this optimizer: its groups and their parameters are "
+            f"{manifest.optimizer}, here {groups}"
+        )
+    check_tensors(path, metadata, "optimizer", state["optimizer"])
+
+
+def check_tensors(path: Path, metadata: Metadata, section: str, state: Mapping[str, Any]) -> None:
+    """Errors: DataError for the first tensor of a section, "model" or "optimizer", that the two do not have alike."""
 
     def leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
@@ -158,22 +176,16 @@ def check_fit(
         elif isinstance(value, Tensor):
             yield name, f"{list(value.shape)} {value.dtype}"
 
-    for section, what in (("model", "model"), ("optimizer", "optimizer")):
-        if section == "optimizer" and manifest.optimizer != groups:
-            raise DataError(
-                f"checkpoint {path} does not fit this optimizer: its groups and their parameters are "
-                f"{manifest.optimizer}, here {groups}"
-            )
-        ours = dict(leaves(state[section], section))
-        theirs = {
-            name: f"{list(entry.size)} {entry.properties.dtype}"
-            for name, entry in metadata.state_dict_metadata.items()
-            if name.startswith(f"{section}.") and isinstance(entry, TensorStorageMetadata)
-        }
-        odd = [name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)]
-        if odd:
-            there, here = theirs.get(odd[0], "missing"), ours.get(odd[0], "missing")
-            raise DataError(
-                f"checkpoint {path} does not fit this {what}: {odd[0]} is {there} there and {here} here "
-                f"({len(set(odd))} such)"
-            )
+    ours = dict(leaves(state, section))
+    theirs = {
+        name: f"{list(entry.size)} {entry.properties.dtype}"
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(f"{section}.") and isinstance(entry, TensorStorageMetadata)
+    }
+    odd = [name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)]
+    if odd:
+        there, here = theirs.get(odd[0], "missing"), ours.get(odd[0], "missing")
+        raise DataError(
+            f"checkpoint {path} does not fit this {section}: {odd[0]} is {there} there and {here} here "
+            f"({len(set(odd))} such)"
+        )
