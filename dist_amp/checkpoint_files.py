@@ -207,12 +207,13 @@ def write(snapshot: Snapshot, world: World) -> None:
         if world.is_main:
             shutil.rmtree(fresh, ignore_errors=True)  # left by a run that was killed while it wrote
             fresh.mkdir(parents=True)
+            write_synced(fresh / CONFIG, snapshot.config)
 
-    def write_shards() -> dict[str, dict[str, Any]]:
+    def find_folder() -> None:
         if not fresh.is_dir():
             raise Failure("run.dir is not on a disk that all ranks share; put it on one")
-        if world.is_main:
-            write_synced(fresh / CONFIG, snapshot.config)
+
+    def write_shards() -> None:
         with _quiet_when_alone():
             write_tensors(
                 snapshot.state,
@@ -220,6 +221,8 @@ def write(snapshot: Snapshot, world: World) -> None:
                 process_group=world.background,
                 no_dist=world.world_size == 1,
             )
+
+    def hash_own() -> dict[str, dict[str, Any]]:
         mine = [CONFIG, ".metadata"] if world.is_main else []
         return hash_files([*fresh.glob(f"__{world.rank}_*"), *(fresh / name for name in mine)])
 
@@ -229,13 +232,18 @@ def write(snapshot: Snapshot, world: World) -> None:
             remove_all_but(snapshot.run_folder, snapshot.keep, final)
 
     try:
-        _together(world, make_folder)
-        files = {name: entry for part in _together(world, write_shards) for name, entry in part.items()}
+        # What can fail on one rank alone is agreed on before the next thing that all must take part in.
+        for step in (make_folder, find_folder, write_shards):
+            _together(world, step)
+        files = {name: entry for part in _together(world, hash_own) for name, entry in part.items()}
         _together(world, finish)
     except Failure as error:
         if world.is_main and fresh.exists():
             shutil.rmtree(fresh, ignore_errors=True)  # what there is of it may be what fills the disk
-        raise Failure(f"checkpoint {final} could not be written: {error}; the one before it stands") from error
+        free = shutil.disk_usage(snapshot.run_folder).free
+        raise Failure(
+            f"checkpoint {final} could not be written: {error} ({free:,} bytes are free); the one before it stands"
+        ) from error
 
 
 def _together(world: World, work: Callable[[], Any]) -> list[Any]:

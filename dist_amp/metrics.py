@@ -11,6 +11,7 @@ import os
 import platform
 import resource
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -338,36 +339,57 @@ class _Lines:
 class _Board:
     """One rank's TensorBoard folder; that it is full, removed or read-only ends no run, and it is opened again."""
 
+    RETRY_SECONDS = 10.0
+
     def __init__(self, path: Path, first_step: int):
         self._path = path
         self._first_step: int | None = first_step  # what stands there from this step on is taken again
         self._writer: Any = None
+        self._retry_at = 0.0
         self._warned = False
 
     def write(self, add: Callable[[Any], object]) -> str:
         """Call `add` with the writer; return what to warn of, once."""
+        if time.monotonic() < self._retry_at:
+            return ""
+        try:
+            if self._writer is not None and not any(self._path.iterdir()):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            add(self._open())
+            return ""
+        except OSError as error:  # its thread's as well, which the next write raises
+            self._writer = None
+            if not isinstance(error, FileNotFoundError):
+                self._retry_at = time.monotonic() + self.RETRY_SECONDS
+            first, self._warned = not self._warned, True
+            text = f"{self._path} can't be written ({error.strerror}); metrics.jsonl will have all the figures"
+            return text if first else ""
+
+    def _open(self) -> Any:
         from torch.utils.tensorboard.writer import SummaryWriter  # half a second, and needless in a notebook
 
-        for _ in range(2):
-            try:
-                if self._writer is None:
-                    self._writer = SummaryWriter(str(self._path), purge_step=self._first_step)
-                    self._first_step = None
-                elif not any(self._path.iterdir()):
-                    raise FileNotFoundError(errno.ENOENT, "it was removed")
-                add(self._writer)
-                return ""
-            except OSError as error:  # its thread's as well, which the next write raises
-                self._writer, cause = None, error
-        if self._warned:
-            return ""
-        self._warned = True
-        return f"{self._path} can't be written ({cause.strerror}); metrics.jsonl has the same figures"
+        if self._writer is None:
+            _quiet_writer_threads()
+            self._writer = SummaryWriter(str(self._path), purge_step=self._first_step)
+            self._first_step = None
+        return self._writer
 
     def close(self) -> None:
         if self._writer is not None:
             with suppress(OSError):
                 self._writer.close()
+
+
+def _quiet_writer_threads() -> None:
+    """TensorBoard's thread hands its OSError on, and Python would print a traceback of it besides."""
+    shown = threading.excepthook
+
+    def show(args: Any) -> None:
+        if not (isinstance(args.exc_value, OSError) and "tensorboard" in type(args.thread).__module__):
+            shown(args)
+
+    if getattr(shown, "__name__", "") != show.__name__:
+        threading.excepthook = show
 
 
 def printable(text: str) -> str:

@@ -282,7 +282,7 @@ def test_a_failed_background_save_is_known_to_all_ranks(tmp_path, on_failure):
             assert (told, kept) == ([], ["step_00000002"])
         else:
             assert kept == []
-            assert "step_00000001 could not be written: rank 1: No space left on device; the one" in told[0]
+            assert "step_00000001 could not be written: rank 1: No space left on device (" in told[0]
 
 
 def saves_in_a_row(world, folder):

@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.data.close()
             stall, wait = statistics.median(stalls), statistics.median(waits)
             world.say(
-                f"{size / 2**30:.2f} GiB, {run.parallel.strategy} on {world.world_size} x {world.device.type}: training "
-                f"waits {stall:.3f} s ({min(stalls):.3f} to {max(stalls):.3f}) for a save in the background, "
+                f"{size / 2**30:.2f} GiB, {run.parallel.strategy} on {world.world_size} x {world.device.type}: it "
+                f"holds training up {stall:.3f} s ({min(stalls):.3f} to {max(stalls):.3f}) for one in the background, "
                 f"{wait:.3f} s ({min(waits):.3f} to {max(waits):.3f}) for another: ratio {stall / wait:.2f}"
             )
         return 0

@@ -1,0 +1,134 @@
+"""One live run per folder, no orphans, enough disk, no rank that hangs, and one line for what befell the others."""
+
+import errno
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import pytest
+from ranks import on_ranks
+from test_train import TINY
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp import explain, guards
+from dist_amp.checkpoint import save
+from dist_amp.config import ConfigError, Failure
+from dist_amp.explain import Roll, explain_disk
+from dist_amp.guards import check_free_space, check_restarts, only_live_run
+from dist_amp.runtime import World
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from dist_amp.guards import only_live_run
+from dist_amp.runtime import World
+with only_live_run(Path(sys.argv[1]), World()):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_run_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(guards, "LOCK_SECONDS", 0.5)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(Failure, match=f"in use by a live run .process {holder.pid} on {platform.node()}.; stop that"):
+        only_live_run(tmp_path, World()).__enter__()
+    holder.kill()
+    holder.wait()
+    with only_live_run(tmp_path, World()):
+        pass
+
+
+def test_a_second_run_in_a_live_runs_folder_is_refused_and_the_first_goes_on(launch, tmp_path, monkeypatch):
+    words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "600", "--run.dir", "run"]
+    first = launch.start(0, *words)
+    while not (tmp_path / "run/metrics.jsonl").exists():
+        time.sleep(0.05)
+    second = launch(0, *words)
+    assert second.returncode == 1
+    assert f"error: run.dir=run is in use by a live run (process {first.pid} on" in second.stderr
+    assert first.poll() is None
+    first.terminate()
+    first.communicate(timeout=30)
+    assert first.returncode == 75
+
+
+def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_variable(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ConfigError, match="max-restarts=3 .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") as error:
+        check_restarts()
+    assert error.value.exit_code == 64
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    check_restarts()
+
+
+def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes(tmp_path, monkeypatch):
+    run = make_run(World(), Tiny(), "--run.dir", tmp_path, "--checkpoint.every", 1)
+    size = 3 * 4 * sum(p.numel() for p in run.model.parameters()) + 4 * len(list(run.model.parameters()))
+    usage = namedtuple("usage", "total used free")
+    for free, fits in ((4 * size, True), (4 * size - 1, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(0, 0, free))
+        if fits:
+            check_free_space(run)
+        else:
+            with pytest.raises(Failure, match=r"0.00 GiB free, .*4 of .* 0 are there.; free some, or lower") as error:
+                check_free_space(run)
+            assert error.value.exit_code == 1
+    take_steps(run, 1)
+    save(run)
+    check_free_space(run)  # one of the four is there
+
+
+@pytest.mark.parametrize(("number", "word"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only")])
+def test_a_full_or_read_only_disk_is_one_line_with_the_path(tmp_path, number, word):
+    error = explain_disk(OSError(number, os.strerror(number), "run/summary.json"), tmp_path)
+    assert isinstance(error, Failure)
+    assert f"run/summary.json can't be written ({word}" in str(error)
+    other = OSError(errno.ENOENT, "no such file")
+    assert explain_disk(other, tmp_path) is other
+
+
+def what_ranks_say(world, of_rank_1, error):
+    """Rank 0's collective failed; rank 1 failed by itself, or waited too, or says nothing."""
+    explain.ANSWER_SECONDS = 1.0
+    roll = Roll(world)
+    world.barrier()
+    try:
+        told = None
+        if world.rank == 0:
+            told = str(roll.explain(RuntimeError(error)))
+        elif of_rank_1 != "silent":
+            roll.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
+        world.barrier()
+        return told
+    finally:
+        import torch.distributed as dist
+
+        store = dist.distributed_c10d._get_default_store()
+        store.delete_key(f"dist_amp/roll/0/{world.rank}")
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "error", "said"),
+    [
+        ("failed", "[gloo] Connection closed by peer", "[gloo] Connection closed by peer"),
+        ("waited", "[gloo] Timed out waiting 5000ms", "[gloo] Timed out waiting 5000ms"),
+        ("silent", "[gloo] Connection closed by peer", "rank 1 (process {pid} on {host}) is gone: it was killed"),
+    ],
+)
+def test_a_failed_collective_names_the_rank_that_does_not_answer_and_leaves_the_word_to_one_that_does(
+    of_rank_1, error, said
+):
+    pid = on_ranks(2, lambda_pid)[1]
+    told = on_ranks(2, what_ranks_say, of_rank_1, error)[0]
+    assert told.startswith(said.format(pid=pid, host=platform.node()))
+
+
+def lambda_pid(world):
+    return os.getpid()

@@ -1,0 +1,203 @@
+"""What a run is resumed from: the same training, data, model and optimizer; else it says what differs, and stops."""
+
+import json
+
+import pytest
+import torch
+from test_checkpoint import settings
+from tiny import Tiny, make_run, take_steps
+from torch import nn
+
+from dist_amp.checkpoint import save
+from dist_amp.checkpoint_files import read_manifest
+from dist_amp.config import ConfigError
+from dist_amp.optim import Optimizer
+from dist_amp.runtime import DataError, World
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Settings of a run whose checkpoint of step 2 lies in its folder, to be resumed."""
+    run = make_run(World(), Tiny(), *settings(tmp_path, "single", "bf16", "--optim.lr", 1e-3))
+    take_steps(run, 2)
+    save(run)
+    return settings(tmp_path, "single", "bf16", "--optim.lr", 1e-3, "--run.resume", "auto")
+
+
+def refused(kind, words, *more, task=None):
+    with pytest.raises(kind) as error:
+        make_run(World(), task or Tiny(), *words, *more)
+    assert "\n" not in str(error.value)
+    return str(error.value), error.value.exit_code
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--optim.lr", 3e-3], "optim.lr=0.001, now 0.003:"),
+        (
+            ["--optim.schedule", "linear", "--data.shuffle", "false"],
+            "data.shuffle=True, now False; optim.schedule=cosine, ",
+        ),
+        (["--precision.dtype", "fp16"], "precision.dtype=bf16, now fp16"),
+        (["--train.max_grad_norm", 2.0], "train.max_grad_norm=1.0, now 2.0"),
+        (["--task.args.depth", 3, "--task.target", "tiny:Tiny"], "task.args.depth=unset, now 3"),
+    ],
+)
+def test_another_training_is_refused_with_the_difference_and_the_way_to_go_on_all_the_same(words, more, said):
+    text, status = refused(ConfigError, words, *more)
+    assert status == 64
+    assert said in text
+    assert text.endswith("take the old, or go on all the same with --run.allow_config_change true")
+
+
+def test_another_training_goes_on_where_it_is_allowed_and_says_so(words, capsys):
+    run = make_run(World(), Tiny(), *words, "--optim.lr", 3e-3, "--run.allow_config_change", "true")
+    assert run.step == 2
+    assert "with another config: optim.lr=0.001, now 0.003" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--data.workers", 1], ["--metrics.log_every", 3], ["--checkpoint.every", 7], ["--train.micro_batch_size", 4,
+        "--train.accumulation_steps", 1], ["--debug.check_every", "off"], ["--optim.fused", "false"],
+        ["--precision.scaler.init_scale", 4], ["--run.deterministic", "false"],
+    ],
+)  # fmt: skip
+def test_what_does_not_change_the_mathematics_may_change(words, capsys, more):
+    run = make_run(World(), Tiny(), *words, *more)
+    assert run.step == 2
+    take_steps(run, 1)
+    run.data.close()
+    assert "another" not in capsys.readouterr().err
+
+
+def test_more_steps_under_a_schedule_are_told_of(words, capsys):
+    assert make_run(World(), Tiny(), *words, "--train.steps", 20).step == 2
+    assert (
+        "train.steps was 10 and is 20: from step 2 on, the learning rate follows the cosine" in capsys.readouterr().err
+    )
+
+
+def test_another_global_batch_is_refused_with_both_and_the_mend(words):
+    text, status = refused(DataError, words, "--train.accumulation_steps", 3)
+    assert status == 65
+    assert "was made with 4 samples in a step, not 6: use train.global_batch_size=4, or go on all the same" in text
+    run = make_run(World(), Tiny(), *words, "--train.accumulation_steps", 3, "--run.allow_config_change", "true")
+    assert (run.step, run.data.position) == (2, 8)
+
+
+def test_another_seed_is_refused_with_both(words):
+    text, status = refused(DataError, words, "--run.seed", 5)
+    assert (status, "run.seed=0, not 5: take the old" in text) == (65, True)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [(Tiny(samples=65), r"now there are 65 of"), (Tiny(seed=1), r"made with 64 samples of fingerprint ")],
+)
+def test_other_data_are_refused_with_length_and_fingerprint_of_both(words, task, said, capsys):
+    text, status = refused(DataError, words, task=task)
+    assert status == 65
+    assert said in text
+    run = make_run(World(), task, *words, "--run.allow_config_change", "true")
+    assert run.step == 2
+    assert "going on after as many samples of the new data" in capsys.readouterr().err
+
+
+def test_the_fingerprint_knows_values_types_and_order_and_draws_nothing(tmp_path):
+    class Columns(Tiny):
+        def __init__(self, change=lambda rows: None):
+            super().__init__()
+            self.change = change
+
+        def build_dataset(self, split):
+            rows = super().build_dataset(split)
+            self.change(rows.columns)
+            return rows
+
+    def swap(columns):
+        columns["y"] = columns["y"].flip(0)
+
+    def one_bit(columns):
+        columns["x"][0, 0] = torch.nextafter(columns["x"][0, 0], torch.tensor(9.0))
+
+    prints = [make_run(World(), Columns(c), "--run.dir", tmp_path).data.fingerprint for c in
+              (lambda rows: None, lambda rows: None, swap, one_bit, lambda rows: rows.update(t=["text"] * 64),
+               lambda rows: rows.update(x=rows["x"].bfloat16()))]  # fmt: skip
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 5
+    run = make_run(World(), Tiny(), *settings(tmp_path, "single", "fp32"))
+    take_steps(run, 1)
+    before = torch.get_rng_state()
+    save(run)
+    assert torch.equal(torch.get_rng_state(), before), "the fingerprint seeds, and puts back"
+
+
+class Wider(Tiny):
+    def build_model(self):
+        return nn.Sequential(super().build_model(), nn.Linear(1, 1))
+
+
+class Bigger(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0][0] = nn.Linear(8, 8, bias=False)
+        return model
+
+
+class Doubled(Tiny):
+    def build_model(self):
+        return nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(2)], nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Wider(), "model.0.0.0.weight is missing there and [8, 8] torch.float32 here"),
+        (Bigger(), "model.0.0.bias is [8] torch.float32 there and missing here (1 such)"),
+        (Doubled(), "model.0.0.weight is [8, 8] torch.float32 there and [16, 8] torch.float32 here"),
+        (Tiny(depth=1), "model.1.weight is missing there and [1, 8] torch.float32 here"),
+    ],
+)
+def test_another_model_is_refused_with_the_first_parameter_of_both(words, task, said):
+    text, status = refused(DataError, words, task=task)
+    assert status == 65
+    assert "does not fit this model: " + said in text
+
+
+def test_another_optimizer_is_refused_even_where_another_training_is_allowed(words):
+    text, status = refused(DataError, words, "--optim.name", "sgd", "--run.allow_config_change", "true")
+    assert status == 65
+    assert "{'adamw matrices': 3, 'adamw vectors': 3}, here {'sgd matrices': 3, 'sgd vectors': 3}" in text
+
+
+def test_other_groups_are_refused_with_both(words, monkeypatch):
+    from dist_amp import optim
+
+    def one_group(model, config):
+        return [{"name": "all", "params": list(model.parameters()), "weight_decay": 0.0}]
+
+    monkeypatch.setattr(optim, "parameter_groups", one_group)
+    assert isinstance(Optimizer, type)
+    text, status = refused(DataError, words)
+    assert (status, "'adamw vectors': 3}, here {'adamw all': 6}" in text) == (65, True)
+
+
+def test_what_torchrun_starts_again_goes_on_though_the_command_says_never(words, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert make_run(World(), Tiny(), *words, "--run.resume", "never").step == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert make_run(World(), Tiny(), *words, "--run.resume", "never").step == 0
+
+
+def test_the_config_hash_is_of_the_mathematics_alone(words, tmp_path):
+    hashes = []
+    for name, more in (("a", []), ("b", ["--metrics.log_every", 3]), ("c", ["--optim.lr", 1e-4])):
+        run = make_run(World(), Tiny(), *settings(tmp_path / name, "single", "fp32", *more))
+        take_steps(run, 1)
+        folder = save(run)
+        hashes.append(read_manifest(folder).config_hash)
+        assert json.loads((folder / "manifest.json").read_text())["config_hash"] == hashes[-1]
+    assert hashes[0] == hashes[1] != hashes[2]
