@@ -489,7 +489,7 @@ def mishaps(chaos: Chaos):
     worker = job.loader_workers(1)[0]
     os.kill(worker, signal.SIGKILL)
     job.end()
-    said = f"rank 1: a loader worker (process {worker})" in job.text and job.summary["exit_code"] == 65
+    said = f"rank 1: loader worker (pid {worker})" in job.text and job.summary["exit_code"] == 65
     again = chaos.finish(job, **{"data.workers": 2})
     row.add(([] if said else [job.text[-3000:]]) + chaos.compare(again))
     yield row
