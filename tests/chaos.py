@@ -360,7 +360,12 @@ def signals(chaos: Chaos, numbers=("SIGTERM", "SIGUSR1"), targets=("torchrun", "
         for target, worker, phase in ((t, w, p) for t in targets for w in workers for p in phases):
             environ = {"WARM_UP": "1.5"} if phase == "warm-up" else {"EVALUATION": "3"} if phase == "evaluation" else {}
             job = Job(chaos.new_folder(), environ=environ, **{"data.workers": worker})
-            begins = {"warm-up": "warming up", "evaluation": "step     20", "training": "step     15"}[phase]
+            begins = {
+                "warm-up": "warming up",
+                "evaluation": f"step     {WORDS['eval.every']}",
+                "training": "step     15",
+            }
+            begins = begins[phase]
             job.wait_for(begins)
             time.sleep(0.3 if phase == "evaluation" else 0.0)
             ranks = list(job.rank_processes().values())

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -401,3 +402,13 @@ def test_a_dataset_that_comes_with_a_script_is_refused_with_what_to_do(tmp_path)
     message = told(65, load, tmp_path / "scripted")
     assert "Dataset scripts are no longer supported, but found scripted.py; convert it to Parquet" in message
     assert message.endswith("set data.path to the files")
+
+
+def test_every_row_of_the_table_has_a_test_that_is_there():
+    table = (Path(__file__).parent.parent / "docs/bad_inputs.md").read_text()
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert [row[0] for row in rows] == [f"| {number}" for number in range(1, len(rows) + 1)]
+    for row in rows:
+        if (named := row[-1].strip(" |`")) != "comes with the launchers":
+            file, test = named.split("::")
+            assert f"def {test}" in (Path(__file__).parent / f"{file}.py").read_text(), row

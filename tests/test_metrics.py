@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -189,3 +190,54 @@ def test_a_metric_is_a_number_or_a_scalar_and_anything_else_is_named():
     task.odd = lambda batch: batch["y"]
     with pytest.raises(DataError, match=r"metrics\(\) gave odd a tensor of shape \[8\]"):
         evaluate(run)
+
+
+def write_rows(metrics, steps):
+    for step in steps:
+        metrics.write_scalars(step, {"train/loss": float(step)})
+
+
+def test_lines_that_find_no_space_are_written_once_there_is_some(tmp_path, capsys, monkeypatch):
+    metrics = make_run(World(), Tiny()).metrics
+    metrics.open(tmp_path, 0, "")
+    write_rows(metrics, [1])
+    path = tmp_path / "metrics.jsonl"
+    real = type(path).open
+
+    def half_written(self, *args, **kwargs):
+        if self == path:
+            with real(path, "a") as file:
+                file.write('{"step": 2, "tra')
+            raise OSError(28, "No space left on device")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(path), "open", half_written)
+    write_rows(metrics, [2, 3])
+    monkeypatch.undo()
+    write_rows(metrics, [4])
+    metrics.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("its lines are kept in memory and written later") == 1
+
+
+def test_a_tensorboard_folder_that_is_removed_is_made_anew_and_nothing_else_is_lost(tmp_path, capsys):
+    metrics = make_run(World(), Tiny()).metrics
+    metrics.open(tmp_path, 0, "")
+    write_rows(metrics, [1])
+    shutil.rmtree(tmp_path / "tensorboard")
+    write_rows(metrics, [2, 3])
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard/rank00000")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [3]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert "rank00000 can't be written (No such file or directory); metrics.jsonl will" in capsys.readouterr().err
+
+
+def test_a_kill_in_the_midst_of_a_line_leaves_whole_lines_and_the_figures_of_the_last(tmp_path):
+    whole = [json.dumps({"step": step, "train/loss": 1.0 * step}) for step in range(1, 8)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(whole) + '\n{"step": 8, "train')
+    metrics = make_run(World(), Tiny()).metrics
+    metrics.open(tmp_path, 5, "")
+    metrics.close()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole[:5]
+    assert metrics.logged == {"step": 5, "train/loss": 5.0}

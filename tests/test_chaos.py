@@ -1,0 +1,67 @@
+"""The short form of chaos.py: real runs, broken; what they end with is compared bit by bit with runs left alone."""
+
+import random
+import shutil
+
+import chaos
+import pytest
+from chaos import LAYOUTS, Chaos, Job, differences
+
+from dist_amp.checkpoint_files import all_checkpoints
+
+SHORT = {"train.steps": 30, "eval.every": 10}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    trials = Chaos(tmp_path_factory.mktemp("chaos"), seed=random.randrange(1000))
+    before, chaos.WORDS = chaos.WORDS, chaos.WORDS | SHORT
+    yield trials
+    chaos.WORDS = before
+
+
+def all_good(rows):
+    rows = list(rows)
+    assert all(row.good == row.tried > 0 for row in rows), chaos.table(rows)
+
+
+def test_a_rank_that_is_killed_in_the_midst_of_a_checkpoint_is_restarted_and_ends_bit_identical(world):
+    all_good(chaos.points(world, ["in the midst of a shard"], ["fsdp"]))
+
+
+def test_a_signal_in_an_evaluation_stops_all_ranks_at_one_step_and_the_evaluation_is_made_up_for(world):
+    all_good(chaos.signals(world, ["SIGUSR1"], ["torchrun"], [2], ["evaluation"]))
+
+
+def test_a_rank_that_hangs_is_named_and_the_job_is_over_in_time(world):
+    all_good(rows for rows in [next(iter(chaos.hangs(world)))])
+
+
+def test_the_comparison_sees_one_bit(world, tmp_path):
+    one = world.through()
+    assert differences(one, one) == []
+    other = tmp_path / "other"
+    shutil.copytree(one, other)
+    text = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(text.replace('"train/grad_norm": ', '"train/grad_norm": 1', 1))
+    assert [difference[:15] for difference in differences(one, other)] == ["line 0, step 1:"]
+    (other / "metrics.jsonl").write_text(text)
+    job = Job(world.new_folder(), **LAYOUTS["ddp"], **{"optim.lr": 3.0001e-4})
+    assert job.end() == 0
+    names = differences(one, job.run)
+    assert "model.0.weight" in names
+    assert "ranks.0.random.torch" not in names, "the same numbers were drawn"
+    assert all_checkpoints(one)[-1].name == all_checkpoints(job.run)[-1].name
+
+
+# Less of the kills and signals than the long form has, which is for a quiet half hour: bash launch/chaos.sh
+MEDIUM = chaos.LONG | {
+    "sigkills": lambda trials: chaos.sigkills(trials, 3),
+    "signals": lambda trials: chaos.signals(trials, ["SIGTERM"], ["one rank", "all ranks"], [2]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MEDIUM))
+def test_nothing_is_lost(tmp_path, name):
+    all_good(MEDIUM[name](Chaos(tmp_path, seed=random.randrange(1000))))
