@@ -7,6 +7,7 @@ resuming needs one number, how many samples were consumed.
 
 import hashlib
 import math
+import signal
 import time
 import traceback
 import weakref
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from dist_amp.config import Range
-from dist_amp.runtime import DataError, World, ignore_stop_signals, seed_all
+from dist_amp.runtime import DataError, World, die_with_parent, ignore_stop_signals, seed_all
 from dist_amp.task import Task
 
 
@@ -301,6 +302,8 @@ def _shut_down(batches: Any) -> None:
 
 def _start_worker(worker: int) -> None:
     ignore_stop_signals()
+    # It holds its rank's sockets as well: while it lived, no other rank would notice that this one is dead.
+    die_with_parent(signal.SIGKILL)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

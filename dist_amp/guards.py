@@ -3,7 +3,6 @@
 To delete: this file and its lines in train.py.
 """
 
-import ctypes
 import faulthandler
 import fcntl
 import math
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint_files import all_checkpoints
 from dist_amp.config import ConfigError, Failure
-from dist_amp.runtime import World
+from dist_amp.runtime import World, die_with_parent
 
 if TYPE_CHECKING:
     from dist_amp.run import Run
@@ -35,9 +34,8 @@ ANSWER_SECONDS = 5.0  # in which a rank that only waits has had its error, and t
 
 def die_with_torchrun() -> None:
     """Be stopped by SIGTERM when torchrun is killed: so a rank saves and leaves, and none runs on unwatched."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1  # Source: prctl(2)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGTERM)
 
 
 def check_restarts() -> None:

@@ -3,6 +3,7 @@
 Words as torchrun defines them: rank, local_rank, world_size. Nothing here knows about models or data.
 """
 
+import ctypes
 import hashlib
 import json
 import logging
@@ -301,6 +302,13 @@ def ignore_stop_signals() -> None:
     """For loader workers: the signal is for the rank, which still needs them until its checkpoint is written."""
     for number in AgreedStop.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Get this signal when the parent process ends, however it does; Linux alone can. Source: prctl(2)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def attempt() -> int:

@@ -19,7 +19,8 @@ from dist_amp.checks import Tripwires
 from dist_amp.config import ConfigError, Failure
 from dist_amp.explain import Roll, explain_data, explain_disk
 from dist_amp.guards import Watchdog, check_free_space, check_restarts, die_with_torchrun, only_live_run
-from dist_amp.metrics import LogRow, plain_json
+from dist_amp.metrics import LogRow
+from dist_amp.metrics_files import plain_json
 from dist_amp.numerics import Numerics
 from dist_amp.provenance import Provenance
 from dist_amp.run import Config, Run, build_run, load_config, show_help, to_toml

@@ -10,6 +10,7 @@ import time
 from collections import namedtuple
 
 import pytest
+from chaos import children, is_there
 from ranks import on_ranks
 from test_train import TINY
 from tiny import Tiny, make_run, take_steps
@@ -56,6 +57,22 @@ def test_a_second_run_in_a_live_runs_folder_is_refused_and_the_first_goes_on(lau
     first.terminate()
     first.communicate(timeout=30)
     assert first.returncode == 75
+
+
+def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
+    """They hold its sockets: while one lives, the other ranks can't know that theirs is dead."""
+    words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "600", "--data.workers", "2", "--run.dir", "run"]
+    run = launch.start(0, *words)
+    while not (tmp_path / "run/metrics.jsonl").exists():
+        time.sleep(0.05)
+    workers = children(run.pid)
+    assert len(workers) == 2
+    run.kill()
+    run.communicate(timeout=30)
+    deadline = time.monotonic() + 3  # by themselves they would look after five seconds
+    while any(is_there(worker) for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_variable(monkeypatch):

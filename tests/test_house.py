@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dist_amp"
-# What a checkpoint's files are, and which may be resumed from: the core stands on them, but need not be read with it.
-FILES = {"checkpoint_files", "resume"}
+# What is on the disk, and which checkpoint may be resumed from: the core stands on them, but need not be read with it.
+FILES = {"checkpoint_files", "resume", "metrics_files"}
 FLOORS = {
     1: {"config", "runtime", "rendezvous", "precision", "optim", "task"},
     2: {"parallel", "data", "metrics", "checkpoint", *FILES},
@@ -23,6 +23,7 @@ OUTSIDE = {
     "config": {"tyro"},
     "data": {"torch", "datasets"},
     "metrics": {"torch", "tensorboard"},
+    "metrics_files": {"torch"},
     "checkpoint": {"torch", "numpy"},
     "checkpoint_files": {"torch", "xxhash"},
     "run": {"torch", "tomli_w"},

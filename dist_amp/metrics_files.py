@@ -1,0 +1,117 @@
+"""The files that figures go to: whole and once each, over kills, resumes, and a disk that is full for a while."""
+
+import errno
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class Lines:
+    """metrics.jsonl: each line is there once and whole, over kills, resumes and a disk that is full for a while."""
+
+    def __init__(self, path: Path, step: int):
+        """Drop what stands there of steps after `step`, which are taken again, and half a line that a kill left."""
+        self.path = path
+        self.last: dict[str, Any] = {}  # the newest line of a log step
+        self._unwritten = ""
+        if not path.exists():
+            return
+        kept = ""
+        for line in path.read_text().splitlines():
+            try:
+                figures = json.loads(line)
+            except ValueError:
+                continue
+            if figures["step"] <= step:
+                kept += f"{line}\n"
+                self.last = figures if "train/loss" in figures else self.last
+        fresh = path.with_name(".metrics.jsonl.writing")
+        fresh.write_text(kept)
+        fresh.replace(path)  # at once: a kill in between must not take the log along
+
+    def append(self, figures: dict[str, Any]) -> str:
+        """Add a line, after those that could not be written before; return what to warn of, once."""
+        first = not self._unwritten
+        self._unwritten += json.dumps(plain_json(figures)) + "\n"
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a") as file:
+                file.write(self._unwritten)
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.path, size)
+            text = f"{self.path} can't be written ({error.strerror}); its lines are kept in memory and written later"
+            return text if first else ""
+        self._unwritten = ""
+        return ""
+
+
+class Board:
+    """One rank's TensorBoard folder; that it is full, removed or read-only ends no run, and it is opened again."""
+
+    RETRY_SECONDS = 10.0
+
+    def __init__(self, path: Path, first_step: int):
+        self._path = path
+        self._first_step: int | None = first_step  # what stands there from this step on is taken again
+        self._writer: Any = None
+        self._retry_at = 0.0
+        self._warned = False
+
+    def write(self, add: Callable[[Any], object]) -> str:
+        """Call `add` with the writer; return what to warn of, once."""
+        if time.monotonic() < self._retry_at:
+            return ""
+        try:
+            if self._writer is not None and not any(self._path.iterdir()):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            add(self._open())
+            return ""
+        except OSError as error:  # its thread's as well, which the next write raises
+            self._writer = None
+            if not isinstance(error, FileNotFoundError):
+                self._retry_at = time.monotonic() + self.RETRY_SECONDS
+            first, self._warned = not self._warned, True
+            text = f"{self._path} can't be written ({error.strerror}); metrics.jsonl will have all the figures"
+            return text if first else ""
+
+    def _open(self) -> Any:
+        from torch.utils.tensorboard.writer import SummaryWriter  # half a second, and needless in a notebook
+
+        if self._writer is None:
+            _quiet_writer_threads()
+            self._writer = SummaryWriter(str(self._path), purge_step=self._first_step)
+            self._first_step = None
+        return self._writer
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.close()
+
+
+def _quiet_writer_threads() -> None:
+    """TensorBoard's thread hands its OSError on, and Python would print a traceback of it besides."""
+    shown = threading.excepthook
+
+    def show(args: Any) -> None:
+        if not (isinstance(args.exc_value, OSError) and "tensorboard" in type(args.thread).__module__):
+            shown(args)
+
+    if getattr(shown, "__name__", "") != show.__name__:
+        threading.excepthook = show
+
+
+def plain_json(value: Any) -> Any:
+    """The same without nan and inf, which JSON lacks: as text."""
+    if isinstance(value, dict):
+        return {name: plain_json(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [plain_json(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
