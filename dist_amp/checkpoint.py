@@ -221,7 +221,10 @@ def _settle_buckets(run: "Run") -> None:
 def _state(run: "Run") -> dict[str, Any]:
     """All that a step depends on, as tensors: the state to save, or the places that a load fills."""
     model, optimizer = get_state_dict(run.model, run.optimizer.torch_optimizer)
-    own = {"random": random_state(run.world), "statistics": run.parallel.batch_statistics()}
+    statistics = {
+        name: own.clone() for name, own in run.parallel.batch_statistics().items()
+    }  # the model's are averages
+    own = {"random": random_state(run.world), "statistics": statistics}
     return {
         "model": model,
         "optimizer": optimizer["state"],  # its groups' settings come from the config

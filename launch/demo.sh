@@ -9,5 +9,7 @@ processes=$((gpus > 0 ? gpus : 2))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) > processes ? $(nproc) / processes : 1))}"
 
 # The address is named because a host name that does not resolve makes --standalone wait without a word.
+# The signals are passed on to the ranks, which save and leave; SIGUSR1 would end torchrun alone otherwise.
 exec "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node="$processes" \
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     -m dist_amp.train --config "$root/configs/demo.toml" "$@"

@@ -23,7 +23,17 @@ class Dropped(Tiny):
     """Draws random numbers in every forward, so that a lost generator shows."""
 
     def build_model(self):
-        return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 1))
+        return nn.Sequential(nn.Linear(8, 16), self.norm(), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 1))
+
+    def norm(self):
+        return nn.Identity()
+
+
+class Normed(Dropped):
+    """Has batch statistics, of which each rank gathers its own."""
+
+    def norm(self):
+        return nn.BatchNorm1d(16)
 
 
 def settings(folder, strategy, dtype, *more):
@@ -44,7 +54,8 @@ def settings(folder, strategy, dtype, *more):
 
 def state_of(run):
     """All that a run is, for comparing bit by bit."""
-    tensors = [*parameters_of(run).values(), *moments_of(run), run.optimizer.counters, run.precision.scale]
+    buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
+    tensors = [*parameters_of(run).values(), *buffers, *moments_of(run), run.optimizer.counters, run.precision.scale]
     return [*tensors, torch.get_rng_state(), torch.tensor([random.random(), run.step, run.data.position])]
 
 
@@ -60,14 +71,14 @@ def logged_steps(run, steps):
     return losses
 
 
-def stop_and_go_on(world, folder, strategy, dtype, workers):
+def stop_and_go_on(world, folder, strategy, dtype, workers, task=Dropped):
     words = settings(folder, strategy, dtype, "--data.workers", workers, "--run.deterministic", "true")
-    through = make_run(world, Dropped(samples=40), *words)
+    through = make_run(world, task(samples=40), *words)
     losses = logged_steps(through, 8)
-    stopped = make_run(world, Dropped(samples=40), *words)
+    stopped = make_run(world, task(samples=40), *words)
     before = logged_steps(stopped, 4)  # in the midst of a log interval
     save(stopped)
-    resumed = make_run(world, Dropped(samples=40), *words, "--run.resume", "auto")
+    resumed = make_run(world, task(samples=40), *words, "--run.resume", "auto")
     assert resumed.resumed_from_step == resumed.step == 4
     assert before + logged_steps(resumed, 4) == losses
     torch.use_deterministic_algorithms(False)
@@ -85,6 +96,12 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path, ra
     if workers and (strategy in ("single", "hsdp") or dtype == "bf16" or ranks == 3):
         pytest.skip("covered by its neighbours: workers do not know of strategies and dtypes")
     for equal in on_ranks(ranks, stop_and_go_on, tmp_path, strategy, dtype, workers):
+        assert all(equal)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (4, "ddp")])
+def test_batch_statistics_go_on_bit_identical_on_every_rank_though_their_averages_are_saved(tmp_path, ranks, strategy):
+    for equal in on_ranks(ranks, stop_and_go_on, tmp_path, strategy, "fp32", 0, Normed):
         assert all(equal)
 
 

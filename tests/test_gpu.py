@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, TESTS
 from tiny import Tiny, make_run, parameters_of, take_steps
 
+from dist_amp.checkpoint import Saver
 from dist_amp.checks import Tripwires
 from dist_amp.provenance import Provenance
 from dist_amp.runtime import RunConfig, World, locate
@@ -98,3 +99,20 @@ def test_tripwires_wait_for_the_device_only_at_their_checks():
             tripwires.after_step(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_checkpoint_written_in_the_background_is_resumed_bit_for_bit(tmp_path, dtype):
+    words = ["--run.dir", tmp_path, "--precision.dtype", dtype, "--run.deterministic", "true", "--train.steps", 9]
+    through = make_run(gpu(), Tiny(), *words)
+    with Saver(through) as saver:
+        take_steps(through, 4)
+        saver.save(wait=False)
+        take_steps(through, 4)
+    resumed = make_run(gpu(), Tiny(), *words, "--run.resume", "auto")
+    assert resumed.step == 4
+    take_steps(resumed, 4)
+    torch.use_deterministic_algorithms(False)
+    for name, parameter in parameters_of(through).items():
+        assert torch.equal(parameters_of(resumed)[name], parameter)
+    assert torch.equal(resumed.optimizer.counters, through.optimizer.counters)
