@@ -7,7 +7,7 @@ while training goes on. What makes the files trustworthy, and safe to read, is i
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,10 +23,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
-from dist_amp.checkpoint_files import Manifest, Reader, Refused, Snapshot, read_into, read_manifest, reason, write
+from dist_amp.checkpoint_files import (
+    Manifest,
+    Reader,
+    Refused,
+    Snapshot,
+    fault_of,
+    read_into,
+    read_manifest,
+    reason,
+    set_aside,
+    write,
+)
 from dist_amp.config import Failure, Range
 from dist_amp.resume import check_data, check_fit, config_hash
-from dist_amp.runtime import DataError, World
+from dist_amp.runtime import DataError, World, seed_all
 
 if TYPE_CHECKING:
     from dist_amp.run import Run
@@ -47,9 +58,19 @@ class CheckpointConfig:
 def save(run: "Run") -> Path:
     """Write a checkpoint of the run as it stands after `run.step` steps; every rank calls it, and waits for it."""
     snapshot = take(run, copy=False)
-    if not snapshot.folder.exists():
+    if not _is_there(snapshot, run.world):
         write(snapshot, run.world)
     return snapshot.folder
+
+
+def _is_there(snapshot: Snapshot, world: World) -> bool:
+    """Whether the step is saved already, as where a run stops right after it was resumed; what is damaged is not."""
+    there = False
+    if world.is_main and snapshot.folder.exists():
+        there = not fault_of(snapshot.folder)
+        if not there:
+            set_aside(snapshot.folder)
+    return world.from_main(str(there)) == "True"
 
 
 def take(run: "Run", copy: bool) -> Snapshot:
@@ -57,6 +78,7 @@ def take(run: "Run", copy: bool) -> Snapshot:
     state = _state(run)
     state["model"] |= run.parallel.averaged_statistics()
     state["interval"] = run.parallel.gather(run.metrics.interval)
+    state = _my_share(state, run.world)
     if copy:
         state = FileSystemWriter(run.folder).stage(state)
     world, plan = run.world, run.data.plan
@@ -78,7 +100,28 @@ def take(run: "Run", copy: bool) -> Snapshot:
         best=run.metrics.best,
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
     )
-    return Snapshot(run.folder, state, manifest, run.config_text, run.config.checkpoint.keep)
+    return Snapshot(run.folder, state, manifest, run.config_text, run.config.checkpoint.keep, on_host=copy)
+
+
+def _my_share(state: dict[str, Any], world: World) -> dict[str, Any]:
+    """The state without the whole tensors that are another rank's to write: of equal copies one is enough.
+
+    A rank's own part stands under its number, and parts of a sharded tensor are all different.
+    """
+    bytes_of = [0] * world.world_size
+
+    def keep(value: Any) -> bool:
+        if not isinstance(value, Tensor) or hasattr(value, "to_local"):
+            return True
+        lightest = bytes_of.index(min(bytes_of))
+        bytes_of[lightest] += value.numel() * value.element_size()
+        return lightest == world.rank
+
+    def share(part: dict[str, Any]) -> dict[str, Any]:
+        split = {name: share(value) if isinstance(value, dict) else value for name, value in part.items()}
+        return {name: value for name, value in split.items() if keep(value)}
+
+    return {name: part if name == "ranks" else share({name: part}).get(name, {}) for name, part in state.items()}
 
 
 class Saver:
@@ -93,7 +136,7 @@ class Saver:
         self._finish()
         in_background = self._run.config.checkpoint.async_save and not wait
         snapshot = take(self._run, copy=in_background)
-        if self._run.world.from_main(str(snapshot.folder.exists())) == "True":  # resumed from it, or stopped there
+        if _is_there(snapshot, self._run.world):
             return
         self._pending = Future()
         if in_background:
@@ -130,13 +173,16 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Let a save that is under way end; not for long where ranks may have parted, since all must take part."""
         if self._pending is not None:
+            # Half of what the others' collectives wait for this rank, if it alone has failed.
             together = kind is None or issubclass(kind, Failure)
             with suppress(Exception):
-                self._pending.result(timeout=None if together else 5.0)
+                self._pending.result(timeout=self._run.config.run.timeout_seconds / 2 if together else 5.0)
 
 
 def _write(snapshot: Snapshot, world: World, outcome: "Future[None]") -> None:
     try:
+        if world.device.type == "cuda":  # a thread begins with the first
+            torch.cuda.set_device(world.device)
         write(snapshot, world)
         outcome.set_result(None)
     except BaseException as error:
@@ -145,25 +191,31 @@ def _write(snapshot: Snapshot, world: World, outcome: "Future[None]") -> None:
 
 def load(run: "Run", path: Path) -> None:
     """Set the run to the state that `save` wrote to `path`, from any world size and strategy; every rank calls it."""
-    manifest, world = read_manifest(path), run.world
-    allowed = run.config.run.allow_config_change
-    check_data(path, manifest, run.data.plan.length, _fingerprint(run), allowed, world)
-    _settle_buckets(run)
-    state = _state(run)
-    same_world = (manifest.world_size, manifest.device) == (world.world_size, world.device.type)
-    if not same_world:
-        del state["ranks"]  # in another world the ranks have no past: they stay as seeded
-    if manifest.precision != "fp16":
-        del state["scaler"]
-    state["interval"] = torch.zeros(manifest.world_size, len(run.metrics.interval), dtype=torch.float64)
+    world = run.world
     try:
+        manifest = read_manifest(path)
         reader = Reader(path, manifest.files)
-        check_fit(path, manifest, reader.read_metadata(), state, _groups(run))
+        metadata = reader.read_metadata()
+        check_data(path, manifest, run.data.plan.length, _fingerprint(run), run.config.run.allow_config_change, world)
+        if manifest.step:  # before its first step, a run's buckets are not yet settled either
+            _settle_buckets(run)
+        state = _state(run)
+        same_world = (manifest.world_size, manifest.device) == (world.world_size, world.device.type)
+        if not same_world:
+            del state["ranks"]
+        if manifest.precision != "fp16":
+            del state["scaler"]
+        state["interval"] = torch.zeros(manifest.world_size, len(run.metrics.interval), dtype=torch.float64)
+        check_fit(path, manifest, metadata, state, _groups(run))
         read_into(state, reader, alone=world.world_size == 1)
     except Refused as error:
         raise DataError(f"checkpoint {path} is refused: {error}") from None
     except CheckpointException as error:
         raise DataError(f"checkpoint {path} can't be loaded: {reason(error)}") from error
+    _set_state(run, manifest, state, same_world)
+
+
+def _set_state(run: "Run", manifest: Manifest, state: dict[str, Any], same_world: bool) -> None:
     groups = get_optimizer_state_dict(run.model, run.optimizer.torch_optimizer)["param_groups"]
     set_state_dict(
         run.model,
@@ -175,18 +227,19 @@ def load(run: "Run", path: Path) -> None:
     if "scaler" in state:
         run.precision.load_state_dict(state["scaler"])
     run.step, run.data.position = manifest.step, manifest.samples
-    metrics = run.metrics
-    metrics.evaluation, metrics.evaluated_step, metrics.best = (
-        manifest.evaluation,
-        manifest.evaluated_step,
-        manifest.best,
-    )
-    metrics.resume_interval(state["interval"], same_world)
+    run.metrics.resume(manifest.evaluation, manifest.evaluated_step, manifest.best, state["interval"], same_world)
     if same_world:
-        own = state["ranks"][str(world.rank)]
+        own = state["ranks"][str(run.world.rank)]
+        _set_statistics(run, own["statistics"])
+        set_random_state(own["random"], run.world)
+    else:  # ranks without a past: not seeded as at the start, or dropout would draw its first masks again
+        seed_all((run.config.run.seed + 1 + run.world.rank + 1_000_003 * run.step) % 2**63)
+
+
+def _set_statistics(run: "Run", statistics: dict[str, Tensor]) -> None:
+    with torch.no_grad():
         for name, statistic in run.parallel.batch_statistics().items():
-            statistic.copy_(own["statistics"][name])
-        set_random_state(own["random"], world)
+            statistic.copy_(statistics[name])
 
 
 def _fingerprint(run: "Run") -> str:
@@ -232,6 +285,18 @@ def _state(run: "Run") -> dict[str, Any]:
         "scaler": run.precision.state_dict(),
         "ranks": {str(run.world.rank): own},
     }
+
+
+def rewind_point(run: "Run") -> Callable[[], None]:
+    """Note the generators and batch statistics; what is returned puts them back."""
+    random_numbers = random_state(run.world)
+    statistics = {name: own.clone() for name, own in run.parallel.batch_statistics().items()}
+
+    def rewind() -> None:
+        _set_statistics(run, statistics)
+        set_random_state(random_numbers, run.world)
+
+    return rewind
 
 
 @contextmanager

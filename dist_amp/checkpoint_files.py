@@ -5,15 +5,18 @@ makes it valid. The formats inside notice no damage by themselves (a flipped bit
 hashed, and every hash is looked at before a run is resumed.
 """
 
+import errno
 import hashlib
 import json
+import math
 import os
 import pickle
 import shutil
 import stat
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,14 @@ def damage(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> s
     return ""
 
 
+def fault_of(folder: Path, part: int = 0, parts: int = 1) -> str:
+    """Why a checkpoint is not whole, by its manifest and one part of its files; "" if it is."""
+    try:
+        return damage(folder, read_manifest(folder), part, parts)
+    except Refused as error:
+        return str(error)
+
+
 def all_checkpoints(run_folder: Path) -> list[Path]:
     """The run's checkpoints, oldest first, whole or not: `read_manifest` and `damage` tell."""
     return sorted(path for path in run_folder.glob("checkpoints/step_*") if path.name[len("step_") :].isdigit())
@@ -151,17 +162,47 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some disks can't, and do it by themselves
+            raise
     finally:
         os.close(handle)
 
 
-def remove_all_but(run_folder: Path, keep: int, newest: Path) -> None:
-    """Remove old checkpoints: the last `keep` stay, and the one with the lowest held-out loss."""
-    best = f"step_{int(read_manifest(newest).best.get('step', -1)):08d}"
-    for old in all_checkpoints(run_folder)[:-keep]:
-        if old.name != best and old != newest:
-            (old / MANIFEST).unlink(missing_ok=True)  # first: what is half removed is no checkpoint
-            shutil.rmtree(old)
+def appears(folder: Path, seconds: float = 60.0) -> bool:
+    """Whether a folder that another rank has made is there; a network disk may show it up to a minute later."""
+    deadline = time.monotonic() + seconds
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+        with suppress(OSError):
+            os.listdir(folder.parent)  # makes such a disk look again
+    return True
+
+
+def remove_all_but(run_folder: Path, keep: int) -> list[str]:
+    """Remove old checkpoints: the last `keep` stay, and the one with the lowest held-out loss; return what failed."""
+    checkpoints, failed = all_checkpoints(run_folder), []
+    best = min(checkpoints, key=_held_out_loss)
+    for old in checkpoints[:-keep]:
+        if old != best or math.isinf(_held_out_loss(best)):
+            try:
+                (old / MANIFEST).unlink(missing_ok=True)  # first: what is half removed is no checkpoint
+                shutil.rmtree(old)
+            except OSError as error:
+                failed.append(f"{old} can't be removed ({error.strerror})")
+    return failed
+
+
+def _held_out_loss(checkpoint: Path) -> float:
+    """The loss of the evaluation at its very step; inf where there was none."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except Refused:
+        return math.inf
+    loss = manifest.evaluation.get("loss", math.inf) if manifest.evaluated_step == manifest.step else math.inf
+    return math.inf if math.isnan(loss) else loss
 
 
 def set_aside_after(run_folder: Path, step: int) -> list[Path]:
@@ -174,10 +215,14 @@ def set_aside_after(run_folder: Path, step: int) -> list[Path]:
     moved = []
     for path in all_checkpoints(run_folder):
         if int(path.name.removeprefix("step_")) > step:
-            target = path.with_name(f"refused_{path.name}")
-            shutil.rmtree(target, ignore_errors=True)
-            moved.append(path.rename(target))
+            moved.append(set_aside(path))
     return moved
+
+
+def set_aside(checkpoint: Path) -> Path:
+    target = checkpoint.with_name(f"refused_{checkpoint.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    return checkpoint.rename(target)
 
 
 @dataclass(frozen=True)
@@ -189,6 +234,7 @@ class Snapshot:
     manifest: Manifest
     config: str
     keep: int
+    on_host: bool  # copied, so that training may go on
 
     @property
     def folder(self) -> Path:
@@ -207,20 +253,21 @@ def write(snapshot: Snapshot, world: World) -> None:
         if world.is_main:
             shutil.rmtree(fresh, ignore_errors=True)  # left by a run that was killed while it wrote
             fresh.mkdir(parents=True)
+            sync_folder(snapshot.run_folder)
             write_synced(fresh / CONFIG, snapshot.config)
 
     def find_folder() -> None:
-        if not fresh.is_dir():
+        if not appears(fresh):
             raise Failure("run.dir is not on a disk that all ranks share; put it on one")
 
     def write_shards() -> None:
-        with _quiet_when_alone():
-            write_tensors(
-                snapshot.state,
-                storage_writer=FileSystemWriter(fresh),
-                process_group=world.background,
-                no_dist=world.world_size == 1,
-            )
+        _be_quiet_when_alone()
+        write_tensors(
+            snapshot.state,
+            storage_writer=FileSystemWriter(fresh, per_thread_copy_ahead=0 if snapshot.on_host else 10_000_000),
+            process_group=world.background,
+            no_dist=world.world_size == 1,
+        )
 
     def hash_own() -> dict[str, dict[str, Any]]:
         mine = [CONFIG, ".metadata"] if world.is_main else []
@@ -229,7 +276,8 @@ def write(snapshot: Snapshot, world: World) -> None:
     def finish() -> None:
         if world.is_main:
             make_valid(fresh, final, replace(snapshot.manifest, files=files))
-            remove_all_but(snapshot.run_folder, snapshot.keep, final)
+            for trouble in remove_all_but(snapshot.run_folder, snapshot.keep):
+                world.warn(trouble)
 
     try:
         # What can fail on one rank alone is agreed on before the next thing that all must take part in.
@@ -240,10 +288,10 @@ def write(snapshot: Snapshot, world: World) -> None:
     except Failure as error:
         if world.is_main and fresh.exists():
             shutil.rmtree(fresh, ignore_errors=True)  # what there is of it may be what fills the disk
-        free = shutil.disk_usage(snapshot.run_folder).free
-        raise Failure(
-            f"checkpoint {final} could not be written: {error} ({free:,} bytes are free); the one before it stands"
-        ) from error
+        free = ""
+        with suppress(OSError):
+            free = f" ({shutil.disk_usage(snapshot.run_folder).free:,} bytes are free)"
+        raise Failure(f"checkpoint {final} could not be written: {error}{free}; the one before it stands") from error
 
 
 def _together(world: World, work: Callable[[], Any]) -> list[Any]:
@@ -272,12 +320,9 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or text
 
 
-@contextmanager
-def _quiet_when_alone() -> Iterator[None]:
-    """One process without a process group is a way to run, not a reason to warn."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+def _be_quiet_when_alone() -> None:
+    """One process without a process group is a way to run, not a reason to warn. For good: threads share filters."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 # All that torch's checkpoints pickle into `.metadata`. Each of them only holds what it is given.
@@ -289,14 +334,14 @@ HARMLESS = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
     "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if name in ("PosixPath", "WindowsPath"):
+            return lambda *parts: "/".join(parts)  # a pickle may set attributes of what it asks for
         if name not in HARMLESS.get(module, ()):
             raise Refused(f".metadata asks for {module}.{name}, which no checkpoint of ours holds; nothing was run")
         return super().find_class(module, name)
@@ -341,8 +386,8 @@ def read_into(state: dict[str, Any], reader: Reader, alone: bool) -> None:
     Errors: Refused, or torch's CheckpointException, which is no Exception.
     """
     try:
-        with _quiet_when_alone():
-            read_tensors(state, storage_reader=reader, planner=Planner(), no_dist=alone)
+        _be_quiet_when_alone()
+        read_tensors(state, storage_reader=reader, planner=Planner(), no_dist=alone)
     except CheckpointException as error:
         refused = next((e for e, _ in error.failures.values() if isinstance(e, Refused)), None)
         raise refused or error from None

@@ -4,11 +4,14 @@ torch tells of these by tracebacks on all ranks but the one that matters. To del
 """
 
 import errno
+import faulthandler
 import json
 import os
 import platform
 import re
 import signal
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -19,34 +22,62 @@ import torch.distributed as dist
 
 from dist_amp.config import Failure
 from dist_amp.data import Batches, first_line, samples_text
-from dist_amp.runtime import DataError, World, attempt
+from dist_amp.runtime import DataError, World
 
 ANSWER_SECONDS = 5.0  # in which a rank that is alive says so, when a collective has failed
 
 
 class Roll:
-    """Who is there: each rank's process, and what befell it, in the store that the ranks share."""
+    """Who is there: each rank's process, and what befell it, in the store that the ranks share.
+
+    A rank whose collective has timed out says so there. A thread of every rank looks for that, and ends its rank, with
+    its stacks, if that neither waited nor failed: it is the one that hangs, and would never be told.
+    """
 
     def __init__(self, world: World):
         self._world = world
-        self._processes = [json.loads(text) for text in world.gather_texts(json.dumps([platform.node(), os.getpid()]))]
+        told = world.gather_texts(json.dumps([platform.node(), os.getpid(), time.time_ns()]))
+        self._processes: list[tuple[str, int]] = [tuple(json.loads(text)[:2]) for text in told]
+        self._key = f"dist_amp/roll/{json.loads(told[0])[2]}"
+        self._told = False
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._watch_over, name="watchdog", daemon=True)
+        if world.world_size > 1:
+            self._watch.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._watch.is_alive():
+            self._watch.join()
+
+    def _watch_over(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        with suppress(Exception):  # the store is gone: torchrun has ended, and we are about to
+            while not self._ended.wait(1.0):
+                if store.check([f"{self._key}/timed_out"]) and not self._ended.wait(ANSWER_SECONDS / 2):
+                    if not self._told:
+                        print(f"error: rank {self._world.rank} hangs; its stacks:", file=sys.stderr, flush=True)
+                        faulthandler.dump_traceback(all_threads=True)
+                        os._exit(1)
+                    return
 
     def explain(self, error: BaseException) -> BaseException:
         """A collective's failure as one line that names the ranks which are gone or hang; other errors as they are.
 
         Where another rank has failed by itself, this one leaves the word to it.
         """
+        self._told = True
         if self._world.world_size == 1 or isinstance(error, KeyboardInterrupt | SystemExit):
             return error
         collective = _is_collective(error)
+        hangs = collective and "imed out" in str(error)
         try:
-            told = self._exchange("waited" if collective else "failed", wait=collective)
+            told = self._exchange("waited" if collective else "failed", hangs)
         except Exception:  # the store is gone with its host
             return error
         silent = [rank for rank, text in told.items() if not text]
         if not collective or "failed" in told.values() or not silent:
             return error
-        hangs = "imed out" in str(error)
         if hangs:
             self._end(silent)
         names = ", ".join(f"{rank} (process {p} on {host})" for rank in silent for host, p in [self._processes[rank]])
@@ -55,12 +86,14 @@ class Roll:
         first = (str(error).strip().splitlines() or [""])[0]
         return Failure(f"rank {names} {what} (rank {self._world.rank} was told: {first[:200]})")
 
-    def _exchange(self, mine: str, wait: bool) -> dict[int, str]:
+    def _exchange(self, mine: str, hangs: bool) -> dict[int, str]:
         """What each rank says of itself; "" for those that say nothing."""
         store = dist.distributed_c10d._get_default_store()
-        keys = {rank: f"dist_amp/roll/{attempt()}/{rank}" for rank in range(self._world.world_size)}
+        keys = {rank: f"{self._key}/{rank}" for rank in range(self._world.world_size)}
         store.set(keys[self._world.rank], mine)
-        deadline = time.monotonic() + (ANSWER_SECONDS if wait else 0)
+        if hangs:
+            store.set(f"{self._key}/timed_out", "")
+        deadline = time.monotonic() + (ANSWER_SECONDS if mine == "waited" else 0)
         while True:
             told = {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
             silent = [rank for rank, text in told.items() if not text and not self._known_dead(rank)]

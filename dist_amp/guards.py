@@ -1,17 +1,15 @@
-"""Guards: what keeps a run from ending badly: one live run per folder, no orphans, enough disk, no rank that hangs.
+"""Guards: what keeps a run from ending badly: one live run per folder, no orphans, enough disk.
 
 To delete: this file and its lines in train.py.
 """
 
-import faulthandler
+import errno
 import fcntl
 import math
 import os
 import platform
 import shutil
 import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from dist_amp.run import Run
 
 LOCK_SECONDS = 10.0  # a run that was just killed may take so long to be gone
-ANSWER_SECONDS = 5.0  # in which a rank that only waits has had its error, and told of it; see explain.py
 
 
 def die_with_torchrun() -> None:
@@ -66,7 +63,10 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):  # this disk has no locks
+                    world.warn(f"run.dir={folder} can't be locked ({error.strerror}): start no second run in it")
+                    break
                 if time.monotonic() > deadline:
                     holder = (folder / ".lock").read_text().strip() or "another process"
                     trouble = f"run.dir={folder} is in use by a live run ({holder}); stop that one, or choose another"
@@ -93,7 +93,8 @@ def check_free_space(run: "Run") -> None:
     size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
     most = run.config.checkpoint.keep + 2  # the best one, and the one that is being written
     there = len(all_checkpoints(run.folder))
-    needed, trouble = size * max(most - there, 1), ""
+    to_come = math.ceil((run.config.train.steps - run.step) / run.config.checkpoint.every)
+    needed, trouble = size * min(max(most - there, 1), to_come), ""
     if run.world.is_main and needed > (free := shutil.disk_usage(run.folder).free):
         trouble = (
             f"run.dir={run.folder} has {free / 2**30:.2f} GiB free, and its checkpoints need {needed / 2**30:.2f} GiB "
@@ -101,49 +102,3 @@ def check_free_space(run: "Run") -> None:
         )
     if trouble := run.world.from_main(trouble):
         raise Failure(trouble)
-
-
-class Watchdog:
-    """A thread that ends this rank, with its stacks, when it has not moved for longer than a collective may wait.
-
-    The ranks that wait for it are told by their collective's timeout; this one would never be told.
-    """
-
-    def __init__(self, world: World, timeout_seconds: float):
-        self._world = world
-        self._timeout = timeout_seconds
-        self._last_beat = math.inf  # not begun: a first step may compile for long
-        self._step = 0
-        self._ended = threading.Event()
-
-    def __enter__(self) -> "Watchdog":
-        if self._world.world_size > 1:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        faulthandler.cancel_dump_traceback_later()
-
-    def beat(self, step: int) -> None:
-        """This rank has come so far."""
-        self._step, self._last_beat = step, time.monotonic()
-
-    def rest(self) -> None:
-        """What follows may take its time, until the next beat."""
-        self._last_beat = math.inf
-
-    def _watch(self) -> None:
-        limit = self._timeout + ANSWER_SECONDS / 2  # a rank that only waits has had its error by then
-        while not self._ended.wait(1.0):
-            # Should the main thread hang with Python's lock held, this thread can't run: then this timer does.
-            faulthandler.dump_traceback_later(limit + ANSWER_SECONDS, exit=True)
-            if time.monotonic() - self._last_beat > limit:
-                print(
-                    f"error: rank {self._world.rank} hangs after step {self._step}: it has not moved for "
-                    f"run.timeout_seconds={self._timeout:g}; its stacks:",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                faulthandler.dump_traceback(all_threads=True)
-                os._exit(1)

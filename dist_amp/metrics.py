@@ -155,8 +155,16 @@ class Metrics:
         """What a resumed run needs of a log interval that a checkpoint cuts: [3] float64 on the device."""
         return torch.cat([self._sums, self._least_weight.double()[None]])
 
-    def resume_interval(self, intervals: Tensor, same_world: bool) -> None:
-        """intervals: every rank's `interval` when the checkpoint was made, [ranks then, 3] float64."""
+    def resume(
+        self,
+        evaluation: dict[str, float],
+        evaluated_step: int,
+        best: dict[str, float],
+        intervals: Tensor,
+        same_world: bool,
+    ) -> None:
+        """Go on from a checkpoint's figures. intervals: every rank's `interval` then, [ranks then, 3] float64."""
+        self.evaluation, self.evaluated_step, self.best = evaluation, evaluated_step, best
         own = intervals[self.world.rank if same_world else 0].to(self._sums.device)
         if not same_world:  # a rank's loss is summed over ranks later, so one of them carries all
             own[0] = intervals[:, 0].sum() if self.world.is_main else 0.0

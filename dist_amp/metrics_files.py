@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dist_amp.checkpoint_files import write_synced
+
 
 class Lines:
     """metrics.jsonl: each line is there once and whole, over kills, resumes and a disk that is full for a while."""
@@ -32,7 +34,7 @@ class Lines:
                 kept += f"{line}\n"
                 self.last = figures if "train/loss" in figures else self.last
         fresh = path.with_name(".metrics.jsonl.writing")
-        fresh.write_text(kept)
+        write_synced(fresh, kept)
         fresh.replace(path)  # at once: a kill in between must not take the log along
 
     def append(self, figures: dict[str, Any]) -> str:

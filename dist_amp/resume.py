@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dist_amp.checkpoint_files import CONFIG, Manifest, Refused, all_checkpoints, damage, read_manifest, text_hash
+from dist_amp.checkpoint_files import CONFIG, MANIFEST, Manifest, all_checkpoints, fault_of, read_manifest, text_hash
 from dist_amp.config import ConfigError
 from dist_amp.runtime import DataError, World, attempt
 
@@ -29,7 +29,7 @@ def to_resume(resume: str, run_folder: Path, world: World) -> Path | None:
     checkpoint, and where there are checkpoints but none is whole.
     """
     mend = "restore one from a copy, or start afresh in another --run.dir"
-    return newest_whole(_candidates(resume, run_folder), world, "resuming from", mend)
+    return newest_whole(_agreed_candidates(resume, run_folder, world), world, "resuming from", mend)
 
 
 def newest_whole(paths: Sequence[Path], world: World, use: str, mend: str) -> Path | None:
@@ -51,6 +51,20 @@ def newest_whole(paths: Sequence[Path], world: World, use: str, mend: str) -> Pa
     return None
 
 
+def _agreed_candidates(resume: str, run_folder: Path, world: World) -> list[Path]:
+    """Those that rank 0 sees: a network disk may show others to another rank for a while."""
+    told = ""
+    if world.is_main:
+        try:
+            told = json.dumps([str(path) for path in _candidates(resume, run_folder)])
+        except DataError as error:
+            told = str(error)
+    told = world.from_main(told)
+    if not told.startswith("["):
+        raise DataError(told)
+    return [Path(path) for path in json.loads(told)]
+
+
 def _candidates(resume: str, run_folder: Path) -> list[Path]:
     """The checkpoints to try, the best one last."""
     own, path = all_checkpoints(run_folder), Path(resume)
@@ -62,22 +76,17 @@ def _candidates(resume: str, run_folder: Path) -> list[Path]:
         raise DataError(f"run.resume={resume} is older than {own[-1].name} beside it; go on from it in a new --run.dir")
     give = "give RUN/checkpoints/step_N, a run's folder, auto or never"
     if not path.exists():
-        raise DataError(
-            f"run.resume={resume} does not exist; give RUN/checkpoints/step_N, a run's folder, auto or never"
-        )
+        raise DataError(f"run.resume={resume} does not exist; {give}")
     if inside := all_checkpoints(path):  # a run's folder stands for its newest checkpoint
         return inside
-    if not (path / ".metadata").exists():
+    if not (path / MANIFEST).exists() and not (path / ".metadata").exists():
         raise DataError(f"run.resume={resume} is not a checkpoint; {give}")
     return [path]
 
 
 def _fault(path: Path, world: World) -> str:
     """Why a checkpoint is not whole; "" if it is. The same on every rank."""
-    try:
-        mine = damage(path, read_manifest(path), world.rank, world.world_size)
-    except Refused as error:
-        mine = str(error)
+    mine = fault_of(path, world.rank, world.world_size)
     world.wait_long()  # files that one rank reads may be many
     return next(filter(None, world.gather_texts(mine)), "")
 

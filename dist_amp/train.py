@@ -4,6 +4,7 @@ Train the task for train.steps steps; evaluate, save and report on the way; leav
 """
 
 import json
+import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,12 +14,12 @@ from typing import Any, Literal
 
 import torch
 
-from dist_amp.checkpoint import Saver
-from dist_amp.checkpoint_files import all_checkpoints, set_aside_after
+from dist_amp.checkpoint import Saver, rewind_point
+from dist_amp.checkpoint_files import all_checkpoints, appears, set_aside_after, write_synced
 from dist_amp.checks import Tripwires
 from dist_amp.config import ConfigError, Failure
 from dist_amp.explain import Roll, explain_data, explain_disk
-from dist_amp.guards import Watchdog, check_free_space, check_restarts, die_with_torchrun, only_live_run
+from dist_amp.guards import check_free_space, check_restarts, die_with_torchrun, only_live_run
 from dist_amp.metrics import LogRow
 from dist_amp.metrics_files import plain_json
 from dist_amp.numerics import Numerics
@@ -38,22 +39,21 @@ from dist_amp.runtime import (
 from dist_amp.step import evaluate, train_step
 
 
-def train(run: Run, stop: AgreedStop, watchdog: Watchdog) -> str:
+def train(run: Run, stop: AgreedStop) -> str:
     """Take the steps that are left; return "completed" or "preempted". Every rank takes the same way through."""
     config, last = run.config, run.config.train.steps
 
     def due(every: int | Literal["off"]) -> bool:
         return every != "off" and (run.step % every == 0 or run.step == last)
 
-    def stop_asked() -> bool:
-        watchdog.beat(run.step)
-        return stop.poll()
-
     def hold_out() -> bool:
         """Evaluate; return whether a stop came in between, and it is to be done anew."""
         with run.metrics.off_the_clock():
-            values = evaluate(run, stop_asked)
-            if not stop.agreed:
+            rewind = rewind_point(run)
+            values = evaluate(run, stop.poll)
+            if stop.agreed:
+                rewind()
+            else:
                 run.metrics.write_evaluation(run.step, values)
                 tripwires.after_averaging()
         return stop.agreed
@@ -65,7 +65,6 @@ def train(run: Run, stop: AgreedStop, watchdog: Watchdog) -> str:
     with Saver(run) as saver:
 
         def save(wait: bool) -> None:
-            watchdog.rest()
             with run.metrics.off_the_clock():
                 saver.save(wait)
 
@@ -80,7 +79,7 @@ def train(run: Run, stop: AgreedStop, watchdog: Watchdog) -> str:
             run.metrics.record(report)
             tripwires.after_step(micro_batches)
             provenance.after_step(report)
-            stopping = stop_asked()
+            stopping = stop.poll()
             if due(config.metrics.log_every):
                 row = log(run)
                 tripwires.look(row)  # first: what follows takes it that all ranks skipped the same steps
@@ -175,6 +174,7 @@ def run_and_report(config: Config, world: World) -> int:
                 write_summary(folder, run, "failed", status, str(error) or type(error).__name__)
         raise SystemExit(status) from raised  # through the with-block of `start`: the others are not waited for
     finally:
+        roll.close()
         if run is not None:
             run.data.close()
             run.metrics.close()
@@ -194,6 +194,9 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
                 f"run.dir={folder} can't be written ({error.strerror}); choose another with --run.dir"
             ) from error
     world.barrier()
+    missing = world.gather_texts("" if config.checkpoint.every == "off" or appears(folder) else platform.node())
+    if host := next(filter(None, missing), ""):
+        raise Failure(f"run.dir={folder} is not there on {host}: put it on a disk that all ranks share")
 
 
 def run_to_the_end(run: Run, stop: AgreedStop) -> int:
@@ -211,16 +214,16 @@ def run_to_the_end(run: Run, stop: AgreedStop) -> int:
             run.world.warn(f"{path} was refused, and is kept under this name while its steps are taken again")
         (run.folder / "config.toml").write_text(run.config_text)
     run.metrics.open(run.folder, run.step, run.config_text)
-    with Watchdog(run.world, run.config.run.timeout_seconds) as watchdog:
-        stopped_by = train(run, stop, watchdog)
+    stopped_by = train(run, stop)
     if stopped_by == "preempted":
         cause = stop.requested_by or "a signal to another rank"
-        if run.world.is_main:
-            write_summary(run.folder, run, stopped_by, SAVED_AND_STOPPED, cause)
         saved = run.config.checkpoint.every != "off"
+        status = SAVED_AND_STOPPED if saved else 1  # what was not saved would begin anew each time it is started
+        if run.world.is_main:
+            write_summary(run.folder, run, stopped_by, status, cause)
         then = f"go on with --run.dir {run.folder}" if saved else "checkpoint.every=off, so nothing was saved"
         run.world.say(f"stopped after step {run.step} by {cause}; {then}")
-        return SAVED_AND_STOPPED
+        return status
     if hasattr(run.task, "sample"):
         with run.parallel.evaluating(), run.precision.autocast():
             run.metrics.write_sample(run.step, run.task.sample(run.parallel.module))
@@ -283,7 +286,7 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
                 "loss_scale": logged["amp/loss_scale"],
             }
     fresh = folder / ".summary.json.writing"
-    fresh.write_text(json.dumps(plain_json(summary), indent=2) + "\n")
+    write_synced(fresh, json.dumps(plain_json(summary), indent=2) + "\n")
     fresh.replace(folder / "summary.json")
     return summary
 

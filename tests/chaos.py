@@ -27,7 +27,7 @@ import torch
 from restless import MAIN_ONLY, POINTS, STEPS_BETWEEN
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dist_amp.checkpoint_files import Reader, all_checkpoints, damage, read_into, read_manifest
+from dist_amp.checkpoint_files import Reader, all_checkpoints, fault_of, read_into, read_manifest
 from dist_amp.resume import to_resume
 from dist_amp.runtime import World
 
@@ -340,15 +340,6 @@ def spoilt(path: Path, numbers: random.Random, flip: bool):
         yield
     finally:
         path.write_bytes(data)
-
-
-def fault_of(checkpoint: Path) -> str:
-    from dist_amp.checkpoint_files import Refused
-
-    try:
-        return damage(checkpoint, read_manifest(checkpoint))
-    except Refused as error:
-        return str(error)
 
 
 def signals(chaos: Chaos, numbers=("SIGTERM", "SIGUSR1"), targets=("torchrun", "one rank", "all ranks"), workers=(0, 2),

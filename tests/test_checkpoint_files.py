@@ -20,9 +20,8 @@ from dist_amp.checkpoint import Saver, save
 from dist_amp.checkpoint_files import (
     Manifest,
     Reader,
-    Refused,
     all_checkpoints,
-    damage,
+    fault_of,
     hash_files,
     read_manifest,
     set_aside_after,
@@ -43,13 +42,6 @@ def two_checkpoints(folder):
 
 def resumed(folder):
     return make_run(World(), Tiny(), *settings(folder, "single", "fp32", "--run.resume", "auto"))
-
-
-def fault_of(checkpoint):
-    try:
-        return damage(checkpoint, read_manifest(checkpoint))
-    except Refused as error:
-        return str(error)
 
 
 def seal_again(checkpoint, **changes):

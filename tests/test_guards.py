@@ -12,7 +12,7 @@ from collections import namedtuple
 import pytest
 from chaos import children, is_there
 from ranks import on_ranks
-from test_train import TINY
+from test_train import TINY, wait_for
 from tiny import Tiny, make_run, take_steps
 
 from dist_amp import explain, guards
@@ -48,8 +48,7 @@ def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_ru
 def test_a_second_run_in_a_live_runs_folder_is_refused_and_the_first_goes_on(launch, tmp_path, monkeypatch):
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "600", "--run.dir", "run"]
     first = launch.start(0, *words)
-    while not (tmp_path / "run/metrics.jsonl").exists():
-        time.sleep(0.05)
+    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
     second = launch(0, *words)
     assert second.returncode == 1
     assert f"error: run.dir=run is in use by a live run (process {first.pid} on" in second.stderr
@@ -63,8 +62,7 @@ def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
     """They hold its sockets: while one lives, the other ranks can't know that theirs is dead."""
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "600", "--data.workers", "2", "--run.dir", "run"]
     run = launch.start(0, *words)
-    while not (tmp_path / "run/metrics.jsonl").exists():
-        time.sleep(0.05)
+    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
     workers = children(run.pid)
     assert len(workers) == 2
     run.kill()
@@ -116,19 +114,14 @@ def what_ranks_say(world, of_rank_1, error):
     explain.ANSWER_SECONDS = 1.0
     roll = Roll(world)
     world.barrier()
-    try:
-        told = None
-        if world.rank == 0:
-            told = str(roll.explain(RuntimeError(error)))
-        elif of_rank_1 != "silent":
-            roll.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
-        world.barrier()
-        return told
-    finally:
-        import torch.distributed as dist
-
-        store = dist.distributed_c10d._get_default_store()
-        store.delete_key(f"dist_amp/roll/0/{world.rank}")
+    told = None
+    if world.rank == 0:
+        told = str(roll.explain(RuntimeError(error)))
+    elif of_rank_1 != "silent":
+        roll.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
+    world.barrier()
+    roll.close()
+    return told
 
 
 @pytest.mark.parametrize(
@@ -142,10 +135,10 @@ def what_ranks_say(world, of_rank_1, error):
 def test_a_failed_collective_names_the_rank_that_does_not_answer_and_leaves_the_word_to_one_that_does(
     of_rank_1, error, said
 ):
-    pid = on_ranks(2, lambda_pid)[1]
+    pid = on_ranks(2, process_of)[1]
     told = on_ranks(2, what_ranks_say, of_rank_1, error)[0]
     assert told.startswith(said.format(pid=pid, host=platform.node()))
 
 
-def lambda_pid(world):
+def process_of(world):
     return os.getpid()

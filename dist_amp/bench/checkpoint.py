@@ -60,7 +60,9 @@ def measure(run: Run) -> tuple[list[float], list[float], int]:
             took = time.perf_counter() - began
         if number >= 2:
             seconds[in_background].append(took)
-        newest = all_checkpoints(run.folder)[-1]
+        if not (written := all_checkpoints(run.folder)):
+            raise Failure(f"no checkpoint could be written to run.dir={run.folder}; free some space")
+        newest = written[-1]
         size = sum(entry["bytes"] for entry in read_manifest(newest).files.values())
         run.world.barrier()
         if run.world.is_main:
