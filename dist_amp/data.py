@@ -142,7 +142,7 @@ class _Fetch:
             return self.collate(samples)
         except Exception as error:
             return DataError(
-                f"{samples_text(indices)} of the {self.split} split do not make one batch: {_in_one_line(error)}; give "
+                f"{samples_text(indices)} of the {self.split} split do not make one batch: {in_one_line(error)}; give "
                 "all samples the same keys, shapes and types, or the task a collate(samples)"
             )
 
@@ -160,7 +160,7 @@ class _Fetch:
                 indices, error = (index,), its_own
                 break
         what = f"{samples_text(indices)} of the {self.split} split"
-        return DataError(f"{what} could not be read: {_in_one_line(error)}; mend or remove it")
+        return DataError(f"{what} could not be read: {in_one_line(error)}; mend or remove it")
 
 
 class Batches:
@@ -327,10 +327,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """The error's type, its first line, and where it was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {first_line(error)} ({Path(last.filename).name}, line {last.lineno})"
+    places = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}: {first_line(error)}{where}"
 
 
 def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:

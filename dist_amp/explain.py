@@ -11,6 +11,7 @@ import platform
 import re
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -82,9 +83,10 @@ class Roll:
             self._end(silent)
         names = ", ".join(f"{rank} (process {p} on {host})" for rank in silent for host, p in [self._processes[rank]])
         what = "did not take part in a collective in time: it hangs, is stopped or its machine is gone"
-        what = what if hangs else "is gone: it was killed, perhaps for memory; its machine's log may tell"
-        first = (str(error).strip().splitlines() or [""])[0]
-        return Failure(f"rank {names} {what} (rank {self._world.rank} was told: {first[:200]})")
+        if not hangs:
+            what = "is gone without a word: it was killed, perhaps for memory; its machine's log may tell"
+        first = textwrap.shorten(first_line(error), 200, placeholder=" ...")
+        return Failure(f"rank {names} {what} (rank {self._world.rank} was told: {first})")
 
     def _exchange(self, mine: str, hangs: bool) -> dict[int, str]:
         """What each rank says of itself; "" for those that say nothing."""

@@ -45,7 +45,7 @@ from dist_amp.checkpoint_files import (
 )
 from dist_amp.config import ConfigError, Failure
 from dist_amp.resume import check_tensors, newest_whole
-from dist_amp.run import Config, load_config
+from dist_amp.run import Config, load_config, to_toml
 from dist_amp.runtime import DataError, World, report_failure, seed_all
 from dist_amp.task import Task, build_task
 
@@ -74,7 +74,8 @@ def run(argv: Sequence[str]) -> int:
     step = read_weights(model, checkpoint)
     cast(model, DTYPES[options.dtype])
     about = {"format": "pt", "step": str(step), "dtype": options.dtype, "checkpoint": checkpoint.resolve().name}
-    write(out, model, {**about, "torch": torch.__version__}, (checkpoint / CONFIG).read_text(encoding="utf-8"))
+    text = to_toml(config) if settings else (checkpoint / CONFIG).read_text(encoding="utf-8")
+    write(out, model, {**about, "torch": torch.__version__}, text)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{out / MODEL}: {parameters:,} parameters in {options.dtype}, from step {step} ({checkpoint})")
     return 0
@@ -126,6 +127,8 @@ def find_checkpoint(path: Path, give: str) -> Path:
 
 def load_config_of(folder: Path, settings: Sequence[str]) -> Config:
     """The config of a checkpoint or an export, with settings as on the command line over it."""
+    if not (folder / CONFIG).is_file():
+        raise DataError(f"{folder} lacks its {CONFIG}; export it again, or take it from the run")
     try:
         return load_config([f"--config={folder / CONFIG}", *settings])
     except ConfigError as error:

@@ -144,6 +144,8 @@ class Metrics:
         """Start writing into the run's folder; what a resumed run does again replaces what stands there."""
         if self.world.is_main:
             self._lines = Lines(folder / "metrics.jsonl", first_step)
+            if self._lines.before is not None:
+                self.world.warn(f"{folder} had figures but no checkpoint: they are kept in {self._lines.before}")
         if self.world.rank < (MAX_RANK_FOLDERS if self.world.world_size <= MAX_RANK_FOLDERS else 1):
             self._board = Board(folder / "tensorboard" / f"rank{self.world.rank:05d}", first_step + 1)
             if self.world.is_main:
@@ -173,7 +175,8 @@ class Metrics:
 
     def record(self, report: StepReport) -> None:
         """Add one step's outcome, on the device."""
-        self._sums += torch.stack((report.loss_sum, report.weight))
+        # A skipped step's loss is often not finite, and would be the whole interval's.
+        self._sums += torch.where(report.applied, torch.stack((report.loss_sum, report.weight)), 0.0)
         self._least_weight = torch.minimum(self._least_weight, report.weight)
         self._norm = report.norm
         self._steps += 1

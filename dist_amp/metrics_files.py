@@ -22,7 +22,12 @@ class Lines:
         self.path = path
         self.last: dict[str, Any] = {}  # the newest line of a log step
         self._unwritten = ""
+        self.before: Path | None = None  # where the figures of a run are kept whose checkpoints are gone
         if not path.exists():
+            return
+        if step == 0 and path.stat().st_size:
+            self.before = path.with_name("metrics_before.jsonl")
+            path.replace(self.before)
             return
         kept = ""
         for line in path.read_text().splitlines():

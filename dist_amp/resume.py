@@ -47,7 +47,8 @@ def newest_whole(paths: Sequence[Path], world: World, use: str, mend: str) -> Pa
             return path
         refused.append(f"{path}: {why}")
     if refused:
-        raise DataError(f"none of the checkpoints is whole: {'; '.join(refused)}; {mend}")
+        none = "none of the checkpoints is" if len(refused) > 1 else "the checkpoint is not"
+        raise DataError(f"{none} whole: {'; '.join(refused)}; {mend}")
     return None
 
 
@@ -100,7 +101,8 @@ def check_config(path: Path, config_text: str, global_batch_size: int, world: Wo
     manifest = read_manifest(path)
     ours, theirs = _flat(config_text), _flat((path / CONFIG).read_text())
     allowed = "or go on all the same with --run.allow_config_change true"
-    changes = [f"{key}={theirs.get(key, 'unset')}, now {ours.get(key, 'unset')}" for key in _changed(theirs, ours)]
+    keys = [key for key in sorted({**_mathematics(theirs), **_mathematics(ours)}) if theirs.get(key) != ours.get(key)]
+    changes = [f"{key}={theirs.get(key, 'unset')}, now {ours.get(key, 'unset')}" for key in keys]
     seed, old_batch = ours["run.seed"], manifest.global_batch_size
     if ours["run.allow_config_change"]:
         others = [f"run.seed={manifest.seed}, now {seed}"] * (seed != manifest.seed)
@@ -118,7 +120,7 @@ def check_config(path: Path, config_text: str, global_batch_size: int, world: Wo
             f"train.global_batch_size={old_batch}, {allowed}"
         )
     steps = ours["train.steps"]
-    if steps != theirs["train.steps"] and ours["optim.schedule"] != "constant":
+    if steps != theirs["train.steps"] and steps > manifest.step and ours["optim.schedule"] != "constant":
         world.warn(
             f"train.steps was {theirs['train.steps']} and is {steps}: from step {manifest.step} on, the learning rate "
             f"follows the {ours['optim.schedule']} schedule of {steps} steps"
@@ -142,11 +144,6 @@ def _mathematics(flat: Mapping[str, Any]) -> dict[str, Any]:
     scales = flat["precision.use_amp"] and flat["precision.dtype"] == "fp16"
     free = FREE_TO_CHANGE if scales else (*FREE_TO_CHANGE, "precision.scaler.")
     return {key: flat[key] for key in sorted(flat) if not key.startswith(free)}
-
-
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    old, new = _mathematics(old), _mathematics(new)
-    return [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
 
 
 def check_data(path: Path, manifest: Manifest, length: int, fingerprint: str, allowed: bool, world: World) -> None:

@@ -129,6 +129,7 @@ class Run:
     metrics: Metrics
     step: int = 0
     resumed_from_step: int | None = None
+    resumed_from: Path | None = None
 
     @property
     def config_text(self) -> str:
@@ -184,7 +185,7 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     run = Run(config, world, folder, task, precision, parallel, optimizer, data, validation, metrics)
     if resume is not None:
         load(run, resume)
-        run.resumed_from_step = run.step
+        run.resumed_from_step, run.resumed_from = run.step, resume
     return run
 
 

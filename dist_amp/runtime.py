@@ -134,8 +134,8 @@ class World:
 
     def wait_long(self) -> None:
         """A barrier without the timeout of a collective: making a cache may take hours."""
-        if self.control is not None:
-            dist.monitored_barrier(self.control, timeout=timedelta(days=1))
+        if self.background is not None:
+            dist.barrier(group=self.background)
 
 
 def _place(config: RunConfig) -> World:

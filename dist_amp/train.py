@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 
 from dist_amp.checkpoint import Saver, rewind_point
-from dist_amp.checkpoint_files import all_checkpoints, appears, set_aside_after, write_synced
+from dist_amp.checkpoint_files import MANIFEST, all_checkpoints, appears, set_aside_after, write_synced
 from dist_amp.checks import Tripwires
 from dist_amp.config import ConfigError, Failure
+from dist_amp.data import in_one_line
 from dist_amp.explain import Roll, explain_data, explain_disk
 from dist_amp.guards import check_free_space, check_restarts, die_with_torchrun, only_live_run
 from dist_amp.metrics import LogRow
@@ -170,8 +171,9 @@ def run_and_report(config: Config, world: World) -> int:
         status, first = report_failure(error, world)
         refused = run is None and (folder / "summary.json").exists()  # what the folder holds stays as it is
         if first and folder.is_dir() and not refused:
+            cause = str(error) if isinstance(error, Failure) else f"rank {world.rank}: {in_one_line(error)}"
             with suppress(OSError):
-                write_summary(folder, run, "failed", status, str(error) or type(error).__name__)
+                write_summary(folder, run, "failed", status, cause)
         raise SystemExit(status) from raised  # through the with-block of `start`: the others are not waited for
     finally:
         roll.close()
@@ -185,6 +187,8 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
     if world.is_main:
         if config.run.resume == "never" and all_checkpoints(folder) and not attempt():
             raise ConfigError(f"run.dir={folder} holds a run already; choose another, or go on with run.resume=auto")
+        if (folder / MANIFEST).exists():
+            raise ConfigError(f"run.dir={folder} is a checkpoint; name a run's folder, and give this one as run.resume")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ".writable").touch()
@@ -202,7 +206,9 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
 def run_to_the_end(run: Run, stop: AgreedStop) -> int:
     """Take the run's steps, then show and summarise what came of them; return the exit status."""
     steps = run.config.train.steps
-    if run.world.from_main(str(run.step >= steps and is_completed(run.folder))) == "True":
+    # Without checkpoints of its own: it was to begin from another run's, which has no steps left.
+    finished = run.step >= steps and (is_completed(run.folder) or not all_checkpoints(run.folder))
+    if run.world.from_main(str(finished)) == "True":
         run.world.say(
             f"{run.folder} is finished: it took {run.step} of train.steps={steps}; raise train.steps to go on"
         )
@@ -211,7 +217,7 @@ def run_to_the_end(run: Run, stop: AgreedStop) -> int:
     check_free_space(run)
     if run.world.is_main:
         for path in set_aside_after(run.folder, run.step):
-            run.world.warn(f"{path} was refused, and is kept under this name while its steps are taken again")
+            run.world.warn(f"{path} was refused: it is kept under this name, and its steps are taken again")
         (run.folder / "config.toml").write_text(run.config_text)
     run.metrics.open(run.folder, run.step, run.config_text)
     stopped_by = train(run, stop)
@@ -225,8 +231,13 @@ def run_to_the_end(run: Run, stop: AgreedStop) -> int:
         run.world.say(f"stopped after step {run.step} by {cause}; {then}")
         return status
     if hasattr(run.task, "sample"):
-        with run.parallel.evaluating(), run.precision.autocast():
-            run.metrics.write_sample(run.step, run.task.sample(run.parallel.module))
+        try:
+            with run.parallel.evaluating(), run.precision.autocast():
+                run.metrics.write_sample(run.step, run.task.sample(run.parallel.module))
+        except Exception as error:  # the training is done, and saved
+            run.world.warn(
+                f"the task's sample(model) failed: {in_one_line(error)}; python -m dist_amp.sample tries again"
+            )
     if run.world.is_main:
         summary = write_summary(run.folder, run, stopped_by, 0, "")
         print(closing_table(summary, run.folder), flush=True)
@@ -240,8 +251,12 @@ def introduce(run: Run) -> None:
     accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     cast = f" cast by {precision.cast_by}" if precision.cast_by != "nothing" else ""
-    resumed = run.resumed_from_step is not None
-    begin = f", resumed from step {run.resumed_from_step}" if resumed else ", from step 0: it holds no checkpoint"
+    begin, source = ", from step 0: it holds no checkpoint", run.resumed_from
+    if source is not None:
+        own = source.resolve().is_relative_to(run.folder.resolve())
+        begin = f", resumed from step {run.step}" + ("" if own else f" ({source})")
+        if own and run.config.run.resume not in ("auto", "never", str(source)):
+            begin += f"; it has gone on since it began from run.resume={run.config.run.resume}"
     held_out = run.validation.plan.length if run.validation else 0
     world.say(
         f"run    {run.folder}{begin}\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import NothingCounts, Tiny, make_run, take_steps
+from tiny import NothingCounts, Overflow, Tiny, make_run, take_steps
 
 from dist_amp.runtime import DataError, NumericsError, World
 from dist_amp.step import evaluate
@@ -190,6 +190,14 @@ def test_a_metric_is_a_number_or_a_scalar_and_anything_else_is_named():
     task.odd = lambda batch: batch["y"]
     with pytest.raises(DataError, match=r"metrics\(\) gave odd a tensor of shape \[8\]"):
         evaluate(run)
+
+
+def test_a_skipped_steps_loss_is_not_the_intervals(tmp_path):
+    run = make_run(World(), Overflow(bad=(0,)), "--data.shuffle", "false", "--train.micro_batch_size", 4)
+    reports = recorded_steps(run, 3)
+    assert not reports[0].applied
+    expected = sum(r.loss_sum.item() for r in reports[1:]) / sum(r.weight.item() for r in reports[1:])
+    assert log(run).loss == pytest.approx(expected, rel=1e-6), "float32 sums of eight samples"
 
 
 def write_rows(metrics, steps):

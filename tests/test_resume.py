@@ -39,7 +39,7 @@ def refused(kind, words, *more, task=None):
             ["--optim.schedule", "linear", "--data.shuffle", "false"],
             "data.shuffle=True, now False; optim.schedule=cosine, ",
         ),
-        (["--precision.dtype", "fp16"], "precision.dtype=bf16, now fp16"),
+        (["--precision.dtype", "fp16"], "made with precision.dtype=bf16, now fp16: take"),
         (["--train.max_grad_norm", 2.0], "train.max_grad_norm=1.0, now 2.0"),
         (["--task.args.depth", 3, "--task.target", "tiny:Tiny"], "task.args.depth=unset, now 3"),
     ],

@@ -124,7 +124,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named(launch, tmp_path):
     assert time.monotonic() - started < 25
     assert done.returncode == 1
     assert "rank 1: Traceback" in done.stderr
-    assert summary_of(tmp_path / "run")["cause"] == "broken sample"
+    assert summary_of(tmp_path / "run")["cause"] == "rank 1: RuntimeError: broken sample (faulty.py, line 7)"
 
 
 def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
@@ -173,6 +173,43 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(launch, tmp_path):
     assert refused.returncode == 64
     assert "run.dir=run holds a run already" in refused.stderr
     assert summary_of(tmp_path / "run")["stopped_by"] == "completed", "what was there stays as it was"
+
+
+def test_a_checkpoint_with_no_steps_left_is_finished_elsewhere_too_and_is_no_runs_folder(launch, tmp_path):
+    words = [*TINY, "--train.steps"]
+    assert launch(0, *words, "2", "--run.dir", "run").returncode == 0
+    elsewhere = launch(0, *words, "2", "--run.dir", "other", "--run.resume", "run")
+    assert elsewhere.returncode == 0
+    assert "other is finished: it took 2 of train.steps=2" in elsewhere.stdout
+    checkpoint = "run/checkpoints/step_00000002"
+    refused = launch(0, *words, "4", "--run.dir", checkpoint)
+    assert refused.returncode == 64
+    assert (
+        f"run.dir={checkpoint} is a checkpoint; name a run's folder, and give this one as run.resume" in refused.stderr
+    )
+    on = launch(0, *words, "4", "--run.dir", "other", "--run.resume", "run")
+    assert f"run    other, resumed from step 2 ({checkpoint})" in on.stdout
+    again = launch(0, *words, "6", "--run.dir", "other", "--run.resume", "run")
+    assert "run    other, resumed from step 4; it has gone on since it began from run.resume=run" in again.stdout
+
+
+def test_figures_of_a_run_whose_checkpoints_are_gone_are_kept(launch, tmp_path):
+    words = [*TINY, "--train.steps", "2", "--run.dir", "run", "--checkpoint.every", "off"]
+    assert launch(0, *words).returncode == 0
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    again = launch(0, *words)
+    assert "warning: run had figures but no checkpoint: they are kept in run/metrics_before.jsonl" in again.stderr
+    assert (tmp_path / "run/metrics_before.jsonl").read_text() == before
+
+
+def test_a_sample_that_fails_does_not_undo_a_finished_training(launch, tmp_path):
+    (tmp_path / "odd.py").write_text(
+        "from tiny import Tiny\n\nclass Odd(Tiny):\n    def sample(self, model):\n        raise KeyError('no prompt')\n"
+    )
+    done = launch(0, *TINY, "--task.target", "odd:Odd", "--train.steps", "2", "--run.dir", "run")
+    assert done.returncode == 0
+    assert "the task's sample(model) failed: KeyError: 'no prompt' (odd.py, line 5); try python -m" in done.stderr
+    assert summary_of(tmp_path / "run")["stopped_by"] == "completed"
 
 
 def test_a_last_interval_that_is_not_finite_is_told_of_and_ends_no_run(launch, tmp_path):

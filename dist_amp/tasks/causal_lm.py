@@ -124,6 +124,8 @@ class CausalLM:
     ):
         if width % (2 * heads):
             raise ValueError(f"width={width} must be a multiple of 2 x heads={heads}: rotary positions turn pairs")
+        if not prompt:
+            raise ValueError("prompt is empty; the sample needs a beginning, at least a space")
         self.data = data
         self.context = context
         self.prompt = prompt
@@ -188,7 +190,9 @@ def pack(rows: dict[str, list[Any]], column: str, length: int) -> dict[str, Any]
     """
     if not all(isinstance(text, str) for text in rows[column]):
         kind = next(type(text).__name__ for text in rows[column] if not isinstance(text, str))
-        raise DataError(f"data.text_column={column} holds {kind}, not text; name a column of text")
+        raise DataError(
+            f"data.text_column={column} holds {kind}, not text; name a column of text, or leave such rows out"
+        )
     stream = b"".join(text.encode() + bytes([END_OF_DOCUMENT]) for text in rows[column])
     samples = len(stream) // length
     return {"tokens": numpy.frombuffer(stream, numpy.uint8)[: samples * length].reshape(samples, length)}
