@@ -208,7 +208,7 @@ def test_a_sample_that_fails_does_not_undo_a_finished_training(launch, tmp_path)
     )
     done = launch(0, *TINY, "--task.target", "odd:Odd", "--train.steps", "2", "--run.dir", "run")
     assert done.returncode == 0
-    assert "the task's sample(model) failed: KeyError: 'no prompt' (odd.py, line 5); try python -m" in done.stderr
+    assert "the task's sample(model) failed: KeyError: 'no prompt' (odd.py, line 5); python -m" in done.stderr
     assert summary_of(tmp_path / "run")["stopped_by"] == "completed"
 
 
