@@ -29,6 +29,7 @@ def test_a_rank_that_is_killed_in_the_midst_of_a_checkpoint_is_restarted_and_end
     all_good(chaos.points(world, ["in the midst of a shard"], ["fsdp"]))
 
 
+@pytest.mark.slow
 def test_a_signal_in_an_evaluation_stops_all_ranks_at_one_step_and_the_evaluation_is_made_up_for(world):
     all_good(chaos.signals(world, ["SIGUSR1"], ["torchrun"], [2], ["evaluation"]))
 

@@ -86,15 +86,25 @@ def stop_and_go_on(world, folder, strategy, dtype, workers, task=Dropped):
     return [torch.equal(a, b) for a, b in zip(state_of(resumed)[:-2], state_of(through)[:-2], strict=True)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+# Each strategy, dtype, number of ranks and of workers at least once; the whole product is slow.
+CORE = {
+    (1, "single", "fp32", 0), (2, "ddp", "fp16", 2), (2, "ddp", "bf16", 0), (2, "fsdp", "fp16", 0),
+    (2, "fsdp", "fp32", 2), (3, "ddp", "fp32", 0), (4, "ddp", "fp16", 0), (4, "fsdp", "bf16", 2),
+    (4, "hsdp", "fp16", 0),
+}  # fmt: skip
+WHOLE = [
+    (ranks, strategy, dtype, workers)
+    for ranks, strategy in [*LAYOUTS, (4, "ddp"), (4, "fsdp")]
+    for dtype in ("fp32", "bf16", "fp16")
+    for workers in (0, 2)
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (4, "ddp"), (4, "fsdp"), (4, "hsdp")],
+    ("ranks", "strategy", "dtype", "workers"),
+    [pytest.param(*cell, marks=[] if cell in CORE else pytest.mark.slow) for cell in WHOLE],
 )
 def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path, ranks, strategy, dtype, workers):
-    if workers and (strategy in ("single", "hsdp") or dtype == "bf16" or ranks == 3):
-        pytest.skip("covered by its neighbours: workers do not know of strategies and dtypes")
     for equal in on_ranks(ranks, stop_and_go_on, tmp_path, strategy, dtype, workers):
         assert all(equal)
 
@@ -142,7 +152,10 @@ def saved_by(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
-@pytest.mark.parametrize(("saved_ranks", "saved_strategy"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("saved_ranks", "saved_strategy"),
+    [pytest.param(*layout, marks=[] if layout == (2, "fsdp") else pytest.mark.slow) for layout in LAYOUTS],
+)
 def test_every_layout_reads_every_others_checkpoint(saved_by, saved_ranks, saved_strategy, ranks, strategy):
     folder, (parameters, moments, _, losses, samples) = saved_by(saved_ranks, saved_strategy)
     for loaded in on_ranks(ranks, resume_elsewhere, folder, strategy, "fp32"):

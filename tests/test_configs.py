@@ -25,7 +25,13 @@ def stated_ranks(path):
     return 0 if "python -m" in first else 2
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if stated_ranks(path) > 2 else [])
+        for path in sorted(CONFIGS.glob("*.toml"))
+    ],
+)
 def test_config_runs_as_it_stands(path, launch, tmp_path):
     ranks = stated_ranks(path)
     done = launch(ranks, "--config", path, "--run.dir", "run", *SMALL, *REDUCED.get(path.stem, []))

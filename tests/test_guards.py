@@ -45,6 +45,7 @@ def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_ru
         pass
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_live_runs_folder_is_refused_and_the_first_goes_on(launch, tmp_path, monkeypatch):
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "600", "--run.dir", "run"]
     first = launch.start(0, *words)

@@ -137,7 +137,10 @@ def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("ranks", "sent_to", "workers"), [(0, "rank", 2), (2, "rank", 0), (2, "torchrun", 2)])
+@pytest.mark.parametrize(
+    ("ranks", "sent_to", "workers"),
+    [(0, "rank", 2), (2, "rank", 0), pytest.param(2, "torchrun", 2, marks=pytest.mark.slow)],
+)
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(launch, tmp_path, ranks, sent_to, workers):
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "60", "--data.workers", str(workers),
              "--checkpoint.every", "1000", "--run.seed", "3"]  # fmt: skip

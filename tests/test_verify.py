@@ -38,6 +38,7 @@ def rows_of(output):
     return re.findall(r"^ +(\d+)  (\w+) +(\w+) .* (pass|FAIL)$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", SMALL)
 def test_verify_proves_the_shipped_tasks(target):
     words = iter(SMALL[target])

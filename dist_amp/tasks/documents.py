@@ -111,7 +111,9 @@ def _local_files(path: str) -> list[str]:
     if not found:
         raise DataError(f"data.path={path} names no file; give a file, a folder or a glob")
     if not any(Path(file).stat().st_size for file in found):
-        raise DataError(f"data.path={path} names nothing but empty files; give files with data")
+        raise DataError(
+            f"data.path={path} could not be loaded: {found[0]} is empty, as all of it; give files with data"
+        )
     kinds = {FORMATS.get(Path(file).suffix) for file in found}
     if None in kinds or len(kinds) > 1:
         raise DataError(f"data.path={path} must name files of one format; known endings are {' '.join(FORMATS)}")
