@@ -27,7 +27,7 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
@@ -342,9 +342,17 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in ("PosixPath", "WindowsPath"):
             return lambda *parts: "/".join(parts)  # a pickle may set attributes of what it asks for
+        if (module, name) == ("builtins", "getattr"):  # by which some releases of Python pickle an enum's member
+            return _member
         if name not in HARMLESS.get(module, ()):
             raise Refused(f".metadata asks for {module}.{name}, which no checkpoint of ours holds; nothing was run")
         return super().find_class(module, name)
+
+
+def _member(owner: Any, name: str) -> Any:
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise Refused(f".metadata asks for {name} of {owner}, which no checkpoint of ours holds; nothing was run")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class Reader(FileSystemReader):

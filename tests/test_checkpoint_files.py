@@ -13,7 +13,12 @@ from ranks import on_ranks
 from test_checkpoint import settings
 from tiny import Tiny, make_run, take_steps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 
 from dist_amp import checkpoint_files
 from dist_amp.checkpoint import Saver, save
@@ -148,6 +153,39 @@ def test_a_payload_in_the_metadata_is_refused_and_not_run(tmp_path):
     with pytest.raises(DataError, match="posix.mkdir"):
         resumed(tmp_path / "run")
     assert not mark.exists()
+
+
+class Enum:
+    """An enum's member as some releases of Python pickle it; or what hides behind that form."""
+
+    def __init__(self, owner, name):
+        self.what = owner, name
+
+    def __reduce__(self):
+        return getattr, self.what
+
+
+def test_an_enums_member_is_read_in_every_release_of_python_and_no_other_attribute_is(tmp_path):
+    newest = two_checkpoints(tmp_path)[-1]
+    metadata = pickle.loads((newest / ".metadata").read_bytes())
+    properties = metadata.state_dict_metadata["counters"].properties
+    plain = {slot: getattr(properties, slot) for slot in ("dtype", "layout", "requires_grad", "pin_memory")}
+
+    def write(member):
+        class State:
+            def __reduce__(self):
+                return TensorProperties, (*tuple(plain.values())[:3], member, plain["pin_memory"])
+
+        metadata.state_dict_metadata["counters"].properties = State()
+        (newest / ".metadata").write_bytes(pickle.dumps(metadata))
+        seal_again(newest)
+
+    write(Enum(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert resumed(tmp_path).step == 2
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Manifest, "to_text"), (torch.Size, "numel")):
+        write(Enum(owner, name))
+        with pytest.raises(DataError, match="is refused: .metadata asks for"):
+            resumed(tmp_path)
 
 
 def shard_entry(newest, name):
