@@ -55,12 +55,15 @@ class Roll:
         store = dist.distributed_c10d._get_default_store()
         with suppress(Exception):  # the store is gone: torchrun has ended, and we are about to
             while not self._ended.wait(1.0):
-                if store.check([f"{self._key}/timed_out"]) and not self._ended.wait(ANSWER_SECONDS / 2):
-                    if not self._told:
-                        print(f"error: rank {self._world.rank} hangs; its stacks:", file=sys.stderr, flush=True)
-                        faulthandler.dump_traceback(all_threads=True)
-                        os._exit(1)
-                    return
+                if not store.check([f"{self._key}/timed_out"]):
+                    continue
+                if in_a_collective():  # which it entered later than the rank whose time is up already
+                    store.set(f"{self._key}/{self._world.rank}", "waited")
+                elif not self._ended.wait(ANSWER_SECONDS / 2) and not self._told:
+                    print(f"error: rank {self._world.rank} hangs; its stacks:", file=sys.stderr, flush=True)
+                    faulthandler.dump_traceback(all_threads=True)
+                    os._exit(1)
+                return
 
     def explain(self, error: BaseException) -> BaseException:
         """A collective's failure as one line that names the ranks which are gone or hang; other errors as they are.
@@ -119,6 +122,13 @@ class Roll:
                 parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
                 if host == platform.node() and parent == os.getppid():
                     os.kill(process, signal.SIGKILL)
+
+
+def in_a_collective() -> bool:
+    """Whether the main thread waits for other ranks, by the file of its innermost frame; a backward may, too."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    file = Path(frame.f_code.co_filename).as_posix()
+    return "/torch/distributed/" in file or "/torch/autograd/" in file or file.endswith("dist_amp/runtime.py")
 
 
 def _is_collective(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 
@@ -143,3 +144,19 @@ def test_a_failed_collective_names_the_rank_that_does_not_answer_and_leaves_the_
 
 def process_of(world):
     return os.getpid()
+
+
+def who_waits(world):
+    """Rank 1 comes to a barrier late: whether each rank's main thread was seen in it meanwhile."""
+    seen = []
+    looker = threading.Timer(0.5, lambda: seen.append(explain.in_a_collective()))
+    looker.start()
+    if world.rank == 1:
+        time.sleep(1.0)
+    world.barrier()
+    looker.join()
+    return seen[0]
+
+
+def test_a_rank_that_waits_in_a_collective_is_told_from_one_that_hangs():
+    assert on_ranks(2, who_waits) == [True, False]
