@@ -7,6 +7,7 @@ resuming needs one number, how many samples were consumed.
 
 import hashlib
 import math
+import multiprocessing
 import signal
 import time
 import traceback
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -49,6 +50,12 @@ class DataConfig:
 
 
 PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+# A fork can leave a worker stuck before its first line: Python 3.11 takes a lock there that another thread of the
+# parent may just have held. Seen once in some thousand forks; so a worker that does not report is forked again.
+START_SECONDS = 20.0
+START_ATTEMPTS = 3
 
 
 class Padding:
@@ -264,11 +271,21 @@ class Batches:
     def _open(self, limit: int | None) -> Iterator[Any]:
         """Start loading from `position`, for at most `limit` steps."""
         self._steps = self.plan.steps(self.position)
-        batches = iter(self._loader(limit))
-        if self._workers:
-            # They ignore SIGTERM, by which Python would end them when it exits: they must be told in time.
-            self.close = weakref.finalize(self, _shut_down, batches)
-        return batches
+        if not self._workers:
+            return iter(self._loader(limit, None))
+        for _ in range(START_ATTEMPTS):
+            up = multiprocessing.Semaphore(0)
+            batches = iter(self._loader(limit, up))
+            if all(up.acquire(timeout=START_SECONDS) for _ in range(self._workers)):
+                # They ignore SIGTERM, by which Python would end them when it exits: they must be told in time.
+                self.close = weakref.finalize(self, _shut_down, batches)
+                return batches
+            _shut_down(batches)
+            for worker in batches._workers:  # type: ignore[attr-defined]
+                worker.kill()
+        raise DataError(
+            f"rank {self.plan.rank}: the loader workers do not start; use data.workers=0, or look at the machine's load"
+        )
 
     def _hand_out(self, batch: Any, share: Share) -> Any:
         if share.counts:
@@ -277,14 +294,14 @@ class Batches:
         batch = to_device(batch, self.device)
         return batch if share.counts else Padding(batch)
 
-    def _loader(self, limit: int | None) -> DataLoader[Any]:
+    def _loader(self, limit: int | None, up: Any) -> DataLoader[Any]:
         return DataLoader(
             self._fetch,  # type: ignore[arg-type]
             sampler=self.plan.requests(self.position, limit),  # type: ignore[arg-type]
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=self._workers,
-            worker_init_fn=_start_worker,
+            worker_init_fn=partial(_start_worker, up),
             pin_memory=self.device.type == "cuda",
             # The loader draws a number when it starts; from its own generator, or it would move dropout's.
             generator=torch.Generator().manual_seed(self.plan.seed),
@@ -300,10 +317,11 @@ def _shut_down(batches: Any) -> None:
         batches._shutdown_workers()
 
 
-def _start_worker(worker: int) -> None:
+def _start_worker(up: Any, worker: int) -> None:
     ignore_stop_signals()
     # It holds its rank's sockets as well: while it lived, no other rank would notice that this one is dead.
     die_with_parent(signal.SIGKILL)
+    up.release()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -1,10 +1,14 @@
 """The order of samples is a pure function of seed and position, the same set per step at every world size."""
 
+import multiprocessing
+import time
+
 import pytest
 import torch
 from ranks import on_ranks
 from tiny import EmptyDataset, Rows, Tiny, make_run
 
+from dist_amp import data
 from dist_amp.data import Batches, Padding, Plan, deal, epoch_order, to_device
 from dist_amp.runtime import DataError, World
 
@@ -148,3 +152,29 @@ def test_random_augmentations_differ_from_epoch_to_epoch():
     first, second = (next(run.data)[0]["x"] for _ in range(2))
     assert not torch.equal(first, second)
     run.data.close()
+
+
+@pytest.mark.parametrize("stuck", [1, 9])
+def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, stuck):
+    real, begun = data._start_worker, multiprocessing.Value("i", 0)
+
+    def start(up, worker):
+        with begun.get_lock():
+            begun.value += 1
+            number = begun.value
+        if number <= stuck:
+            time.sleep(3600)
+        real(up, worker)
+
+    monkeypatch.setattr(data, "_start_worker", start)
+    monkeypatch.setattr(data, "START_SECONDS", 0.5)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    run = make_run(World(), Tiny(), "--data.workers", 1)
+    if stuck > 3:
+        with pytest.raises(DataError, match="rank 0: the loader workers do not start; use data.workers=0"):
+            next(run.data)
+        assert begun.value == 3
+    else:
+        assert len(next(run.data)) == 1
+        assert begun.value == 2
+        run.data.close()
