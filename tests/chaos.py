@@ -277,7 +277,8 @@ def points(chaos: Chaos, some=POINTS, strategies=("ddp", "fsdp")):
         row = Row(f"SIGKILL while a checkpoint is written, {strategy}")
         for point in some:
             for rank in (0,) if point in MAIN_ONLY else (0, 1):
-                step = 4 * STEPS_BETWEEN if point == "while an old one is removed" else 2 * STEPS_BETWEEN
+                # The first that is removed is that of the first save, at the third.
+                step = (3 if point == "while an old one is removed" else 2) * STEPS_BETWEEN
                 job = Job(chaos.new_folder(), restarts=1, environ={"DIE_AT": f"{point}:{step}:{rank}"}, **words)
                 troubles = chaos.compare(job, **words)
                 resumed = [line for _, line in job.lines if line.startswith("run    ")][-1]

@@ -80,6 +80,9 @@ def die_at(point, step):
     def of_the_step(first, *rest, **more):
         return f"{step:08d}" in str(getattr(first, "path", getattr(first, "folder", first)))
 
+    def whole_folder(path, *rest):  # torch renames its metadata within
+        return str(path).endswith(f"{step:08d}.writing")
+
     import torch.distributed.checkpoint.filesystem as dcp
 
     writer = dcp.FileSystemWriter
@@ -91,8 +94,8 @@ def die_at(point, step):
         "before the metadata": (writer, "finish", {"when": of_the_step}),
         "before the hashes": (checkpoint_files, "hash_files", {"calls": step // STEPS_BETWEEN}),
         "before the manifest": (checkpoint_files, "make_valid", {"when": of_the_step}),
-        "before the rename": (os, "rename", {"when": of_the_step}),
-        "after the rename": (os, "rename", {"when": of_the_step, "after": True}),
+        "before the rename": (os, "rename", {"when": whole_folder}),
+        "after the rename": (os, "rename", {"when": whole_folder, "after": True}),
         "while an old one is removed": (shutil, "rmtree", {"when": lambda path, *_, **__: "/step_" in str(path)}),
     }
     if point == "in the midst of a shard":
