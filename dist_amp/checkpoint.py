@@ -243,10 +243,12 @@ def _set_statistics(run: "Run", statistics: dict[str, Tensor]) -> None:
 
 
 def _fingerprint(run: "Run") -> str:
-    random_numbers = random_state(run.world)
-    fingerprint = run.world.from_main(run.data.fingerprint if run.world.is_main else "")
-    set_random_state(random_numbers, run.world)
-    return fingerprint
+    """Rank 0's, on every rank; made once, with the generators left as they are."""
+    if not run.data.agreed_fingerprint:
+        random_numbers = random_state(run.world)
+        run.data.agreed_fingerprint = run.world.from_main(run.data.fingerprint() if run.world.is_main else "")
+        set_random_state(random_numbers, run.world)
+    return run.data.agreed_fingerprint
 
 
 def _groups(run: "Run") -> dict[str, int]:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -187,6 +187,7 @@ class Batches:
         self.tokens = 0
         self.wait_seconds = 0.0
         self.handed_out: list[tuple[Any, tuple[int, ...]]] = []
+        self.agreed_fingerprint = ""  # of rank 0, once checkpoint.py has asked for it
         self._count_tokens = getattr(task, "tokens", None)
         self._fetch = _Fetch(dataset, task, split)
         self._workers = workers
@@ -252,14 +253,17 @@ class Batches:
             step.append((batch if share.counts else Padding(batch), indices))
         return step
 
-    @cached_property
     def fingerprint(self) -> str:
         """A hash of 64 samples evenly spread over the dataset: by it a resumed run knows its data again."""
         digest = hashlib.sha256()
         length = self.plan.length
         for index in sorted({round(i * (length - 1) / 63) for i in range(64)}):
             seed_all(index)  # random augmentations are the same ones then
-            for leaf in tree_leaves(self._fetch.dataset[index]):
+            try:
+                sample = self._fetch._read((index,))
+            except Exception:  # the step that needs it will say so
+                sample = ["can't be read"]
+            for leaf in tree_leaves(sample):
                 if isinstance(leaf, torch.Tensor):
                     digest.update(leaf.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
                 elif hasattr(leaf, "tobytes"):  # arrays and pictures

@@ -315,10 +315,11 @@ def closing_table(summary: dict[str, Any], folder: Path) -> str:
             f"{rank['items_per_second']:>10,.1f} {rank['tokens_per_second']:>12,.0f}"
         )
     held_out = "".join(f", held-out {name} {value:.4f}" for name, value in summary["evaluation"].items())
-    steps = f"{summary['steps']} steps ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
-    return "\n".join(
-        [*lines, f"done: {steps}, loss {float(summary['final_loss']):.4f}{held_out}", f"all of it is in {folder}"]
-    )
+    done = f"{summary['steps']} steps"
+    if "final_loss" in summary:  # not where an evaluation alone was owed, and the figures before it are gone
+        done += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
+        done += f", loss {float(summary['final_loss']):.4f}"
+    return "\n".join([*lines, f"done: {done}{held_out}", f"all of it is in {folder}"])
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_the_fingerprint_knows_values_types_and_order_and_draws_nothing(tmp_path
     def one_bit(columns):
         columns["x"][0, 0] = torch.nextafter(columns["x"][0, 0], torch.tensor(9.0))
 
-    prints = [make_run(World(), Columns(c), "--run.dir", tmp_path).data.fingerprint for c in
+    prints = [make_run(World(), Columns(c), "--run.dir", tmp_path).data.fingerprint() for c in
               (lambda rows: None, lambda rows: None, swap, one_bit, lambda rows: rows.update(t=["text"] * 64),
                lambda rows: rows.update(x=rows["x"].bfloat16()))]  # fmt: skip
     assert prints[0] == prints[1]
@@ -133,6 +133,27 @@ def test_the_fingerprint_knows_values_types_and_order_and_draws_nothing(tmp_path
     before = torch.get_rng_state()
     save(run)
     assert torch.equal(torch.get_rng_state(), before), "the fingerprint seeds, and puts back"
+
+
+def test_a_sample_that_cannot_be_read_ends_no_save(tmp_path):
+    class Broken(Tiny):
+        def build_dataset(self, split):
+            rows = super().build_dataset(split)
+            real = type(rows).__getitem__
+
+            class Some(type(rows)):
+                def __getitem__(self, index):
+                    if index == 63:
+                        raise OSError("truncated")
+                    return real(self, index)
+
+            return Some(**rows.columns)
+
+    run = make_run(World(), Broken(), *settings(tmp_path, "single", "fp32", "--data.shuffle", "false"))
+    take_steps(run, 1)
+    assert (save(run) / "manifest.json").exists()
+    words = settings(tmp_path, "single", "fp32", "--data.shuffle", "false", "--run.resume", "auto")
+    assert make_run(World(), Broken(), *words).step == 1
 
 
 class Wider(Tiny):
