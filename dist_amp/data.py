@@ -10,14 +10,12 @@ import math
 import multiprocessing
 import signal
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from dist_amp.config import Range
-from dist_amp.runtime import DataError, World, die_with_parent, ignore_stop_signals, seed_all
+from dist_amp.runtime import DataError, World, die_with_parent, ignore_stop_signals, in_one_line, seed_all
 from dist_amp.task import Task
 
 
@@ -343,17 +341,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def samples_text(indices: Sequence[int]) -> str:
     shown = ", ".join(map(str, indices[:64])) + (", ..." if len(indices) > 64 else "")
     return f"sample{'s' if len(indices) > 1 else ''} {shown}"
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
-
-
-def in_one_line(error: BaseException) -> str:
-    """The error's type, its first line, and where it was raised."""
-    places = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
-    return f"{type(error).__name__}: {first_line(error)}{where}"
 
 
 def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:

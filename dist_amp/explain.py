@@ -22,8 +22,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dist_amp.config import Failure
-from dist_amp.data import Batches, first_line, samples_text
-from dist_amp.runtime import DataError, World
+from dist_amp.data import Batches, samples_text
+from dist_amp.runtime import DataError, World, first_line
 
 ANSWER_SECONDS = 5.0  # in which a rank that is alive says so, when a collective has failed
 

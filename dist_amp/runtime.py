@@ -360,6 +360,17 @@ def report_failure(error: BaseException, world: World | None) -> tuple[int, bool
     return error.exit_code if isinstance(error, Failure) else 1, first
 
 
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def in_one_line(error: BaseException) -> str:
+    """The error's type, its first line, and where it was raised."""
+    places = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}: {first_line(error)}{where}"
+
+
 def _first_to_report(world: World | None) -> bool:
     if world is None or not dist.is_initialized():
         # Found before the ranks met: the same mistake on all of a machine, perhaps not on all machines.

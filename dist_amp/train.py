@@ -18,7 +18,6 @@ from dist_amp.checkpoint import Saver, rewind_point
 from dist_amp.checkpoint_files import MANIFEST, all_checkpoints, appears, set_aside_after, write_synced
 from dist_amp.checks import Tripwires
 from dist_amp.config import ConfigError, Failure
-from dist_amp.data import in_one_line
 from dist_amp.explain import Roll, explain_data, explain_disk
 from dist_amp.guards import check_free_space, check_restarts, die_with_torchrun, only_live_run
 from dist_amp.metrics import LogRow
@@ -33,6 +32,7 @@ from dist_amp.runtime import (
     NumericsError,
     World,
     attempt,
+    in_one_line,
     report_failure,
     run_folder,
     start,

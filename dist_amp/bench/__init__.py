@@ -1,1 +1,1 @@
-"""What things cost, measured; each file is a command."""
+"""What things cost, measured; each file but harness.py is a command."""

@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dist_amp.bench.harness import on_a_run
 from dist_amp.checkpoint import Saver
 from dist_amp.checkpoint_files import all_checkpoints, read_manifest
 from dist_amp.config import Failure
-from dist_amp.run import Run, build_run, load_config
-from dist_amp.runtime import report_failure, start
+from dist_amp.run import Run
 from dist_amp.step import train_step
 
 ROUNDS = 5  # of one save of each kind, after one of each that is not counted
@@ -22,25 +22,19 @@ ROUNDS = 5  # of one save of each kind, after one of each that is not counted
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: saves the config's run again and again, and removes what it has written."""
-    try:
-        config = load_config(
-            ["--run.resume", "never", "--eval.every", "off", *(sys.argv[1:] if argv is None else argv)]
-        )
-        with start(config.run) as world:
-            run = build_run(config, world)
-            if all_checkpoints(run.folder):
-                raise Failure(f"run.dir={run.folder} holds checkpoints, and this clears it; give another folder")
-            stalls, waits, size = measure(run)
-            run.data.close()
-            stall, wait = statistics.median(stalls), statistics.median(waits)
-            world.say(
-                f"{size / 2**30:.2f} GiB, {run.parallel.strategy} on {world.world_size} x {world.device.type}: it "
-                f"holds training up {stall:.3f} s ({min(stalls):.3f} to {max(stalls):.3f}) for one in the background, "
-                f"{wait:.3f} s ({min(waits):.3f} to {max(waits):.3f}) for another: ratio {stall / wait:.2f}"
-            )
-        return 0
-    except Failure as error:
-        return report_failure(error, None)[0]
+    return on_a_run(tell, argv)
+
+
+def tell(run: Run) -> None:
+    if all_checkpoints(run.folder):
+        raise Failure(f"run.dir={run.folder} holds checkpoints, and this clears it; give another folder")
+    stalls, waits, size = measure(run)
+    stall, wait = statistics.median(stalls), statistics.median(waits)
+    run.world.say(
+        f"{size / 2**30:.2f} GiB, {run.parallel.strategy} on {run.world.world_size} x {run.world.device.type}: it "
+        f"holds training up {stall:.3f} s ({min(stalls):.3f} to {max(stalls):.3f}) for one in the background, "
+        f"{wait:.3f} s ({min(waits):.3f} to {max(waits):.3f}) for another: ratio {stall / wait:.2f}"
+    )
 
 
 def measure(run: Run) -> tuple[list[float], list[float], int]:

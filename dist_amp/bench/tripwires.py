@@ -8,30 +8,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dist_amp.bench.harness import on_a_run
 from dist_amp.checks import Tripwires
-from dist_amp.config import Failure
-from dist_amp.run import Run, build_run, load_config
-from dist_amp.runtime import report_failure, start
+from dist_amp.run import Run
 from dist_amp.step import train_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: takes the config's steps, without evaluation or checkpoints, and writes nothing."""
-    try:
-        config = load_config(
-            ["--run.resume", "never", "--eval.every", "off", *(sys.argv[1:] if argv is None else argv)]
-        )
-        with start(config.run) as world:
-            run = build_run(config, world)
-            seconds, whole = measure(run)
-            run.data.close()
-            world.say(
-                f"{config.train.steps} steps, {run.parallel.strategy} on {world.world_size} x {world.device.type}: "
-                f"tripwires took {seconds:.3f} s of {whole:.1f} s, {100 * seconds / whole:.2f} %"
-            )
-        return 0
-    except Failure as error:
-        return report_failure(error, None)[0]
+    return on_a_run(tell, argv)
+
+
+def tell(run: Run) -> None:
+    seconds, whole = measure(run)
+    run.world.say(
+        f"{run.config.train.steps} steps, {run.parallel.strategy} on {run.world.world_size} x "
+        f"{run.world.device.type}: tripwires took {seconds:.3f} s of {whole:.1f} s, {100 * seconds / whole:.2f} %"
+    )
 
 
 def measure(run: Run) -> tuple[float, float]:
