@@ -23,18 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
-from dist_amp.checkpoint_files import (
-    Manifest,
-    Reader,
-    Refused,
-    Snapshot,
-    fault_of,
-    read_into,
-    read_manifest,
-    reason,
-    set_aside,
-    write,
-)
+from dist_amp.checkpoint_files import Manifest, Reader, Refused, fault_of, read_into, read_manifest, reason, set_aside
+from dist_amp.checkpoint_writing import Snapshot, write
 from dist_amp.config import Failure, Range
 from dist_amp.resume import check_data, check_fit, config_hash
 from dist_amp.runtime import DataError, World, seed_all

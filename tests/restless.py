@@ -62,7 +62,7 @@ def die_at(point, step):
     """Make this process kill itself at a point of writing the checkpoint of `step`."""
     import shutil
 
-    from dist_amp import checkpoint, checkpoint_files
+    from dist_amp import checkpoint, checkpoint_writing
 
     def dying(module, name, after=False, calls=1, when=lambda *args: True):
         real, seen = getattr(module, name), []
@@ -92,8 +92,8 @@ def die_at(point, step):
         "before this rank's shard": (writer, "write_data", {"when": of_the_step}),
         "after this rank's shard": (writer, "write_data", {"when": of_the_step, "after": True}),
         "before the metadata": (writer, "finish", {"when": of_the_step}),
-        "before the hashes": (checkpoint_files, "hash_files", {"calls": step // STEPS_BETWEEN}),
-        "before the manifest": (checkpoint_files, "make_valid", {"when": of_the_step}),
+        "before the hashes": (checkpoint_writing, "hash_files", {"calls": step // STEPS_BETWEEN}),
+        "before the manifest": (checkpoint_writing, "make_valid", {"when": of_the_step}),
         "before the rename": (os, "rename", {"when": whole_folder}),
         "after the rename": (os, "rename", {"when": whole_folder, "after": True}),
         "while an old one is removed": (shutil, "rmtree", {"when": lambda path, *_, **__: "/step_" in str(path)}),

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
-from dist_amp import checkpoint_files
+from dist_amp import checkpoint_files, checkpoint_writing
 from dist_amp.checkpoint import Saver, save
 from dist_amp.checkpoint_files import (
     Manifest,
@@ -288,7 +288,7 @@ def full_disk_on_rank_1(world, folder, on_failure):
                 raise OSError(28, "No space left on device")
             return super().write_data(plan, planner)
 
-    checkpoint_files.FileSystemWriter = Full
+    checkpoint_writing.FileSystemWriter = Full
     told = []
     try:
         with Saver(run) as saver:
@@ -300,7 +300,7 @@ def full_disk_on_rank_1(world, folder, on_failure):
     except Failure as error:
         told.append(str(error))
     finally:
-        checkpoint_files.FileSystemWriter = FileSystemWriter
+        checkpoint_writing.FileSystemWriter = FileSystemWriter
     world.barrier()
     return told, [path.name for path in folder.glob("checkpoints/*")]
 
@@ -318,7 +318,7 @@ def test_a_failed_background_save_is_known_to_all_ranks(tmp_path, on_failure):
 def saves_in_a_row(world, folder):
     """Five saves at once, each while the one before is under way; which were ever written at one time."""
     run = make_run(world, Tiny(), *settings(folder, "ddp", "fp32", "--checkpoint.keep", 9))
-    real, under_way, most = checkpoint_files.write_tensors, [], []
+    real, under_way, most = checkpoint_writing.write_tensors, [], []
 
     def slow(*args, **kwargs):
         import time
@@ -330,14 +330,14 @@ def saves_in_a_row(world, folder):
         under_way.pop()
         return result
 
-    checkpoint_files.write_tensors = slow
+    checkpoint_writing.write_tensors = slow
     try:
         with Saver(run) as saver:
             for _ in range(5):
                 take_steps(run, 1)
                 saver.save(wait=False)
     finally:
-        checkpoint_files.write_tensors = real
+        checkpoint_writing.write_tensors = real
     return max(most), len(all_checkpoints(folder))
 
 
