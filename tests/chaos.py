@@ -48,11 +48,11 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 class Job:
     """A run of the main job by torchrun, whose lines are read as they come."""
 
-    def __init__(self, folder: Path, ranks: int = 2, restarts: int = 0, environ: dict | None = None, **words):
-        settings = [text for key, value in (WORDS | words).items() for text in (f"--{key}", str(value))]
+    def __init__(self, folder: Path, words: dict, ranks: int = 2, restarts: int = 0, environ: dict | None = None):
+        settings = [text for key, value in words.items() for text in (f"--{key}", str(value))]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--signals-to-handle", SIGNALS]
-        self.folder, self.run, self.ranks = folder, folder / WORDS["run.dir"], ranks
+        self.folder, self.run, self.ranks = folder, folder / words["run.dir"], ranks
         self.process = subprocess.Popen(
             [*command, "-m", "dist_amp.train", *settings],
             cwd=folder,
@@ -207,8 +207,9 @@ class Row:
 class Chaos:
     """Trials in folders of their own; `through` keeps the runs that were left alone, to compare with."""
 
-    def __init__(self, root: Path, seed: int):
+    def __init__(self, root: Path, seed: int, **words):
         self.root = root
+        self.words = WORDS | words
         self.random = random.Random(seed)
         self._count = 0
         self._through: dict[str, Path] = {}
@@ -219,18 +220,21 @@ class Chaos:
         folder.mkdir(parents=True)
         return folder
 
+    def job(self, ranks: int = 2, restarts: int = 0, environ: dict | None = None, folder: Path | None = None, **words):
+        return Job(folder or self.new_folder(), self.words | words, ranks, restarts, environ)
+
     def through(self, ranks: int = 2, **words) -> Path:
         """The folder of the same run, left alone."""
         key = f"{ranks} {sorted(words.items())}"
         if key not in self._through:
-            job = Job(self.new_folder(), ranks, **words)
+            job = self.job(ranks, **words)
             assert job.end() == 0, job.text[-3000:]
             self._through[key] = job.run
         return self._through[key]
 
     def finish(self, job: Job, environ: dict | None = None, **words) -> Job:
         """Start the same run again, to its end."""
-        again = Job(job.folder, job.ranks, environ=environ, **words)
+        again = self.job(job.ranks, environ=environ, folder=job.folder, **words)
         again.end()
         return again
 
@@ -247,7 +251,7 @@ def sigkills(chaos: Chaos, kills: int, cells=(("ddp", "fp16"), ("ddp", "bf16"), 
         words = {**LAYOUTS[strategy], "precision.dtype": dtype, "train.steps": 60 + 50 * kills}
         words["data.workers"] = 2 * (number % 2)
         row = Row(f"SIGKILL of a rank, {strategy} {dtype}, {words['data.workers']} workers", tried=kills)
-        job, seconds, first_time = Job(chaos.new_folder(), restarts=5 * kills, **words), [], 0
+        job, seconds, first_time = chaos.job(restarts=5 * kills, **words), [], 0
         for _ in range(kills):
             job.wait_for("step", count=1 + sum(line.startswith("step") for _, line in job.lines))
             time.sleep(chaos.random.uniform(0, 1.5))
@@ -279,7 +283,7 @@ def points(chaos: Chaos, some=POINTS, strategies=("ddp", "fsdp")):
             for rank in (0,) if point in MAIN_ONLY else (0, 1):
                 # The first that is removed is that of the first save, at the third.
                 step = (3 if point == "while an old one is removed" else 2) * STEPS_BETWEEN
-                job = Job(chaos.new_folder(), restarts=1, environ={"DIE_AT": f"{point}:{step}:{rank}"}, **words)
+                job = chaos.job(restarts=1, environ={"DIE_AT": f"{point}:{step}:{rank}"}, **words)
                 troubles = chaos.compare(job, **words)
                 resumed = [line for _, line in job.lines if line.startswith("run    ")][-1]
                 late = point in ("after the rename", "while an old one is removed")
@@ -309,7 +313,7 @@ def flips(chaos: Chaos, bits: int, cuts: int):
             row.add([] if refused and falls_back else [f"{path.name} {number}"])
         yield row
     row = Row("... and the run falls back, and ends bit-identical")
-    job = Job(chaos.new_folder(), environ={"RAISE_AT": "90:1"}, **LAYOUTS["fsdp"])
+    job = chaos.job(environ={"RAISE_AT": "90:1"}, **LAYOUTS["fsdp"])
     job.end()
     data = bytearray((path := all_checkpoints(job.run)[-1] / "__1_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
@@ -351,10 +355,10 @@ def signals(chaos: Chaos, numbers=("SIGTERM", "SIGUSR1"), targets=("torchrun", "
         most = 0
         for target, worker, phase in ((t, w, p) for t in targets for w in workers for p in phases):
             environ = {"WARM_UP": "1.5"} if phase == "warm-up" else {"EVALUATION": "3"} if phase == "evaluation" else {}
-            job = Job(chaos.new_folder(), environ=environ, **{"data.workers": worker})
+            job = chaos.job(environ=environ, **{"data.workers": worker})
             begins = {
                 "warm-up": "warming up",
-                "evaluation": f"step     {WORDS['eval.every']}",
+                "evaluation": f"step     {chaos.words['eval.every']}",
                 "training": "step     15",
             }
             begins = begins[phase]
@@ -388,7 +392,7 @@ def orphans(chaos: Chaos):
     """torchrun itself killed: its ranks save, leave, and none is left over."""
     row = Row("SIGKILL of torchrun: no process left")
     for workers in (0, 2):
-        job = Job(chaos.new_folder(), **{"data.workers": workers})
+        job = chaos.job(**{"data.workers": workers})
         job.wait_for("step     15")
         below = children(job.process.pid)
         job.process.kill()
@@ -419,7 +423,7 @@ def disks(chaos: Chaos):
     folder = chaos.new_folder()
     (folder / "run").mkdir()
     with small_disk(folder / "run", "size=16m"):
-        job = Job(folder, **{"train.steps": 120})
+        job = chaos.job(folder=folder, **{"train.steps": 120})
         job.wait_for("step     15")
         with suppress(OSError), (folder / "run" / "ballast").open("wb") as file:
             while True:
@@ -435,10 +439,10 @@ def disks(chaos: Chaos):
     folder = chaos.new_folder()
     (folder / "run").mkdir()
     with small_disk(folder / "run", "ro"):
-        job = Job(folder)
+        job = chaos.job(folder=folder)
         said = "error: run.dir=run can't be written (Read-only file system)"
         row.add([] if job.end() and said in job.text else [job.text[-2000:]])
-    job = Job(folder)
+    job = chaos.job(folder=folder)
     job.wait_for("step     15")
     time.sleep(0.5)
     with small_disk(folder / "run" / "checkpoints", "ro"):
@@ -455,7 +459,7 @@ def hangs(chaos: Chaos, timeout: float = 5.0):
     for what in ("hangs in the loss", "is stopped by SIGSTOP"):
         row = Row(f"a rank that {what}: named, over in time")
         environ = {"HANG_AT": "30:1"} if "loss" in what else {}
-        job = Job(chaos.new_folder(), environ=environ, **{"run.timeout_seconds": timeout})
+        job = chaos.job(environ=environ, **{"run.timeout_seconds": timeout})
         job.wait_for("step     14")
         began = time.monotonic()
         if not environ:
@@ -476,16 +480,19 @@ def mishaps(chaos: Chaos):
     """A rank that raises, a loader worker killed, TensorBoard's folder removed."""
     row = Row("a batch that is not finite on one rank: skipped by all", tried=1)
     summary = json.loads((chaos.through() / "summary.json").read_text())
-    row.good = int(summary["skipped_steps"] > 0 and summary["skipped_steps"] + summary["applied_steps"] == 60)
+    row.good = int(
+        summary["skipped_steps"] > 0
+        and summary["skipped_steps"] + summary["applied_steps"] == chaos.words["train.steps"]
+    )
     yield row
     row = Row("a rank that raises: its error stands alone, and a restart goes on")
-    job = Job(chaos.new_folder(), restarts=1, environ={"RAISE_AT": "50:1"})
+    job = chaos.job(restarts=1, environ={"RAISE_AT": "50:1"})
     troubles = chaos.compare(job)
     said = job.text.count("rank 1: Traceback") == 1 and "rank 0: Traceback" not in job.text
     row.add(troubles + ([] if said else [job.text[-3000:]]))
     yield row
     row = Row("a loader worker killed: rank and worker named, the run goes on when started again")
-    job = Job(chaos.new_folder(), **{"data.workers": 2})
+    job = chaos.job(**{"data.workers": 2})
     job.wait_for("step     15")
     worker = job.loader_workers(1)[0]
     os.kill(worker, signal.SIGKILL)
@@ -495,7 +502,7 @@ def mishaps(chaos: Chaos):
     row.add(([] if said else [job.text[-3000:]]) + chaos.compare(again))
     yield row
     row = Row("TensorBoard's folder removed: the run goes on, and writes a new one")
-    job = Job(chaos.new_folder())
+    job = chaos.job()
     job.wait_for("step     15")
     shutil.rmtree(job.run / "tensorboard")
     troubles = chaos.compare(job)

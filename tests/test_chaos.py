@@ -5,7 +5,7 @@ import shutil
 
 import chaos
 import pytest
-from chaos import LAYOUTS, Chaos, Job, differences
+from chaos import LAYOUTS, Chaos, differences
 
 from dist_amp.checkpoint_files import all_checkpoints
 
@@ -14,10 +14,7 @@ SHORT = {"train.steps": 30, "eval.every": 10}
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    trials = Chaos(tmp_path_factory.mktemp("chaos"), seed=random.randrange(1000))
-    before, chaos.WORDS = chaos.WORDS, chaos.WORDS | SHORT
-    yield trials
-    chaos.WORDS = before
+    return Chaos(tmp_path_factory.mktemp("chaos"), random.randrange(1000), **SHORT)
 
 
 def all_good(rows):
@@ -47,7 +44,7 @@ def test_the_comparison_sees_one_bit(world, tmp_path):
     (other / "metrics.jsonl").write_text(text.replace('"train/grad_norm": ', '"train/grad_norm": 1', 1))
     assert [difference[:15] for difference in differences(one, other)] == ["line 0, step 1:"]
     (other / "metrics.jsonl").write_text(text)
-    job = Job(world.new_folder(), **LAYOUTS["ddp"], **{"optim.lr": 3.0001e-4})
+    job = world.job(**LAYOUTS["ddp"], **{"optim.lr": 3.0001e-4})
     assert job.end() == 0
     names = differences(one, job.run)
     assert "model.0.weight" in names
