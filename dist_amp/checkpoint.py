@@ -216,6 +216,7 @@ def _set_state(run: "Run", manifest: Manifest, state: dict[str, Any], same_world
     run.optimizer.bind_learning_rate()
     if "scaler" in state:
         run.precision.load_state_dict(state["scaler"])
+    run.parallel.expect(state["expected_weight"])
     run.step, run.data.position = manifest.step, manifest.samples
     run.metrics.resume(manifest.evaluation, manifest.evaluated_step, manifest.best, state["interval"], same_world)
     if same_world:
@@ -274,6 +275,7 @@ def _state(run: "Run") -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer["state"],  # its groups' settings come from the config
         "counters": run.optimizer.counters,
+        "expected_weight": run.parallel.last_weight,
         "scaler": run.precision.state_dict(),
         "ranks": {str(run.world.rank): own},
     }

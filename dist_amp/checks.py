@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from dist_amp.fused import local
 from dist_amp.metrics import LogRow
-from dist_amp.optim import learning_rate, local
+from dist_amp.optim import learning_rate
 from dist_amp.runtime import DataError, NumericsError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dist_amp.data import Padding
-from dist_amp.optim import local
+from dist_amp.fused import local
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.step import loss_of
 from dist_amp.task import Task

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dist_amp.checkpoint import as_it_was
 from dist_amp.config import ConfigError
-from dist_amp.optim import local
+from dist_amp.fused import local
 from dist_amp.run import Run
 from dist_amp.step import loss_of, total_weight
 
@@ -115,8 +115,7 @@ class Numerics:
     ) -> dict[Tensor, Tensor]:
         """Forward and backward of one micro-batch, leaving no trace: `look` at each parameter's gradient."""
         run = self.run
-        sharded = run.parallel.strategy in ("fsdp", "hsdp")
-        with as_it_was(run), run.parallel.gradient_sync(sharded):
+        with as_it_was(run), run.parallel.gradient_sync(run.parallel.sharded):
             with casting:
                 loss = loss_of(run.task, run.model, batch, run.world.device)
             backward(loss * factor)

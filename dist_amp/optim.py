@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_amp.config import Range
+from dist_amp.fused import FusedAdamW, FusedSGD, local
 from dist_amp.precision import Precision
 
 PositiveFloat = Annotated[float, Range(above=0)]
@@ -75,10 +76,10 @@ def build_torch_optimizer(model: nn.Module, config: OptimConfig, lr: Tensor | fl
     """The torch optimizer alone; put another one here, fused or with `optim.fused=false`."""
     groups = parameter_groups(model, config)
     if config.name == "adamw":
-        # The lists that torch's annotations want are stricter than what it takes.
-        return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=config.fused)
-    kind = FusedSGD if config.fused else torch.optim.SGD
-    return kind(groups, lr=lr, momentum=config.momentum)
+        adamw = FusedAdamW if config.fused else torch.optim.AdamW
+        return adamw(groups, lr=lr, betas=config.betas, eps=config.eps, fused=config.fused)
+    sgd = FusedSGD if config.fused else torch.optim.SGD
+    return sgd(groups, lr=lr, momentum=config.momentum)
 
 
 def make_state(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
@@ -96,35 +97,8 @@ def make_state(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             elif config.momentum:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-class FusedSGD(torch.optim.SGD):
-    """torch's fused SGD kernel on each rank's own shards: torch's own takes no learning rate on the device for them."""
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if p.grad is not None]
-            if not trained:
-                continue
-            buffers = [local(self.state[p]["momentum_buffer"]) for p in trained] if group["momentum"] else []
-            torch._fused_sgd_(
-                [local(p) for p in trained],
-                [local(p.grad) for p in trained],
-                buffers,
-                lr=group["lr"],
-                momentum=group["momentum"],
-                weight_decay=group["weight_decay"],
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=False,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-            )
+    if isinstance(optimizer, FusedAdamW | FusedSGD):
+        optimizer.bind()
 
 
 class Optimizer:
@@ -140,6 +114,14 @@ class Optimizer:
         self.device = device
         self.counters = torch.zeros(3, dtype=torch.int64, device=device)
         self.applied_steps, self.skipped_steps, self.skips_in_a_row = self.counters.unbind()
+        # Constants on the device: a number from the host costs each operation more than the operation itself.
+        self._infinity = torch.full((), math.inf, device=device)
+        self._found_inf = torch.zeros((), device=device)
+        self._if_applied, self._if_skipped, self._if_applied_kept = torch.tensor(
+            [[1, 0, 0], [0, 1, 1], [1, 1, 0]], device=device
+        ).unbind()
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_.
+        self._epsilon = torch.full((), 1e-6 / clip.limit, device=device)
         # The whole schedule as a table: its formula stays plain Python, and looking it up needs no host.
         rates = [learning_rate(config, step, total_steps) for step in range(total_steps + 1)]
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
@@ -149,34 +131,29 @@ class Optimizer:
         self.parameters = [p for group in self.torch_optimizer.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def apply(self, norm: Tensor, precision: Precision) -> Tensor:
+    def apply(self, norm: Tensor, divisor: Tensor, precision: Precision) -> Tensor:
         """Unscale, clip and step, or skip if `norm` is not finite; then clear the gradients.
 
         norm: the unscaled gradients' global norm, scalar float32, equal on every rank, hence so is the decision.
-        Returns whether the step was applied: scalar bool on the device.
+        divisor: what unscales them, scalar float32. Returns whether the step was applied: scalar bool on the device.
         """
-        norm = norm.to(self.device)  # elsewhere only under CPU offload
-        applied = norm.isfinite()
-        found_inf = 1.0 - applied.float()
+        norm, divisor = norm.to(self.device), divisor.to(self.device)  # elsewhere only under CPU offload
+        applied = norm < self._infinity  # and not nan
+        found_inf = torch.logical_not(applied, out=self._found_inf)
         torch.take(self._rates, self.applied_steps.clamp(max=len(self._rates) - 1), out=self.lr)
-        divisor = self._divisor(norm, precision.scale.to(self.device))
+        if self.clip.by == "norm":
+            # The excess of the norm over the limit. Source: Pascanu et al. 2013, arXiv:1211.5063.
+            divisor = torch.add(self._epsilon, norm, alpha=1 / self.clip.limit).clamp_(min=1).mul_(divisor)
         if self.config.fused:
             self._fused_step(divisor, found_inf)
         else:
             self._textbook_step(divisor, applied)
         precision.update(found_inf.to(precision.device))
-        self.applied_steps += applied
-        self.skipped_steps += ~applied
-        self.skips_in_a_row.add_(1).mul_(~applied)
-        self.torch_optimizer.zero_grad(set_to_none=True)
+        moved_on = torch.addcmul(self._if_applied, self.counters, self._if_applied_kept)
+        torch.where(applied, moved_on, self.counters + self._if_skipped, out=self.counters)
+        for parameter in self.parameters:
+            parameter.grad = None
         return applied
-
-    def _divisor(self, norm: Tensor, scale: Tensor) -> Tensor:
-        """What the gradients are divided by: the loss scale, and the excess of their norm over the limit."""
-        if self.clip.by != "norm":
-            return scale
-        # 1e-6 as in torch.nn.utils.clip_grad_norm_. Source: Pascanu et al. 2013, arXiv:1211.5063.
-        return scale * ((norm + 1e-6) / self.clip.limit).clamp(min=1)
 
     def _fused_step(self, divisor: Tensor, found_inf: Tensor) -> None:
         """One kernel divides, steps, and does nothing at all where `found_inf` is 1; no host read."""
@@ -209,8 +186,3 @@ class Optimizer:
         """Point the groups at the live learning rate again: loading a checkpoint gives them tensors of their own."""
         for group in self.torch_optimizer.param_groups:
             group["lr"] = self.lr if self.config.fused else float(self.lr)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; an ordinary tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

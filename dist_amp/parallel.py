@@ -4,6 +4,7 @@ The strategies differ only here. All divide the summed gradients by the number o
 by world_size / weight in every one of them, and the loop reads the same.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config import ConfigError, Range
-from dist_amp.optim import local
+from dist_amp.fused import local
 from dist_amp.precision import DTYPES, Precision, PrecisionConfig
 from dist_amp.runtime import DataError, World
 
@@ -49,6 +50,18 @@ class ParallelConfig:
     """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; costs a host read per step."""
 
 
+@dataclass(frozen=True)
+class Totals:
+    """What a step comes to over all ranks: scalars float32 on the device, the same on every rank."""
+
+    norm: Tensor
+    """Global L2 norm of the unscaled gradients. inf or nan if any gradient on any rank is not finite."""
+    weight: Tensor
+    """What the loss sum of all ranks is divided by."""
+    divisor: Tensor
+    """What the gradients, as they are, are divided by to be unscaled."""
+
+
 class Parallel:
     """A model laid out over the world.
 
@@ -75,6 +88,9 @@ class Parallel:
         self.state_device = state_device  # where parameters and moments live: the device, unless offloaded
         self.gradient_sync = sync  # gradient_sync(on): the context around a micro-batch's forward and backward
         self._unchecked = True
+        self.last_weight = torch.zeros((), device=world.device)  # the last step's total; 0 before the first
+        self._weight_is_known = False
+        self._infinity = torch.full((), math.inf, device=world.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]  # walking the modules costs 160 us
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -96,21 +112,56 @@ class Parallel:
     def zero(self) -> Tensor:
         return torch.zeros((), device=self.device)
 
-    @torch.no_grad()
-    def gradient_norm(self, precision: Precision) -> Tensor:
-        """Global L2 norm of the unscaled gradients: scalar float32 on the device, the same on every rank.
+    def expected_weight(self, own: Tensor) -> Tensor:
+        """What this step's total weight is taken for until `totals` knows it: the last step's, equal on every rank.
 
-        inf or nan if any gradient on any rank is not finite: one sum over the whole world carries the verdict, in DDP
-        too, where an inf that arises on one rank after the reduction would otherwise be known there alone.
+        own: this rank's, which is the total of one process. So a step begins without waiting for the other ranks, and
+        losses are of about the size that they are divided for, which keeps fp16 in its range.
         """
-        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if self.world_size == 1:
+            return own
+        if self._weight_is_known:
+            return self.last_weight
+        self._weight_is_known = True
+        total = self.sum(own)
+        return torch.where(total > 0, total, 1.0)
+
+    def expect(self, weight: Tensor) -> None:
+        """Go on from a checkpoint's `last_weight`, at whatever number of ranks; reads it."""
+        self.last_weight = weight.to(self.device)
+        self._weight_is_known = bool(weight > 0)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of every parameter."""
+        return self.strategy in ("fsdp", "hsdp")
+
+    @torch.no_grad()
+    def totals(self, own_weight: Tensor, expected: Tensor, precision: Precision) -> Totals:
+        """What the step comes to, by one sum over the world of two numbers: the squared norm and the weight.
+
+        The sum carries the verdict on inf and nan too, in DDP as well, where one that arises on one rank after the
+        reduction would otherwise be known there alone. expected: the weight that the losses were divided by.
+        """
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
         # DDP sends nothing on while a gradient is missing, in later steps too: each rank would apply its own.
         if self._unchecked or (self.strategy == "ddp" and len(gradients) < len(self._parameters)):
             self._unchecked = False
             self._check_all_have_gradients()
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        square = torch.stack(norms).square().sum().to(self.device)
-        return (self.sum(square) / self.replicas).sqrt() / precision.scale
+        if self.sharded:
+            gradients = [local(gradient) for gradient in gradients]
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).to(self.device)
+        square, weight = norms.dot(norms), own_weight
+        if self.world_size > 1:
+            sums = torch.stack((square, own_weight))
+            dist.all_reduce(sums)
+            square, weight = sums.unbind()
+            square = square / self.replicas
+        divisor = precision.scale * (weight / expected)
+        norm = square.sqrt() / divisor
+        # A step that counts for nothing, or for nan, tells nothing of the next.
+        self.last_weight = torch.where(norm * weight < self._infinity, weight, expected)
+        return Totals(norm, weight, divisor)
 
     def _check_all_have_gradients(self) -> None:
         """Errors: DataError for a parameter that the loss does not depend on."""

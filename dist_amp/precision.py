@@ -10,7 +10,8 @@ Exactly one of two casts: `torch.autocast` chooses per operation and keeps the s
 `MixedPrecisionPolicy` casts whole blocks as it gathers them, which also halves what travels.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -60,27 +61,26 @@ class PrecisionConfig:
 
 
 class Precision:
-    """Casts, scales the loss, and keeps the one scale; the decision to skip is made for the whole world in step.py."""
+    """Casts, and keeps the one loss scale; the decision to skip is made for the whole world in step.py.
+
+    `scale`: the loss scale, scalar float32 on the device; 1 unless in fp16. Read, never written, by others.
+    """
 
     def __init__(
-        self, config: PrecisionConfig, cast_by: Literal["autocast", "policy", "nothing"], device: torch.device
+        self,
+        config: PrecisionConfig,
+        cast_by: Literal["autocast", "policy", "nothing"],
+        device: torch.device,
+        sharded: bool = False,
     ):
         self.name = config.name
         self.dtype = DTYPES[config.name]
         self.cast_by = cast_by
+        self.sharded = sharded
         self.device = device
-        knobs = config.scaler
-        self._scaler = torch.amp.GradScaler(
-            device.type,
-            init_scale=knobs.init_scale,
-            growth_factor=knobs.growth_factor,
-            backoff_factor=knobs.backoff_factor,
-            growth_interval=knobs.growth_interval,
-            enabled=self.name == "fp16",
-        )
-        self._one = torch.ones((), device=device)
-        if self.scales:  # torch makes the scale at the first backward; it must be there to be saved and read before
-            self._scaler.scale(self._one)
+        self.scale = torch.full((), config.scaler.init_scale if self.scales else 1.0, device=device)
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)  # finite steps since it last moved
+        self._knobs = config.scaler
         # Kept and entered again and again: half a microsecond cheaper per micro-batch than building it anew.
         self._autocast: AbstractContextManager[Any] = nullcontext()
         if cast_by == "autocast":
@@ -89,12 +89,7 @@ class Precision:
     @property
     def scales(self) -> bool:
         """Whether the loss is scaled: in fp16 alone."""
-        return self._scaler.is_enabled()
-
-    @property
-    def scale(self) -> Tensor:
-        """The loss scale: scalar float32 on the device; 1 unless in fp16. Read, never written, by others."""
-        return self._scaler._scale if self.scales else self._one  # type: ignore[return-value]
+        return self.name == "fp16"
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward and loss; does nothing where a policy or nothing casts."""
@@ -102,21 +97,45 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of the scaled loss."""
-        self._scaler.scale(loss).backward()
+        (loss * self.scale).backward()
 
+    @contextmanager
+    def weights_cast_once(self) -> Iterator[None]:
+        """Inside, autocast casts each weight at its first use alone, and not again for every micro-batch.
+
+        Its cache is kept while the nesting is above zero; the weights must not change meanwhile. Autocast itself stays
+        off outside of `autocast()`, for backward above all. Of sharded weights it would hold whole copies: not there.
+        """
+        if self.cast_by != "autocast" or self.sharded:
+            yield
+            return
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+    @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """Move the scale, once per step: back off if `found_inf` (scalar float32, 0 or 1, equal on all ranks)."""
+        """Move the scale, once per step: back off if `found_inf` (scalar float32, 0 or 1, equal on all ranks).
+
+        By torch.amp.GradScaler's own kernel. The rest of that class asks each rank's gradients alone, and where.
+        """
         if self.scales:
-            # What GradScaler.unscale_ would have noted from this rank's gradients alone; ours holds for the world.
-            self._scaler._per_optimizer_states[0]["found_inf_per_device"] = {self.device: found_inf}
-            self._scaler.update()
+            knobs = self._knobs
+            torch._amp_update_scale_(
+                self.scale,
+                self._growth_tracker,
+                found_inf,
+                knobs.growth_factor,
+                knobs.backoff_factor,
+                knobs.growth_interval,
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The scale and the finite steps since it last moved: device tensors, empty unless in fp16."""
-        if not self.scales:
-            return {}
-        assert self._scaler._growth_tracker is not None
-        return {"scale": self.scale, "growth_tracker": self._scaler._growth_tracker}
+        return {"scale": self.scale, "growth_tracker": self._growth_tracker} if self.scales else {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -144,7 +163,7 @@ def build_precision(config: PrecisionConfig, sharded: bool, world: World) -> Pre
     if not config.use_amp:
         return Precision(config, "nothing", world.device)
     by_policy = config.cast_by == "policy" or (config.cast_by == "auto" and sharded)
-    return Precision(config, "policy" if by_policy else "autocast", world.device)
+    return Precision(config, "policy" if by_policy else "autocast", world.device, sharded)
 
 
 def set_tf32(on: bool) -> None:

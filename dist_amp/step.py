@@ -80,20 +80,23 @@ def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
 
     Every rank calls it with equally many micro-batches; `Padding` counts for nothing.
     """
-    # A mean of means is biased when masks or tails are uneven: normalise once, by what counts on all ranks.
-    weight = run.parallel.sum(total_weight(run.task, micro_batches, run.world.device))
+    # A mean of means is biased when masks or tails are uneven: normalise once, by what counts on all ranks. That is
+    # known only when the gradients are; the small difference to what was expected is divided out with the loss scale.
+    own_weight = total_weight(run.task, micro_batches, run.world.device)
+    expected = run.parallel.expected_weight(own_weight)
     # The strategies average gradients over ranks; the factor world_size makes that a sum.
-    share = run.parallel.world_size / weight
-    loss_sum = run.parallel.zero()
-    for is_last, batch in mark_last(micro_batches):
-        with run.parallel.gradient_sync(is_last):
-            with run.precision.autocast():
-                loss = loss_of(run.task, run.model, batch, run.world.device)
-            run.precision.backward(loss * share)
-        loss_sum += loss.detach()
-    norm = run.parallel.gradient_norm(run.precision)
-    applied = run.optimizer.apply(norm, run.precision)
-    return StepReport(loss_sum, weight, norm, applied)
+    factor = run.precision.scale * run.parallel.world_size / expected
+    losses = []
+    with run.precision.weights_cast_once():
+        for is_last, batch in mark_last(micro_batches):
+            with run.parallel.gradient_sync(is_last):
+                with run.precision.autocast():
+                    loss = loss_of(run.task, run.model, batch, run.world.device)
+                (loss * factor).backward()
+            losses.append(loss.detach())
+    totals = run.parallel.totals(own_weight, expected, run.precision)
+    applied = run.optimizer.apply(totals.norm, totals.divisor, run.precision)
+    return StepReport(torch.stack(losses).sum(), totals.weight, totals.norm, applied)
 
 
 def evaluate(run: "Run", stop: Callable[[], bool] | None = None) -> dict[str, float]:

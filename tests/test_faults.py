@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from dist_amp.checks import Tripwires, scale_follows_the_counts
 from dist_amp.config import Failure
 from dist_amp.data import Padding
+from dist_amp.fused import local
 from dist_amp.metrics import StepReport
-from dist_amp.optim import Optimizer, local
+from dist_amp.optim import Optimizer
 from dist_amp.runtime import NumericsError, World
 from dist_amp.step import loss_of, mark_last, total_weight, train_step
 
@@ -26,7 +27,8 @@ from dist_amp.step import loss_of, mark_last, total_weight, train_step
 def loop(run, micro_batches, share=None, backward=None, before_apply=None):
     """A copy of train_step, with the places in which a fault is planted."""
     task, device, parallel = run.task, run.world.device, run.parallel
-    weight = parallel.sum(total_weight(task, micro_batches, device))
+    own_weight = total_weight(task, micro_batches, device)
+    weight = parallel.sum(own_weight)
     loss_sum = parallel.zero()
     for is_last, batch in mark_last(micro_batches):
         factor = parallel.world_size / weight if share is None else share(run, micro_batches, batch, weight)
@@ -40,8 +42,8 @@ def loop(run, micro_batches, share=None, backward=None, before_apply=None):
         loss_sum += loss.detach()
     if before_apply is not None:
         before_apply(run)
-    norm = parallel.gradient_norm(run.precision)
-    return StepReport(loss_sum, weight, norm, run.optimizer.apply(norm, run.precision))
+    totals = parallel.totals(own_weight, weight, run.precision)
+    return StepReport(loss_sum, weight, totals.norm, run.optimizer.apply(totals.norm, totals.divisor, run.precision))
 
 
 def weight_of(task, batch):
@@ -71,7 +73,8 @@ def local_normalisation(run, micro_batches):
 def clip_before_unscale(run, micro_batches):
     def clip(run):
         # The limit is meant for gradients that the loss scale has been taken out of; so are the parameters' own norms.
-        norm = run.parallel.gradient_norm(run.precision) * run.precision.scale
+        one = torch.ones(())
+        norm = run.parallel.totals(one, one * run.world.world_size, run.precision).norm * run.precision.scale
         for p in run.optimizer.parameters:
             local(p.grad).mul_((run.config.train.max_grad_norm / norm).clamp(max=1))
 

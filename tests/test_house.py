@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "dist_amp"
 # What is on the disk, and which checkpoint may be resumed from: the core stands on them, but need not be read with it.
 FILES = {"checkpoint_files", "checkpoint_writing", "resume", "metrics_files"}
 FLOORS = {
-    1: {"config", "runtime", "rendezvous", "precision", "optim", "task"},
+    1: {"config", "runtime", "rendezvous", "precision", "fused", "optim", "task"},
     2: {"parallel", "data", "metrics", "checkpoint", *FILES},
     3: {"step"},
     4: {"run"},

@@ -230,12 +230,18 @@ def test_an_infinite_mask_that_goes_no_further_is_not_to_blame(tmp_path):
     assert [(fault.phase, fault.module) for fault in faults] == [("loss", "the task's loss_sum")]
 
 
-def test_an_infinite_gradient_that_becomes_zero_is_not_to_blame(tmp_path):
-    def overflowing_norm(run):
-        norm = run.parallel.gradient_norm
-        run.parallel.gradient_norm = lambda precision: norm(precision) * torch.inf
+def infinite_norm(run):
+    totals = run.parallel.totals
 
-    faults, said = replayed(World(), Made("HarmlessRoot"), [*FP32, *IN_ORDER], str(tmp_path), 1, overflowing_norm)
+    def infinite(*args):
+        found = totals(*args)
+        return replace(found, norm=found.norm * torch.inf)
+
+    run.parallel.totals = infinite
+
+
+def test_an_infinite_gradient_that_becomes_zero_is_not_to_blame(tmp_path):
+    faults, said = replayed(World(), Made("HarmlessRoot"), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_norm)
     assert faults == []
     assert "replayed it is finite" in said[0]
 
@@ -247,7 +253,7 @@ def test_a_loss_that_is_infinite_while_the_outputs_are_finite_is_the_tasks(tmp_p
 
 
 def nan_in_the_last_parameter(run):
-    from dist_amp.optim import local
+    from dist_amp.fused import local
 
     part = local(run.optimizer.parameters[0])
     if run.world.rank == run.world.world_size - 1:
@@ -280,11 +286,7 @@ def test_activations_beyond_fp16_are_reported(tmp_path):
 
 
 def test_what_does_not_recur_is_said_in_one_line_with_the_way_to_catch_it(tmp_path):
-    def once(run):
-        norm = run.parallel.gradient_norm
-        run.parallel.gradient_norm = lambda precision: norm(precision) * torch.inf
-
-    _, said = replayed(World(), Tiny(), [*FP32, *IN_ORDER], str(tmp_path), 1, once)
+    _, said = replayed(World(), Tiny(), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_norm)
     assert len(said) == 1
     assert "step 1 was skipped, but replayed it is finite" in said[0]
     assert said[0].endswith("debug.nonfinite=step looks with the parameters as they were")

@@ -54,14 +54,14 @@ def one_rank_spoils_its_gradient_after_the_reduction(world):
     run = make_run(
         world, Tiny(), "--parallel.strategy", "ddp", "--precision.dtype", "fp16", "--train.micro_batch_size", 2
     )
-    step_gradients = run.parallel.gradient_norm
+    totals = run.parallel.totals
 
-    def spoilt(precision):
+    def spoilt(*args):
         if world.rank == 1:
             run.optimizer.parameters[0].grad[0] = math.inf
-        return step_gradients(precision)
+        return totals(*args)
 
-    run.parallel.gradient_norm = spoilt
+    run.parallel.totals = spoilt
     report = take_steps(run, 1)[0]
     return report.applied.item(), run.precision.scale.item()
 
@@ -121,7 +121,7 @@ def folded_against_torch(world, strategy, clip_by):
     config = theirs.config.optim
     optimizer = torch.optim.AdamW(theirs.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=0)
 
-    def textbook_apply(norm, precision):
+    def textbook_apply(norm, divisor, precision):
         scaler.unscale_(optimizer)
         if clip_by == "norm":
             torch.nn.utils.clip_grad_norm_(theirs.model.parameters(), 0.05)
@@ -134,7 +134,7 @@ def folded_against_torch(world, strategy, clip_by):
 
     scaler.scale(torch.zeros(()))  # makes its scale
     theirs.optimizer.apply = textbook_apply
-    theirs.precision._scaler = scaler
+    theirs.precision.scale = scaler._scale
     for group in ours.optimizer.torch_optimizer.param_groups:
         group["weight_decay"] = 0.0
     take_steps(ours, 5)

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dist_amp import checks
 from dist_amp.checkpoint import CheckpointConfig
 from dist_amp.data import build_batches, deal
-from dist_amp.optim import learning_rate, local
+from dist_amp.fused import local
+from dist_amp.optim import learning_rate
 from dist_amp.parallel import ParallelConfig, Strategy
 from dist_amp.precision import ScalerConfig
 from dist_amp.proof.reference import STEPS, Exam, State, Values, difference, gradients_of, largest, relative_error
@@ -134,13 +135,13 @@ def capture(run: Run) -> list[State]:
     captured: list[State] = []
     apply = run.optimizer.apply
 
-    def watched(norm: Tensor, precision: Any) -> Tensor:
+    def watched(norm: Tensor, divisor: Tensor, precision: Any) -> Tensor:
         trained = {name: p for name, p in run.parallel.module.named_parameters() if p.requires_grad}
-        gradients = {name: whole(p.grad).float() / precision.scale for name, p in trained.items() if p.grad is not None}
+        gradients = {name: whole(p.grad).float() / divisor for name, p in trained.items() if p.grad is not None}
         parameters = {name: whole(p) for name, p in trained.items()}
         if run.world.is_main:
             captured.append(State(parameters, gradients))
-        return apply(norm, precision)
+        return apply(norm, divisor, precision)
 
     run.optimizer.apply = watched  # type: ignore[method-assign]
     return captured
