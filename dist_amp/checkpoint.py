@@ -67,7 +67,7 @@ def take(run: "Run", copy: bool) -> Snapshot:
     """The state of the run now; every rank calls it. copy: into the host's memory, so that training may go on."""
     state = _state(run)
     state["model"] |= run.parallel.averaged_statistics()
-    state["interval"] = run.parallel.gather(run.metrics.interval)
+    state["interval"] = run.world.gather(run.metrics.interval)
     state = _my_share(state, run.world)
     if copy:
         state = FileSystemWriter(run.folder).stage(state)

@@ -149,7 +149,7 @@ def ranks_read_different_samples(run: "Run", samples: list[Tensor]) -> None:
     """Errors: DataError where two ranks were fed the same in every step, and chance can't have done it."""
     if not samples or run.world.world_size == 1:
         return
-    rows = run.parallel.gather(torch.stack(samples)).tolist()
+    rows = run.world.gather(torch.stack(samples)).tolist()
     kinds, pairs = len({value for row in rows for value in row}), math.comb(len(rows), 2)
     by_chance = pairs * float(kinds) ** -len(samples)  # small data, or a label alone, are alike now and then
     pair = _equal_pair([str(row) for row in rows])
@@ -261,7 +261,7 @@ def _differing(run: "Run", kind: str, tensors: Mapping[str, Tensor], group: dist
     if not apart.any():
         return ""
     index = int(apart.nonzero()[0])
-    ranks = run.parallel.gather(mine[index]).tolist()
+    ranks = run.world.gather(mine[index]).tolist()
     peers = dist.get_process_group_ranks(group) if group is not None else range(run.world.world_size)
     other = next((rank for rank in peers if ranks[rank] != ranks[peers[0]]), None)
     texts = run.world.gather_texts("" if other is None else f"ranks {peers[0]} and {other}")

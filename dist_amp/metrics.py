@@ -23,7 +23,6 @@ from dist_amp.config import Range
 from dist_amp.data import Batches
 from dist_amp.metrics_files import Board, Lines
 from dist_amp.optim import Optimizer
-from dist_amp.parallel import Parallel
 from dist_amp.precision import Precision
 from dist_amp.runtime import World
 
@@ -34,7 +33,8 @@ MAX_RANK_FOLDERS = 64
 @dataclass(frozen=True)
 class MetricsConfig:
     log_every: Annotated[int, Range(low=1)] = 10
-    """Steps between two lines of figures; the device is read then, and at no other time."""
+    """Steps between two lines of figures. The device is read for them alone, and a step later, when it has long had
+    the next one to work on."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StepReport:
     applied: Tensor  # bool; False: skipped, because the norm was not finite
 
 
-# A rank's row of figures, in this order. The first four are the world's where they say so.
+# A rank's row of figures, in this order: those that the device keeps, then the host's.
 RANK_FIGURES = (
     "loss_sum", "weight_sum", "least_weight", "grad_norm", "lr", "loss_scale", "applied_steps", "skipped_steps",
     "skips_in_a_row", "seconds", "steps", "items", "tokens", "data_wait_seconds", "peak_bytes", "allocated_bytes",
@@ -117,10 +117,57 @@ class LogRow:
         return tags
 
 
+class Clock:
+    """Time that the device spends, as a stopwatch: on a GPU by events in its stream, which nobody waits for."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._since: Any = self._now()
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def pause(self) -> None:
+        self._spans.append((self._since, self._now()))
+
+    def go_on(self) -> None:
+        self._since = self._now()
+
+    def lap(self) -> list[tuple[Any, Any]]:
+        """The spans since the last lap, for `seconds` once the device has reached their ends."""
+        self.pause()
+        spans, self._spans = self._spans, []
+        self._since = spans[-1][1]
+        return spans
+
+    def seconds(self, spans: list[tuple[Any, Any]]) -> float:
+        if self._on_gpu:
+            return sum(begin.elapsed_time(end) for begin, end in spans) / 1000
+        return float(sum(end - begin for begin, end in spans))
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A log step's figures on their way to the host."""
+
+    step: int
+    on_device: Tensor
+    """[9] float64 in the host's memory, valid once `arrived` says so."""
+    arrived: torch.cuda.Event | None
+    spans: list[tuple[Any, Any]]
+    on_host: tuple[float, ...]
+
+
 class Metrics:
     """Collects step reports; writes console lines, metrics.jsonl and TensorBoard at log steps.
 
-    Nothing is written before `open`: a notebook that steps a run by hand leaves no files behind.
+    A log step's figures are begun (`begin`) and read a step later (`read`), or at once (`log`). Nothing is written
+    before `open`: a notebook that steps a run by hand leaves no files behind.
     """
 
     def __init__(self, config: MetricsConfig, world: World):
@@ -136,7 +183,8 @@ class Metrics:
         self._steps = 0
         self._totals: list[Counter[str]] = [Counter() for _ in range(world.world_size)]  # per rank, over the run
         self._hosts = world.gather_texts(platform.node())
-        self._started = time.perf_counter()
+        self._begun: Begun | None = None
+        self._clock = Clock(world.device)
         self._lines: Lines | None = None
         self._board: Board | None = None
 
@@ -150,7 +198,7 @@ class Metrics:
             self._board = Board(folder / "tensorboard" / f"rank{self.world.rank:05d}", first_step + 1)
             if self.world.is_main:
                 self._board.write(lambda writer: writer.add_text("config", f"```toml\n{config_text}\n```"))
-        self._started = time.perf_counter()
+        self._clock = Clock(self.world.device)
 
     @property
     def interval(self) -> Tensor:
@@ -184,33 +232,46 @@ class Metrics:
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
         """Leave what happens inside (evaluation, saving) out of the throughput."""
-        self.world.wait_for_device()
-        paused = time.perf_counter()
+        self._clock.pause()
         yield
-        self._started += time.perf_counter() - paused
+        self._clock.go_on()
 
-    def log(self, step: int, parallel: Parallel, optimizer: Optimizer, precision: Precision, data: Batches) -> LogRow:
-        """Gather the interval's figures of all ranks, read them, write them; every rank calls it at the same step."""
-        self.world.wait_for_device()  # the steps that it counts are to lie inside the interval
-        now = time.perf_counter()
-        peak, allocated = memory_bytes(self.world.device)
-        on_host = (now - self._started, self._steps, data.items, data.tokens, data.wait_seconds, peak, allocated)
+    def begin(self, step: int, optimizer: Optimizer, precision: Precision, data: Batches) -> None:
+        """Begin to copy the interval's figures to the host; waits for nothing. Every rank calls it at the same step."""
         on_device = (self._least_weight, self._norm, optimizer.lr, precision.scale, *optimizer.counters)
-        device = self.world.device
-        row = torch.cat([
-            self._sums,
-            torch.stack([value.to(device, torch.float64) for value in on_device]),
-            torch.tensor(on_host, dtype=torch.float64).to(device, non_blocking=True),
-        ])  # fmt: skip
-        figures = parallel.gather(row).tolist()  # the one read
-        self.last = LogRow(step, [dict(zip(RANK_FIGURES, values, strict=True)) for values in figures])
-        for total, rank in zip(self._totals, self.last.ranks, strict=True):
-            total.update({name: rank[name] for name in ("items", "tokens", "seconds")})
+        stacked = torch.stack([value.to(self.world.device, torch.float64) for value in on_device])
+        figures, arrived = torch.cat([self._sums, stacked]), None
+        if self.world.device.type == "cuda":
+            copy = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+            figures, arrived = copy.copy_(figures, non_blocking=True), torch.cuda.Event()
+            arrived.record()
+        on_host = (self._steps, data.items, data.tokens, data.wait_seconds, *memory_bytes(self.world.device))
+        self._begun = Begun(step, figures, arrived, self._clock.lap(), on_host)
         self._sums.zero_()
         self._least_weight = torch.full_like(self._least_weight, math.inf)
-        self._steps, self._started = 0, now
+        self._steps = 0
         data.items, data.tokens, data.wait_seconds = 0, 0, 0.0
+
+    def read(self) -> LogRow | None:
+        """The figures that were begun, of all ranks; None if there are none. Every rank calls it at the same step."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        if begun.arrived is not None:
+            begun.arrived.synchronize()
+        on_host = begun.on_device.new_tensor((self._clock.seconds(begun.spans), *begun.on_host))
+        figures = self.world.gather(torch.cat([begun.on_device, on_host])).tolist()  # the one read
+        self.last = LogRow(begun.step, [dict(zip(RANK_FIGURES, values, strict=True)) for values in figures])
+        for total, rank in zip(self._totals, self.last.ranks, strict=True):
+            total.update({name: rank[name] for name in ("items", "tokens", "seconds")})
         return self.last
+
+    def log(self, step: int, optimizer: Optimizer, precision: Precision, data: Batches) -> LogRow:
+        """The figures of the interval up to now, of all ranks, read at once."""
+        self.begin(step, optimizer, precision, data)
+        row = self.read()
+        assert row is not None
+        return row
 
     def write(self, row: LogRow, last_step: int) -> None:
         """The row to TensorBoard, metrics.jsonl and the console."""

@@ -101,14 +101,6 @@ class Parallel:
         dist.all_reduce(total)
         return total
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """[n] on each rank -> [world_size, n] on every rank."""
-        rows = tensor.new_empty(self.world_size, *tensor.shape)
-        if self.world_size == 1:
-            return rows.copy_(tensor)
-        dist.all_gather(list(rows.unbind()), tensor)
-        return rows
-
     def zero(self) -> Tensor:
         return torch.zeros((), device=self.device)
 

@@ -74,7 +74,8 @@ class Provenance:
 
     def look(self, row: LogRow) -> None:
         """At a log step: if steps were skipped since the last one, replay the first. Every rank calls it."""
-        notes, self._notes = self._notes, []
+        notes = [note for note in self._notes if note[0] <= row.step]
+        self._notes = self._notes[len(notes) :]
         more = row["skipped_steps"] > self._skipped
         self._skipped = int(row["skipped_steps"])
         if not more or not notes:

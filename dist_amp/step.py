@@ -43,6 +43,9 @@ class TrainConfig:
     """The limit of clip_by=value."""
     max_skips_in_a_row: Count = 50
     """End the run when so many steps in a row were skipped; looked at every metrics.log_every steps."""
+    gc_every: Count | Literal["off"] = 50
+    """Steps between Python's collections of garbage, on all ranks at once; off: whenever Python likes, which holds up
+    the other ranks for each rank's."""
 
 
 @dataclass(frozen=True)

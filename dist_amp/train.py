@@ -35,6 +35,7 @@ from dist_amp.runtime import (
     in_one_line,
     report_failure,
     run_folder,
+    scheduled_garbage,
     start,
 )
 from dist_amp.step import evaluate, train_step
@@ -63,11 +64,21 @@ def train(run: Run, stop: AgreedStop) -> str:
         return run.validation is not None and due(config.eval.every) and run.metrics.evaluated_step < run.step
 
     tripwires, provenance, numerics = Tripwires(run), Provenance(run), Numerics(run)
-    with Saver(run) as saver:
+    with Saver(run) as saver, scheduled_garbage(config.train.gc_every) as collect_garbage:
 
         def save(wait: bool) -> None:
             with run.metrics.off_the_clock():
                 saver.save(wait)
+
+        def look() -> None:
+            """Read, write and judge the figures that were begun at a log step."""
+            if (row := run.metrics.read()) is None:
+                return
+            run.metrics.write(row, last)
+            tripwires.look(row)  # first: what follows takes it that all ranks skipped the same steps
+            provenance.look(row)
+            stop_if_hopeless(row, config, provenance.where(row))
+            saver.look()
 
         stopping = stop.poll_now()  # a signal in the warm-up
         if not stopping and run.step and owes_evaluation():  # stopped in the midst of it
@@ -81,26 +92,20 @@ def train(run: Run, stop: AgreedStop) -> str:
             tripwires.after_step(micro_batches)
             provenance.after_step(report)
             stopping = stop.poll()
+            look()  # at the figures of the step before, if it was a log step
             if due(config.metrics.log_every):
-                row = log(run)
-                tripwires.look(row)  # first: what follows takes it that all ranks skipped the same steps
-                provenance.look(row)
-                stop_if_hopeless(row, config, provenance.where(row))
-                saver.look()
+                run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
+            saves = due(config.checkpoint.every)
+            if stopping or saves or owes_evaluation() or run.step == last:
+                look()  # what waits for the device anyway, or is to be kept, comes after it
             if not stopping and owes_evaluation():
                 stopping = hold_out()
-            if due(config.checkpoint.every) and not stopping:
+            if saves and not stopping:
                 save(wait=run.step == last)
+            collect_garbage(run.step)
         if stopping and config.checkpoint.every != "off":
             save(wait=True)
     return "preempted" if stopping else "completed"
-
-
-def log(run: Run) -> LogRow:
-    """Read the interval's figures and write them."""
-    row = run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data)
-    run.metrics.write(row, run.config.train.steps)
-    return row
 
 
 def stop_if_hopeless(row: LogRow, config: Config, first: str = "") -> None:

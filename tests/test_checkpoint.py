@@ -67,7 +67,7 @@ def logged_steps(run, steps):
         run.metrics.record(report)
         losses.append(report.loss_sum.item())
         if run.step % 3 == 0:
-            losses.append(run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data).loss)
+            losses.append(run.metrics.log(run.step, run.optimizer, run.precision, run.data).loss)
     return losses
 
 

@@ -280,8 +280,8 @@ def buffers_are_never_averaged(run):
 def schedule_steps_on_a_skip(run):
     apply = run.optimizer.apply
 
-    def moved(norm, precision):
-        applied = apply(norm, precision)
+    def moved(*args):
+        applied = apply(*args)
         run.optimizer.applied_steps += ~applied
         return applied
 
@@ -291,10 +291,10 @@ def schedule_steps_on_a_skip(run):
 def schedule_follows_all_steps(run):
     apply = run.optimizer.apply
 
-    def moved(norm, precision):
+    def moved(*args):
         kept = run.optimizer.applied_steps.clone()
         run.optimizer.applied_steps.fill_(run.step)
-        applied = apply(norm, precision)
+        applied = apply(*args)
         run.optimizer.applied_steps.copy_(kept + applied)
         return applied
 
@@ -500,7 +500,7 @@ def test_a_buffer_that_is_there_on_one_rank_alone_is_named():
 
 def test_thousands_of_skips_are_followed_without_end_or_overflow():
     run = make_run(World(), Tiny(), "--precision.dtype", "fp16")
-    row = run.metrics.log(0, run.parallel, run.optimizer, run.precision, run.data)
+    row = run.metrics.log(0, run.optimizer, run.precision, run.data)
     ranks = [{**row.ranks[0], "skipped_steps": 5000, "applied_steps": 10_000_000, "loss_scale": 65536.0}]
     scale_follows_the_counts(run, replace(row, ranks=ranks), 65536.0, 0, 0)
     with pytest.raises(NumericsError, match="does not follow from 65536"):
@@ -534,7 +534,7 @@ def reads_of_tripwires(world):
     batches = [next(run.data) for _ in range(2)]
     for run.step in (1, 2):
         run.metrics.record(train_step(run, batches[run.step - 1]))
-        row = run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data)
+        row = run.metrics.log(run.step, run.optimizer, run.precision, run.data)
         with HostReads() as ordinary:
             tripwires.after_step(batches[run.step - 1])
         with HostReads() as logging:

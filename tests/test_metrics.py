@@ -8,11 +8,11 @@ import pytest
 import torch
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import NothingCounts, Overflow, Tiny, make_run, take_steps
+from tiny import NothingCounts, Overflow, Tiny, log, make_run, take_steps
 
 from dist_amp.runtime import DataError, NumericsError, World
 from dist_amp.step import evaluate
-from dist_amp.train import log, stop_if_hopeless
+from dist_amp.train import stop_if_hopeless
 
 EVERY_RANK = {
     "throughput/items_per_second",
@@ -160,7 +160,7 @@ def test_a_step_in_which_nothing_counts_is_named():
 def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
     run = make_run(World(), Tiny(), "--train.max_skips_in_a_row", 3)
     run.optimizer.counters[:] = torch.tensor([5, 4, 3])
-    row = run.metrics.log(8, run.parallel, run.optimizer, run.precision, run.data)
+    row = run.metrics.log(8, run.optimizer, run.precision, run.data)
     with pytest.raises(NumericsError, match=r"3 steps in a row .*max_skips_in_a_row=3; try a lower optim.lr") as error:
         stop_if_hopeless(row, run.config)
     assert error.value.exit_code == 70
@@ -171,7 +171,7 @@ def test_building_and_stepping_a_run_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(World(), Tiny(), "--run.dir", "auto")
     recorded_steps(run, 2)
-    run.metrics.log(2, run.parallel, run.optimizer, run.precision, run.data)
+    run.metrics.log(2, run.optimizer, run.precision, run.data)
     assert list(tmp_path.iterdir()) == []
 
 

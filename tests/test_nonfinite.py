@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, TESTS
 from ranks import on_ranks
 from test_step import HostReads
-from tiny import Overflow, Rows, Tiny, make_run, moments_of, parameters_of
+from tiny import Overflow, Rows, Tiny, log, make_run, moments_of, parameters_of
 from torch import nn
 
 from dist_amp.config import ConfigError
@@ -20,7 +20,6 @@ from dist_amp.proof.replay import replay_file
 from dist_amp.provenance import MAX_FILES, Provenance
 from dist_amp.runtime import DataError, World
 from dist_amp.step import train_step
-from dist_amp.train import log
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
 FP32 = ["--use_amp", "false"]
@@ -150,7 +149,7 @@ def replayed(world, task, words, folder, steps=1, spoil=None):
             run.step += 1
             run.metrics.record(report)
             watch.after_step(report)
-        watch.look(run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data))
+        watch.look(run.metrics.log(run.step, run.optimizer, run.precision, run.data))
     finally:
         object.__delattr__(run.world, "warn")
     return watch.faults, said
@@ -302,7 +301,7 @@ def ended(world, words):
         run.metrics.record(report)
         watch.after_step(report)
         if run.step % 2 == 0:
-            watch.look(run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data))
+            watch.look(run.metrics.log(run.step, run.optimizer, run.precision, run.data))
     buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
     state = [*parameters_of(run).values(), *moments_of(run), *buffers, torch.get_rng_state()]
     return len(watch.faults), run.data.position, state

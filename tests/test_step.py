@@ -246,7 +246,7 @@ def host_reads(world, words):
     with HostReads() as ordinary:
         run.metrics.record(train_step(run, batches))
     with HostReads() as logging:
-        run.metrics.log(3, run.parallel, run.optimizer, run.precision, run.data)
+        run.metrics.log(3, run.optimizer, run.precision, run.data)
     return ordinary.count, logging.count
 
 

@@ -135,6 +135,13 @@ def take_steps(run, steps):
     return reports
 
 
+def log(run):
+    """Read the interval's figures and write them, as the main job does at a log step."""
+    row = run.metrics.log(run.step, run.optimizer, run.precision, run.data)
+    run.metrics.write(row, run.config.train.steps)
+    return row
+
+
 def whole(tensor):
     """A parameter's full value as an ordinary tensor, whatever it was sharded over; every rank calls it."""
     tensor = tensor.detach()

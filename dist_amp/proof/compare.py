@@ -211,7 +211,7 @@ def scale_and_counts(run: Run) -> str:
         expected["the loss scale"] = (state["scale"], scale, "update() must run once per step")
         expected["the growth tracker"] = (state["growth_tracker"], left, "update() must run once per step")
     figures = torch.stack([value.double().to(run.world.device) for value, _, _ in expected.values()])
-    for rank, row in enumerate(run.parallel.gather(figures).tolist()):
+    for rank, row in enumerate(run.world.gather(figures).tolist()):
         for (name, (_, wanted, rule)), value in zip(expected.items(), row, strict=True):
             if not math.isclose(value, wanted, rel_tol=1e-6):
                 return (
