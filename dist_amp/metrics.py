@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class MetricsConfig:
     log_every: Annotated[int, Range(low=1)] = 10
     """Steps between two lines of figures. The device is read for them alone, and a step later, when it has long had
     the next one to work on."""
+    peak_flops: Annotated[float, Range(low=1e9)] | Literal["auto"] = "auto"
+    """Peak of one device in FLOP/s, as in 989e12, dense, in the dtype that is computed in; throughput/mfu is measured
+    against it. auto: from the table in peaks.py, on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class StepReport:
 RANK_FIGURES = (
     "loss_sum", "weight_sum", "least_weight", "grad_norm", "lr", "loss_scale", "applied_steps", "skipped_steps",
     "skips_in_a_row", "seconds", "steps", "items", "tokens", "data_wait_seconds", "peak_bytes", "allocated_bytes",
+    "item_seconds_at_peak",
 )  # fmt: skip
 
 
@@ -77,6 +81,10 @@ class LogRow:
     def per_second(self, name: str, rank: int) -> float:
         return self.ranks[rank][name] / max(self.ranks[rank]["seconds"], 1e-9)
 
+    def mfu(self, rank: int) -> float:
+        """Model FLOPs utilisation, 1 at the device's peak; 0 where it is not known. See peaks.py."""
+        return self.per_second("items", rank) * self.ranks[rank]["item_seconds_at_peak"]
+
     def of_rank(self, rank: int) -> dict[str, float]:
         """The tags that every rank writes."""
         row = self.ranks[rank]
@@ -90,6 +98,8 @@ class LogRow:
         }
         if self.total("tokens"):
             tags["throughput/tokens_per_second"] = self.per_second("tokens", rank)
+        if row["item_seconds_at_peak"]:
+            tags["throughput/mfu"] = self.mfu(rank)
         return tags
 
     def of_world(self) -> dict[str, float]:
@@ -176,6 +186,7 @@ class Metrics:
         self.last: LogRow | None = None
         self.evaluation: dict[str, float] = {}  # the newest
         self.evaluated_step = 0
+        self.item_seconds_at_peak = 0.0  # peaks.py knows; constant over a run
         self.best: dict[str, float] = {}  # the lowest held-out loss, with its step
         self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # loss, weight
         self._least_weight = torch.full((), math.inf, device=world.device)
@@ -245,7 +256,8 @@ class Metrics:
             copy = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
             figures, arrived = copy.copy_(figures, non_blocking=True), torch.cuda.Event()
             arrived.record()
-        on_host = (self._steps, data.items, data.tokens, data.wait_seconds, *memory_bytes(self.world.device))
+        memory = memory_bytes(self.world.device)
+        on_host = (self._steps, data.items, data.tokens, data.wait_seconds, *memory, self.item_seconds_at_peak)
         self._begun = Begun(step, figures, arrived, self._clock.lap(), on_host)
         self._sums.zero_()
         self._least_weight = torch.full_like(self._least_weight, math.inf)
@@ -322,9 +334,13 @@ class Metrics:
         return self._lines.last if self._lines is not None else {}
 
     def rank_table(self) -> list[dict[str, Any]]:
-        """Per rank: host, peak memory, and throughput since the start or resume, evaluation and saving left out."""
+        """Per rank: host, peak memory, and throughput since the start or resume, evaluation and saving left out.
+
+        With `mfu` where it is known.
+        """
         if self.last is None:
-            return [
+            logged = self.logged.get("ranks", [])
+            table = [
                 {
                     "rank": rank,
                     "host": self._hosts[rank] if rank < len(self._hosts) else "",
@@ -332,18 +348,22 @@ class Metrics:
                     "items_per_second": tags["throughput/items_per_second"],
                     "tokens_per_second": tags.get("throughput/tokens_per_second", 0.0),
                 }
-                for rank, tags in enumerate(self.logged.get("ranks", []))
+                for rank, tags in enumerate(logged)
             ]
-        return [
-            {
-                "rank": rank,
-                "host": self._hosts[rank],
-                "peak_memory_bytes": int(self.last.ranks[rank]["peak_bytes"]),
-                "items_per_second": total["items"] / max(total["seconds"], 1e-9),
-                "tokens_per_second": total["tokens"] / max(total["seconds"], 1e-9),
-            }
-            for rank, total in enumerate(self._totals)
-        ]
+            mfu = [tags.get("throughput/mfu", 0.0) for tags in logged]
+        else:
+            table = [
+                {
+                    "rank": rank,
+                    "host": self._hosts[rank],
+                    "peak_memory_bytes": int(self.last.ranks[rank]["peak_bytes"]),
+                    "items_per_second": total["items"] / max(total["seconds"], 1e-9),
+                    "tokens_per_second": total["tokens"] / max(total["seconds"], 1e-9),
+                }
+                for rank, total in enumerate(self._totals)
+            ]
+            mfu = [row["items_per_second"] * self.last.ranks[row["rank"]]["item_seconds_at_peak"] for row in table]
+        return [row | ({"mfu": share} if share else {}) for row, share in zip(table, mfu, strict=True)]
 
     def close(self) -> None:
         if self._board is not None:
@@ -395,6 +415,8 @@ def console_line(row: LogRow, last_step: int) -> str:
     ]
     if row.total("tokens"):
         parts.append(f"tokens/s {sum(row.per_second('tokens', rank) for rank in ranks):,.0f}")
+    if all(rank["item_seconds_at_peak"] for rank in row.ranks):
+        parts.append(f"mfu {100 * sum(map(row.mfu, ranks)) / len(ranks):.3g} %")
     parts.append(f"peak {max(rank['peak_bytes'] for rank in row.ranks) / 2**20:,.0f} MiB")
     if row["loss_scale"] != 1:
         parts.append(f"scale {row['loss_scale']:g}")

@@ -23,6 +23,7 @@ from dist_amp.guards import check_free_space, check_restarts, die_with_torchrun,
 from dist_amp.metrics import LogRow
 from dist_amp.metrics_files import plain_json
 from dist_amp.numerics import Numerics
+from dist_amp.peaks import item_seconds_at_peak
 from dist_amp.provenance import Provenance
 from dist_amp.run import Config, Run, build_run, load_config, show_help, to_toml
 from dist_amp.runtime import (
@@ -219,6 +220,7 @@ def run_to_the_end(run: Run, stop: AgreedStop) -> int:
         )
         return 0
     introduce(run)
+    run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
     check_free_space(run)
     if run.world.is_main:
         for path in set_aside_after(run.folder, run.step):
@@ -298,6 +300,8 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
             "evaluation": run.metrics.evaluation,
             "best_evaluation": run.metrics.best,
         }
+        if ranks and all("mfu" in rank for rank in ranks):
+            summary["mfu"] = sum(rank["mfu"] for rank in ranks) / len(ranks)
         if logged:
             summary |= {
                 "applied_steps": int(logged["step"] - logged["amp/skipped_steps"]),
@@ -313,11 +317,15 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
 
 def closing_table(summary: dict[str, Any], folder: Path) -> str:
     """Each rank's throughput and memory, and where the rest is."""
-    lines = [f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10} {'tokens/s':>12}"]
+    with_mfu = "mfu" in summary
+    lines = [
+        f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10} {'tokens/s':>12}" + f"{'mfu':>11}" * with_mfu
+    ]
     for rank in summary["ranks"]:
         lines.append(
             f"{rank['rank']:>4}  {rank['host']:<20} {rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB "
             f"{rank['items_per_second']:>10,.1f} {rank['tokens_per_second']:>12,.0f}"
+            + (f" {100 * rank['mfu']:>8.3g} %" if with_mfu else "")
         )
     held_out = "".join(f", held-out {name} {value:.4f}" for name, value in summary["evaluation"].items())
     done = f"{summary['steps']} steps"

@@ -448,8 +448,9 @@ def disks(chaos: Chaos):
     with small_disk(folder / "run" / "checkpoints", "ro"):
         status = job.end()
         said = "could not be written: rank 0: Read-only file system" in job.text and "rank 0: Traceback" not in job.text
+    newest = int(all_checkpoints(job.run)[-1].name.removeprefix("step_"))  # of before it turned read-only
     again = chaos.finish(job)
-    resumed = "resumed from step 10" in again.text
+    resumed = 0 < newest < chaos.words["train.steps"] and f"resumed from step {newest}\n" in again.text
     row.add(([] if status and said and resumed else [job.text[-2000:]]) + chaos.compare(again))
     yield row
 

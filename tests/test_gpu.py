@@ -8,13 +8,16 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, TESTS
+from test_peaks import Counted
 from tiny import Tiny, make_run, parameters_of, take_steps
 
 from dist_amp.checkpoint import Saver
 from dist_amp.checks import Tripwires
+from dist_amp.peaks import item_seconds_at_peak
 from dist_amp.provenance import Provenance
 from dist_amp.runtime import RunConfig, World, locate
 from dist_amp.step import train_step
+from dist_amp.train import log
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -99,6 +102,16 @@ def test_tripwires_wait_for_the_device_only_at_their_checks():
             tripwires.after_step(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_mfu_is_measured_where_the_peak_of_the_gpu_is_known():
+    run = make_run(gpu(), Counted())
+    run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
+    if not run.metrics.item_seconds_at_peak:
+        pytest.skip(f"{torch.cuda.get_device_name()} is not in the table of peaks")
+    for report in take_steps(run, 3):
+        run.metrics.record(report)
+    assert 0 < log(run).of_rank(0)["throughput/mfu"] < 1
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -1,0 +1,281 @@
+"""MFU is the model's own arithmetic over the device's peak, where both are known; else it isn't shown at all."""
+
+import json
+import math
+
+import numpy
+import pytest
+import torch
+from ranks import on_ranks
+from test_metrics import recorded_steps, scalars
+from tiny import Tiny, log, make_run
+
+from dist_amp import peaks
+from dist_amp.config import ConfigError
+from dist_amp.data import DataConfig
+from dist_amp.metrics import console_line
+from dist_amp.peaks import count_flops, flops_per_item, item_seconds_at_peak, known_peak
+from dist_amp.run import load_config
+from dist_amp.runtime import DataError, World
+from dist_amp.tasks.causal_lm import CausalLM
+from dist_amp.tasks.sinusoid import Sinusoid
+from dist_amp.train import closing_table, log, write_summary
+
+
+class Counted(Tiny):
+    """Tells its arithmetic by its parameters, whose number is the whole model's wherever their shards are."""
+
+    def flops_per_item(self, model):
+        return 6 * sum(p.numel() for p in model.parameters())
+
+
+FLOPS = 6 * (2 * (64 + 8) + 8 + 1)  # of Counted
+
+
+def of_a_text(**shape):
+    task = CausalLM(DataConfig(), **shape)
+    return task, {"tokens": torch.zeros(2, task.context + 1, dtype=torch.uint8, device="meta")}
+
+
+def of_a_picture(**shape):
+    task = Sinusoid(size=64, **shape)
+    coordinates, levels = (torch.zeros(2, n, task.crop, task.crop, device="meta") for n in (2, 1))
+    return task, {"coordinates": coordinates, "levels": levels}
+
+
+@pytest.mark.parametrize(
+    ("task", "batch"),
+    [
+        pytest.param(*of_a_text(), id="text"),
+        pytest.param(*of_a_text(tied=False, vocabulary=300), id="untied"),
+        pytest.param(*of_a_text(context=1024, width=64, layers=3), id="long"),
+        pytest.param(*of_a_text(context=1024, width=768, layers=12, heads=12, vocabulary=50304), id="gpt_124m"),
+        pytest.param(*of_a_picture(), id="picture"),
+        pytest.param(*of_a_picture(crop=16, width=3, hidden_layers=5), id="narrow"),
+    ],
+)
+def test_a_tasks_flops_per_item_are_those_that_the_counter_of_torch_counts(task, batch):
+    with torch.device("meta"):
+        model = task.build_model()
+    # Whole numbers below 2^53, and no operation is approximated; 1 % is what the design asks for.
+    assert flops_per_item(task, model) == count_flops(task, model, batch) / 2
+
+
+def test_counting_on_the_cpu_is_the_same_and_leaves_no_gradients():
+    task, batch = of_a_text(context=16, width=16)
+    model = task.build_model()
+    batch = {"tokens": torch.zeros_like(batch["tokens"], device="cpu")}
+    assert count_flops(task, model, batch) == 2 * flops_per_item(task, model)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def in_the_run(world, folder):
+    words = ["--metrics.peak_flops", 1e9 * (1 + world.rank), "--train.micro_batch_size", 4]
+    run = make_run(world, Counted(), *words, "--parallel.strategy", "fsdp", "--run.dir", folder)
+    run.metrics.open(run.folder, 0, "")
+    run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
+    recorded_steps(run, 2)
+    row = log(run)
+    run.metrics.close()
+    summary = write_summary(run.folder, run, "completed", 0, "") if world.is_main else None
+    return run.metrics.item_seconds_at_peak, console_line(row, 2), summary
+
+
+def test_mfu_is_items_per_second_times_the_tasks_flops_over_the_peak_on_every_rank_of_a_sharded_model(tmp_path):
+    (first, line, summary), (second, _, _) = on_ranks(2, in_the_run, str(tmp_path))
+    assert (first, second) == (FLOPS / 1e9, FLOPS / 2e9), "each by its own device's peak"
+    figures = json.loads((tmp_path / "metrics.jsonl").read_text())["ranks"]
+    for rank, seconds in enumerate((first, second)):
+        tags = {tag: values[0][1] for tag, values in scalars(tmp_path, rank).items()}
+        # TensorBoard keeps float32.
+        assert tags["throughput/mfu"] == pytest.approx(tags["throughput/items_per_second"] * seconds, rel=1e-6)
+        assert figures[rank]["throughput/mfu"] == pytest.approx(tags["throughput/mfu"], rel=1e-6)
+        ended = summary["ranks"][rank]
+        assert ended["mfu"] == pytest.approx(ended["items_per_second"] * seconds, rel=1e-12)
+    assert summary["mfu"] == (summary["ranks"][0]["mfu"] + summary["ranks"][1]["mfu"]) / 2
+    mean = (figures[0]["throughput/mfu"] + figures[1]["throughput/mfu"]) / 2
+    assert f"  mfu {100 * mean:.3g} %  peak" in line
+    table = closing_table(summary, tmp_path).splitlines()
+    assert table[0].endswith("        mfu")
+    assert table[1].endswith(f" {100 * summary['ranks'][0]['mfu']:.3g} %")
+    assert len({len(text) for text in table[:3]}) == 1
+
+
+def test_a_finished_runs_mfu_is_read_again_from_its_figures(tmp_path):
+    line = {"step": 4, "train/loss": 1.0, "amp/skipped_steps": 0}
+    rank = {"memory/peak_bytes": 1, "throughput/items_per_second": 2.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"ranks": [rank | {"throughput/mfu": 0.5}, rank]}) + "\n")
+    metrics = make_run(World(), Tiny()).metrics
+    metrics.open(tmp_path, 4, "")
+    metrics.close()
+    assert [rank.get("mfu") for rank in metrics.rank_table()] == [0.5, None]
+
+
+@pytest.mark.parametrize(("task", "words"), [(Counted, []), (Tiny, []), (Tiny, ["--metrics.peak_flops", "1e12"])])
+def test_without_a_peak_or_the_tasks_flops_there_is_no_mfu_and_the_cpu_keeps_silent(task, words, capsys):
+    run = make_run(World(), task(), *words)
+    run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
+    said = capsys.readouterr().out
+    assert bool(said) == bool(words), "who sets the peak wants MFU"
+    assert not said or said.startswith("mfu    not shown: the task has no flops_per_item(model); dist_amp.peaks.count_")
+    recorded_steps(run, 1)
+    row = log(run)
+    assert "mfu" not in capsys.readouterr().out
+    assert "throughput/mfu" not in row.of_rank(0)
+    assert "mfu" not in run.metrics.rank_table()[0]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """on_a_gpu(name, task, ...): item_seconds_at_peak on a GPU of that name, as far as it looks."""
+
+    def seconds(name, task, *words):
+        run = make_run(World(), task, *words)
+        monkeypatch.setattr(run, "world", World(device=torch.device("cuda:0")))
+        monkeypatch.setattr(peaks, "as_it_was", lambda run: torch.no_grad())
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return item_seconds_at_peak(run)
+
+    return seconds
+
+
+def test_on_a_gpu_the_table_tells_the_peak_of_the_dtype_that_is_computed_in(on_a_gpu):
+    name = "NVIDIA A100-SXM4-40GB"
+    assert on_a_gpu(name, Counted()) == FLOPS / 312e12
+    assert on_a_gpu(name, Counted(), "--use_amp", "false") == FLOPS / 19.5e12
+    assert on_a_gpu(name, Counted(), "--use_amp", "false", "--precision.tf32", "true") == FLOPS / 156e12
+    assert on_a_gpu(name, Counted(), "--precision.tf32", "true") == FLOPS / 312e12
+    assert on_a_gpu(name, Counted(), "--metrics.peak_flops", "1e12") == FLOPS / 1e12, "the user knows better"
+
+
+def test_on_a_gpu_what_is_missing_is_said_with_the_mend(on_a_gpu, capsys):
+    assert on_a_gpu("NVIDIA Foo", Tiny()) == 0
+    assert capsys.readouterr().out == (
+        "mfu    not shown: the peak of NVIDIA Foo in bf16 is not known; set metrics.peak_flops, in FLOP/s; and "
+        "the task has no flops_per_item(model); dist_amp.peaks.count_flops tells what it should return\n"
+    )
+    assert on_a_gpu("Tesla T4", Counted()) == 0
+    assert capsys.readouterr().out.endswith(
+        "the peak of Tesla T4 in bf16 is not known; set metrics.peak_flops, in FLOP/s\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA B200", 2250),
+        ("A100-SXM4-40GB", 312),  # an old driver's
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI300X OAM", 1307.4),
+        # Others, by names that begin alike.
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
+        ("NVIDIA GeForce RTX 4090 D", 0),
+        ("NVIDIA GeForce RTX 3090 Ti", 0),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 0),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0),
+        ("NVIDIA L40", 0),
+        ("NVIDIA T4G", 0),
+        ("NVIDIA H100", 0),
+        ("AMD Instinct MI250X / MI250", 0),  # either
+        ("AMD Instinct MI300X HF", 0),
+        ("", 0),
+    ],
+)
+def test_a_device_is_known_by_its_whole_name(name, bf16):
+    assert known_peak(name, "bf16") == bf16 * 1e12
+
+
+def test_the_table_of_peaks_is_plausible_and_has_its_sources():
+    for pattern, fp32, tf32, bf16, fp16, source in peaks.PEAKS:
+        assert fp16 > 0, pattern
+        assert bf16 in (0, fp16), "tensor cores that have both do both alike"
+        # In float32 at most as fast, in tf32 about half as fast: a sparse figure among dense ones would be seen.
+        assert fp32 <= fp16 / 2 + 0.5, pattern
+        assert tf32 == 0 or tf32 / fp16 == pytest.approx(0.5, rel=0.02), pattern
+        assert source.startswith(("NVIDIA ", "AMD ")), pattern
+
+
+class Says(Tiny):
+    """Its flops_per_item returns, or raises, what it is told to."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def flops_per_item(self, model):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (-1, "returned -1; it must be a finite number above 0"),
+        (0, "returned 0; it must"),
+        (math.nan, "returned nan; it must"),
+        (math.inf, "returned inf; it must"),
+        ("6e9", "returned str; it must"),
+        (None, "returned NoneType; it must"),
+        (torch.ones(2), "returned Tensor; it must"),
+        (ZeroDivisionError("by zero"), "failed: ZeroDivisionError: by zero (test_peaks.py, line "),
+    ],
+)
+def test_flops_that_are_no_number_of_operations_are_named(answer, said):
+    run = make_run(World(), Says(answer), "--metrics.peak_flops", "1e12")
+    with pytest.raises(DataError) as caught:
+        item_seconds_at_peak(run)
+    assert str(caught.value).startswith(f"the task's flops_per_item(model) {said}")
+
+
+def test_flops_may_be_of_any_type_of_number():
+    assert flops_per_item(Says(numpy.int64(12)), None) == flops_per_item(Says(numpy.float32(12)), None) == 12.0
+
+
+class Dropping(Tiny):
+    """Counts by running its model, which draws random numbers."""
+
+    def build_model(self):
+        return torch.nn.Sequential(super().build_model(), torch.nn.Dropout())
+
+    def flops_per_item(self, model):
+        rows = self.build_dataset("train")
+        return count_flops(self, model, {name: column[:1] for name, column in rows.columns.items()})
+
+
+def test_a_task_that_counts_by_running_its_model_does_not_change_the_run():
+    run = make_run(World(), Dropping(), "--metrics.peak_flops", "1e12")
+    before = torch.get_rng_state()
+    # Three layers, without the gradient of what goes in.
+    assert item_seconds_at_peak(run) == 2 * (3 * (64 + 64 + 8) - 64) / 1e12
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in run.optimizer.parameters)
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("0", "must be at least 1e+09"),
+        ("-1e12", "must be at least 1e+09"),
+        ("989", "must be at least 1e+09"),  # in TFLOP/s
+        ("nan", "must be finite and at least 1e+09"),
+        ("inf", "must be finite and at least 1e+09"),
+        ("fast", "is not a number or one of auto"),
+    ],
+)
+def test_a_peak_that_is_none_is_refused(value, rule):
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--metrics.peak_flops", value], {})
+    assert str(caught.value).endswith(f"on the command line {rule}")
