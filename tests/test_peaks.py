@@ -19,7 +19,7 @@ from dist_amp.run import load_config
 from dist_amp.runtime import DataError, World
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.tasks.sinusoid import Sinusoid
-from dist_amp.train import closing_table, log, write_summary
+from dist_amp.train import closing_table, write_summary
 
 
 class Counted(Tiny):
