@@ -10,6 +10,7 @@ from ranks import on_ranks
 from tiny import DetachedLoss, HalfLoss, Overflow, Tiny, VectorLoss, make_run, moments_of, parameters_of, take_steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dist_amp.bench.harness import HostReads
 from dist_amp.config import ConfigError
 from dist_amp.optim import learning_rate
 from dist_amp.runtime import DataError, World
@@ -210,32 +211,6 @@ def test_fsdp_reduces_after_the_last_micro_batch_or_after_every_one():
     always = on_ranks(2, collectives_in_backward, "fsdp", "every")
     assert once == [3, 3]  # the tiny model's three layers are its blocks
     assert always == [12, 12]
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device: item(), float(), bool(); and tolist(), by replacing it."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-    def __enter__(self):
-        self.tolist = torch.Tensor.tolist
-
-        def counted(tensor):
-            self.count += 1
-            return self.tolist(tensor)
-
-        torch.Tensor.tolist = counted
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch.Tensor.tolist = self.tolist
-        super().__exit__(*error)
 
 
 def host_reads(world, words):

@@ -1,1 +1,1 @@
-"""What things cost, measured; each file but harness.py is a command."""
+"""What things cost, measured: python -m dist_amp.bench lists the benches."""

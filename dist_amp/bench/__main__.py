@@ -1,0 +1,37 @@
+"""python -m dist_amp.bench NAME ...: measure what something costs. A NAME's own --help says more.
+
+overhead     a step of train_step against a loop written by hand, Accelerate and Lightning Fabric
+checkpoint   how long a checkpoint holds training up (under torchrun: python -m dist_amp.bench.checkpoint)
+tripwires    the share of the time that the tripwires take (under torchrun: python -m dist_amp.bench.tripwires)
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from dist_amp.bench import checkpoint, overhead, tripwires
+from dist_amp.config import ConfigError, nearest_name
+from dist_amp.runtime import report_failure
+
+BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
+    "overhead": overhead.main,
+    "checkpoint": checkpoint.main,
+    "tripwires": tripwires.main,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Hand the rest of the command line to the bench that its first word names; return the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__.strip())  # type: ignore[union-attr]
+        return 0
+    name, *rest = words
+    if name not in BENCHES:
+        near = nearest_name(name, list(BENCHES))
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(BENCHES)}"
+        return report_failure(ConfigError(f"there is no bench {name!r}; {hint}"), None)[0]
+    return BENCHES[name](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

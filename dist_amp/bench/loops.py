@@ -1,0 +1,210 @@
+"""The loops that are compared, each as its users write it: by hand, dist_amp's, Accelerate's and Lightning Fabric's.
+
+All of them take the same step: micro-batches that lie ready, the mean loss, the norm of all gradients clipped, fused
+AdamW with the same two groups of parameters, the same schedule, gradients set to None.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_amp.optim import learning_rate, parameter_groups
+from dist_amp.parallel import find_blocks
+from dist_amp.precision import DTYPES
+from dist_amp.run import Config, Run, build_run
+from dist_amp.runtime import World, seed_all
+from dist_amp.step import mark_last, train_step
+from dist_amp.tasks.causal_lm import CausalLM
+
+SAMPLES = 4096
+Step = Callable[[Sequence[Any]], object]
+
+
+class TwoLayers:
+    """Two linear layers of 64, where a step is nearly all overhead. Batch: x, y [B, 64] float32."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+    def build_dataset(self, split: str) -> Any:
+        x = torch.randn(SAMPLES, 64, generator=torch.Generator().manual_seed(0))
+        return [{"x": row, "y": row.flip(0)} for row in x]
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], reduction: str) -> Tensor:
+        return F.mse_loss(model(batch["x"]).float(), batch["y"], reduction=reduction)
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return self.loss(model, batch, "sum")
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return batch["y"].numel()
+
+
+class RandomBytes(CausalLM):
+    """A GPT on bytes that mean nothing: what they are changes no time. Batch: tokens [B, context + 1] uint8."""
+
+    def build_dataset(self, split: str) -> Any:
+        size = (SAMPLES, self.context + 1)
+        rows = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        return [{"tokens": row} for row in rows]
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], reduction: str) -> Tensor:
+        tokens = batch["tokens"].long()
+        logits = model(tokens[:, :-1]).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return self.loss(model, batch, "sum")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every loop is built from."""
+
+    config: Config
+    world: World
+    task: Any  # of this file
+
+    @property
+    def precision(self) -> str:
+        return self.config.precision.name
+
+    @property
+    def strategy(self) -> str:
+        return self.config.parallel.strategy
+
+    def fresh_model(self) -> nn.Module:
+        """The same weights every time."""
+        seed_all(self.config.run.seed)
+        return self.task.build_model().to(self.world.device)
+
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        return self.task.blocks(module) if hasattr(self.task, "blocks") else find_blocks(module)
+
+    def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
+        knobs = self.config.optim
+        return torch.optim.AdamW(
+            parameter_groups(model, knobs), lr=knobs.lr, betas=knobs.betas, eps=knobs.eps, fused=True
+        )
+
+    def schedule(self) -> Callable[[torch.optim.Optimizer], None]:
+        """set_rate(optimizer), once before each step."""
+        knobs, total, steps = self.config.optim, self.config.train.steps, itertools.count()
+
+        def set_rate(optimizer: torch.optim.Optimizer) -> None:
+            rate = learning_rate(knobs, next(steps), total)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+        return set_rate
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop to time. step(micro_batches) takes one optimizer step of `module`."""
+
+    module: nn.Module
+    step: Step
+    # The parts of a step, where a bench takes them apart: update() clips, steps and clears what backward left.
+    backward: Step | None = None
+    update: Callable[[], object] | None = None
+
+
+def shard(module: nn.Module, setup: Setup) -> nn.Module:
+    """FSDP2 as its tutorial has it: each block a unit, the last one kept whole between forward and backward."""
+    mesh = setup.world.mesh((setup.world.world_size,), ("shard",))
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[setup.precision], reduce_dtype=torch.float32)
+    blocks = setup.blocks(module)
+    for number, block in enumerate(blocks):
+        fully_shard(block, mesh=mesh, reshard_after_forward=number < len(blocks) - 1, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
+    return module
+
+
+def bare(setup: Setup) -> Loop:
+    """What an expert writes by hand, for one precision and strategy; it logs nothing."""
+    task, device, limit = setup.task, setup.world.device, setup.config.train.max_grad_norm
+    module = model = setup.fresh_model()
+    if setup.strategy == "ddp":
+        model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+    elif setup.strategy == "fsdp":
+        model = shard(module, setup)
+    optimizer, set_rate = setup.adamw(model), setup.schedule()
+    autocast: AbstractContextManager[Any] = nullcontext()
+    if setup.precision != "fp32" and setup.strategy != "fsdp":
+        autocast = torch.autocast(device.type, dtype=DTYPES[setup.precision])
+    scaler = None
+    if setup.precision == "fp16":
+        scaler = torch.amp.GradScaler(device.type, init_scale=setup.config.precision.scaler.init_scale)
+
+    def backward(micro_batches: Sequence[Any]) -> None:
+        for is_last, batch in mark_last(micro_batches):
+            if setup.strategy == "fsdp":
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            with model.no_sync() if setup.strategy == "ddp" and not is_last else nullcontext():  # type: ignore[operator]
+                with autocast:
+                    loss = task.loss(model, batch, "mean") / len(micro_batches)
+                (scaler.scale(loss) if scaler else loss).backward()
+
+    def update() -> None:
+        if scaler:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def step(micro_batches: Sequence[Any]) -> None:
+        set_rate(optimizer)
+        backward(micro_batches)
+        update()
+
+    return Loop(module, step, backward, update)
+
+
+def update_of(run: Run) -> None:
+    """What train_step does once the gradients are there."""
+    run.optimizer.apply(run.parallel.gradient_norm(run.precision), run.precision)
+
+
+def dist_amp(setup: Setup) -> Loop:
+    """train_step."""
+    run = build_run(setup.config, setup.world, setup.task)
+
+    def step(micro_batches: Sequence[Any]) -> None:
+        train_step(run, micro_batches)
+
+    return Loop(run.parallel.module, step, update=lambda: update_of(run))
+
+
+def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
+    """train_step and all figures: TensorBoard, metrics.jsonl, and the console's line to nowhere."""
+    run = build_run(setup.config, setup.world, setup.task)
+    run.metrics.open(folder, 0, run.config_text)
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (for as long as the loop)
+    samples, log_every = setup.config.train.micro_batch_size, setup.config.metrics.log_every
+
+    def step(micro_batches: Sequence[Any]) -> None:
+        report = train_step(run, micro_batches)
+        run.step += 1
+        run.metrics.record(report)
+        run.data.items += samples * len(micro_batches)  # which its data would have counted
+        if run.step % log_every == 0:
+            with redirect_stdout(nowhere):
+                row = run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data)
+                run.metrics.write(row, run.config.train.steps)
+
+    return Loop(run.parallel.module, step)
