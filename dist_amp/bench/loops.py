@@ -177,7 +177,9 @@ def bare(setup: Setup) -> Loop:
 
 def update_of(run: Run) -> None:
     """What train_step does once the gradients are there."""
-    run.optimizer.apply(run.parallel.gradient_norm(run.precision), run.precision)
+    one = torch.ones((), device=run.world.device)
+    totals = run.parallel.totals(one, one * run.world.world_size, run.precision)
+    run.optimizer.apply(totals.norm, totals.divisor, run.precision)
 
 
 def dist_amp(setup: Setup) -> Loop:
@@ -202,9 +204,10 @@ def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
         run.step += 1
         run.metrics.record(report)
         run.data.items += samples * len(micro_batches)  # which its data would have counted
-        if run.step % log_every == 0:
+        if (row := run.metrics.read()) is not None:  # as the main job does, a step later
             with redirect_stdout(nowhere):
-                row = run.metrics.log(run.step, run.parallel, run.optimizer, run.precision, run.data)
                 run.metrics.write(row, run.config.train.steps)
+        if run.step % log_every == 0:
+            run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
 
     return Loop(run.parallel.module, step)
