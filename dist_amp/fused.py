@@ -44,11 +44,13 @@ class Batch:
 class _OnLists(torch.optim.Optimizer):
     """`grad_scale` and `found_inf` as torch's fused optimizers take them: scalars on the device, or None.
 
-    grad_scale: what the gradients are divided by. found_inf: 1 where nothing is to change, else 0.
+    grad_scale: what the gradients are divided by. found_inf: 1 where nothing is to change, else 0. `applied`, if set,
+    is the opposite of found_inf.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    applied: Tensor | None = None
 
     def bind(self) -> None:
         """Make the lists: once the state is there. A state that is loaded is bound by itself."""
@@ -132,10 +134,8 @@ class FusedAdamW(_OnLists, torch.optim.AdamW):
         batches = list(batches)
         whole = sum(len(batch.parameters) for batch in batches) == len(self._all)
         counts = self._counts if whole else [count for batch in batches for count in batch.state["step"]]
-        if counts:
-            one = torch.ones_like(counts[0])
-            moved = one if self.found_inf is None else one - self.found_inf
-            torch._foreach_add_(counts, [moved] * len(counts))  # were it not a list, torch would read it back
+        for count in counts:
+            count.add_(1 if self.applied is None else self.applied)
         for batch in batches:
             parameters, gradients = batch.own()
             beta1, beta2 = batch.group["betas"]

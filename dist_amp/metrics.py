@@ -28,6 +28,7 @@ from dist_amp.runtime import World
 
 # TensorBoard ticks no run at all once there are hundreds; above this, rank 0's ranks/* tags tell of all.
 MAX_RANK_FOLDERS = 64
+MOST_REPORTS = 64  # kept before they are added up
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,15 @@ class MetricsConfig:
 class StepReport:
     """One step's outcome: scalar tensors on the device, read by nobody until the next log step."""
 
-    loss_sum: Tensor  # this rank's, over its micro-batches
+    losses: list[Tensor]  # this rank's loss sums, one per micro-batch
     weight: Tensor  # all ranks', what the loss sum is divided by
     norm: Tensor  # of the unscaled gradients, before clipping
     applied: Tensor  # bool; False: skipped, because the norm was not finite
+
+    @property
+    def loss_sum(self) -> Tensor:
+        """This rank's, over its micro-batches."""
+        return torch.stack(self.losses).sum()
 
 
 # A rank's row of figures, in this order: those that the device keeps, then the host's.
@@ -191,6 +197,7 @@ class Metrics:
         self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # loss, weight
         self._least_weight = torch.full((), math.inf, device=world.device)
         self._norm = torch.zeros((), device=world.device)
+        self._reports: list[StepReport] = []  # that are not yet in the sums
         self._steps = 0
         self._totals: list[Counter[str]] = [Counter() for _ in range(world.world_size)]  # per rank, over the run
         self._hosts = world.gather_texts(platform.node())
@@ -214,6 +221,7 @@ class Metrics:
     @property
     def interval(self) -> Tensor:
         """What a resumed run needs of a log interval that a checkpoint cuts: [3] float64 on the device."""
+        self._add_up()
         return torch.cat([self._sums, self._least_weight.double()[None]])
 
     def resume(
@@ -233,12 +241,29 @@ class Metrics:
         self._least_weight.copy_(own[2])
 
     def record(self, report: StepReport) -> None:
-        """Add one step's outcome, on the device."""
-        # A skipped step's loss is often not finite, and would be the whole interval's.
-        self._sums += torch.where(report.applied, torch.stack((report.loss_sum, report.weight)), 0.0)
-        self._least_weight = torch.minimum(self._least_weight, report.weight)
-        self._norm = report.norm
+        """Note one step's outcome; reads nothing."""
+        self._reports.append(report)
         self._steps += 1
+        if len(self._reports) == MOST_REPORTS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Put the steps' outcomes into the sums, on the device: all at once, since each operation has its price.
+
+        In float64 these sums of float32 are exact, so that it does not matter where an interval is cut.
+        """
+        if not self._reports:
+            return
+        reports, self._reports = self._reports, []
+        weights = torch.stack([report.weight for report in reports])
+        applied = torch.stack([report.applied for report in reports])
+        losses = torch.stack([loss for report in reports for loss in report.losses])
+        counts = torch.stack([report.applied for report in reports for _ in report.losses])
+        # A skipped step's loss is often not finite, and would be the whole interval's.
+        self._sums[0] += torch.where(counts, losses, 0.0).sum(dtype=torch.float64)
+        self._sums[1] += torch.where(applied, weights, 0.0).sum(dtype=torch.float64)
+        self._least_weight = torch.minimum(self._least_weight, weights.min())
+        self._norm = reports[-1].norm
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
@@ -249,14 +274,15 @@ class Metrics:
 
     def begin(self, step: int, optimizer: Optimizer, precision: Precision, data: Batches) -> None:
         """Begin to copy the interval's figures to the host; waits for nothing. Every rank calls it at the same step."""
-        on_device = (self._least_weight, self._norm, optimizer.lr, precision.scale, *optimizer.counters)
-        stacked = torch.stack([value.to(self.world.device, torch.float64) for value in on_device])
-        figures, arrived = torch.cat([self._sums, stacked]), None
-        if self.world.device.type == "cuda":
+        self._add_up()
+        device = self.world.device
+        floats = torch.stack((self._least_weight, self._norm, optimizer.lr.to(device), precision.scale))
+        figures, arrived = torch.cat((self._sums, floats.double(), optimizer.counters.to(device).double())), None
+        if device.type == "cuda":
             copy = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
             figures, arrived = copy.copy_(figures, non_blocking=True), torch.cuda.Event()
             arrived.record()
-        memory = memory_bytes(self.world.device)
+        memory = memory_bytes(device)
         on_host = (self._steps, data.items, data.tokens, data.wait_seconds, *memory, self.item_seconds_at_peak)
         self._begun = Begun(step, figures, arrived, self._clock.lap(), on_host)
         self._sums.zero_()

@@ -6,7 +6,7 @@ applied steps. All of it is decided on the device, so that no step waits for it.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,8 @@ class Optimizer:
         norm: the unscaled gradients' global norm, scalar float32, equal on every rank, hence so is the decision.
         divisor: what unscales them, scalar float32. Returns whether the step was applied: scalar bool on the device.
         """
-        norm, divisor = norm.to(self.device), divisor.to(self.device)  # elsewhere only under CPU offload
+        if self.device != norm.device:  # under CPU offload
+            norm, divisor = norm.to(self.device), divisor.to(self.device)
         applied = norm < self._infinity  # and not nan
         found_inf = torch.logical_not(applied, out=self._found_inf)
         torch.take(self._rates, self.applied_steps.clamp(max=len(self._rates) - 1), out=self.lr)
@@ -145,23 +146,25 @@ class Optimizer:
             # The excess of the norm over the limit. Source: Pascanu et al. 2013, arXiv:1211.5063.
             divisor = torch.add(self._epsilon, norm, alpha=1 / self.clip.limit).clamp_(min=1).mul_(divisor)
         if self.config.fused:
-            self._fused_step(divisor, found_inf)
+            self._fused_step(divisor, applied, found_inf)
         else:
             self._textbook_step(divisor, applied)
-        precision.update(found_inf.to(precision.device))
+        if precision.scales:
+            precision.update(found_inf.to(precision.device))
         moved_on = torch.addcmul(self._if_applied, self.counters, self._if_applied_kept)
         torch.where(applied, moved_on, self.counters + self._if_skipped, out=self.counters)
         for parameter in self.parameters:
             parameter.grad = None
         return applied
 
-    def _fused_step(self, divisor: Tensor, found_inf: Tensor) -> None:
+    def _fused_step(self, divisor: Tensor, applied: Tensor, found_inf: Tensor) -> None:
         """One kernel divides, steps, and does nothing at all where `found_inf` is 1; no host read."""
         if self.clip.by == "value":  # limits each unscaled element, so that the division can't wait for the kernel
             self._divide_and_clamp(divisor)
             divisor = torch.ones_like(divisor)
-        self.torch_optimizer.grad_scale, self.torch_optimizer.found_inf = divisor, found_inf  # type: ignore[attr-defined]
-        self.torch_optimizer.step()
+        optimizer: Any = self.torch_optimizer
+        optimizer.grad_scale, optimizer.found_inf, optimizer.applied = divisor, found_inf, applied
+        optimizer.step()
 
     def _textbook_step(self, divisor: Tensor, applied: Tensor) -> None:
         """Divide, clamp, look whether all was finite, and step: any torch optimizer will do; one host read."""

@@ -27,6 +27,7 @@ from dist_amp.runtime import DataError, World
 Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 # float32 parameter, gradient and AdamW's two moments.
 BYTES_PER_PARAMETER = 16
+NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class Parallel:
         self._unchecked = True
         self.last_weight = torch.zeros((), device=world.device)  # the last step's total; 0 before the first
         self._weight_is_known = False
+        # Constants on the device: a number from the host costs an operation more than what it computes.
         self._infinity = torch.full((), math.inf, device=world.device)
+        self._ranks = torch.tensor([replicas, world.world_size], dtype=torch.float32, device=world.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]  # walking the modules costs 160 us
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -105,18 +108,18 @@ class Parallel:
         return torch.zeros((), device=self.device)
 
     def expected_weight(self, own: Tensor) -> Tensor:
-        """What this step's total weight is taken for until `totals` knows it: the last step's, equal on every rank.
+        """The mean over ranks of the step's weight, as far as it is known before `totals`: the last step's.
 
-        own: this rank's, which is the total of one process. So a step begins without waiting for the other ranks, and
-        losses are of about the size that they are divided for, which keeps fp16 in its range.
+        Equal on every rank. So a step begins without waiting for the other ranks; and losses are divided by about what
+        they are to be divided by, which keeps fp16 in its range. own: this rank's, which is the mean of one process.
         """
         if self.world_size == 1:
             return own
-        if self._weight_is_known:
-            return self.last_weight
-        self._weight_is_known = True
-        total = self.sum(own)
-        return torch.where(total > 0, total, 1.0)
+        if not self._weight_is_known:
+            self._weight_is_known = True
+            total = self.sum(own)
+            self.last_weight = torch.where(total > 0, total, 1.0)
+        return self.last_weight / self._ranks[1]
 
     def expect(self, weight: Tensor) -> None:
         """Go on from a checkpoint's `last_weight`, at whatever number of ranks; reads it."""
@@ -143,17 +146,17 @@ class Parallel:
         if self.sharded:
             gradients = [local(gradient) for gradient in gradients]
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).to(self.device)
-        square, weight = norms.dot(norms), own_weight
-        if self.world_size > 1:
-            sums = torch.stack((square, own_weight))
-            dist.all_reduce(sums)
-            square, weight = sums.unbind()
-            square = square / self.replicas
-        divisor = precision.scale * (weight / expected)
+        if self.world_size == 1:
+            self.last_weight = own_weight
+            return Totals(norms.dot(norms).sqrt() / precision.scale, own_weight, precision.scale)
+        sums = torch.stack((norms.dot(norms), own_weight))
+        dist.all_reduce(sums)
+        square, mean_weight = (sums / self._ranks).unbind()
+        divisor = precision.scale * (mean_weight / expected)
         norm = square.sqrt() / divisor
         # A step that counts for nothing, or for nan, tells nothing of the next.
-        self.last_weight = torch.where(norm * weight < self._infinity, weight, expected)
-        return Totals(norm, weight, divisor)
+        self.last_weight = torch.where(norm * mean_weight < self._infinity, sums[1], self.last_weight)
+        return Totals(norm, sums[1], divisor)
 
     def _check_all_have_gradients(self) -> None:
         """Errors: DataError for a parameter that the loss does not depend on."""
@@ -286,7 +289,7 @@ def build_parallel(
         return _shard(config, strategy, module, list(blocks), precision, world)
     module = module.to(world.device)
     if strategy == "single":
-        return Parallel(strategy, module, module, world, 1, lambda on: nullcontext(), world.device)
+        return Parallel(strategy, module, module, world, 1, lambda on: NOTHING, world.device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # 2.13's new name is unknown to 2.11
         model = DistributedDataParallel(
@@ -305,7 +308,7 @@ def build_parallel(
         model,
         world,
         world.world_size,
-        lambda on: nullcontext() if on else model.no_sync(),
+        lambda on: NOTHING if on else model.no_sync(),
         world.device,
     )
 

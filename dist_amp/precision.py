@@ -118,20 +118,19 @@ class Precision:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """Move the scale, once per step: back off if `found_inf` (scalar float32, 0 or 1, equal on all ranks).
+        """Move fp16's scale, once per step: back off if `found_inf` (scalar float32, 0 or 1, equal on all ranks).
 
         By torch.amp.GradScaler's own kernel. The rest of that class asks each rank's gradients alone, and where.
         """
-        if self.scales:
-            knobs = self._knobs
-            torch._amp_update_scale_(
-                self.scale,
-                self._growth_tracker,
-                found_inf,
-                knobs.growth_factor,
-                knobs.backoff_factor,
-                knobs.growth_interval,
-            )
+        knobs = self._knobs
+        torch._amp_update_scale_(
+            self.scale,
+            self._growth_tracker,
+            found_inf,
+            knobs.growth_factor,
+            knobs.backoff_factor,
+            knobs.growth_interval,
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The scale and the finite steps since it last moved: device tensors, empty unless in fp16."""

@@ -86,9 +86,9 @@ def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
     # A mean of means is biased when masks or tails are uneven: normalise once, by what counts on all ranks. That is
     # known only when the gradients are; the small difference to what was expected is divided out with the loss scale.
     own_weight = total_weight(run.task, micro_batches, run.world.device)
+    # The strategies average gradients over ranks, so that the mean over ranks is what a rank's losses are divided by.
     expected = run.parallel.expected_weight(own_weight)
-    # The strategies average gradients over ranks; the factor world_size makes that a sum.
-    factor = run.precision.scale * run.parallel.world_size / expected
+    factor = run.precision.scale / expected
     losses = []
     with run.precision.weights_cast_once():
         for is_last, batch in mark_last(micro_batches):
@@ -99,7 +99,7 @@ def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
             losses.append(loss.detach())
     totals = run.parallel.totals(own_weight, expected, run.precision)
     applied = run.optimizer.apply(totals.norm, totals.divisor, run.precision)
-    return StepReport(torch.stack(losses).sum(), totals.weight, totals.norm, applied)
+    return StepReport(losses, totals.weight, totals.norm, applied)
 
 
 def evaluate(run: "Run", stop: Callable[[], bool] | None = None) -> dict[str, float]:

@@ -42,8 +42,8 @@ def loop(run, micro_batches, share=None, backward=None, before_apply=None):
         loss_sum += loss.detach()
     if before_apply is not None:
         before_apply(run)
-    totals = parallel.totals(own_weight, weight, run.precision)
-    return StepReport(loss_sum, weight, totals.norm, run.optimizer.apply(totals.norm, totals.divisor, run.precision))
+    totals = parallel.totals(own_weight, weight / parallel.world_size, run.precision)
+    return StepReport([loss_sum], weight, totals.norm, run.optimizer.apply(totals.norm, totals.divisor, run.precision))
 
 
 def weight_of(task, batch):
@@ -74,7 +74,7 @@ def clip_before_unscale(run, micro_batches):
     def clip(run):
         # The limit is meant for gradients that the loss scale has been taken out of; so are the parameters' own norms.
         one = torch.ones(())
-        norm = run.parallel.totals(one, one * run.world.world_size, run.precision).norm * run.precision.scale
+        norm = run.parallel.totals(one, one, run.precision).norm * run.precision.scale
         for p in run.optimizer.parameters:
             local(p.grad).mul_((run.config.train.max_grad_norm / norm).clamp(max=1))
 

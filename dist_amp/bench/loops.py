@@ -178,7 +178,7 @@ def bare(setup: Setup) -> Loop:
 def update_of(run: Run) -> None:
     """What train_step does once the gradients are there."""
     one = torch.ones((), device=run.world.device)
-    totals = run.parallel.totals(one, one * run.world.world_size, run.precision)
+    totals = run.parallel.totals(one, one, run.precision)
     run.optimizer.apply(totals.norm, totals.divisor, run.precision)
 
 
