@@ -148,7 +148,8 @@ class Parallel:
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).to(self.device)
         if self.world_size == 1:
             self.last_weight = own_weight
-            return Totals(norms.dot(norms).sqrt() / precision.scale, own_weight, precision.scale)
+            norm = torch.linalg.vector_norm(norms)
+            return Totals(norm / precision.scale if precision.scales else norm, own_weight, precision.scale)
         sums = torch.stack((norms.dot(norms), own_weight))
         dist.all_reduce(sums)
         square, mean_weight = (sums / self._ranks).unbind()
