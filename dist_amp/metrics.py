@@ -5,10 +5,10 @@ all rows to all ranks, and one read brings them to the host: nothing else ever w
 """
 
 import math
+import os
 import platform
 import resource
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dist_amp.config import Range
 from dist_amp.data import Batches
+from dist_amp.interval import Clock, Interval, StepReport, Sums
 from dist_amp.metrics_files import Board, Lines
 from dist_amp.optim import Optimizer
 from dist_amp.precision import Precision
@@ -28,7 +29,6 @@ from dist_amp.runtime import World
 
 # TensorBoard ticks no run at all once there are hundreds; above this, rank 0's ranks/* tags tell of all.
 MAX_RANK_FOLDERS = 64
-MOST_REPORTS = 64  # kept before they are added up
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,6 @@ class MetricsConfig:
     peak_flops: Annotated[float, Range(low=1e9)] | Literal["auto"] = "auto"
     """Peak of one device in FLOP/s, as in 989e12, dense, in the dtype that is computed in; throughput/mfu is measured
     against it. auto: from the table in peaks.py, on GPUs."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One step's outcome: scalar tensors on the device, read by nobody until the next log step."""
-
-    losses: list[Tensor]  # this rank's loss sums, one per micro-batch
-    weight: Tensor  # all ranks', what the loss sum is divided by
-    norm: Tensor  # of the unscaled gradients, before clipping
-    applied: Tensor  # bool; False: skipped, because the norm was not finite
-
-    @property
-    def loss_sum(self) -> Tensor:
-        """This rank's, over its micro-batches."""
-        return torch.stack(self.losses).sum()
 
 
 # A rank's row of figures, in this order: those that the device keeps, then the host's.
@@ -117,6 +102,8 @@ class LogRow:
             "amp/loss_scale": self["loss_scale"],
             "amp/skipped_steps": self["skipped_steps"],
         }
+        if len(self.ranks) == 1:
+            return tags
         for name, values in {
             "items_per_second": [self.per_second("items", rank) for rank in range(len(self.ranks))],
             "peak_bytes": [rank["peak_bytes"] for rank in self.ranks],
@@ -133,49 +120,13 @@ class LogRow:
         return tags
 
 
-class Clock:
-    """Time that the device spends, as a stopwatch: on a GPU by events in its stream, which nobody waits for."""
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
-        self._since: Any = self._now()
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def pause(self) -> None:
-        self._spans.append((self._since, self._now()))
-
-    def go_on(self) -> None:
-        self._since = self._now()
-
-    def lap(self) -> list[tuple[Any, Any]]:
-        """The spans since the last lap, for `seconds` once the device has reached their ends."""
-        self.pause()
-        spans, self._spans = self._spans, []
-        self._since = spans[-1][1]
-        return spans
-
-    def seconds(self, spans: list[tuple[Any, Any]]) -> float:
-        if self._on_gpu:
-            return sum(begin.elapsed_time(end) for begin, end in spans) / 1000
-        return float(sum(end - begin for begin, end in spans))
-
-
 @dataclass(frozen=True)
 class Begun:
     """A log step's figures on their way to the host."""
 
     step: int
-    on_device: Tensor
-    """[9] float64 in the host's memory, valid once `arrived` says so."""
-    arrived: torch.cuda.Event | None
-    spans: list[tuple[Any, Any]]
+    interval: Interval
+    spans: list[tuple[Any, Any]]  # of the clock
     on_host: tuple[float, ...]
 
 
@@ -194,11 +145,7 @@ class Metrics:
         self.evaluated_step = 0
         self.item_seconds_at_peak = 0.0  # peaks.py knows; constant over a run
         self.best: dict[str, float] = {}  # the lowest held-out loss, with its step
-        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # loss, weight
-        self._least_weight = torch.full((), math.inf, device=world.device)
-        self._norm = torch.zeros((), device=world.device)
-        self._reports: list[StepReport] = []  # that are not yet in the sums
-        self._steps = 0
+        self._interval = Interval()
         self._totals: list[Counter[str]] = [Counter() for _ in range(world.world_size)]  # per rank, over the run
         self._hosts = world.gather_texts(platform.node())
         self._begun: Begun | None = None
@@ -220,9 +167,11 @@ class Metrics:
 
     @property
     def interval(self) -> Tensor:
-        """What a resumed run needs of a log interval that a checkpoint cuts: [3] float64 on the device."""
-        self._add_up()
-        return torch.cat([self._sums, self._least_weight.double()[None]])
+        """What a resumed run needs of a log interval that a checkpoint cuts: [3] float64 on the host. Waits."""
+        self._interval.send()
+        self._interval.read()
+        sums = self._interval.sums
+        return torch.tensor([sums.loss, sums.weight, sums.least_weight], dtype=torch.float64)
 
     def resume(
         self,
@@ -234,36 +183,14 @@ class Metrics:
     ) -> None:
         """Go on from a checkpoint's figures. intervals: every rank's `interval` then, [ranks then, 3] float64."""
         self.evaluation, self.evaluated_step, self.best = evaluation, evaluated_step, best
-        own = intervals[self.world.rank if same_world else 0].to(self._sums.device)
+        loss, weight, least_weight = intervals[self.world.rank if same_world else 0].tolist()
         if not same_world:  # a rank's loss is summed over ranks later, so one of them carries all
-            own[0] = intervals[:, 0].sum() if self.world.is_main else 0.0
-        self._sums.copy_(own[:2])
-        self._least_weight.copy_(own[2])
+            loss = intervals[:, 0].sum().item() if self.world.is_main else 0.0
+        self._interval.sums = Sums(loss, weight, least_weight)
 
     def record(self, report: StepReport) -> None:
         """Note one step's outcome; reads nothing."""
-        self._reports.append(report)
-        self._steps += 1
-        if len(self._reports) == MOST_REPORTS:
-            self._add_up()
-
-    def _add_up(self) -> None:
-        """Put the steps' outcomes into the sums, on the device: all at once, since each operation has its price.
-
-        In float64 these sums of float32 are exact, so that it does not matter where an interval is cut.
-        """
-        if not self._reports:
-            return
-        reports, self._reports = self._reports, []
-        weights = torch.stack([report.weight for report in reports])
-        applied = torch.stack([report.applied for report in reports])
-        losses = torch.stack([loss for report in reports for loss in report.losses])
-        counts = torch.stack([report.applied for report in reports for _ in report.losses])
-        # A skipped step's loss is often not finite, and would be the whole interval's.
-        self._sums[0] += torch.where(counts, losses, 0.0).sum(dtype=torch.float64)
-        self._sums[1] += torch.where(applied, weights, 0.0).sum(dtype=torch.float64)
-        self._least_weight = torch.minimum(self._least_weight, weights.min())
-        self._norm = reports[-1].norm
+        self._interval.add(report)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
@@ -274,20 +201,15 @@ class Metrics:
 
     def begin(self, step: int, optimizer: Optimizer, precision: Precision, data: Batches) -> None:
         """Begin to copy the interval's figures to the host; waits for nothing. Every rank calls it at the same step."""
-        self._add_up()
-        device = self.world.device
-        floats = torch.stack((self._least_weight, self._norm, optimizer.lr.to(device), precision.scale))
-        figures, arrived = torch.cat((self._sums, floats.double(), optimizer.counters.to(device).double())), None
-        if device.type == "cuda":
-            copy = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-            figures, arrived = copy.copy_(figures, non_blocking=True), torch.cuda.Event()
-            arrived.record()
+        device, interval = self.world.device, self._interval
+        interval.send(
+            torch.stack((optimizer.lr.to(device), precision.scale)),
+            optimizer.counters.to(device),  # float32 holds them exactly up to 2^24, of which train.steps is short
+        )
         memory = memory_bytes(device)
-        on_host = (self._steps, data.items, data.tokens, data.wait_seconds, *memory, self.item_seconds_at_peak)
-        self._begun = Begun(step, figures, arrived, self._clock.lap(), on_host)
-        self._sums.zero_()
-        self._least_weight = torch.full_like(self._least_weight, math.inf)
-        self._steps = 0
+        on_host = (interval.steps, data.items, data.tokens, data.wait_seconds, *memory, self.item_seconds_at_peak)
+        self._begun = Begun(step, interval, self._clock.lap(), on_host)
+        self._interval = Interval()
         data.items, data.tokens, data.wait_seconds = 0, 0, 0.0
 
     def read(self) -> LogRow | None:
@@ -295,10 +217,9 @@ class Metrics:
         begun, self._begun = self._begun, None
         if begun is None:
             return None
-        if begun.arrived is not None:
-            begun.arrived.synchronize()
-        on_host = begun.on_device.new_tensor((self._clock.seconds(begun.spans), *begun.on_host))
-        figures = self.world.gather(torch.cat([begun.on_device, on_host])).tolist()  # the one read
+        of_device, sums = begun.interval.read(), begun.interval.sums
+        row = [sums.loss, sums.weight, sums.least_weight, sums.norm, *of_device]
+        figures = self.world.gather_numbers([*row, self._clock.seconds(begun.spans), *begun.on_host])
         self.last = LogRow(begun.step, [dict(zip(RANK_FIGURES, values, strict=True)) for values in figures])
         for total, rank in zip(self._totals, self.last.ranks, strict=True):
             total.update({name: rank[name] for name in ("items", "tokens", "seconds")})
@@ -423,9 +344,11 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        file = os.open("/proc/self/statm", os.O_RDONLY)  # by os: a tenth of what opening it as text costs
     except OSError:  # no /proc outside Linux
         return peak, peak
+    pages = int(os.read(file, 64).split()[1])
+    os.close(file)
     return max(peak, pages * resource.getpagesize()), pages * resource.getpagesize()
 
 

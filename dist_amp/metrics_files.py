@@ -45,14 +45,24 @@ class Lines:
     def append(self, figures: dict[str, Any]) -> str:
         """Add a line, after those that could not be written before; return what to warn of, once."""
         first = not self._unwritten
-        self._unwritten += json.dumps(plain_json(figures)) + "\n"
-        size = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with self.path.open("a") as file:
-                file.write(self._unwritten)
+            self._unwritten += json.dumps(figures, allow_nan=False) + "\n"
+        except ValueError:
+            self._unwritten += json.dumps(plain_json(figures)) + "\n"
+        size = None
+        try:
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                size = os.fstat(file).st_size
+                data = self._unwritten.encode()
+                if os.write(file, data) < len(data):  # what fits, where a disk is nearly full
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(file)
         except OSError as error:
-            with suppress(OSError):
-                os.truncate(self.path, size)
+            if size is not None:
+                with suppress(OSError):
+                    os.truncate(self.path, size)
             text = f"{self.path} can't be written ({error.strerror}); its lines are kept in memory and written later"
             return text if first else ""
         self._unwritten = ""
@@ -76,7 +86,7 @@ class Board:
         if time.monotonic() < self._retry_at:
             return ""
         try:
-            if self._writer is not None and not any(self._path.iterdir()):
+            if self._writer is not None and not os.listdir(self._path):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             add(self._open())
             return ""

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from dist_amp.checkpoint import as_it_was, random_state, set_random_state
 from dist_amp.data import Padding
-from dist_amp.metrics import LogRow, StepReport
+from dist_amp.interval import StepReport
+from dist_amp.metrics import LogRow
 from dist_amp.metrics_files import plain_json
 from dist_amp.nonfinite import Fault, examine
 from dist_amp.step import total_weight

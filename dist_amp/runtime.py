@@ -119,6 +119,14 @@ class World:
             dist.all_gather_object(texts, text, group=self.control)
         return texts
 
+    def gather_numbers(self, row: list[float]) -> list[list[float]]:
+        """Equally many numbers of each rank's host -> every rank's, on every rank, in the order of the ranks."""
+        if self.control is None:
+            return [row]
+        rows = torch.empty(self.world_size, len(row), dtype=torch.float64)
+        dist.all_gather(list(rows.unbind()), torch.tensor(row, dtype=torch.float64), group=self.control)
+        return rows.numpy().tolist()
+
     def gather(self, row: Tensor) -> Tensor:
         """[...] on each rank -> [world_size, ...] on every rank, on the device or the host as the row is."""
         rows = row.new_empty(self.world_size, *row.shape)

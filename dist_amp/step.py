@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dist_amp.config import ConfigError, Range
 from dist_amp.data import Padding
-from dist_amp.metrics import StepReport
+from dist_amp.interval import StepReport
 from dist_amp.runtime import DataError
 from dist_amp.task import Task
 

@@ -16,7 +16,7 @@ from dist_amp.checks import Tripwires, scale_follows_the_counts
 from dist_amp.config import Failure
 from dist_amp.data import Padding
 from dist_amp.fused import local
-from dist_amp.metrics import StepReport
+from dist_amp.interval import StepReport
 from dist_amp.optim import Optimizer
 from dist_amp.runtime import NumericsError, World
 from dist_amp.step import loss_of, mark_last, total_weight, train_step
