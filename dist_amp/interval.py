@@ -46,8 +46,10 @@ def send(reports: Sequence[StepReport], *more: Tensor) -> Parcel:
 
     Each operation has its price, whatever its size: three for all steps are cheaper than one for each.
     """
-    floats = [value for report in reports for value in (*report.losses, report.weight, report.norm)]
-    parts = [torch.stack(floats), torch.stack([report.applied for report in reports])] if reports else []
+    parts = []
+    if reports:
+        floats = [value for report in reports for value in (*report.losses, report.weight)]
+        parts = [torch.stack([*floats, reports[-1].norm]), torch.stack([report.applied for report in reports])]
     values, arrived = torch.cat([part.float() for part in (*parts, *more)]), None
     if values.is_cuda:
         copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -68,11 +70,13 @@ class Sums:
     def add(self, parcel: Parcel) -> list[float]:
         """Add the steps of a parcel; return what came with them."""
         values, steps = parcel.read(), len(parcel.losses)
-        flags = sum(parcel.losses) + 2 * steps
-        at = 0
+        if not steps:
+            return values
+        at, flags = 0, sum(parcel.losses) + steps + 1
+        self.norm = values[flags - 1]
         for count, applied in zip(parcel.losses, values[flags : flags + steps], strict=True):
-            *losses, weight, self.norm = values[at : at + count + 2]
-            at += count + 2
+            *losses, weight = values[at : at + count + 1]
+            at += count + 1
             self.least_weight = min(self.least_weight, weight) if weight == weight else weight
             if applied:  # a skipped step's loss is often not finite, and would be the whole interval's
                 self.loss += sum(losses)

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ class Board:
         self._writer: Any = None
         self._retry_at = 0.0
         self._warned = False
+        self._summary: Any = None  # of the scalars that were written last
 
     def write(self, add: Callable[[Any], object]) -> str:
         """Call `add` with the writer; return what to warn of, once."""
@@ -97,6 +98,19 @@ class Board:
             first, self._warned = not self._warned, True
             text = f"{self._path} can't be written ({error.strerror}); metrics.jsonl will have all the figures"
             return text if first else ""
+
+    def write_scalars(self, values: Mapping[str, float], step: int) -> str:
+        """All values in one event, in one event's message for all steps; return what to warn of, once.
+
+        Twelve values in one event cost 13 us, twelve add_scalar calls 60.
+        """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._summary is None or [value.tag for value in self._summary.value] != list(values):
+            self._summary = Summary(value=[Summary.Value(tag=tag) for tag in values])
+        for entry, value in zip(self._summary.value, values.values(), strict=True):
+            entry.simple_value = value
+        return self.write(lambda writer: writer._get_file_writer().add_summary(self._summary, step))
 
     def _open(self) -> Any:
         from torch.utils.tensorboard.writer import SummaryWriter  # half a second, and needless in a notebook
