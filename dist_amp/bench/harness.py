@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.config import Failure
@@ -57,13 +58,18 @@ def _rank(rank: int, size: int, port: int, result: str, bench: Callable[..., Any
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device: item(), float(), bool(); and tolist(), by replacing it."""
+    """Counts what would make the host wait for a device: item(), float(), bool(); and tolist(), by replacing it.
+
+    torch's own looks at step counts, which stay on the host, are counted too; fused optimizers have none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):  # first into its parts, which then come by here
+            return NotImplemented
         self.count += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
 

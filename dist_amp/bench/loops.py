@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,7 @@ from dist_amp.parallel import find_blocks
 from dist_amp.precision import DTYPES
 from dist_amp.run import Config, Run, build_run
 from dist_amp.runtime import World, seed_all
-from dist_amp.step import mark_last, train_step
+from dist_amp.step import accumulation_steps, mark_last, train_step
 from dist_amp.tasks.causal_lm import CausalLM
 
 SAMPLES = 4096
@@ -80,6 +81,10 @@ class Setup:
         return self.config.precision.name
 
     @property
+    def accumulation(self) -> int:
+        return accumulation_steps(self.config.train, self.world.world_size)
+
+    @property
     def strategy(self) -> str:
         return self.config.parallel.strategy
 
@@ -111,18 +116,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop to time. step(micro_batches) takes one optimizer step of `module`."""
+    """What is timed: step(micro_batches) takes one optimizer step of `module`, after prepare(), which is not timed."""
 
     module: nn.Module
     step: Step
-    # The parts of a step, where a bench takes them apart: update() clips, steps and clears what backward left.
+    prepare: Callable[[], object] = lambda: None
+    # The two parts of a step by hand, for where they are timed apart.
     backward: Step | None = None
     update: Callable[[], object] | None = None
 
 
-def shard(module: nn.Module, setup: Setup) -> nn.Module:
+def shard(module: nn.Module, setup: Setup, mesh: DeviceMesh) -> nn.Module:
     """FSDP2 as its tutorial has it: each block a unit, the last one kept whole between forward and backward."""
-    mesh = setup.world.mesh((setup.world.world_size,), ("shard",))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[setup.precision], reduce_dtype=torch.float32)
     blocks = setup.blocks(module)
     for number, block in enumerate(blocks):
@@ -133,19 +138,19 @@ def shard(module: nn.Module, setup: Setup) -> nn.Module:
 
 def bare(setup: Setup) -> Loop:
     """What an expert writes by hand, for one precision and strategy; it logs nothing."""
-    task, device, limit = setup.task, setup.world.device, setup.config.train.max_grad_norm
+    task, world, limit = setup.task, setup.world, setup.config.train.max_grad_norm
     module = model = setup.fresh_model()
     if setup.strategy == "ddp":
         model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     elif setup.strategy == "fsdp":
-        model = shard(module, setup)
+        model = shard(module, setup, world.mesh((world.world_size,), ("shard",)))
     optimizer, set_rate = setup.adamw(model), setup.schedule()
     autocast: AbstractContextManager[Any] = nullcontext()
     if setup.precision != "fp32" and setup.strategy != "fsdp":
-        autocast = torch.autocast(device.type, dtype=DTYPES[setup.precision])
+        autocast = torch.autocast(world.device.type, dtype=DTYPES[setup.precision])
     scaler = None
     if setup.precision == "fp16":
-        scaler = torch.amp.GradScaler(device.type, init_scale=setup.config.precision.scaler.init_scale)
+        scaler = torch.amp.GradScaler(world.device.type, init_scale=setup.config.precision.scaler.init_scale)
 
     def backward(micro_batches: Sequence[Any]) -> None:
         for is_last, batch in mark_last(micro_batches):
@@ -157,6 +162,7 @@ def bare(setup: Setup) -> Loop:
                 (scaler.scale(loss) if scaler else loss).backward()
 
     def update() -> None:
+        set_rate(optimizer)
         if scaler:
             scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -168,18 +174,10 @@ def bare(setup: Setup) -> Loop:
         optimizer.zero_grad(set_to_none=True)
 
     def step(micro_batches: Sequence[Any]) -> None:
-        set_rate(optimizer)
         backward(micro_batches)
         update()
 
-    return Loop(module, step, backward, update)
-
-
-def update_of(run: Run) -> None:
-    """What train_step does once the gradients are there."""
-    one = torch.ones((), device=run.world.device)
-    totals = run.parallel.totals(one, one, run.precision)
-    run.optimizer.apply(totals.norm, totals.divisor, run.precision)
+    return Loop(module, step, backward=backward, update=update)
 
 
 def dist_amp(setup: Setup) -> Loop:
@@ -189,7 +187,7 @@ def dist_amp(setup: Setup) -> Loop:
     def step(micro_batches: Sequence[Any]) -> None:
         train_step(run, micro_batches)
 
-    return Loop(run.parallel.module, step, update=lambda: update_of(run))
+    return Loop(run.parallel.module, step)
 
 
 def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
@@ -211,3 +209,37 @@ def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
             run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
 
     return Loop(run.parallel.module, step)
+
+
+def update_by_hand(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
+    """What the bare loop does once the gradients are there, always those of `micro_batches`: unscale, clip, step."""
+    loop = bare(setup)
+    assert loop.backward is not None
+    assert loop.update is not None
+    loop.backward(micro_batches)
+    gradients = [parameter.grad for parameter in loop.module.parameters()]
+    return _update_alone(loop.module, gradients, loop.update)
+
+
+def update_of_dist_amp(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
+    """What train_step does instead, with the same gradients."""
+    by_hand = bare(setup)
+    assert by_hand.backward is not None
+    by_hand.backward(micro_batches)
+    gradients = [parameter.grad for parameter in by_hand.module.parameters()]
+    run = build_run(setup.config, setup.world, setup.task)
+    return _update_alone(run.parallel.module, gradients, lambda: update(run))
+
+
+def update(run: Run) -> None:
+    one = torch.ones((), device=run.world.device)
+    totals = run.parallel.totals(one, one, run.precision)
+    run.optimizer.apply(totals.norm, totals.divisor, run.precision)
+
+
+def _update_alone(module: nn.Module, gradients: Sequence[Tensor | None], update: Callable[[], object]) -> Loop:
+    def prepare() -> None:
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone() if gradient is not None else None
+
+    return Loop(module, lambda _: update(), prepare)

@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,38 +25,58 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
+from dist_amp.bench import peers
 from dist_amp.bench.harness import HostReads, median_interval, on_ranks
-from dist_amp.bench.loops import Loop, RandomBytes, Setup, TwoLayers, bare, dist_amp, dist_amp_with_telemetry
+from dist_amp.bench.loops import (
+    Loop,
+    RandomBytes,
+    Setup,
+    TwoLayers,
+    bare,
+    dist_amp,
+    dist_amp_with_telemetry,
+    update_by_hand,
+    update_of_dist_amp,
+)
 from dist_amp.config import ConfigError, Failure
 from dist_amp.data import DataConfig, build_batches, build_split
+from dist_amp.precision import DTYPES
 from dist_amp.proof.compare import whole
 from dist_amp.proof.reference import relative_error
 from dist_amp.run import load_config
-from dist_amp.runtime import World, report_failure
+from dist_amp.runtime import World, first_line, report_failure
 
 BLOCK = 10  # steps; with all figures logged every so many
 ACCUMULATION = 4
+ROUND_SECONDS, MOST_BLOCKS = 0.3, 20  # of one loop in one round
 PARITY_STEPS = 20  # from the same weights, before anything is timed
 PRECISIONS = ("bf16", "fp16", "fp32")
 STRATEGIES = ("ddp", "fsdp")
+# The names of loops that are treated apart.
+BARE, TELEMETRY = "bare", "dist_amp, full telemetry"
+UPDATE, OUR_UPDATE = "update alone, bare", "update alone, dist_amp"
+PEERS = ("Accelerate", "Fabric")
+PROMISED = ("dist_amp", TELEMETRY, OUR_UPDATE)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model to train, and how much of it makes a round."""
+    """A model to train."""
 
     about: str
     task: Callable[[], Any]
     micro_batch_size: int
-    blocks: int  # per round
     parity: float  # how far the parameters may be from the bare loop's
 
 
 WORKLOADS = {
-    "tiny": Workload("two linear layers of 64", TwoLayers, 16, 20, 1e-6),
-    "deep": Workload("a GPT of 12 layers, 64 wide", partial(RandomBytes, DataConfig(), 16, 64, 12, 4), 1, 3, 1e-5),
-    "gpt": Workload("a GPT of 4 layers, 256 wide", partial(RandomBytes, DataConfig(), 32, 256, 4, 4), 2, 1, 1e-5),
+    "tiny": Workload("two linear layers of 64", TwoLayers, 16, 1e-6),
+    "deep": Workload("a GPT of 12 layers, 64 wide", partial(RandomBytes, DataConfig(), 16, 64, 12, 4), 1, 1e-5),
+    "gpt": Workload("a GPT of 4 layers, 256 wide", partial(RandomBytes, DataConfig(), 32, 256, 4, 4), 2, 1e-5),
 }
 
 
@@ -80,7 +101,9 @@ def target(cell: Cell, loop: str) -> float | None:
             return 0.98
         if cell.workload == "deep" and cell.ranks == 1:
             return 0.99
-    if loop == "dist_amp, full telemetry" and cell.workload == "tiny" and cell.ranks == 1 and cell.precision != "fp32":
+    if loop == OUR_UPDATE:
+        return 0.5
+    if loop == TELEMETRY and cell.workload == "tiny" and cell.ranks == 1 and cell.precision != "fp32":
         return 0.97
     return None
 
@@ -95,31 +118,87 @@ def build_setup(cell: Cell, world: World) -> Setup:
     return Setup(load_config([str(word) for word in words], environ={}), world, workload.task())
 
 
-def build_loops(setup: Setup, folder: Path) -> dict[str, Loop]:
-    return {
-        "bare": bare(setup),
-        "bare again": bare(setup),
-        "dist_amp": dist_amp(setup),
-        "dist_amp, full telemetry": dist_amp_with_telemetry(setup, folder),
+def makers(cell: Cell, folder: Path, first_step: Sequence[Any]) -> dict[str, Callable[[Setup], Loop]]:
+    """Every loop of a cell, by its name in the table; those of `PEERS` may turn out not to be able to."""
+    loops: dict[str, Callable[[Setup], Loop]] = {
+        BARE: bare,
+        "bare again": bare,
+        "dist_amp": dist_amp,
+        TELEMETRY: partial(dist_amp_with_telemetry, folder=folder),
+        "Accelerate": peers.accelerate,
+        "Fabric": peers.fabric,
     }
+    if cell.strategy == "fsdp":
+        loops[UPDATE] = partial(update_by_hand, micro_batches=first_step)
+        loops[OUR_UPDATE] = partial(update_of_dist_amp, micro_batches=first_step)
+    return loops
 
 
 def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
     """One cell's parity, host reads and times; every rank calls it."""
     setup = build_setup(cell, world)
     data = steps_of_data(setup)
-    with tempfile.TemporaryDirectory() as folder:
-        loops = build_loops(setup, Path(folder))
-        for loop in loops.values():
-            for micro_batches in itertools.islice(itertools.cycle(data), PARITY_STEPS):
-                loop.step(micro_batches)
+    loops: dict[str, Loop] = {}
+    cant: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what matters of them is looked for: see trained
+        to_make = makers(cell, Path(folder), data[0])
+        for name, make in to_make.items():
+            loop, why = trained(setup, make, data, may_fail=name in PEERS)
+            if loop is not None and not (why := next(filter(None, world.gather_texts(why)), "")):
+                loops[name] = loop
+            else:
+                cant[name] = why
         parameters = {name: parameters_of(loop) for name, loop in loops.items()}
-        parity = {name: relative_error(values, parameters["bare"]) for name, values in parameters.items()}
-        reads = {name: host_reads(loop, data) for name, loop in loops.items()}
-        times = timed_rounds(world, loops, data, rounds, WORKLOADS[cell.workload].blocks)
-    counted = {"parameters": sum(p.numel() for p in loops["bare"].module.parameters())}
-    counted["tensors"] = len(list(loops["bare"].module.parameters()))
-    return {**asdict(cell), **counted, "parity": parity, "host_reads": reads, "seconds": times}
+        told = {
+            **asdict(cell),
+            "parameters": sum(p.numel() for p in parameters[BARE].values()),
+            "tensors": len(parameters[BARE]),
+            "loops": list(to_make),
+            "cant": cant,
+            "parity": {name: relative_error(values, parameters[base(name)]) for name, values in parameters.items()},
+            "host_reads": {
+                name: host_reads(loop, data, BLOCK if name == TELEMETRY else 1) for name, loop in loops.items()
+            },
+            "collectives": {name: collectives(loop) for name, loop in loops.items() if name in (UPDATE, OUR_UPDATE)},
+        }
+        # As many as fill a round: a pause in which the machine does nothing else has to be met by each loop.
+        bare_seconds = float(timed_block(world, loops[BARE], data)[MEASURES.index("block_wall")]) * BLOCK
+        blocks = int(world.from_main(str(min(max(round(ROUND_SECONDS / bare_seconds), 1), MOST_BLOCKS))))
+        return {**told, "blocks": blocks, "seconds": timed_rounds(world, loops, data, rounds, blocks)}
+
+
+def trained(
+    setup: Setup, make: Callable[[Setup], Loop], data: Sequence[Any], may_fail: bool
+) -> tuple[Loop | None, str]:
+    """The loop after its first steps; or why it can't do this cell: what it raises, or does instead in silence."""
+    seen: list[torch.dtype] = []
+    try:
+        loop = make(setup)
+        first = next(part for part in loop.module.modules() if isinstance(part, nn.Linear))
+        hook = first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        for micro_batches in itertools.islice(itertools.cycle(data), PARITY_STEPS):
+            loop.prepare()
+            loop.step(micro_batches)
+        hook.remove()
+    except ImportError:
+        if not may_fail:
+            raise
+        return None, "not installed: pip install 'dist_amp[bench]'"
+    except Exception as error:
+        if not may_fail:
+            raise
+        return None, f"can't: {first_line(error).split('. ')[0]}"
+    if setup.strategy == "fsdp" and not all(isinstance(p, DTensor) for p in loop.module.parameters()):
+        return loop, "can't: shards nothing, and says nothing of it"
+    if set(seen) - {DTYPES[setup.precision]}:
+        return loop, f"can't: trains in {str(seen[0]).removeprefix('torch.')}"
+    return loop, ""
+
+
+def base(name: str) -> str:
+    """The loop that another one is compared with."""
+    return UPDATE if name in (UPDATE, OUR_UPDATE) else BARE
 
 
 def steps_of_data(setup: Setup) -> list[list[Any]]:
@@ -136,14 +215,23 @@ def parameters_of(loop: Loop) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in loop.module.named_parameters()}
 
 
-def host_reads(loop: Loop, data: Sequence[Any]) -> list[int]:
-    """What each of ten steps reads back from the device; one of them is a logging step where the loop has any."""
+def host_reads(loop: Loop, data: Sequence[Any], steps: int) -> list[int]:
+    """What each of so many steps reads back from the device."""
     counts = []
-    for number in range(BLOCK):
+    for micro_batches in itertools.islice(itertools.cycle(data), steps):
+        loop.prepare()
         with HostReads() as seen:
-            loop.step(data[number % len(data)])
+            loop.step(micro_batches)
         counts.append(seen.count)
     return counts
+
+
+def collectives(loop: Loop) -> int:
+    """How often a step meets the other ranks."""
+    loop.prepare()
+    with CommDebugMode() as seen:
+        loop.step([])
+    return seen.get_total_counts()
 
 
 MEASURES = ("step_cpu", "step_wall", "block_cpu", "block_wall")
@@ -178,12 +266,15 @@ def timed_rounds(
 
 def timed_block(world: World, loop: Loop, data: Sequence[Any]) -> torch.Tensor:
     """MEASURES of one block of steps: [4] float64, seconds per step."""
-    marks = [now()]
+    clock = []
     for micro_batches in itertools.islice(itertools.cycle(data), BLOCK):
+        loop.prepare()
+        before = now()
         loop.step(micro_batches)
         world.wait_for_device()
-        marks.append(now())
-    steps = torch.tensor(marks, dtype=torch.float64).diff(dim=0) * 1e-9
+        clock.append((before, now()))
+    began, ended = torch.tensor(clock, dtype=torch.float64).unbind(dim=1)
+    steps = (ended - began) * 1e-9
     return torch.cat([steps.amin(dim=0), steps.mean(dim=0)])
 
 
@@ -193,48 +284,63 @@ def now() -> tuple[int, int]:
 
 
 HEADER = (
-    f"{'workload':<8} {'precision':<9} {'ranks':>5} {'strategy':<8} {'loop':<26} {'us/step':>9}  "
-    f"{'ratio [95 % interval]':<22} {'reads':>6} {'parity':>8} {'target':>7}  verdict"
+    f"{'workload':<8} {'precision':<9} {'ranks':>5} {'strategy':<8} {'loop':<24} {'us/step':>9}  "
+    f"{'ratio [95 % interval]':<21} {'reads':>5} {'collectives':>11} {'parity':>6} {'target':>7}  verdict"
 )
 
 
 def rows_of(cell: Cell, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """The table's rows of a cell."""
-    rows = []
-    for name, seconds in told["seconds"].items():
+    """The table's rows of a cell: figures, or `cant`."""
+    rows: list[dict[str, Any]] = []
+    for name in told["loops"]:
+        if name in told["cant"]:
+            rows.append({"loop": name, "cant": told["cant"][name]})
+            continue
+        seconds = told["seconds"][name]
         # A fastest step would hide the logging step: what has one is compared by whole blocks of ten.
-        measure = "block_cpu" if "telemetry" in name else "step_cpu"
-        base = told["seconds"]["bare"][measure]
-        ratio, low, high = median_interval([a / b for a, b in zip(seconds[measure], base, strict=True)])
-        most, limit = target(cell, name), WORKLOADS[cell.workload].parity
-        reads = told["host_reads"][name]
+        measure = "block_cpu" if name == TELEMETRY else "step_cpu"
+        compared = zip(seconds[measure], told["seconds"][base(name)][measure], strict=True)
+        ratio, low, high = median_interval([own / bare for own, bare in compared])
         row = {
             "loop": name,
             "us_per_step": 1e6 * median_interval(seconds[measure])[0],
             "ratio": ratio,
             "interval": [low, high],
-            "host_reads": reads,
+            "host_reads": told["host_reads"][name],
+            "collectives": told["collectives"].get(name),
             "parity": told["parity"][name],
-            "target": most,
+            "target": target(cell, name),
         }
-        if name.startswith("dist_amp"):
-            missed = ["ratio"] * (most is not None and ratio > most) + ["parity"] * (row["parity"] > limit)
-            missed += ["reads"] * (sum(reads) > ("telemetry" in name))
-            row["verdict"] = f"missed: {', '.join(missed)}" if missed else "met"
-        rows.append(row)
+        rows.append({**row, "verdict": verdict(cell, row) if name in PROMISED else ""})
     return rows
 
 
+def verdict(cell: Cell, row: dict[str, Any]) -> str:
+    """met, or what was missed: of the ratio by its median."""
+    missed = {
+        "ratio": row["target"] is not None and row["ratio"] > row["target"],
+        "parity": row["parity"] > WORKLOADS[cell.workload].parity,
+        "host reads": sum(row["host_reads"]) > (row["loop"] == TELEMETRY),
+        "collectives": row["collectives"] not in (None, 1),
+    }
+    names = ", ".join(name for name, is_missed in missed.items() if is_missed)
+    return f"missed: {names}" if names else "met"
+
+
 def line(cell: Cell, row: dict[str, Any]) -> str:
+    """A row of the table."""
+    where = f"{cell.workload:<8} {cell.precision:<9} {cell.ranks:>5} {cell.strategy:<8} {row['loop']:<24}"
+    if "cant" in row:
+        return f"{where} {row['cant'][:100]}"
     low, high = row["interval"]
-    reads = f"{min(row['host_reads'])}" + (f" / {max(row['host_reads'])}" if len(set(row["host_reads"])) > 1 else "")
+    is_base = base(row["loop"]) == row["loop"]
+    interval = "1" if is_base else f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"
+    reads = " / ".join(str(count) for count in sorted(set(row["host_reads"])))
+    meets = "" if row["collectives"] is None else str(row["collectives"])
+    parity = "" if is_base else f"{row['parity']:.0e}"
     most = "" if row["target"] is None else f"<= {row['target']:.2f}"
-    interval = "" if row["loop"] == "bare" else f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"
-    parity = "" if row["loop"] == "bare" else f"{row['parity']:.0e}"
-    return (
-        f"{cell.workload:<8} {cell.precision:<9} {cell.ranks:>5} {cell.strategy:<8} {row['loop']:<26} "
-        f"{row['us_per_step']:>9,.0f}  {interval:<22} {reads:>6} {parity:>8} {most:>7}  {row.get('verdict', '')}"
-    ).rstrip()
+    figures = f"{row['us_per_step']:>9,.0f}  {interval:<21} {reads:>5} {meets:>11} {parity:>6} {most:>7}"
+    return f"{where} {figures}  {row['verdict']}".rstrip()
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,0 +1,97 @@
+"""Accelerate's and Lightning Fabric's loops, as their documentation writes them; the extra `bench` installs both.
+
+What each offers for speed is on: views of the gradients' buckets, no broadcast of buffers, no look at the norm.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from dist_amp.bench.loops import Loop, Setup, shard
+from dist_amp.step import mark_last
+
+DDP_OPTIONS = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+
+
+def accelerate(setup: Setup) -> Loop:
+    """Source: huggingface.co/docs/accelerate, "Performing gradient accumulation" and "FSDP1 vs FSDP2"."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps one precision per process
+    GradientState._reset_state()
+    module, limit = setup.fresh_model(), setup.config.train.max_grad_norm
+    on_cpu = setup.world.device.type == "cpu"
+    plugin = None
+    if setup.strategy == "fsdp":
+        classes = sorted({type(block).__name__ for block in setup.blocks(module)})
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=classes,
+            reshard_after_forward=True,
+        )
+    handlers = [DistributedDataParallelKwargs(**DDP_OPTIONS)]
+    handlers += [GradScalerKwargs(init_scale=setup.config.precision.scaler.init_scale)]
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision="no" if setup.precision == "fp32" else setup.precision,
+        gradient_accumulation_steps=setup.accumulation,
+        fsdp_plugin=plugin,
+        kwargs_handlers=handlers,
+    )
+    model, optimizer = accelerator.prepare(module, setup.adamw(module))
+    set_rate = setup.schedule()
+
+    def step(micro_batches: Sequence[Any]) -> None:
+        set_rate(optimizer)
+        for batch in micro_batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(setup.task.loss(model, batch, "mean"))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), limit)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Loop(accelerator.unwrap_model(model), step)
+
+
+def fabric(setup: Setup) -> Loop:
+    """Source: lightning.ai/docs/fabric, "Efficient gradient accumulation" and "Model parallelism: FSDP2"."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it says what it casts to
+    module, limit, ranks = setup.fresh_model(), setup.config.train.max_grad_norm, setup.world.world_size
+    strategy: Any = "auto"
+    if setup.strategy == "ddp":
+        strategy = DDPStrategy(**DDP_OPTIONS)
+    elif setup.strategy == "fsdp":
+        strategy = ModelParallelStrategy(
+            lambda module, mesh: shard(module, setup, mesh["data_parallel"]),
+            data_parallel_size=ranks,
+            tensor_parallel_size=1,
+        )
+    precisions: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+    # FSDP2's own policy casts to bf16, as in the other loops: autocast besides would cost time for nothing.
+    precision = precisions["fp32" if (setup.strategy, setup.precision) == ("fsdp", "bf16") else setup.precision]
+    lab = Fabric(accelerator=setup.world.device.type, devices=ranks, strategy=strategy, precision=precision)
+    lab.launch()
+    if setup.strategy == "fsdp":
+        model = lab.setup_module(module)
+        optimizer = lab.setup_optimizers(setup.adamw(model))
+    else:
+        model, optimizer = lab.setup(module, setup.adamw(module))
+    set_rate = setup.schedule()
+
+    def step(micro_batches: Sequence[Any]) -> None:
+        set_rate(optimizer)
+        for is_last, batch in mark_last(micro_batches):
+            with lab.no_backward_sync(model, enabled=not is_last):
+                lab.backward(setup.task.loss(model, batch, "mean") / len(micro_batches))
+        lab.clip_gradients(model, optimizer, max_norm=limit, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Loop(module, step)
