@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_amp.blocks import as_compiled_so_far
 from dist_amp.checkpoint import as_it_was
 from dist_amp.config import ConfigError
 from dist_amp.optim import local
@@ -116,7 +117,7 @@ class Numerics:
         """Forward and backward of one micro-batch, leaving no trace: `look` at each parameter's gradient."""
         run = self.run
         sharded = run.parallel.strategy in ("fsdp", "hsdp")
-        with as_it_was(run), run.parallel.gradient_sync(sharded):
+        with as_it_was(run), as_compiled_so_far(), run.parallel.gradient_sync(sharded):
             with casting:
                 loss = loss_of(run.task, run.model, batch, run.world.device)
             backward(loss * factor)
