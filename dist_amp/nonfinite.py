@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from dist_amp.blocks import uncompiled
 from dist_amp.data import Padding
 from dist_amp.fused import local
 from dist_amp.precision import DTYPES, Precision
@@ -290,7 +291,8 @@ def examine(task: Task, model: nn.Module, batch: Any, share: Tensor, precision: 
     batch: as a step takes it; share: what its loss is multiplied by, scalar float32. The loss scale is 1.
     """
     watch = Watch(model)
-    with watch, torch.autograd.set_detect_anomaly(False):  # it would raise where we want to look
+    # Compiled code calls no hooks, and anomaly detection would raise where we want to look.
+    with watch, uncompiled(), torch.autograd.set_detect_anomaly(False):
         with precision.autocast():
             loss = loss_of(task, model, batch, precision.device)
         shared = loss * share

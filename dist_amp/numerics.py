@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_amp.blocks import as_compiled_so_far
 from dist_amp.checkpoint import as_it_was
 from dist_amp.config import ConfigError
 from dist_amp.fused import local
@@ -115,7 +116,7 @@ class Numerics:
     ) -> dict[Tensor, Tensor]:
         """Forward and backward of one micro-batch, leaving no trace: `look` at each parameter's gradient."""
         run = self.run
-        with as_it_was(run), run.parallel.gradient_sync(run.parallel.sharded):
+        with as_it_was(run), as_compiled_so_far(), run.parallel.gradient_sync(run.parallel.sharded):
             with casting:
                 loss = loss_of(run.task, run.model, batch, run.world.device)
             backward(loss * factor)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_amp.blocks import Checkpointing
 from dist_amp.config import ConfigError, Range
 from dist_amp.fused import local
 from dist_amp.precision import DTYPES, Precision, PrecisionConfig
@@ -47,6 +48,9 @@ class ParallelConfig:
     accumulate_reduce: Literal["last", "every"] = "last"
     """fsdp, hsdp: reduce gradients after the last micro-batch only (holds 4 bytes per parameter unsharded on each
     rank), or after every one (holds 4 / world_size bytes, for a third more collectives)."""
+    activation_checkpointing: Checkpointing = "none"
+    """Blocks whose activations are not kept for backward but computed again in it: none, full (all), or every n-th.
+    full leaves one block's activations and the inputs of all, for about a third more computation."""
     cpu_offload: bool = False
     """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; costs a host read per step."""
 

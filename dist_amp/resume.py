@@ -17,8 +17,9 @@ from dist_amp.runtime import DataError, World, attempt
 FREE_TO_CHANGE = (
     "run.", "eval.", "checkpoint.", "metrics.", "debug.", "data.workers", "data.name", "data.path", "data.split",
     "data.validation_split", "data.validation_fraction", "data.text_column", "parallel.strategy", "parallel.replicas",
-    "parallel.accumulate_reduce", "parallel.cpu_offload", "train.steps", "train.micro_batch_size",
-    "train.accumulation_steps", "train.global_batch_size", "train.max_skips_in_a_row", "train.gc_every", "optim.fused",
+    "parallel.accumulate_reduce", "parallel.activation_checkpointing", "parallel.cpu_offload", "compile.",
+    "train.steps", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch_size",
+    "train.max_skips_in_a_row", "train.gc_every", "optim.fused",
 )  # fmt: skip
 
 

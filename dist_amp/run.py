@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dist_amp import config as settings
+from dist_amp.blocks import CompileConfig, check_compile, prepare_blocks
 from dist_amp.checkpoint import CheckpointConfig, load
 from dist_amp.config import Range
 from dist_amp.data import Batches, DataConfig, build_batches, build_split, build_validation
@@ -57,6 +58,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -163,8 +165,10 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
         module.train()  # as a pretrained model comes: wholly in evaluation mode
     strategy = pick_strategy(config.parallel, module, world)
     check_parallel(config.parallel, strategy, config.precision, world)
+    check_compile(config.compile, strategy, world)
     precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
     blocks = task.blocks(module) if hasattr(task, "blocks") else find_blocks(module)
+    prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
     parallel = build_parallel(config.parallel, strategy, module, blocks, precision, world)
     optimizer = Optimizer(config.optim, _clip(config.train), parallel.model, config.train.steps, parallel.state_device)
     data = build_batches(

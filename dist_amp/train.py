@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from dist_amp.blocks import as_compiled_so_far
 from dist_amp.checkpoint import Saver, rewind_point
 from dist_amp.checkpoint_files import MANIFEST, all_checkpoints, appears, set_aside_after, write_synced
 from dist_amp.checks import Tripwires
@@ -239,7 +240,7 @@ def run_to_the_end(run: Run, stop: AgreedStop) -> int:
         return status
     if hasattr(run.task, "sample"):
         try:
-            with run.parallel.evaluating(), run.precision.autocast():
+            with run.parallel.evaluating(), run.precision.autocast(), as_compiled_so_far():
                 run.metrics.write_sample(run.step, run.task.sample(run.parallel.module))
         except Exception as error:  # the training is done, and saved
             run.world.warn(

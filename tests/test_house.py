@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dist_amp"
-# What is on the disk, and which checkpoint may be resumed from: the core stands on them, but need not be read with it.
-FILES = {"checkpoint_files", "checkpoint_writing", "resume", "interval", "metrics_files"}
+# What is done to each block, what is on the disk, and which checkpoint may be resumed from: the core stands on them,
+# but need not be read with it.
+FILES = {"blocks", "checkpoint_files", "checkpoint_writing", "resume", "interval", "metrics_files"}
 FLOORS = {
     1: {"config", "runtime", "rendezvous", "precision", "fused", "optim", "task"},
     2: {"parallel", "data", "metrics", "checkpoint", *FILES},
