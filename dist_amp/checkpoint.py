@@ -216,7 +216,8 @@ def _set_state(run: "Run", manifest: Manifest, state: dict[str, Any], same_world
     run.optimizer.bind_learning_rate()
     if "scaler" in state:
         run.precision.load_state_dict(state["scaler"])
-    run.parallel.expect(state["expected_weight"])
+    if state["expected_weight"] > 0:  # one process expects nothing
+        run.parallel.expect(state["expected_weight"])
     run.step, run.data.position = manifest.step, manifest.samples
     run.metrics.resume(manifest.evaluation, manifest.evaluated_step, manifest.best, state["interval"], same_world)
     if same_world:

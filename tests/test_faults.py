@@ -348,7 +348,7 @@ RUN_FAULTS = [
     (optimizer_built_before_sharding, "ddp", Tiny(), (), "built before the model was sharded"),
     (same_shard_on_all_ranks, "ddp", Tiny(), (), "ranks 0 and 1 were fed the same samples"),
     (same_shard_on_all_ranks, "fsdp", Tiny(), (), "ranks 0 and 1 were fed the same samples"),
-    (parameter_differs, "ddp", Tiny(), (), "parameter 0.0.weight is not the same on ranks 0 and 1 after step 4"),
+    (parameter_differs, "ddp", Tiny(), (), "parameter 0.0.weight is not the same on ranks 0 and 1 after step 5"),
     (buffers_are_never_averaged, "ddp", Noisy(), EVALUATED, "buffer 1.running_mean is not the same on ranks 0 and 1"),
     (buffers_are_never_averaged, "fsdp", Noisy(), (*EVALUATED, *AUTOCAST), "the buffer 1.running_mean"),
     (nothing, "ddp", RanksRemember(), (), "the buffer 0.seen is not the same on ranks 0 and 1 after step 2"),
