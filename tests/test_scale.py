@@ -153,7 +153,7 @@ def test_the_formula_holds_for_any_number_of_ranks_whoever_casts(size):
 
 
 def work_of_a_step(size, strategy):
-    """What rank 0 of so many does from one step to the next: {operation: times}, {Python's call or return: times}."""
+    """What rank 0 of so many does from one step to the next: {operation: times}, {function in Python or C: times}."""
     with imagined(size) as world:
         run = run_of(world, "rooted", "--parallel.strategy", strategy, "--train.accumulation_steps", 2)
         stop = AgreedStop(world)
@@ -167,8 +167,15 @@ def work_of_a_step(size, strategy):
         with Operations() as seen:
             step()
         calls = Counter()
+
+        def called(frame, event, argument):
+            if event == "call":
+                calls[f"{frame.f_code.co_filename}: {frame.f_code.co_name}"] += 1
+            elif event == "c_call":
+                calls[argument.__qualname__] += 1
+
         gc.disable()
-        sys.setprofile(lambda frame, event, argument: calls.update([event]))
+        sys.setprofile(called)
         try:
             step()
         finally:
@@ -180,7 +187,11 @@ def work_of_a_step(size, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_a_step_takes_as_many_operations_and_calls_on_a_thousand_ranks_as_on_two(strategy):
     few, *more = [work_of_a_step(size, strategy) for size in ((16 if strategy == "hsdp" else 2), 64, 1024)]
-    assert more == [few, few]
+    for operations, calls in more:
+        assert operations == few[0]
+        # By chance torch compares a few specs whose hashes collide in its caches; a call per rank would be 62 and more.
+        apart = (calls - few[1]) + (few[1] - calls)
+        assert apart.total() < 30, apart
 
 
 def log_step(world):
