@@ -46,7 +46,7 @@ class ParallelConfig:
     """ddp: compress gradients to this while they travel; off: as they are."""
     accumulate_reduce: Literal["last", "every"] = "last"
     """fsdp, hsdp: reduce gradients after the last micro-batch only (holds 4 bytes per parameter unsharded on each
-    rank), or after every one (holds 4 / world_size bytes, for a third more collectives)."""
+    rank), or after every one (holds 4 / world_size bytes, and sends up to twice as much: docs/collectives.md)."""
     activation_checkpointing: Checkpointing = "none"
     """Blocks whose activations are not kept for backward but computed again in it: none, full (all), or every n-th.
     full leaves one block's activations and the inputs of all, for about a third more computation."""

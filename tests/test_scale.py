@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_amp.bench.collectives import Collective, Counting, compare, main, measure, tell
 from dist_amp.config import Failure
+from dist_amp.metrics import RANK_FIGURES
 from dist_amp.run import load_config
 from dist_amp.runtime import AgreedStop, World
 from dist_amp.step import train_step
@@ -198,7 +199,7 @@ def log_step(world):
     run = run_of(world, "tiny")
     take_steps(run, 1)
     with Counting() as logging:
-        run.metrics.log(1, run.parallel, run.optimizer, run.precision, run.data)
+        run.metrics.log(1, run.optimizer, run.precision, run.data)
     with AgreedStop(world) as stop, Counting() as polling:
         stop.poll()
     return logging.collectives, polling.collectives
@@ -206,7 +207,7 @@ def log_step(world):
 
 def test_a_log_step_gathers_once_and_the_stop_is_one_number():
     for logging, polling in on_ranks(2, log_step):
-        assert logging == {Collective("all_gather", 2, 16 * 8, 2 * 16 * 8): 1}
+        assert logging == {Collective("all_gather", 2, 8 * len(RANK_FIGURES), 2 * 8 * len(RANK_FIGURES)): 1}
         assert polling == {Collective("all_reduce", 2, 4, 4): 1}
 
 
@@ -234,9 +235,10 @@ def test_no_objects_travel_but_at_the_start_in_an_evaluation_and_where_tripwires
     for exchanges in on_ranks(2, exchanges_of_a_run):
         start = exchanges.pop(0)
         assert start == 6  # the data's length, the state's two texts, the generators, and provenance's two
-        # The state at the first log step and every 12 from there, at the next log step: three texts each.
+        # The state at the first log step and every 12 from there, at the next log step: three texts each. Figures are
+        # read a step later.
         # After each evaluation: the names of what must be equal. The run's last step has both.
-        assert exchanges == {5: 3, 20: 3, 12: 1, 24: 1, 30: 4}
+        assert exchanges == {6: 3, 21: 3, 12: 1, 24: 1, 30: 4}
 
 
 @pytest.mark.parametrize("words", [[], ["--train.global_batch_size", "auto"]])

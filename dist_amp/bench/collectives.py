@@ -34,7 +34,7 @@ RANKS_PER_MACHINE = 8  # of a world that is only imagined
 # DDP's buckets, in bytes. Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 # How many float32 numbers each all-reduce of the step's own takes: the weight, and the squared norm.
-STEP_SUMS = (1, 1)
+STEP_SUMS = (2,)
 KINDS = {
     "allreduce_": "all_reduce",
     "allgather_": "all_gather",
