@@ -403,3 +403,31 @@ def test_garbage_is_collected_at_its_steps_alone():
         gc.callbacks.pop()
     with scheduled_garbage("off"):
         assert gc.isenabled()
+
+
+class SaysWhetherItCollects(Tiny):
+    def build_dataset(self, split):
+        return CollectingRows(64)
+
+
+class CollectingRows:
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        import gc
+
+        return {"x": torch.zeros(8), "y": torch.zeros(()), "counts": torch.tensor(float(gc.isenabled()))}
+
+
+def test_a_loader_worker_collects_its_own_garbage():
+    from dist_amp.runtime import scheduled_garbage
+
+    run = make_run(World(), SaysWhetherItCollects(), "--data.workers", 1)
+    with scheduled_garbage(50):
+        (batch,) = next(run.data)
+    run.data.close()
+    assert batch["counts"].tolist() == [1.0] * len(batch["counts"])
