@@ -1,9 +1,11 @@
 """python -m dist_amp.bench overhead: what a step costs against the loop that an expert would write by hand.
 
-All loops run in one process per rank, in rounds: in each, every loop takes its blocks of ten steps, in an order drawn
-anew. A round gives each loop's fastest step, and its fastest block, divided by the bare loop's of the same round; the
-table has the median of these ratios with its 95 % interval. The bare loop runs twice per round: "bare again" shows what
-is noise. Times are the process's CPU time, of the slowest rank; wall-clock times stand in the JSON beside them.
+On CPU processes, where nothing hides what the host does. All loops run in one process per rank, in rounds: in each,
+they take turns with blocks of ten steps, in an order drawn anew. A round gives each loop's fastest step and its fastest
+block, divided by the bare loop's of the same round; the table has the median of these ratios with its 95 % interval.
+"bare again" shows what is noise: the bare loop a second time, from weights that differ in their last place. Collectors
+of garbage rest in a round. Parity is how far the parameters are from the bare loop's, in the largest of them, after 20
+steps from the same weights.
 """
 
 import argparse
@@ -37,6 +39,7 @@ from dist_amp.bench.loops import (
     Setup,
     TwoLayers,
     bare,
+    bare_again,
     dist_amp,
     dist_amp_with_telemetry,
     update_by_hand,
@@ -57,7 +60,7 @@ PARITY_STEPS = 20  # from the same weights, before anything is timed
 PRECISIONS = ("bf16", "fp16", "fp32")
 STRATEGIES = ("ddp", "fsdp")
 # The names of loops that are treated apart.
-BARE, TELEMETRY = "bare", "dist_amp, full telemetry"
+BARE, AGAIN, TELEMETRY = "bare", "bare again", "dist_amp, full telemetry"
 UPDATE, OUR_UPDATE = "update alone, bare", "update alone, dist_amp"
 PEERS = ("Accelerate", "Fabric")
 PROMISED = ("dist_amp", TELEMETRY, OUR_UPDATE)
@@ -70,7 +73,7 @@ class Workload:
     about: str
     task: Callable[[], Any]
     micro_batch_size: int
-    parity: float  # how far the parameters may be from the bare loop's
+    parity: float  # how far the parameters may be from the bare loop's, or as far as an ulp takes that one
 
 
 WORKLOADS = {
@@ -114,7 +117,7 @@ def build_setup(cell: Cell, world: World) -> Setup:
     words += ["--train.accumulation_steps", ACCUMULATION, "--train.steps", 20_000, "--optim.warmup_steps", 10]
     words += ["--use_amp", "false"] if cell.precision == "fp32" else ["--precision.dtype", cell.precision]
     words += ["--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
-    words += ["--metrics.log_every", BLOCK, "--run.device", world.device.type]
+    words += ["--metrics.log_every", BLOCK, "--run.device", "cpu"]
     return Setup(load_config([str(word) for word in words], environ={}), world, workload.task())
 
 
@@ -122,7 +125,7 @@ def makers(cell: Cell, folder: Path, first_step: Sequence[Any]) -> dict[str, Cal
     """Every loop of a cell, by its name in the table; those of `PEERS` may turn out not to be able to."""
     loops: dict[str, Callable[[Setup], Loop]] = {
         BARE: bare,
-        "bare again": bare,
+        AGAIN: bare_again,
         "dist_amp": dist_amp,
         TELEMETRY: partial(dist_amp_with_telemetry, folder=folder),
         "Accelerate": peers.accelerate,
@@ -271,7 +274,6 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any]) -> torch.Tensor:
         loop.prepare()
         before = now()
         loop.step(micro_batches)
-        world.wait_for_device()
         clock.append((before, now()))
     began, ended = torch.tensor(clock, dtype=torch.float64).unbind(dim=1)
     steps = (ended - began) * 1e-9
@@ -311,15 +313,16 @@ def rows_of(cell: Cell, told: dict[str, Any]) -> list[dict[str, Any]]:
             "parity": told["parity"][name],
             "target": target(cell, name),
         }
-        rows.append({**row, "verdict": verdict(cell, row) if name in PROMISED else ""})
+        allowed = max(WORKLOADS[cell.workload].parity, told["parity"][AGAIN])
+        rows.append({**row, "verdict": verdict(row, allowed) if name in PROMISED else ""})
     return rows
 
 
-def verdict(cell: Cell, row: dict[str, Any]) -> str:
-    """met, or what was missed: of the ratio by its median."""
+def verdict(row: dict[str, Any], parity: float) -> str:
+    """met, or what was missed: the ratio by its median, and a `parity` that may be as large as the bare loop's own."""
     missed = {
         "ratio": row["target"] is not None and row["ratio"] > row["target"],
-        "parity": row["parity"] > WORKLOADS[cell.workload].parity,
+        "parity": row["parity"] > parity,
         "host reads": sum(row["host_reads"]) > (row["loop"] == TELEMETRY),
         "collectives": row["collectives"] not in (None, 1),
     }
@@ -389,7 +392,7 @@ def bench(options: argparse.Namespace) -> int:
         print(text, flush=True)
         lines.append(text)
 
-    say(HEADER)
+    say(head(options, report))
     for cell in cells_of(options):
         told = on_ranks(cell.ranks, measure, cell, options.rounds)
         told["rows"] = rows_of(cell, told)
@@ -401,6 +404,23 @@ def bench(options: argparse.Namespace) -> int:
         (options.out / "overhead.json").write_text(json.dumps(report, indent=1) + "\n")
         (options.out / "overhead.txt").write_text("\n".join(lines) + "\n")
     return 0
+
+
+def head(options: argparse.Namespace, report: dict[str, Any]) -> str:
+    """What stands above the table."""
+    found = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    lines = [f"{report['machine']['cpu']}, {report['machine']['cores']} cores; {found}"]
+    for name in options.workloads:
+        workload = WORKLOADS[name]
+        parameters = list(workload.task().build_model().parameters())
+        size = f"{sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors"
+        batch = f"{ACCUMULATION} micro-batches of {workload.micro_batch_size}"
+        lines.append(f"{name:<6} {workload.about}: {size}, {batch}")
+    lines.append(
+        f"us/step: the process's CPU time, of the slowest rank, in a round's fastest step, or {BLOCK} steps with full\n"
+        f"telemetry; median of {options.rounds} rounds. ratio: to the bare loop's in the same round"
+    )
+    return "\n".join([*lines, "", HEADER])
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
