@@ -61,9 +61,12 @@ def test_table_and_report_tell_the_same(report):
 @pytest.mark.parametrize("precision", overhead.PRECISIONS)
 def test_the_loop_by_hand_and_train_step_train_the_same_parameters(report, precision):
     (cell,) = [cell for cell in report[1]["cells"] if cell["precision"] == precision]
-    for name in ("dist_amp", overhead.TELEMETRY):
-        # A float32's last place is 6e-8 of the largest parameter: some of it for each of 20 steps.
-        assert cell["parity"][name] < 1e-6
+    # A float32's last place is 6e-8 of the largest parameter: some of it for each of 20 steps. fp16 makes of one last
+    # place at the start 1e-5 (torch 2.13), bf16 2e-5, in the loop by hand alone.
+    limit = 1e-6 if precision == "fp32" else max(1e-6, cell["parity"][overhead.AGAIN])
+    assert cell["parity"]["dist_amp"] < limit
+    assert cell["parity"][overhead.TELEMETRY] < limit
+    assert limit < 1e-4
 
 
 @pytest.mark.parametrize("precision", overhead.PRECISIONS)

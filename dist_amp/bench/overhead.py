@@ -31,7 +31,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dist_amp.bench import peers
 from dist_amp.bench.harness import HostReads, median_interval, on_ranks
 from dist_amp.bench.loops import (
     Loop,
@@ -45,6 +44,7 @@ from dist_amp.bench.loops import (
     update_by_hand,
     update_of_dist_amp,
 )
+from dist_amp.bench.peers import accelerate, fabric
 from dist_amp.config import ConfigError, Failure
 from dist_amp.data import DataConfig, build_batches, build_split
 from dist_amp.precision import DTYPES
@@ -128,8 +128,8 @@ def makers(cell: Cell, folder: Path, first_step: Sequence[Any]) -> dict[str, Cal
         AGAIN: bare_again,
         "dist_amp": dist_amp,
         TELEMETRY: partial(dist_amp_with_telemetry, folder=folder),
-        "Accelerate": peers.accelerate,
-        "Fabric": peers.fabric,
+        "Accelerate": accelerate,
+        "Fabric": fabric,
     }
     if cell.strategy == "fsdp":
         loops[UPDATE] = partial(update_by_hand, micro_batches=first_step)
@@ -449,8 +449,8 @@ def _lines(path: str) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "accelerate", "lightning-fabric"):
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("accelerate", "lightning-fabric"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
