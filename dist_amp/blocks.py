@@ -103,8 +103,8 @@ def prepare_blocks(
         for block in _chosen(checkpointing, blocks):
             block.forward = recomputed(block.forward)
     if config.blocks:
-        if not blocks:
-            world.say("compile.blocks=true: the model has no blocks, so it is compiled as a whole")
+        what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"
+        world.say(f"compile.blocks=true: {config.backend} compiles {what} in the first step and the first evaluation")
         compile_each(config, module, blocks or [module], world)
 
 

@@ -416,7 +416,9 @@ def test_a_chunk_that_is_no_number_of_tokens_is_refused(chunk):
 
 def test_a_backend_whose_package_is_missing_is_refused_when_it_compiles():
     words = [*INDUCTOR, "--compile.backend", "tvm"]
-    assert "compile.backend=tvm can't compile 0: Please install apache-tvm" in refusal(Tiny(), *words, steps=1)
+    said = refusal(Tiny(), *words, steps=1)
+    assert "compile.backend=tvm can't compile 0: " in said
+    assert "tvm" in said.partition(": ")[2]
 
 
 def test_inductor_without_a_compiler_is_refused_at_the_start():
@@ -448,7 +450,7 @@ def test_settings_without_effect_are_told_of(capsys):
     out, err = capsys.readouterr()
     assert "the settings of [compile] have no effect: compile.blocks=false compiles nothing" in err
     assert "compile.mode=reduce-overhead has no effect on a CPU" in err
-    assert "the model has no blocks, so it is compiled as a whole" in out
+    assert "aot_eager compiles the whole model, which has no blocks, in the first step" in out
 
 
 class Shared(Tiny):
