@@ -158,6 +158,16 @@ def test_a_step_in_which_nothing_counts_is_named():
         stop_if_hopeless(log(run), run.config)
 
 
+@pytest.mark.parametrize("weight", [math.inf, math.nan])
+def test_a_total_weight_that_is_no_number_is_named(weight):
+    task = Tiny()
+    task.weight = lambda batch: weight
+    run = make_run(World(), task)
+    recorded_steps(run, 3)
+    with pytest.raises(DataError, match=f"a total weight was {weight}; the task's weight"):
+        stop_if_hopeless(log(run), run.config)
+
+
 def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
     run = make_run(World(), Tiny(), "--train.max_skips_in_a_row", 3)
     run.optimizer.counters[:] = torch.tensor([5, 4, 3])
