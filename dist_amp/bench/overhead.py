@@ -47,8 +47,8 @@ from dist_amp.bench.loops import (
 from dist_amp.bench.peers import accelerate, fabric
 from dist_amp.config import ConfigError, Failure
 from dist_amp.data import DataConfig, build_batches, build_split
+from dist_amp.fused import local
 from dist_amp.metrics_files import plain_json
-from dist_amp.optim import local
 from dist_amp.precision import DTYPES
 from dist_amp.run import load_config
 from dist_amp.runtime import World, first_line, report_failure
