@@ -110,16 +110,22 @@ def in_float32(setup):
     return bare(overhead.build_setup(overhead.Cell("tiny", "fp32", 1, "single"), setup.world))
 
 
+def unsharded(setup):
+    return bare(overhead.build_setup(TINY, setup.world))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (raises(ValueError("No such thing on a CPU. Buy a GPU.\nOr two.")), "can't: No such thing on a CPU"),
         (raises(ModuleNotFoundError("no module")), "not installed: pip install 'dist_amp[bench]'"),
         (in_float32, "can't: trains in float32"),
+        (unsharded, "can't: shards nothing"),
     ],
 )
 def test_what_a_peer_can_not_do_is_told(make, words):
-    setup = overhead.build_setup(TINY, World())
+    cell = replace(TINY, strategy="fsdp") if make is unsharded else TINY
+    setup = overhead.build_setup(cell, World())
     assert overhead.followed(setup, make, overhead.steps_of_data(setup), [], may_fail=True)[2] == words
 
 

@@ -179,6 +179,8 @@ def followed(
     seen: list[torch.dtype] = []
     try:
         loop = make(setup)
+        if setup.strategy == "fsdp" and not all(isinstance(p, DTensor) for p in loop.module.parameters()):
+            return None, math.nan, "can't: shards nothing"
         first = next(part for part in loop.module.modules() if isinstance(part, nn.Linear))
         hook = first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
         drift = follow(loop, data, path)
@@ -189,8 +191,6 @@ def followed(
         if isinstance(error, ImportError):
             return None, math.nan, "not installed: pip install 'dist_amp[bench]'"
         return None, math.nan, f"can't: {first_line(error).split('. ')[0]}"
-    if setup.strategy == "fsdp" and not all(isinstance(p, DTensor) for p in loop.module.parameters()):
-        return loop, drift, "can't: shards nothing, and says nothing of it"
     if set(seen) - {DTYPES[setup.precision]}:
         return loop, drift, f"can't: trains in {str(seen[0]).removeprefix('torch.')}"
     return loop, drift, ""
