@@ -1,5 +1,6 @@
 """python -m dist_amp.bench NAME ...: measure what something costs. A NAME's own --help says more.
 
+gpu          tokens/s, MFU and memory of one GPU, against a loop written by hand, Accelerate and Lightning Fabric
 overhead     a step of train_step against a loop written by hand, Accelerate and Lightning Fabric
 checkpoint   how long a checkpoint holds training up (under torchrun: python -m dist_amp.bench.checkpoint)
 tripwires    the share of the time that the tripwires take (under torchrun: python -m dist_amp.bench.tripwires)
@@ -8,11 +9,12 @@ tripwires    the share of the time that the tripwires take (under torchrun: pyth
 import sys
 from collections.abc import Callable, Sequence
 
-from dist_amp.bench import checkpoint, overhead, tripwires
+from dist_amp.bench import checkpoint, gpu, overhead, tripwires
 from dist_amp.config import ConfigError, nearest_name
 from dist_amp.runtime import report_failure
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
+    "gpu": gpu.main,
     "overhead": overhead.main,
     "checkpoint": checkpoint.main,
     "tripwires": tripwires.main,
