@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 from torch.utils.checkpoint import checkpoint
 
 from dist_amp.config import ConfigError, Range, nearest_name
@@ -102,8 +103,8 @@ def prepare_blocks(
         for block in _chosen(checkpointing, blocks):
             block.forward = recomputed(block.forward)
     if config.blocks:
-        if not blocks:
-            world.say("compile.blocks=true: the model has no blocks, so it is compiled as a whole")
+        what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"
+        world.say(f"compile.blocks=true: {config.backend} compiles {what} in the first step and the first evaluation")
         compile_each(config, module, blocks or [module], world)
 
 
@@ -134,6 +135,7 @@ def compile_each(config: CompileConfig, module: nn.Module, blocks: Sequence[nn.M
     """Compile each block's forward at its first call; blocks that are alike share the code."""
     # Each block is a graph of its own already, so DDP's buckets leave as they fill; its splitter refuses recomputation.
     torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.reset()  # what an earlier run of this process compiled counts against the limit
     # Torch counts by the forward's source, which blocks of one class share, whatever their sizes.
     kinds = len({str(block) for block in blocks})
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * kinds)
@@ -152,12 +154,8 @@ class Compiler:
 
     def wrap(self, forward: Forward, name: str) -> Forward:
         """The forward, compiled. Errors: ConfigError at a call, where it can't be as the settings say."""
-        from torch._dynamo.exc import (
-            BackendCompilerFailed,
-            FailOnRecompileLimitHit,
-            TorchDynamoException,
-            TorchRuntimeError,
-        )
+        from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
+        from torch._dynamo.exc import FailOnRecompileLimitHit as TooManyShapes
 
         config = self._config
         options: Any = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic}
@@ -165,6 +163,10 @@ class Compiler:
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if (
+                is_in_any_mode_without_ignore_compile_internals()
+            ):  # a FLOP counter, say, which sees no compiled operation
+                return forward(*args, **kwargs)
             try:
                 return (whole if self._whole else in_parts)(*args, **kwargs)
             except BackendCompilerFailed as error:
@@ -174,7 +176,7 @@ class Compiler:
                 ) from error
             except TorchRuntimeError:  # the block's own mistake, such as shapes that do not fit
                 raise
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # raised before any of the block has run
+            except (TorchDynamoException, TooManyShapes) as error:  # raised before any of the block has run
                 self._give_up_one_graph(error, name)
             return call(*args, **kwargs)
 
@@ -186,7 +188,7 @@ class Compiler:
         why = _what_broke(error, name)
         if self._config.fullgraph is True:
             raise ConfigError(f"compile.fullgraph=true: {why}; mend that, or use compile.fullgraph=auto") from error
-        self._world.warn(f"{why}; blocks are compiled in parts (compile.fullgraph=auto)")
+        self._world.warn(f"{why}; from now on blocks are compiled in parts (compile.fullgraph=auto)")
         self._whole = False
 
 
@@ -195,7 +197,7 @@ def _what_broke(error: Exception, name: str) -> str:
     stack = getattr(error, "real_stack", None)
     if stack is None:  # a FailOnRecompileLimitHit, which says nothing of it
         limit = torch._dynamo.config.recompile_limit
-        return f"{name} met more shapes than the {limit} that are compiled; set compile.dynamic=true"
+        return f"{name} met more than {limit} shapes, or values that it depends on: try compile.dynamic=true"
     place = f" at {Path(stack[-1].filename).name}, line {stack[-1].lineno}: `{stack[-1].line}`" if stack else ""
     return f"{name} is not one graph: {first_line(error)}{place}"
 

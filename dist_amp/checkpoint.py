@@ -195,6 +195,8 @@ def load(run: "Run", path: Path) -> None:
             del state["ranks"]
         if manifest.precision != "fp16":
             del state["scaler"]
+        if "expected_weight" not in metadata.state_dict_metadata:  # of before there was one
+            del state["expected_weight"]
         state["interval"] = torch.zeros(manifest.world_size, len(run.metrics.interval), dtype=torch.float64)
         check_fit(path, manifest, metadata, state, _groups(run))
         read_into(state, reader, alone=world.world_size == 1)
@@ -216,7 +218,8 @@ def _set_state(run: "Run", manifest: Manifest, state: dict[str, Any], same_world
     run.optimizer.bind_learning_rate()
     if "scaler" in state:
         run.precision.load_state_dict(state["scaler"])
-    run.parallel.expect(state["expected_weight"])
+    if (weight := state.get("expected_weight")) is not None and weight > 0:
+        run.parallel.expect(weight)
     run.step, run.data.position = manifest.step, manifest.samples
     run.metrics.resume(manifest.evaluation, manifest.evaluated_step, manifest.best, state["interval"], same_world)
     if same_world:

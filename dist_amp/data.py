@@ -5,6 +5,7 @@ epoch, and deals them out to ranks and micro-batches: the step's set of samples 
 resuming needs one number, how many samples were consumed.
 """
 
+import gc
 import hashlib
 import math
 import multiprocessing
@@ -320,6 +321,7 @@ def _shut_down(batches: Any) -> None:
 
 
 def _start_worker(up: Any, worker: int) -> None:
+    gc.enable()  # the rank may collect at its own steps, which a worker has none of
     ignore_stop_signals()
     # It holds its rank's sockets as well: while it lived, no other rank would notice that this one is dead.
     die_with_parent(signal.SIGKILL)

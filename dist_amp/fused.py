@@ -5,7 +5,6 @@ sorts them by device and dtype, counts each parameter's steps apart, and under F
 Measured per step on a CPU: see `python -m dist_amp.bench overhead`.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +76,8 @@ class _OnLists(torch.optim.Optimizer):
             before(self, (), {})
         batches = self._batches
         if any(p.grad is None for p in self._all):
-            batches = [batch for each in batches if (batch := self._apart(each).with_gradients()).parameters]
+            self._count_apart()
+            batches = [part for batch in batches if (part := batch.with_gradients()).parameters]
         self._update(batches)
         for after in self._optimizer_step_post_hooks.values():
             after(self, (), {})
@@ -85,18 +85,17 @@ class _OnLists(torch.optim.Optimizer):
     # torch would wrap it to call hooks and to open a profiler's range, which costs more than all the rest of it.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _apart(self, batch: Batch) -> Batch:
-        """The batch, ready to be updated in part."""
-        return batch
+    def _count_apart(self) -> None:
+        """Called before a step in which some parameters stay as they are."""
 
-    def _update(self, batches: Iterable[Batch]) -> None:
+    def _update(self, batches: list[Batch]) -> None:
         raise NotImplementedError
 
 
 class FusedSGD(_OnLists, torch.optim.SGD):
     """torch's own takes no learning rate on the device for sharded parameters."""
 
-    def _update(self, batches: Iterable[Batch]) -> None:
+    def _update(self, batches: list[Batch]) -> None:
         for batch in batches:
             parameters, gradients = batch.own()
             torch._fused_sgd_(
@@ -129,19 +128,16 @@ class FusedAdamW(_OnLists, torch.optim.AdamW):
     def _note_counts(self) -> None:
         self._counts = list({id(count): count for batch in self._batches for count in batch.state["step"]}.values())
 
-    def _apart(self, batch: Batch) -> Batch:
+    def _count_apart(self) -> None:
         if len(self._counts) == 1 < len(self._all):
-            for each in self._batches:
-                for index, p in enumerate(each.parameters):
-                    each.state["step"][index] = self.state[p]["step"] = self._counts[0].clone()
+            for batch in self._batches:
+                for index, p in enumerate(batch.parameters):
+                    batch.state["step"][index] = self.state[p]["step"] = self._counts[0].clone()
             self._note_counts()
-        return batch
 
-    def _update(self, batches: Iterable[Batch]) -> None:
-        batches = list(batches)
-        whole = sum(len(batch.parameters) for batch in batches) == len(self._all)
-        counts = self._counts if whole else [count for batch in batches for count in batch.state["step"]]
-        for count in counts:
+    def _update(self, batches: list[Batch]) -> None:
+        whole = batches is self._batches
+        for count in self._counts if whole else [count for batch in batches for count in batch.state["step"]]:
             count.add_(1 if self.applied is None else self.applied)
         for batch in batches:
             parameters, gradients = batch.own()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,6 +70,11 @@ class LogRow:
     def total(self, name: str) -> float:
         return sum(rank[name] for rank in self.ranks)
 
+    @cached_property
+    def counts_tokens(self) -> bool:
+        """Whether the task counts tokens; found once, since rank 0 writes the tags of every rank."""
+        return self.total("tokens") > 0
+
     def per_second(self, name: str, rank: int) -> float:
         return self.ranks[rank][name] / max(self.ranks[rank]["seconds"], 1e-9)
 
@@ -87,7 +93,7 @@ class LogRow:
             "time/step_seconds": row["seconds"] / steps,
             "time/data_wait_seconds": row["data_wait_seconds"] / steps,
         }
-        if self.total("tokens"):
+        if self.counts_tokens:
             tags["throughput/tokens_per_second"] = self.per_second("tokens", rank)
         if row["item_seconds_at_peak"]:
             tags["throughput/mfu"] = self.mfu(rank)
@@ -354,7 +360,7 @@ def console_line(row: LogRow, last_step: int) -> str:
         f"lr {row['lr']:.2e}",
         f"items/s {sum(row.per_second('items', rank) for rank in ranks):,.0f}",
     ]
-    if row.total("tokens"):
+    if row.counts_tokens:
         parts.append(f"tokens/s {sum(row.per_second('tokens', rank) for rank in ranks):,.0f}")
     if all(rank["item_seconds_at_peak"] for rank in row.ranks):
         parts.append(f"mfu {100 * sum(map(row.mfu, ranks)) / len(ranks):.3g} %")

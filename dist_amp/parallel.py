@@ -4,11 +4,11 @@ The strategies differ only here. All divide the summed gradients by the number o
 by world_size / weight in every one of them, and the loop reads the same.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
@@ -47,7 +47,7 @@ class ParallelConfig:
     """ddp: compress gradients to this while they travel; off: as they are."""
     accumulate_reduce: Literal["last", "every"] = "last"
     """fsdp, hsdp: reduce gradients after the last micro-batch only (holds 4 bytes per parameter unsharded on each
-    rank), or after every one (holds 4 / world_size bytes, for a third more collectives)."""
+    rank), or after every one (holds 4 / world_size bytes, and sends up to twice as much: docs/collectives.md)."""
     activation_checkpointing: Checkpointing = "none"
     """Blocks whose activations are not kept for backward but computed again in it: none, full (all), or every n-th.
     full leaves one block's activations and the inputs of all, for about a third more computation."""
@@ -94,9 +94,8 @@ class Parallel:
         self.gradient_sync = sync  # gradient_sync(on): the context around a micro-batch's forward and backward
         self._unchecked = True
         self.last_weight = torch.zeros((), device=world.device)  # the last step's total; 0 before the first
-        self._weight_is_known = False
-        # Constants on the device: a number from the host costs an operation more than what it computes.
-        self._infinity = torch.full((), math.inf, device=world.device)
+        self._mean_weight: Tensor | None = None
+        # On the device: a number from the host costs an operation more than what it computes.
         self._ranks = torch.tensor([replicas, world.world_size], dtype=torch.float32, device=world.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]  # walking the modules costs 160 us
 
@@ -119,16 +118,15 @@ class Parallel:
         """
         if self.world_size == 1:
             return own
-        if not self._weight_is_known:
-            self._weight_is_known = True
-            total = self.sum(own)
-            self.last_weight = torch.where(total > 0, total, 1.0)
-        return self.last_weight / self._ranks[1]
+        if self._mean_weight is None:
+            self.expect(self.sum(own))
+        assert self._mean_weight is not None
+        return self._mean_weight
 
     def expect(self, weight: Tensor) -> None:
-        """Go on from a checkpoint's `last_weight`, at whatever number of ranks; reads it."""
+        """Go on from a total weight, of a checkpoint's `last_weight` perhaps: whatever number of ranks had it."""
         self.last_weight = weight.to(self.device)
-        self._weight_is_known = bool(weight > 0)
+        self._mean_weight = self.last_weight / self.world_size
 
     @property
     def sharded(self) -> bool:
@@ -155,13 +153,14 @@ class Parallel:
             norm = torch.linalg.vector_norm(norms)
             return Totals(norm / precision.scale if precision.scales else norm, own_weight, precision.scale)
         sums = torch.stack((norms.dot(norms), own_weight))
-        dist.all_reduce(sums)
-        square, mean_weight = (sums / self._ranks).unbind()
-        divisor = precision.scale * (mean_weight / expected)
-        norm = square.sqrt() / divisor
-        # A step that counts for nothing, or for nan, tells nothing of the next.
-        self.last_weight = torch.where(norm * mean_weight < self._infinity, sums[1], self.last_weight)
-        return Totals(norm, sums[1], divisor)
+        # By the group itself: what torch.distributed.all_reduce does besides takes as long as the step's arithmetic.
+        dist.distributed_c10d._get_default_group().allreduce([sums]).wait()
+        square, self._mean_weight = (sums / self._ranks).unbind()
+        _, self.last_weight = sums.unbind()
+        divisor = self._mean_weight / expected
+        if precision.scales:
+            divisor *= precision.scale
+        return Totals(square.sqrt() / divisor, self.last_weight, divisor)
 
     def _check_all_have_gradients(self) -> None:
         """Errors: DataError for a parameter that the loss does not depend on."""
@@ -349,7 +348,13 @@ def _shard(
         fully_shard(block, reshard_after_forward=number < len(blocks) - 1, mp_policy=policy, **options)
     # What leaves the model, and it alone, is float32 again: the loss is summed in it.
     policy = replace(policy, output_dtype=torch.float32)
-    model = fully_shard(module, mp_policy=policy, **options)
+    # The root's own parameters, as a head's, are not resharded after forward: backward begins with them.
+    model = fully_shard(module, mp_policy=policy, reshard_after_forward=False, **options)
+    # A unit's gathering is issued before the unit ahead of it computes, so that a slow host does not delay it; no more
+    # of them are whole at once than by default. Backward's default is the same already. Source: torch's FSDPModule.
+    units: list[Any] = [model, *blocks]
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
 
     @contextmanager
     def sync(on: bool) -> Iterator[None]:

@@ -100,13 +100,14 @@ class Precision:
         (loss * self.scale).backward()
 
     @contextmanager
-    def weights_cast_once(self) -> Iterator[None]:
+    def weights_cast_once(self, micro_batches: int) -> Iterator[None]:
         """Inside, autocast casts each weight at its first use alone, and not again for every micro-batch.
 
         Its cache is kept while the nesting is above zero; the weights must not change meanwhile. Autocast itself stays
-        off outside of `autocast()`, for backward above all. Of sharded weights it would hold whole copies: not there.
+        off outside of `autocast()`, for backward above all. Not for sharded weights, of which it would hold whole
+        copies; nor for a single micro-batch, whose copies backward frees as it goes.
         """
-        if self.cast_by != "autocast" or self.sharded:
+        if self.cast_by != "autocast" or self.sharded or micro_batches == 1:
             yield
             return
         torch.autocast_increment_nesting()

@@ -90,7 +90,7 @@ def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
     expected = run.parallel.expected_weight(own_weight)
     factor = run.precision.scale / expected
     losses = []
-    with run.precision.weights_cast_once():
+    with run.precision.weights_cast_once(len(micro_batches)):
         for is_last, batch in mark_last(micro_batches):
             with run.parallel.gradient_sync(is_last):
                 with run.precision.autocast():

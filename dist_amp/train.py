@@ -4,6 +4,7 @@ Train the task for train.steps steps; evaluate, save and report on the way; leav
 """
 
 import json
+import math
 import platform
 import sys
 from collections.abc import Sequence
@@ -115,10 +116,11 @@ def stop_if_hopeless(row: LogRow, config: Config, first: str = "") -> None:
 
     first: where the skips began, if it is known.
     """
-    if row["least_weight"] <= 0:
+    least, endless = row["least_weight"], row["weight_sum"] == math.inf
+    if endless or not least > 0:
         raise DataError(
-            f"in the steps up to {row.step} a total weight was {row['least_weight']:g}; the task's weight(batch) is "
-            "what the loss is divided by, and must be above 0"
+            f"in the steps up to {row.step} a total weight was {math.inf if endless else least:g}; the task's "
+            "weight(batch) is what the loss is divided by, and must be above 0"
         )
     if config.precision.name == "fp16" and row["loss_scale"] < config.precision.scaler.min_scale:
         raise NumericsError(

@@ -71,8 +71,8 @@ def logged_steps(run, steps):
     return losses
 
 
-def stop_and_go_on(world, folder, strategy, dtype, workers, task=Dropped):
-    words = settings(folder, strategy, dtype, "--data.workers", workers, "--run.deterministic", "true")
+def stop_and_go_on(world, folder, strategy, dtype, workers, task=Dropped, more=()):
+    words = settings(folder, strategy, dtype, "--data.workers", workers, "--run.deterministic", "true", *more)
     through = make_run(world, task(samples=40), *words)
     losses = logged_steps(through, 8)
     stopped = make_run(world, task(samples=40), *words)

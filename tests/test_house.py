@@ -52,7 +52,8 @@ def imports(path, with_types=False):
 def own_imports(name):
     """The files under dist_amp/ that a file imports: "config", "proof/compare"."""
     modules = {module.removeprefix("dist_amp.") for module in imports(PACKAGE / f"{name}.py") if "dist_amp." in module}
-    return {module.replace(".", "/") for module in modules}
+    paths = {module.replace(".", "/") for module in modules}
+    return {f"{path}/__init__" if (PACKAGE / path).is_dir() else path for path in paths}
 
 
 @pytest.mark.parametrize("name", sorted(CORE))

@@ -158,6 +158,16 @@ def test_a_step_in_which_nothing_counts_is_named():
         stop_if_hopeless(log(run), run.config)
 
 
+@pytest.mark.parametrize("weight", [math.inf, math.nan])
+def test_a_total_weight_that_is_no_number_is_named(weight):
+    task = Tiny()
+    task.weight = lambda batch: weight
+    run = make_run(World(), task)
+    recorded_steps(run, 3)
+    with pytest.raises(DataError, match=f"a total weight was {weight}; the task's weight"):
+        stop_if_hopeless(log(run), run.config)
+
+
 def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
     run = make_run(World(), Tiny(), "--train.max_skips_in_a_row", 3)
     run.optimizer.counters[:] = torch.tensor([5, 4, 3])
@@ -246,3 +256,50 @@ def test_a_kill_in_the_midst_of_a_line_leaves_whole_lines_and_the_figures_of_the
     metrics.close()
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole[:5]
     assert metrics.logged == {"step": 5, "train/loss": 5.0}
+
+
+def begun_and_read_later(world):
+    """The figures of three steps: read at once, and read after two more."""
+    rows = []
+    for later in (False, True):
+        run = make_run(world, Tiny(uneven=True), "--train.micro_batch_size", 2)
+        recorded_steps(run, 3)
+        run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
+        if later:
+            recorded_steps(run, 2)
+        rows.append(run.metrics.read())
+        assert run.metrics.read() is None
+    return [(row.step, row.loss, row["grad_norm"], row["lr"], row["applied_steps"], row.total("items")) for row in rows]
+
+
+def test_figures_that_are_read_later_are_those_of_when_they_were_begun():
+    for at_once, later in on_ranks(2, begun_and_read_later):
+        assert at_once == later
+
+
+def test_the_figures_of_many_steps_are_added_up_one_after_the_other():
+    from dist_amp.interval import MOST_STEPS
+
+    steps = MOST_STEPS + 5
+    run = make_run(World(), Tiny(uneven=True, samples=steps * 4), "--train.micro_batch_size", 2,
+                   "--train.accumulation_steps", 2, "--train.steps", steps)  # fmt: skip
+    reports = recorded_steps(run, steps)
+    loss = weight = 0.0
+    for report in reports:
+        loss += sum(one.item() for one in report.losses)
+        weight += report.weight.item()
+    row = run.metrics.log(steps, run.optimizer, run.precision, run.data)
+    assert (row.total("loss_sum"), row["weight_sum"]) == (loss, weight), "in float64, bit for bit"
+    assert row["grad_norm"] == reports[-1].norm.item()
+
+
+def test_lines_stand_before_the_evaluation_and_the_checkpoint_that_follow_them(tmp_path, capfd, monkeypatch):
+    from dist_amp.train import main
+
+    monkeypatch.chdir(tmp_path)
+    words = ["--task.target", "tiny:Tiny", "--train.steps", "6", "--metrics.log_every", "2", "--eval.every", "2"]
+    assert main([*words, "--checkpoint.every", "3", "--run.dir", "run"]) == 0
+    kinds = [line.split()[:2] for line in capfd.readouterr().out.splitlines() if line.startswith(("step ", "eval "))]
+    assert kinds == [[kind, f"{n}/6" if kind == "step" else str(n)] for n in (2, 4, 6) for kind in ("step", "eval")]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == [2, 2, 4, 4, 6, 6]

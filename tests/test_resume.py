@@ -63,6 +63,7 @@ def test_another_training_goes_on_where_it_is_allowed_and_says_so(words, capsys)
         ["--data.workers", 1], ["--metrics.log_every", 3], ["--checkpoint.every", 7], ["--train.micro_batch_size", 4,
         "--train.accumulation_steps", 1], ["--debug.check_every", "off"], ["--optim.fused", "false"],
         ["--precision.scaler.init_scale", 4], ["--run.deterministic", "false"],
+        ["--parallel.activation_checkpointing", "full", "--compile.blocks", "true", "--compile.backend", "eager"],
     ],
 )  # fmt: skip
 def test_what_does_not_change_the_mathematics_may_change(words, capsys, more):

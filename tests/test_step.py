@@ -331,3 +331,103 @@ def test_a_pretrained_model_trains_in_training_mode_and_a_part_left_in_evaluatio
     with run.parallel.evaluating():
         assert not any(module.training for module in run.model.modules())
     assert [module.training for module in run.model] == [False, True, True]
+
+
+class Casts(TorchDispatchMode):
+    """Which tensors are cast to another dtype, by their ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.sources.append(id(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_autocast_casts_each_weight_once_a_step_whatever_the_number_of_micro_batches(dtype):
+    words = ["--precision.dtype", dtype, "--train.accumulation_steps", 4, "--train.micro_batch_size", 2]
+    run = make_run(World(), Tiny(), *words)
+    for _ in range(2):
+        with Casts() as seen:
+            take_steps(run, 1)
+        assert [seen.sources.count(id(p)) for p in run.optimizer.parameters] == [1] * len(run.optimizer.parameters)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def uneven_steps(world, strategy):
+    """Steps whose total weight is 0.3 to 3 times the last one's: (norms, weights), and the weights expected."""
+    run = make_run(world, Tiny(uneven=True), "--parallel.strategy", strategy, "--train.micro_batch_size", 1,
+                   "--use_amp", "false", "--train.max_grad_norm", 1e6)  # fmt: skip
+    reports = take_steps(run, 8)
+    return [r.norm.item() for r in reports], [r.weight.item() for r in reports], run.parallel.last_weight.item()
+
+
+def test_a_weight_that_is_not_the_expected_one_is_divided_out():
+    alone = on_ranks(1, whole_batches, 8)[0]
+    for strategy in ("ddp", "fsdp"):
+        for norms, weights, last in on_ranks(2, uneven_steps, strategy):
+            assert weights == alone[1]
+            assert len(set(weights)) > 2, "they differ from step to step"
+            assert last == weights[-1]
+            # float32 sums in another order
+            assert norms == pytest.approx(alone[0], rel=1e-5)
+
+
+def whole_batches(world, steps):
+    """The same steps by one process that has the whole batch."""
+    run = make_run(world, Tiny(uneven=True), "--train.micro_batch_size", 2, "--use_amp", "false",
+                   "--train.max_grad_norm", 1e6)  # fmt: skip
+    reports = take_steps(run, steps)
+    return [r.norm.item() for r in reports], [r.weight.item() for r in reports]
+
+
+def test_garbage_is_collected_at_its_steps_alone():
+    import gc
+
+    from dist_amp.runtime import scheduled_garbage
+
+    collections = []
+    gc.callbacks.append(lambda phase, info: collections.append(phase) if phase == "start" else None)
+    try:
+        with scheduled_garbage(10) as collect:
+            collections.clear()
+            for step in range(1, 26):
+                _ = [[] for _ in range(3000)]  # enough for Python to look after it by itself
+                collect(step)
+            assert collections == ["start"] * 2
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+    with scheduled_garbage("off"):
+        assert gc.isenabled()
+
+
+class SaysWhetherItCollects(Tiny):
+    def build_dataset(self, split):
+        return CollectingRows(64)
+
+
+class CollectingRows:
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        import gc
+
+        return {"x": torch.zeros(8), "y": torch.zeros(()), "counts": torch.tensor(float(gc.isenabled()))}
+
+
+def test_a_loader_worker_collects_its_own_garbage():
+    from dist_amp.runtime import scheduled_garbage
+
+    run = make_run(World(), SaysWhetherItCollects(), "--data.workers", 1)
+    with scheduled_garbage(50):
+        (batch,) = next(run.data)
+    run.data.close()
+    assert batch["counts"].tolist() == [1.0] * len(batch["counts"])

@@ -9,15 +9,18 @@ tripwires    the share of the time that the tripwires take (under torchrun: pyth
 import sys
 from collections.abc import Callable, Sequence
 
-from dist_amp.bench import checkpoint, gpu, overhead, tripwires
+from dist_amp.bench.checkpoint import main as checkpoint
+from dist_amp.bench.gpu import main as gpu
+from dist_amp.bench.overhead import main as overhead
+from dist_amp.bench.tripwires import main as tripwires
 from dist_amp.config import ConfigError, nearest_name
 from dist_amp.runtime import report_failure
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
-    "gpu": gpu.main,
-    "overhead": overhead.main,
-    "checkpoint": checkpoint.main,
-    "tripwires": tripwires.main,
+    "gpu": gpu,
+    "overhead": overhead,
+    "checkpoint": checkpoint,
+    "tripwires": tripwires,
 }
 
 

@@ -16,7 +16,6 @@ What does not fit into --minutes is left out, the most important cells come firs
 import argparse
 import copy
 import gc
-import inspect
 import itertools
 import random
 import subprocess
@@ -34,11 +33,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_amp.bench import peers
-from dist_amp.bench.gpu_report import BARE, OURS, OURS_IN_BF16, PEERS, WHOLE, finish, save, table
+from dist_amp.bench.gpu_report import OURS, OURS_IN_BF16, WHOLE, finish, save, table
 from dist_amp.bench.harness import HostReads
 from dist_amp.bench.loops import Loop, RandomTokens, Setup, bare, dist_amp
-from dist_amp.bench.overhead import Parser, machine, versions
+from dist_amp.bench.overhead import BARE, PEERS, Parser, machine, versions
+from dist_amp.bench.peers import accelerate, fabric
 from dist_amp.blocks import uncompiled
 from dist_amp.config import ConfigError, Failure
 from dist_amp.data import DataConfig
@@ -97,8 +96,8 @@ ON_A_GPU = Effort(
 )
 SMOKE = Effort(
     {
-        "124m": Model("124 M, reduced", 2, 32, 2, 2, mfu=0.42, seconds=0, context=32, vocabulary=512),
-        "1b": Model("1.0 B, reduced", 3, 64, 2, 2, mfu=0.50, seconds=0, context=32, vocabulary=512),
+        "124m": Model("few", 2, 32, 2, 2, mfu=0.42, seconds=0, context=32, vocabulary=512),
+        "1b": Model("a few more", 3, 64, 2, 2, mfu=0.50, seconds=0, context=32, vocabulary=512),
     },
     free_steps=10,
     warm_up=5,
@@ -123,6 +122,11 @@ class Contender:
     precision: str
     fused: bool = True
 
+    def own(self, setup: Setup) -> Setup:
+        """The cell's setup, as this one takes it."""
+        precision = replace(setup.config.precision, dtype=self.precision)
+        return replace(setup, fused=self.fused, config=replace(setup.config, precision=precision))
+
 
 def contenders(cell: Cell) -> dict[str, Contender]:
     """Who is measured in a cell, by the name in the table; the one that the others are compared with first."""
@@ -133,9 +137,9 @@ def contenders(cell: Cell) -> dict[str, Contender]:
         BARE: Contender(bare, precision),
         OURS: Contender(dist_amp, precision),
         **({OURS_IN_BF16: Contender(dist_amp, "bf16")} if precision == "fp16" else {}),
-        PEERS[0]: Contender(peers.accelerate, precision),
+        PEERS[0]: Contender(accelerate, precision),
         # With fused AdamW and the scaler it refuses to clip.
-        PEERS[1]: Contender(peers.fabric, precision, fused=precision != "fp16"),
+        PEERS[1]: Contender(fabric, precision, fused=precision != "fp16"),
     }
 
 
@@ -161,7 +165,7 @@ class Bench:
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": " ".join(["python -m dist_amp.bench gpu", *options.words]),
             "machine": machine() | facts(world.device),
-            "versions": versions() | installed("triton", "matplotlib"),
+            "versions": packages(),
             "models": {
                 name: {**asdict(self.effort.models[name]), "micro_batch_size": self.micro_batch_size(name)}
                 for name in options.models
@@ -189,18 +193,18 @@ class Bench:
         small = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < ROOMY
         return full // 2 if small else full
 
-    def setup(self, cell: Cell, contender: Contender, accumulation: int) -> Setup:
+    def setup(self, cell: Cell, micro_batch_size: int, accumulation: int) -> Setup:
         model = self.effort.models[cell.model]
-        words = ["--train.micro_batch_size", self.micro_batch_size(cell.model), "--train.steps", 20_000]
-        words += ["--train.accumulation_steps", accumulation, "--optim.warmup_steps", 10]
-        words += ["--precision.dtype", contender.precision, "--run.device", self.world.device.type]
+        words = ["--train.micro_batch_size", micro_batch_size, "--train.accumulation_steps", accumulation]
+        words += ["--train.steps", 20_000, "--optim.warmup_steps", 10]
+        words += ["--precision.dtype", cell.precision, "--run.device", self.world.device.type]
         words += ["--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
         if cell.mode != "eager":
             words += ["--compile.blocks", "true", "--compile.backend", self.options.backend]
         sizes = {name: getattr(model, name) for name in ("context", "width", "layers", "heads", "vocabulary")}
-        chunk = {"loss_chunk": self.options.loss_chunk} if self.options.loss_chunk else {}
-        task = RandomTokens(self.world.device, DataConfig(), **sizes, **chunk)
-        return Setup(load_config([str(word) for word in words], environ={}), self.world, task, contender.fused)
+        chunk = self.options.loss_chunk or "off"
+        task = RandomTokens(self.world.device, DataConfig(), loss_chunk=chunk, **sizes)
+        return Setup(load_config([str(word) for word in words], environ={}), self.world, task)
 
     def peak_flops(self, precision: str) -> float:
         """FLOP/s; 0 where it is not known."""
@@ -268,7 +272,7 @@ def reason(error: Exception) -> str:
 def prime(device: torch.device) -> None:
     """Let the libraries take their workspaces before anybody's memory is measured."""
     layer = nn.Linear(64, 64, device=device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.float16):  # which every GPU knows
         layer(torch.ones(64, 64, device=device)).float().sum().backward()
 
 
@@ -300,10 +304,10 @@ def free_steps(bench: "Bench", precision: str) -> dict[str, Any]:
 
     Tells what waited: "nothing", or the error.
     """
-    contender, steps = Contender(dist_amp, precision), bench.effort.free_steps
-    setup = bench.setup(Cell(bench.options.models[0], "eager", precision), contender, accumulation=2)
+    cell, size, steps = Cell(bench.options.models[0], "eager", precision), 2, bench.effort.free_steps
+    setup = bench.setup(cell, size, accumulation=2)
     run = build_run(setup.config, bench.world, setup.task)
-    data = itertools.cycle(setup.task.batches(STEPS_OF_DATA, 2, setup.config.train.micro_batch_size))
+    data = itertools.cycle(setup.task.batches(STEPS_OF_DATA, setup.accumulation, size))
 
     def step() -> None:
         report = train_step(run, next(data))
@@ -336,9 +340,10 @@ def free_steps(bench: "Bench", precision: str) -> dict[str, Any]:
 
 def measure(bench: "Bench", cell: Cell) -> dict[str, Any]:
     """One cell: every loop built, warmed up, and timed beside the bare one, as many at a time as memory holds."""
-    device, entrants, accumulation = bench.world.device, contenders(cell), bench.options.accumulation
-    setup = bench.setup(cell, entrants[BARE], accumulation)
-    data = setup.task.batches(STEPS_OF_DATA, accumulation, setup.config.train.micro_batch_size)
+    device, entrants = bench.world.device, contenders(cell)
+    size, accumulation = bench.micro_batch_size(cell.model), bench.options.accumulation
+    setup = bench.setup(cell, size, accumulation)
+    data = setup.task.batches(STEPS_OF_DATA, accumulation, size)
     rows: dict[str, dict[str, Any]] = {}
     groups: list[list[str]] = []
     resident: dict[str, Loop] = {}
@@ -351,7 +356,7 @@ def measure(bench: "Bench", cell: Cell) -> dict[str, Any]:
             time_together(bench, resident, rows, data)
             resident = {BARE: resident[BARE]} if BARE in resident else {}
             release(device)
-        made, rows[name] = warmed(bench, bench.setup(cell, contender, accumulation), contender.make, data)
+        made, rows[name] = warmed(bench, contender.own(setup), contender.make, data)
         if made is not None:
             resident[name] = made
         made = None  # held by nobody else once its group is done
@@ -362,7 +367,7 @@ def measure(bench: "Bench", cell: Cell) -> dict[str, Any]:
         model = CausalLM.build_model(setup.task)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "micro_batch_size": setup.config.train.micro_batch_size,
+        "micro_batch_size": size,
         "accumulation": accumulation,
         "tokens_per_step": sum(setup.task.tokens(micro_batch) for micro_batch in data[0]),
         "flops_per_token": flops_per_item(setup.task, model) / setup.task.context,
@@ -494,9 +499,10 @@ def nvidia_smi(device: torch.device, *names: str) -> dict[str, str]:
     return {}
 
 
-def installed(*names: str) -> dict[str, str]:
-    found = {}
-    for name in names:
+def packages() -> dict[str, str]:
+    """Versions of what is installed; Fabric comes in three packages."""
+    found = {name: number for name, number in versions().items() if number != "not installed"}
+    for name in ("lightning", "pytorch-lightning", "triton", "matplotlib"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -533,10 +539,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("accumulation", "rounds"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
-    if options.loss_chunk and "loss_chunk" not in inspect.signature(CausalLM).parameters:
-        raise ConfigError(
-            f"--loss_chunk {options.loss_chunk}: this version's causal_lm has no such setting; leave it out"
-        )
     return options
 
 
@@ -563,12 +565,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(
                     f"the bench gpu is for one process, and here are {world.world_size}; leave out torchrun"
                 )
-            if options.smoke:
-                torch.set_num_threads(1)  # the models are too small to share
-            bench = Bench(world, options)
+            bench, threads = Bench(world, options), torch.get_num_threads()
+            torch.set_num_threads(1 if options.smoke else threads)  # its models are too small to share
             try:
                 bench.run()
             finally:  # stopped by hand, too
+                torch.set_num_threads(threads)
                 world.say(finish(bench.report, options.out))
         return 0
     except Failure as error:

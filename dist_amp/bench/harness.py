@@ -35,7 +35,7 @@ def on_a_run(bench: Callable[[Run], None], argv: Sequence[str] | None) -> int:
 
 
 def on_ranks(size: int, bench: Callable[..., Any], *args: Any) -> Any:
-    """What bench(world, *args) returns on rank 0 of `size` new processes of one thread each; it must go into JSON."""
+    """What bench(world, *args) returns on rank 0 of `size` new processes of one CPU thread each; it goes by JSON."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,7 +51,7 @@ def _rank(rank: int, size: int, port: int, result: str, bench: Callable[..., Any
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in places.items()}}
     torch.set_num_threads(1)
-    with start(RunConfig()) as world:
+    with start(RunConfig(device="cpu")) as world:
         told = bench(world, *args)
         if world.is_main:
             Path(result).write_text(json.dumps(told))

@@ -1,9 +1,11 @@
 """python -m dist_amp.bench overhead: what a step costs against the loop that an expert would write by hand.
 
-All loops run in one process per rank, in rounds: in each, every loop takes its blocks of ten steps, in an order drawn
-anew. A round gives each loop's fastest step, and its fastest block, divided by the bare loop's of the same round; the
-table has the median of these ratios with its 95 % interval. The bare loop runs twice per round: "bare again" shows what
-is noise. Times are the process's CPU time, of the slowest rank; wall-clock times stand in the JSON beside them.
+On CPU processes, where nothing hides what the host does. All loops run in one process per rank, in rounds: in each,
+they take turns with blocks of ten steps, in an order drawn anew. A round gives each loop's fastest step and its fastest
+block, divided by the bare loop's of the same round; the table has the median of these ratios with its 95 % interval.
+"bare again" shows what is noise: the bare loop a second time, from weights that differ in their last place. Collectors
+of garbage rest in a round. Parity is how far the parameters are from the bare loop's, in the largest of them, after 20
+steps from the same weights.
 """
 
 import argparse
@@ -29,7 +31,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dist_amp.bench import peers
 from dist_amp.bench.harness import HostReads, median_interval, on_ranks
 from dist_amp.bench.loops import (
     Loop,
@@ -37,13 +38,16 @@ from dist_amp.bench.loops import (
     Setup,
     TwoLayers,
     bare,
+    bare_again,
     dist_amp,
     dist_amp_with_telemetry,
     update_by_hand,
     update_of_dist_amp,
 )
+from dist_amp.bench.peers import accelerate, fabric
 from dist_amp.config import ConfigError, Failure
 from dist_amp.data import DataConfig, build_batches, build_split
+from dist_amp.metrics_files import plain_json
 from dist_amp.precision import DTYPES
 from dist_amp.proof.compare import whole
 from dist_amp.proof.reference import relative_error
@@ -57,7 +61,7 @@ PARITY_STEPS = 20  # from the same weights, before anything is timed
 PRECISIONS = ("bf16", "fp16", "fp32")
 STRATEGIES = ("ddp", "fsdp")
 # The names of loops that are treated apart.
-BARE, TELEMETRY = "bare", "dist_amp, full telemetry"
+BARE, AGAIN, TELEMETRY = "bare", "bare again", "dist_amp, full telemetry"
 UPDATE, OUR_UPDATE = "update alone, bare", "update alone, dist_amp"
 PEERS = ("Accelerate", "Fabric")
 PROMISED = ("dist_amp", TELEMETRY, OUR_UPDATE)
@@ -70,7 +74,7 @@ class Workload:
     about: str
     task: Callable[[], Any]
     micro_batch_size: int
-    parity: float  # how far the parameters may be from the bare loop's
+    parity: float  # how far the parameters may be from the bare loop's, or as far as an ulp takes that one
 
 
 WORKLOADS = {
@@ -86,10 +90,6 @@ class Cell:
     precision: str
     ranks: int
     strategy: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.workload} {self.precision} {self.ranks} {self.strategy}"
 
 
 def target(cell: Cell, loop: str) -> float | None:
@@ -114,7 +114,7 @@ def build_setup(cell: Cell, world: World) -> Setup:
     words += ["--train.accumulation_steps", ACCUMULATION, "--train.steps", 20_000, "--optim.warmup_steps", 10]
     words += ["--use_amp", "false"] if cell.precision == "fp32" else ["--precision.dtype", cell.precision]
     words += ["--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
-    words += ["--metrics.log_every", BLOCK, "--run.device", world.device.type]
+    words += ["--metrics.log_every", BLOCK, "--run.device", "cpu"]
     return Setup(load_config([str(word) for word in words], environ={}), world, workload.task())
 
 
@@ -122,11 +122,11 @@ def makers(cell: Cell, folder: Path, first_step: Sequence[Any]) -> dict[str, Cal
     """Every loop of a cell, by its name in the table; those of `PEERS` may turn out not to be able to."""
     loops: dict[str, Callable[[Setup], Loop]] = {
         BARE: bare,
-        "bare again": bare,
+        AGAIN: bare_again,
         "dist_amp": dist_amp,
         TELEMETRY: partial(dist_amp_with_telemetry, folder=folder),
-        "Accelerate": peers.accelerate,
-        "Fabric": peers.fabric,
+        "Accelerate": accelerate,
+        "Fabric": fabric,
     }
     if cell.strategy == "fsdp":
         loops[UPDATE] = partial(update_by_hand, micro_batches=first_step)
@@ -135,7 +135,7 @@ def makers(cell: Cell, folder: Path, first_step: Sequence[Any]) -> dict[str, Cal
 
 
 def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
-    """One cell's parity, host reads and times; every rank calls it."""
+    """One cell's parity, host reads and times, or why a loop has none; every rank calls it, rank 0's counts."""
     setup = build_setup(cell, world)
     data = steps_of_data(setup)
     loops: dict[str, Loop] = {}
@@ -162,7 +162,7 @@ def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
             },
             "collectives": {name: collectives(loop) for name, loop in loops.items() if name in (UPDATE, OUR_UPDATE)},
         }
-        # As many as fill a round: a pause in which the machine does nothing else has to be met by each loop.
+        # As many as fill a round: short steps need more of them to meet a moment in which nothing else disturbs.
         bare_seconds = float(timed_block(world, loops[BARE], data)[MEASURES.index("block_wall")]) * BLOCK
         blocks = int(world.from_main(str(min(max(round(ROUND_SECONDS / bare_seconds), 1), MOST_BLOCKS))))
         return {**told, "blocks": blocks, "seconds": timed_rounds(world, loops, data, rounds, blocks)}
@@ -181,13 +181,11 @@ def trained(
             loop.prepare()
             loop.step(micro_batches)
         hook.remove()
-    except ImportError:
-        if not may_fail:
-            raise
-        return None, "not installed: pip install 'dist_amp[bench]'"
     except Exception as error:
         if not may_fail:
             raise
+        if isinstance(error, ImportError):
+            return None, "not installed: pip install 'dist_amp[bench]'"
         return None, f"can't: {first_line(error).split('. ')[0]}"
     if setup.strategy == "fsdp" and not all(isinstance(p, DTensor) for p in loop.module.parameters()):
         return loop, "can't: shards nothing, and says nothing of it"
@@ -271,7 +269,6 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any]) -> torch.Tensor:
         loop.prepare()
         before = now()
         loop.step(micro_batches)
-        world.wait_for_device()
         clock.append((before, now()))
     began, ended = torch.tensor(clock, dtype=torch.float64).unbind(dim=1)
     steps = (ended - began) * 1e-9
@@ -311,15 +308,18 @@ def rows_of(cell: Cell, told: dict[str, Any]) -> list[dict[str, Any]]:
             "parity": told["parity"][name],
             "target": target(cell, name),
         }
-        rows.append({**row, "verdict": verdict(cell, row) if name in PROMISED else ""})
+        allowed = WORKLOADS[cell.workload].parity
+        if name != OUR_UPDATE:  # which has no forward to round its weights
+            allowed = max(allowed, told["parity"][AGAIN])
+        rows.append({**row, "verdict": verdict(row, allowed) if name in PROMISED else ""})
     return rows
 
 
-def verdict(cell: Cell, row: dict[str, Any]) -> str:
-    """met, or what was missed: of the ratio by its median."""
+def verdict(row: dict[str, Any], parity: float) -> str:
+    """met, or what was missed: the ratio by its median, and a `parity` that may be as large as the bare loop's own."""
     missed = {
         "ratio": row["target"] is not None and row["ratio"] > row["target"],
-        "parity": row["parity"] > WORKLOADS[cell.workload].parity,
+        "parity": not row["parity"] <= parity,  # nan is neither
         "host reads": sum(row["host_reads"]) > (row["loop"] == TELEMETRY),
         "collectives": row["collectives"] not in (None, 1),
     }
@@ -382,6 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
+    """Measure the cells that are asked for, one after the other, each in processes of its own."""
     report: dict[str, Any] = {"machine": machine(), "versions": versions(), "rounds": options.rounds, "cells": []}
     lines: list[str] = []
 
@@ -389,7 +390,7 @@ def bench(options: argparse.Namespace) -> int:
         print(text, flush=True)
         lines.append(text)
 
-    say(HEADER)
+    say(head(options, report))
     for cell in cells_of(options):
         told = on_ranks(cell.ranks, measure, cell, options.rounds)
         told["rows"] = rows_of(cell, told)
@@ -398,9 +399,26 @@ def bench(options: argparse.Namespace) -> int:
             say(line(cell, row))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "overhead.json").write_text(json.dumps(report, indent=1) + "\n")
+        (options.out / "overhead.json").write_text(json.dumps(plain_json(report), indent=1) + "\n")
         (options.out / "overhead.txt").write_text("\n".join(lines) + "\n")
     return 0
+
+
+def head(options: argparse.Namespace, report: dict[str, Any]) -> str:
+    """What stands above the table."""
+    found = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    lines = [f"{report['machine']['cpu']}, {report['machine']['cores']} cores; {found}"]
+    for name in options.workloads:
+        workload = WORKLOADS[name]
+        parameters = list(workload.task().build_model().parameters())
+        size = f"{sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors"
+        batch = f"{ACCUMULATION} micro-batches of {workload.micro_batch_size}"
+        lines.append(f"{name:<6} {workload.about}: {size}, {batch}")
+    lines.append(
+        f"us/step: the process's CPU time, of the slowest rank, in a round's fastest step, or {BLOCK} steps with full\n"
+        f"telemetry; median of {options.rounds} rounds. ratio: to the bare loop's in the same round"
+    )
+    return "\n".join([*lines, "", HEADER])
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
@@ -429,8 +447,8 @@ def _lines(path: str) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "accelerate", "lightning-fabric"):
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("accelerate", "lightning-fabric"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

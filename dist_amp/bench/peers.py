@@ -22,7 +22,6 @@ def accelerate(setup: Setup) -> Loop:
     AcceleratorState._reset_state(reset_partial_state=True)  # it keeps one precision per process
     GradientState._reset_state()
     module, limit = setup.fresh_model(), setup.config.train.max_grad_norm
-    on_cpu = setup.world.device.type == "cpu"
     plugin = None
     if setup.strategy == "fsdp":
         classes = sorted({type(block).__name__ for block in setup.blocks(module)})
@@ -35,17 +34,17 @@ def accelerate(setup: Setup) -> Loop:
     handlers = [DistributedDataParallelKwargs(**DDP_OPTIONS)]
     handlers += [GradScalerKwargs(init_scale=setup.config.precision.scaler.init_scale)]
     accelerator = Accelerator(
-        cpu=on_cpu,
+        cpu=setup.world.device.type == "cpu",
         mixed_precision="no" if setup.precision == "fp32" else setup.precision,
         gradient_accumulation_steps=setup.accumulation,
         fsdp_plugin=plugin,
         kwargs_handlers=handlers,
     )
-    model, optimizer = accelerator.prepare(module, setup.adamw(module))
-    set_rate = setup.schedule()
+    adamw, set_rate = setup.adamw(module), setup.schedule()
+    model, optimizer = accelerator.prepare(module, adamw)
 
     def step(micro_batches: Sequence[Any]) -> None:
-        set_rate(optimizer)
+        set_rate(adamw)
         for batch in micro_batches:
             with accelerator.accumulate(model):
                 accelerator.backward(setup.task.loss(model, batch, "mean"))
@@ -80,13 +79,15 @@ def fabric(setup: Setup) -> Loop:
     lab.launch()
     if setup.strategy == "fsdp":
         model = lab.setup_module(module)
-        optimizer = lab.setup_optimizers(setup.adamw(model))
+        adamw = setup.adamw(module)  # sharded by now
+        optimizer = lab.setup_optimizers(adamw)
     else:
-        model, optimizer = lab.setup(module, setup.adamw(module))
+        adamw = setup.adamw(module)
+        model, optimizer = lab.setup(module, adamw)
     set_rate = setup.schedule()
 
     def step(micro_batches: Sequence[Any]) -> None:
-        set_rate(optimizer)
+        set_rate(adamw)
         for is_last, batch in mark_last(micro_batches):
             with lab.no_backward_sync(model, enabled=not is_last):
                 lab.backward(setup.task.loss(model, batch, "mean") / len(micro_batches))

@@ -8,12 +8,13 @@ import logging
 import math
 import sysconfig
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dist_amp.config import Range
 from dist_amp.data import DataConfig
@@ -65,7 +66,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`."""
+    """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`.
+
+    With `targets` [B, T] int64 the summed cross-entropy instead, a float32 scalar, from `loss_chunk` tokens' logits at
+    a time: in here, since FSDP gathers the head's weight for the model's forward.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -84,13 +89,29 @@ class GPT(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_chunk: int = 1024) -> Tensor:
         length = tokens.shape[1]
         cos, sin = self.cos[:length], self.sin[:length]
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if targets is None else chunked_loss_sum(self.head, x, targets, loss_chunk)
+
+
+def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Cross-entropy of head(x) summed over all tokens: scalar float32; at most [chunk, vocabulary] logits at a time.
+
+    x: [B, T, width]; targets: [B, T]. Backward computes each chunk's logits once more, in place of keeping them.
+    """
+    pairs = zip(x.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
+    losses = [checkpoint(loss_sum, head, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    return torch.stack(losses).sum()
+
+
+def loss_sum(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy summed over [..., vocabulary] logits, in float32 whatever the head computes in: scalar."""
+    return F.cross_entropy(head(x).float().flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
@@ -119,6 +140,7 @@ class CausalLM:
         heads: Count = 4,
         vocabulary: Annotated[int, Range(low=256)] = 256,
         tied: bool = True,
+        loss_chunk: Count | Literal["off"] = "off",
         prompt: str = "def ",
         sample_bytes: Annotated[int, Range(low=0)] = 400,
     ):
@@ -128,6 +150,7 @@ class CausalLM:
             raise ValueError("prompt is empty; the sample needs a beginning, at least a space")
         self.data = data
         self.context = context
+        self.loss_chunk = loss_chunk
         self.prompt = prompt
         self.sample_bytes = sample_bytes
         self.shape = (vocabulary, context, width, layers, heads, tied)
@@ -157,8 +180,10 @@ class CausalLM:
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["tokens"].long()
-        logits = model(tokens[:, :-1]).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if self.loss_chunk == "off":
+            return loss_sum(model, inputs, targets)
+        return model(inputs, targets, self.loss_chunk)
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return self.tokens(batch)

@@ -1,0 +1,477 @@
+"""Compiling blocks, recomputing them in backward, and a loss in chunks: other ways to the same gradients."""
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_checkpoint import stop_and_go_on
+from tiny import Rows, Tiny, make_run, take_steps
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dist_amp import blocks
+from dist_amp.blocks import CompileConfig, check_compile
+from dist_amp.config import ConfigError
+from dist_amp.data import DataConfig
+from dist_amp.nonfinite import examine
+from dist_amp.proof.compare import capture
+from dist_amp.proof.reference import relative_error
+from dist_amp.run import load_config
+from dist_amp.runtime import World
+from dist_amp.step import loss_of
+from dist_amp.tasks.causal_lm import CausalLM
+
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
+FP32, BF16 = ["--use_amp", "false"], ["--precision.dtype", "bf16"]
+# Traces and cuts graphs as inductor does, and runs them with torch's own kernels: seconds, not minutes.
+COMPILED = ["--compile.blocks", "true", "--compile.backend", "aot_eager"]
+INDUCTOR = ["--compile.blocks", "true"]
+FULL = ["--parallel.activation_checkpointing", "full"]
+EVERY_SECOND = ["--parallel.activation_checkpointing", "2"]
+TOKENS, CHUNK = 64, 20  # of a micro-batch; at a time: the last chunk is smaller
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
+
+
+class Bytes(CausalLM):
+    """The GPT, small, on random bytes."""
+
+    def __init__(self, loss_chunk="off", layers=3, dropout=0.0, tied=True):
+        shape = {"context": 16, "width": 16, "layers": layers, "heads": 2, "vocabulary": 256}
+        super().__init__(DataConfig(), **shape, tied=tied, loss_chunk=loss_chunk)
+        self.dropout = dropout
+
+    def build_model(self):
+        model = super().build_model()
+        if self.dropout:
+            for block in model.blocks:
+                block.down = nn.Sequential(block.down, nn.Dropout(self.dropout))
+        return model
+
+    def build_dataset(self, split):
+        generator = torch.Generator().manual_seed(0)
+        return Rows(tokens=torch.randint(0, 256, (64, self.context + 1), generator=generator).byte())
+
+
+def bytes_run(world, task, *words):
+    return make_run(world, task, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2, *words)
+
+
+def gradients(world, task, words):
+    """Two steps' unscaled gradients, whole, on rank 0."""
+    run = bytes_run(world, task, *words)
+    states = capture(run)
+    take_steps(run, 2)
+    return [state.gradients for state in states]
+
+
+def errors(strategy, task, words, plain_task=None, plain_words=()):
+    """By how much each step's gradients differ from those without the settings, relative to the largest."""
+    layout, ranks = ["--parallel.strategy", strategy], LAYOUTS[strategy]
+    precision = BF16 if BF16[1] in words else FP32
+    changed = on_ranks(ranks, gradients, task, [*layout, *words], timeout_seconds=900)[0]
+    plain = on_ranks(ranks, gradients, plain_task or Bytes(), [*layout, *precision, *plain_words])[0]
+    return [relative_error(mine, true) for mine, true in zip(changed, plain, strict=True)]
+
+
+# The same operations on the same numbers: what is recomputed, or traced and run by torch's kernels, is equal in its
+# bits. A loss in chunks is the same sum in another order: some roundings of 2^-24.
+SETTINGS = {
+    "compiled": ("off", COMPILED, 0.0),
+    "full": ("off", FULL, 0.0),
+    "every_second": ("off", EVERY_SECOND, 0.0),
+    "chunked": (CHUNK, [], 1e-6),
+    "all": (CHUNK, [*COMPILED, *EVERY_SECOND], 1e-6),
+}
+
+
+def cells(names, strategies):
+    """(name, strategy): quick are all together, and under FSDP each that compiles nothing."""
+    quick = {("all", "ddp"), ("all", "fsdp"), *((name, "fsdp") for name in ("full", "every_second", "chunked"))}
+    every = [(name, strategy) for name in names for strategy in strategies]
+    return [pytest.param(*cell, marks=[] if cell in quick else pytest.mark.slow) for cell in every]
+
+
+@pytest.mark.parametrize(("name", "strategy"), cells(SETTINGS, LAYOUTS))
+def test_each_setting_and_all_together_give_the_gradients_of_none_in_float32(name, strategy):
+    chunk, words, bound = SETTINGS[name]
+    assert max(errors(strategy, Bytes(chunk), [*FP32, *words])) <= bound
+
+
+@pytest.mark.parametrize(("name", "strategy"), cells(["full", "chunked", "all"], ["ddp", "fsdp"]))
+def test_they_do_in_bf16_within_its_rounding(name, strategy):
+    chunk, words, bound = SETTINGS[name]
+    # The head's gradient is then a sum of one bf16 matrix per chunk, and each partial sum is rounded by 2^-9 of it.
+    chunks = 2 * -(-TOKENS // CHUNK)
+    assert max(errors(strategy, Bytes(chunk), [*BF16, *words])) <= (chunks * 2**-9 if bound else 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("more", [[], FULL], ids=["compiled", "and_recomputed"])
+def test_inductors_code_gives_the_gradients_of_none(strategy, more):
+    # Its kernels sum in another order, and fused ones keep float32 where bf16 would be rounded to in between: in bf16
+    # both are about as far from float32, so from one another at most twice as far as plain bf16 is.
+    assert max(errors(strategy, Bytes(), [*FP32, *INDUCTOR, *more])) < 1e-6
+    layout = ["--parallel.strategy", strategy]
+    plain, truth = (on_ranks(LAYOUTS[strategy], gradients, Bytes(), [*layout, *p])[0] for p in (BF16, FP32))
+    bound = 2 * max(relative_error(a, b) for a, b in zip(plain, truth, strict=True))
+    assert max(errors(strategy, Bytes(), [*BF16, *INDUCTOR, *more])) < bound < 0.05
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["as_written", "compiled"])
+def test_what_is_recomputed_draws_the_same_dropout(more):
+    task = Bytes(dropout=0.5)
+    assert errors("ddp", task, [*FP32, *FULL, *more], task, more) == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_inductor_recomputes_the_same_dropout():
+    task = Bytes(dropout=0.5)
+    assert max(errors("ddp", task, [*FP32, *FULL, *INDUCTOR], task, INDUCTOR)) < 1e-6
+
+
+def test_weights_that_are_not_tied_get_the_same_gradients_from_a_loss_in_chunks():
+    assert max(errors("fsdp", Bytes(CHUNK, tied=False), FP32, Bytes(tied=False))) <= 1e-6
+
+
+class Largest(TorchDispatchMode):
+    """The most rows of logits that one tensor holds: of those with a vocabulary at the end."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (256,):
+                self.rows = max(self.rows, tensor.numel() // 256)
+        return out
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [("off", TOKENS), (CHUNK, CHUNK), (1000, TOKENS)])
+@pytest.mark.parametrize("precision", [FP32, pytest.param(BF16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
+def test_no_more_logits_than_a_chunks_exist_at_any_time(chunk, rows, precision):
+    run = bytes_run(World(), Bytes(chunk), *precision)
+    with Largest() as largest:
+        take_steps(run, 1)
+        with run.parallel.evaluating(), run.precision.autocast():
+            run.task.metrics(run.model, next(run.data)[0])
+    assert largest.rows == rows
+    assert run.model(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 256), "a sample still gets logits"
+
+
+def kept_for_backward(*words):
+    """Bytes that a forward keeps."""
+    run, kept = bytes_run(World(), Bytes(layers=4), *FP32, *words), []
+    own = {p.data_ptr() for p in run.model.parameters()}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in own:
+            kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(run.task, run.model, next(run.data)[0], run.world.device)
+    return sum(kept)
+
+
+def test_what_is_recomputed_is_not_kept():
+    none, half, full = kept_for_backward(), kept_for_backward(*EVERY_SECOND), kept_for_backward(*FULL)
+    outside = full / none  # what embedding, head and loss keep, and the blocks' inputs
+    assert outside < 0.5
+    assert full + 0.4 * (none - full) < half < full + 0.6 * (none - full), "half of the blocks keep all"
+
+
+def test_an_evaluation_recomputes_nothing(monkeypatch):
+    run = bytes_run(World(), Bytes(), *FULL)
+    monkeypatch.setattr(blocks, "checkpoint", lambda *args, **kwargs: pytest.fail("an evaluation pays for it"))
+    with run.parallel.evaluating():
+        run.task.loss_sum(run.model, next(run.data)[0])
+
+
+def test_names_stay_as_the_task_has_them():
+    plain, changed = bytes_run(World(), Bytes()), bytes_run(World(), Bytes(), *FULL, *COMPILED)
+    assert list(changed.model.state_dict()) == list(plain.model.state_dict())
+    assert [name for name, _ in changed.model.named_modules()] == [name for name, _ in plain.model.named_modules()]
+    assert str(changed.model) == str(plain.model)
+
+
+def compilations(world, words):
+    """How many graphs there are after training; evaluations; smaller batches; all of it and a sample once more."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    run = bytes_run(world, Bytes(layers=12), *words, *COMPILED)
+    counts = []
+
+    def evaluate(batch):
+        with run.parallel.evaluating():
+            run.task.loss_sum(run.model, batch)
+
+    def sample():
+        with run.parallel.evaluating(), blocks.as_compiled_so_far():
+            run.task.sample_bytes = 10
+            run.task.sample(run.parallel.module)
+
+    batch = next(run.data)[0]
+    few = {"tokens": batch["tokens"][:3]}
+    for use in (
+        lambda: take_steps(run, 3),
+        lambda: evaluate(batch),
+        lambda: evaluate(few),
+        lambda: loss_of(run.task, run.model, few, world.device).backward(),
+        lambda: (take_steps(run, 2), evaluate(batch), evaluate(few), sample()),
+    ):
+        use()
+        counts.append(counters["unique_graphs"])
+    return counts
+
+
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_twelve_blocks_are_compiled_once_for_each_mode_and_shape(strategy):
+    words = ["--parallel.strategy", strategy, *FULL]
+    assert on_ranks(LAYOUTS[strategy], compilations, words)[0] == [1, 2, 3, 4, 4]
+
+
+class Branching(nn.Linear):
+    """Not one graph: which way it goes depends on what is in a tensor."""
+
+    def forward(self, x):
+        if x.sum() > 0:
+            x = x + 1
+        return super().forward(x)
+
+
+class InParts(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), Branching(8, 8), Branching(8, 8), nn.Linear(8, 1))
+
+
+def test_a_block_that_is_not_one_graph_is_compiled_in_parts_and_said_once(capsys):
+    take_steps(make_run(World(), InParts(), *FP32, *COMPILED), 2)
+    said = capsys.readouterr().err
+    assert said.count("warning: ") == 1
+    assert "warning: 1 is not one graph: Data-dependent branching at test_blocks.py, line " in said
+    assert "`if x.sum() > 0:`; from now on blocks are compiled in parts (compile.fullgraph=auto)" in said
+    take_steps(make_run(World(), InParts(), *FP32, *COMPILED, "--compile.fullgraph", "false"), 2)
+    assert not capsys.readouterr().err
+
+
+def test_a_block_that_is_not_one_graph_is_refused_where_it_must_be(capsys):
+    run = make_run(World(), InParts(), *COMPILED, "--compile.fullgraph", "true")
+    with pytest.raises(ConfigError, match=r"fullgraph=true: 1 is not one graph: Data-dependent .*fullgraph=auto$"):
+        take_steps(run, 1)
+
+
+def run_many_shapes(*words):
+    run = make_run(World(), Tiny(depth=1), *FP32, *COMPILED, "--compile.backend", "eager", *words)
+    for rows in range(2, 20):
+        run.model(torch.randn(rows, 8)).sum().backward()
+
+
+def test_shapes_without_end_stop_being_compiled_and_that_is_told(capsys):
+    run_many_shapes()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(said) == 1
+    assert "0 met more than 16 shapes, or values that it depends on: try compile.dynamic=true; from" in said[0]
+    run_many_shapes("--compile.dynamic", "true", "--compile.fullgraph", "true")
+    assert "warning: " not in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="0 met more than 16 shapes"):
+        run_many_shapes("--compile.fullgraph", "true")
+
+
+class LogOf(nn.Linear):
+    """Its inside is where a negative number becomes nan."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.inside = Log()
+
+    def forward(self, x):
+        return super().forward(self.inside(x))
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x.log()
+
+
+class Spoilt(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), LogOf(), nn.Linear(8, 1))
+
+
+def first_fault(world, words):
+    run = make_run(world, Spoilt(), *FP32, *words)
+    take_steps(run, 1)  # it is compiled by now
+    with run.parallel.gradient_sync(True):
+        return examine(run.task, run.parallel.module, next(run.data)[0], torch.ones(()), run.precision)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_replay_sees_into_compiled_and_recomputed_blocks(strategy):
+    layout = ["--parallel.strategy", strategy]
+    for fault in on_ranks(LAYOUTS[strategy], first_fault, [*layout, *COMPILED, *FULL]):
+        assert (fault.phase, fault.module, fault.module_class) == ("forward", "1.inside", "Log")
+
+
+def test_anomaly_detection_works_with_both():
+    try:
+        take_steps(bytes_run(World(), Bytes(CHUNK), *COMPILED, *FULL, "--debug.detect_anomaly", "true"), 1)
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_that_compiles_and_recomputes_is_bit_identical(tmp_path):
+    more = [*COMPILED, "--parallel.activation_checkpointing", "2"]
+    for equal in on_ranks(2, stop_and_go_on, tmp_path, "fsdp", "bf16", 0, WithBlocks, more):
+        assert all(equal)
+
+
+class WithBlocks(Tiny):
+    def build_model(self):
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(*layers, nn.Linear(8, 1))
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the collectives that make a unit whole; blocks stay compiled."""
+
+    count = 0
+    supports_higher_order_operators = True  # as compiled code has
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "c10d" in str(function) and "allgather" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def gathers(world, words):
+    """How many units are gathered in forward, and in backward, of each of two micro-batches."""
+    run = bytes_run(world, Bytes(layers=4), "--parallel.strategy", "fsdp", *words)
+    take_steps(run, 1)
+    counts = []
+    for is_last, batch in zip((False, True), next(run.data), strict=True):
+        with run.parallel.gradient_sync(is_last):
+            with Gathers() as forward:
+                loss = loss_of(run.task, run.model, batch, run.world.device)
+            with Gathers() as backward:
+                loss.backward()
+        counts.append((forward.count, backward.count))
+    return counts
+
+
+@pytest.mark.parametrize("words", [[], [*FULL, *COMPILED]], ids=["as_written", "compiled_and_recomputed"])
+def test_neither_the_root_with_its_head_nor_the_last_block_is_gathered_again_in_backward(words):
+    # Four blocks and the root; what is recomputed is whole by then.
+    assert on_ranks(2, gathers, words) == [[(5, 3), (5, 3)]] * 2
+
+
+def refusal(task, *words, steps=0):
+    with pytest.raises(ConfigError) as error:
+        take_steps(make_run(World(), task, *words), steps)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+class NoBlocks(Tiny):
+    def build_model(self):
+        return nn.Linear(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (Bytes(), ["--parallel.activation_checkpointing", 4], "=4 is more than the model's 3 blocks; use 1 to 3, or"),
+        (NoBlocks(), FULL, "=full: the model has no blocks; add `def blocks(self, model)` to the task, or use none"),
+        (Tiny(), ["--parallel.activation_checkpointing", 0], "activation_checkpointing=0 on the command line must be"),
+        (Tiny(), ["--parallel.activation_checkpointing", "half"], "is not a whole number or one of none, full"),
+        (Tiny(), ["--compile.mode", "fast"], "compile.mode=fast on the command line is not one of default, reduce-"),
+        (Tiny(), ["--compile.fullgraph", "maybe"], "fullgraph=maybe on the command line is not true or false or"),
+        (Tiny(), [*INDUCTOR, "--compile.backend", "inducter"], "=inducter is not known to torch"),
+        (Tiny(), [*INDUCTOR, "--compile.backend", "nvcc"], "; use one of "),
+        (Tiny(), [*COMPILED, "--compile.mode", "max-autotune"], "max-autotune is inductor's, and compile.backend=aot"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_in_one_line(task, words, said):
+    assert said in refusal(task, *words)
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.5, "none"])
+def test_a_chunk_that_is_no_number_of_tokens_is_refused(chunk):
+    with pytest.raises(ConfigError, match=r"task.args.loss_chunk=\S+ on the command line (must be at least 1|is not)"):
+        load_config(["--task.args.loss_chunk", str(chunk)], environ={})
+
+
+def test_a_backend_whose_package_is_missing_is_refused_when_it_compiles():
+    words = [*INDUCTOR, "--compile.backend", "tvm"]
+    said = refusal(Tiny(), *words, steps=1)
+    assert "compile.backend=tvm can't compile 0: " in said
+    assert "tvm" in said.partition(": ")[2]
+
+
+def test_inductor_without_a_compiler_is_refused_at_the_start():
+    from torch._inductor import config as inductor
+
+    with inductor.patch("cpp.cxx", ("no-such-compiler",)):
+        text = refusal(Tiny(), *INDUCTOR)
+    assert "compile.backend=inductor needs a C++ compiler on a CPU" in text
+    assert "use compile.backend=aot_eager (no faster than without) or compile.blocks=false" in text
+
+
+def test_inductor_on_a_gpu_without_triton_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    with pytest.raises(ConfigError, match="needs Triton on a GPU; install"):
+        check_compile(CompileConfig(blocks=True), "single", World(device=torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_of_gathered_parameters_are_refused(mode):
+    with pytest.raises(ConfigError, match=f"mode={mode} replays CUDA graphs, .* fsdp gathers them anew each time"):
+        check_compile(CompileConfig(blocks=True, mode=mode), "fsdp", World())
+
+
+def test_settings_without_effect_are_told_of(capsys):
+    make_run(World(), Tiny(), "--compile.mode", "max-autotune")
+    check_compile(CompileConfig(blocks=True, mode="reduce-overhead"), "single", World())
+    make_run(World(), NoBlocks(), *COMPILED)
+    out, err = capsys.readouterr()
+    assert "the settings of [compile] have no effect: compile.blocks=false compiles nothing" in err
+    assert "compile.mode=reduce-overhead has no effect on a CPU" in err
+    assert "aot_eager compiles the whole model, which has no blocks, in the first step" in out
+
+
+class Shared(Tiny):
+    """One layer used twice, and named twice."""
+
+    def build_model(self):
+        layer = nn.Linear(8, 8)
+        return nn.Sequential(layer, layer, nn.Linear(8, 1))
+
+    def blocks(self, model):
+        return [model[0], model[1]]
+
+
+class Misfit(Tiny):
+    def loss_sum(self, model, batch):
+        return F.mse_loss(model(batch["x"][:, :3]), batch["y"], reduction="sum")
+
+
+def test_a_block_that_is_used_twice_is_wrapped_once_and_its_own_mistakes_are_its_own():
+    run = make_run(World(), Shared(), *FULL, *COMPILED)
+    take_steps(run, 2)
+    assert not hasattr(run.model[0].forward.__wrapped__.__wrapped__, "__wrapped__"), "compiled, recomputed, no more"
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        take_steps(make_run(World(), Misfit(), *COMPILED), 1)

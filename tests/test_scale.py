@@ -1,0 +1,271 @@
+"""What a step sends is what docs/collectives.md says, and no rank has more to do because there are more ranks."""
+
+import gc
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from ranks import on_ranks
+from test_step import Operations
+from tiny import Tiny, make_run, take_steps
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dist_amp.bench.collectives import Collective, Counting, compare, main, measure, tell
+from dist_amp.config import Failure
+from dist_amp.metrics import RANK_FIGURES
+from dist_amp.run import load_config
+from dist_amp.runtime import AgreedStop, World
+from dist_amp.step import train_step
+from dist_amp.task import build_task
+from dist_amp.train import train
+
+LOTS = 20_480  # samples: no epoch ends in ten steps of 1,024 ranks
+
+
+class Rooted(Tiny):
+    """Has parameters outside its blocks: the last layer, of one row, which every sharding pads."""
+
+    def blocks(self, model):
+        return list(model)[:-1]
+
+
+class Wide(Tiny):
+    """32 MiB of gradients: more than one of DDP's buckets."""
+
+    def build_model(self):
+        wide = [nn.Linear(1024, 1024, bias=False) for _ in range(8)]
+        return nn.Sequential(nn.Linear(8, 1024), *wide, nn.Linear(1024, 1))
+
+
+TASKS = {"tiny": Tiny, "rooted": Rooted, "wide": Wide}
+
+
+@contextmanager
+def imagined(size):
+    """Rank 0 of so many, in this process: its collectives return at once, and nothing arrives."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        everyone = dist.group.WORLD
+        yield World(0, 0, size, min(size, 8), torch.device("cpu"), control=everyone, background=everyone)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_of(world, task, *words):
+    """A run; in an imagined world with DDP's reductions called from Python, since a fake one brings it no result."""
+    run = make_run(world, TASKS[task](samples=LOTS), "--train.micro_batch_size", 1, "--train.steps", 8, *words)
+    if run.parallel.strategy == "ddp" and dist.get_backend() == "fake":
+
+        def reduce(state, bucket):
+            dist.all_reduce(bucket.buffer())
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        run.model.register_comm_hook(None, reduce)
+    return run
+
+
+def ways(strategies, micro_batches, precisions):
+    """Command lines: each strategy, as it sums gradients up, for each number of micro-batches, in each precision."""
+    for strategy in strategies:
+        for reduce in ("last",) if strategy == "ddp" else ("last", "every"):
+            for steps in micro_batches:
+                for precision in precisions:
+                    yield [
+                        *("--parallel.strategy", strategy, "--parallel.accumulate_reduce", reduce),
+                        *("--train.accumulation_steps", steps, *precision),
+                    ]
+
+
+BF16, FP32 = (), ("--use_amp", "false")
+AUTOCAST = ("--precision.cast_by", "autocast")
+HALF_SUMS = ("--parallel.reduce_dtype", "bf16")
+HALF_STATE = ("--parallel.param_dtype", "bf16")
+FP16 = ("--precision.dtype", "fp16", "--parallel.reduce_dtype", "fp16")
+COMPRESSED = ("--precision.dtype", "fp16", "--parallel.comm_dtype", "fp16")
+
+
+def measured(world, tasks, command_lines):
+    """(task, words, what was called beyond the formula, what was not) where they differ; the number of collectives."""
+    apart, calls = [], 0
+    for task in tasks:
+        for words in command_lines:
+            expected, counted = measure(run_of(world, task, *words))
+            calls += counted.total()
+            if expected != counted:
+                apart.append((task, words, dict(counted - expected), dict(expected - counted)))
+    return apart, calls
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (4, "hsdp")])
+def test_a_step_calls_the_collectives_of_the_formula_with_its_bytes(ranks, strategy):
+    command_lines = [*ways([strategy], (3,), [BF16]), *ways([strategy], (1,), [FP32])]
+    for apart, calls in on_ranks(ranks, measured, ["tiny", "rooted"], command_lines):
+        assert apart == []
+        assert calls > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (2, "hsdp"), (4, "hsdp")])
+def test_a_step_calls_the_collectives_of_the_formula_in_every_precision(ranks, strategy):
+    precisions = [BF16, FP32, FP16, AUTOCAST] + ([COMPRESSED] if strategy == "ddp" else [HALF_SUMS, HALF_STATE])
+    command_lines = [*ways([strategy], (1, 2, 4), precisions)]
+    for apart, _ in on_ranks(ranks, measured, ["tiny", "rooted"], command_lines, timeout_seconds=300):
+        assert apart == []
+
+
+def buckets_of_wide(world):
+    return measure(run_of(world, "wide", "--parallel.strategy", "ddp"))
+
+
+def test_ddp_sends_a_bucket_when_it_is_full():
+    for expected, counted in on_ranks(2, buckets_of_wide):
+        assert expected == counted
+        # From the model's end: the first bucket is full at 1 MiB, a layer of 4 MiB; the second at 25 MiB, seven layers.
+        layer, ends = 4 * 1024 * 1024, (4 * (1024 + 1), 4 * (8 * 1024 + 1024))
+        assert sorted(one.bytes_in for one in counted.elements())[-3:] == [ends[1], ends[0] + layer, 7 * layer]
+
+
+@pytest.mark.parametrize("size", [8, 1024])
+def test_the_formula_holds_for_a_thousand_ranks(size):
+    with imagined(size) as world:
+        command_lines = ways(["ddp", "fsdp", "hsdp"], (1, 2), [BF16])
+        apart, calls = measured(world, ["rooted"], list(command_lines))
+    assert apart == []
+    assert calls > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 64, 1024])
+def test_the_formula_holds_for_any_number_of_ranks_whoever_casts(size):
+    strategies = ["ddp", "fsdp"] + ([] if size == 3 else ["hsdp"])
+    command_lines = ways(strategies, (1, 4), [BF16, FP32, AUTOCAST])
+    with imagined(size) as world:
+        apart, _ = measured(world, ["tiny", "rooted"], list(command_lines))
+    assert apart == []
+
+
+def work_of_a_step(size, strategy):
+    """What rank 0 of so many does from one step to the next: {operation: times}, {function in Python or C: times}."""
+    with imagined(size) as world:
+        run = run_of(world, "rooted", "--parallel.strategy", strategy, "--train.accumulation_steps", 2)
+        stop = AgreedStop(world)
+
+        def step():
+            run.metrics.record(train_step(run, next(run.data)))
+            stop.poll()
+
+        for _ in range(3):
+            step()
+        with Operations() as seen:
+            step()
+        calls = Counter()
+
+        def called(frame, event, argument):
+            if event == "call":
+                calls[f"{frame.f_code.co_filename}: {frame.f_code.co_name}"] += 1
+            elif event == "c_call":
+                calls[argument.__qualname__] += 1
+
+        gc.disable()
+        sys.setprofile(called)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+    return Counter(seen.names), calls
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_a_step_takes_as_many_operations_and_calls_on_a_thousand_ranks_as_on_two(strategy):
+    few, *more = [work_of_a_step(size, strategy) for size in ((16 if strategy == "hsdp" else 2), 64, 1024)]
+    for operations, calls in more:
+        assert operations == few[0]
+        # By chance torch compares a few specs whose hashes collide in its caches; a call per rank would be 62 and more.
+        apart = (calls - few[1]) + (few[1] - calls)
+        assert apart.total() < 30, apart
+
+
+def log_step(world):
+    run = run_of(world, "tiny")
+    take_steps(run, 1)
+    with Counting() as logging:
+        run.metrics.log(1, run.optimizer, run.precision, run.data)
+    with AgreedStop(world) as stop, Counting() as polling:
+        stop.poll()
+    return logging.collectives, polling.collectives
+
+
+def test_a_log_step_gathers_once_and_the_stop_is_one_number():
+    for logging, polling in on_ranks(2, log_step):
+        assert logging == {Collective("all_gather", 2, 8 * len(RANK_FIGURES), 2 * 8 * len(RANK_FIGURES)): 1}
+        assert polling == {Collective("all_reduce", 2, 4, 4): 1}
+
+
+def exchanges_of_a_run(world):
+    """{step: collectives of Python objects} of a run with logs, evaluations and tripwires."""
+    words = ["--train.steps", 30, "--metrics.log_every", 5, "--eval.every", 12, "--debug.check_every", 12]
+    run = make_run(world, Tiny(), "--train.micro_batch_size", 2, *words)
+    exchanges = Counter()
+
+    def noted(function):
+        def call(*args, **kwargs):
+            exchanges[run.step] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+    names += ("send_object_list", "recv_object_list")
+    with AgreedStop(world) as stop, patch.multiple(dist, **{name: noted(getattr(dist, name)) for name in names}):
+        assert train(run, stop) == "completed"
+    return dict(exchanges)
+
+
+def test_no_objects_travel_but_at_the_start_in_an_evaluation_and_where_tripwires_look_at_the_state():
+    for exchanges in on_ranks(2, exchanges_of_a_run):
+        start = exchanges.pop(0)
+        assert start == 6  # the data's length, the state's two texts, the generators, and provenance's two
+        # The state at the first log step and every 12 from there, at the next log step: three texts each. Figures are
+        # read a step later.
+        # After each evaluation: the names of what must be equal. The run's last step has both.
+        assert exchanges == {6: 3, 21: 3, 12: 1, 24: 1, 30: 4}
+
+
+@pytest.mark.parametrize("words", [[], ["--train.global_batch_size", "auto"]])
+def test_the_page_has_the_numbers_of_its_command(words):
+    page = (ROOT / "docs" / "collectives.md").read_text()
+    config = load_config(["--config", str(ROOT / "configs" / "gpt_124m.toml"), *words], environ={})
+    task = build_task(config.task, config.data)
+    with torch.device("meta"):
+        module = task.build_model()
+    assert "\n".join(compare(config, task, module, 8)) in page
+
+
+def test_a_step_that_sends_other_bytes_than_the_formulas_is_an_error(capsys):
+    with imagined(8) as world:
+        run = run_of(world, "rooted", "--parallel.strategy", "fsdp")
+        tell(run)
+        formula, counted = capsys.readouterr().out.splitlines()[-2:]
+        assert formula.split()[1:] == counted.split()[1:]
+        run.config = replace(run.config, parallel=replace(run.config.parallel, reduce_dtype="bf16"))
+        with pytest.raises(Failure, match="rank 0 put .* bytes into collectives, by the formula"):
+            tell(run)
+
+
+def test_the_command_compares_strategies_and_refuses_a_world_of_one(capsys):
+    assert main(["--task.target", "tiny:Tiny", "--world_size", "16"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("153 parameters, 16 ranks, bf16, a step of 1 micro-batches\n")
+    assert "hsdp of 2, every" in shown
+    assert main(["--world_size", "1"]) == 64
+    assert "use 2 or more" in capsys.readouterr().err
