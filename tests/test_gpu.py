@@ -11,6 +11,8 @@ from conftest import ROOT, TESTS
 from test_peaks import Counted
 from tiny import Tiny, log, make_run, parameters_of, take_steps
 
+from dist_amp.bench.gpu import main as gpu_bench
+from dist_amp.bench.gpu_report import SAME, targets
 from dist_amp.checkpoint import Saver
 from dist_amp.checks import Tripwires
 from dist_amp.peaks import item_seconds_at_peak
@@ -148,3 +150,18 @@ def test_log_steps_wait_for_nothing_and_their_time_is_the_devices(tmp_path):
     assert 0 < row.ranks[0]["seconds"] < 60
     expected = run.metrics.log(23, run.optimizer, run.precision, run.data)
     assert expected["lr"] == row["lr"]
+
+
+def test_the_bench_of_one_gpu_measures_both_precisions_here(tmp_path):
+    words = ["--models", "124m", "--modes", "compiled", "eager", "--micro_batch", "124m=2", "--rounds", "2"]
+    assert gpu_bench(["--minutes", "5", "--out", str(tmp_path), *words]) == 0
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert [(steps["waits"], steps["waits_when_logged"]) for steps in report["free_steps"]] == [("nothing",) * 2] * 2
+    assert len(report["cells"]) == 4
+    for cell in report["cells"]:
+        for name in ("bare", "dist_amp"):
+            assert "cant" not in cell["loops"][name], cell["loops"][name]
+            # Parameters, gradients and both moments in float32, at least.
+            assert cell["loops"][name]["peak_bytes"] > 16 * cell["parameters"]
+        missed = [row for row in targets({**report, "cells": [cell]}) if row[0] == SAME and row[3] != "met"]
+        assert not missed

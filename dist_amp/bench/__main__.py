@@ -1,5 +1,6 @@
 """python -m dist_amp.bench NAME ...: measure what something costs. A NAME's own --help says more.
 
+gpu          tokens/s, MFU and memory of one GPU, against a loop written by hand, Accelerate and Lightning Fabric
 overhead     a step of train_step against a loop written by hand, Accelerate and Lightning Fabric
 checkpoint   how long a checkpoint holds training up (under torchrun: python -m dist_amp.bench.checkpoint)
 tripwires    the share of the time that the tripwires take (under torchrun: python -m dist_amp.bench.tripwires)
@@ -9,12 +10,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 from dist_amp.bench.checkpoint import main as checkpoint
+from dist_amp.bench.gpu import main as gpu
 from dist_amp.bench.overhead import main as overhead
 from dist_amp.bench.tripwires import main as tripwires
 from dist_amp.config import ConfigError, nearest_name
 from dist_amp.runtime import report_failure
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
+    "gpu": gpu,
     "overhead": overhead,
     "checkpoint": checkpoint,
     "tripwires": tripwires,

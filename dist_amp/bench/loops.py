@@ -68,6 +68,28 @@ class RandomBytes(CausalLM):
         return self.loss(model, batch, "sum")
 
 
+class RandomTokens(RandomBytes):
+    """The same on tokens of a whole vocabulary, built where it trains. Batch: tokens [B, context + 1] int64."""
+
+    def __init__(self, device: torch.device, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.device = device
+
+    def build_model(self) -> nn.Module:
+        with self.device:  # a billion numbers are drawn at once there; by a CPU in ten seconds
+            return super().build_model()
+
+    def batches(self, steps: int, accumulation: int, size: int) -> list[list[dict[str, Tensor]]]:
+        """So many steps' micro-batches of `size` samples, on the device, the same every time."""
+        shape, generator = (steps, accumulation, size, self.context + 1), torch.Generator(self.device).manual_seed(0)
+        tokens = torch.randint(self.shape[0], shape, device=self.device, generator=generator)
+        return [[{"tokens": micro_batch} for micro_batch in step] for step in tokens]
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], reduction: str) -> Tensor:
+        total = CausalLM.loss_sum(self, model, batch)  # which has its own ways to save memory
+        return total if reduction == "sum" else total / self.tokens(batch)
+
+
 @dataclass(frozen=True)
 class Setup:
     """What every loop is built from."""
@@ -75,6 +97,7 @@ class Setup:
     config: Config
     world: World
     task: Any  # of this file
+    fused: bool = True  # AdamW; else torch's own choice, one operation for many tensors
 
     @property
     def precision(self) -> str:
@@ -89,9 +112,12 @@ class Setup:
         return self.config.parallel.strategy
 
     def fresh_model(self) -> nn.Module:
-        """The same weights every time."""
+        """The same weights every time; compiled block by block if the settings say so."""
         seed_all(self.config.run.seed)
-        return self.task.build_model().to(self.world.device)
+        module = self.task.build_model().to(self.world.device)
+        for block in self.blocks(module) if self.config.compile.blocks else ():
+            block.compile(backend=self.config.compile.backend, dynamic=self.config.compile.dynamic)
+        return module
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         return self.task.blocks(module) if hasattr(self.task, "blocks") else find_blocks(module)
@@ -99,7 +125,7 @@ class Setup:
     def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
         knobs = self.config.optim
         return torch.optim.AdamW(
-            parameter_groups(model, knobs), lr=knobs.lr, betas=knobs.betas, eps=knobs.eps, fused=True
+            parameter_groups(model, knobs), lr=knobs.lr, betas=knobs.betas, eps=knobs.eps, fused=self.fused or None
         )
 
     def schedule(self) -> Callable[[torch.optim.Optimizer], None]:

@@ -355,7 +355,7 @@ def line(cell: Cell, row: dict[str, Any]) -> str:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m dist_amp.bench overhead --help")
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

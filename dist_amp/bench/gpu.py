@@ -1,0 +1,583 @@
+"""python -m dist_amp.bench gpu: what one GPU makes of dist_amp, of the loop written by hand, and of its peers.
+
+Tokens per second, MFU and peak memory of a GPT of 124 M parameters and one of 1 B, with blocks compiled and as they are
+written, in bf16 and fp16; before it, fifty steps in which torch raises at whatever waits for the device. All train on
+the same random tokens, which lie on the GPU. The loops of a cell stand in memory together, as many as fit, and take
+turns, in an order drawn anew each round, with blocks of steps that CUDA events time; a round gives each loop's speed
+over the bare loop's of the same round, and the table the median of these with its 95 % interval.
+
+compiled   torch.compile of each block: dist_amp by its own settings, the others by block.compile()
+eager      as it is written
+whole      the bare loop with model and loss in one graph, beside the same compiled block by block: what that leaves
+
+What does not fit into --minutes is left out, the most important cells come first, and the files are written after each.
+"""
+
+import argparse
+import copy
+import gc
+import itertools
+import random
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dist_amp.bench.gpu_report import OURS, OURS_IN_BF16, WHOLE, finish, save, table
+from dist_amp.bench.harness import HostReads
+from dist_amp.bench.loops import Loop, RandomTokens, Setup, bare, dist_amp
+from dist_amp.bench.overhead import BARE, PEERS, Parser, machine, versions
+from dist_amp.bench.peers import accelerate, fabric
+from dist_amp.blocks import uncompiled
+from dist_amp.config import ConfigError, Failure
+from dist_amp.data import DataConfig
+from dist_amp.interval import Clock
+from dist_amp.metrics import memory_bytes
+from dist_amp.peaks import flops_per_item, known_peak
+from dist_amp.precision import DTYPES
+from dist_amp.run import build_run, load_config
+from dist_amp.runtime import RunConfig, World, first_line, in_one_line, report_failure, start
+from dist_amp.step import train_step
+from dist_amp.tasks.causal_lm import CausalLM
+
+MODES = ("compiled", "eager", "whole")
+PRECISIONS = ("bf16", "fp16")
+SHARE = {"compiled": 1.0, "eager": 0.7, "whole": 1.3}  # of a cell's time, by its mode; assumed
+STEPS_OF_DATA = 4  # that lie on the device, again and again
+LOG_EVERY = 10
+SPARE_SECONDS = 20  # of --minutes, for what a cell takes longer than was thought, and for the picture
+FIRST_STEPS = 3  # of a loop: they compile, and take memory that is not needed again
+FILLED = 0.9  # what part of the memory loops may fill together
+ROOMY = 100e9  # bytes of a device; with less, micro-batches are half as large
+NO_TIME = "left out: no time"
+
+
+@dataclass(frozen=True)
+class Model:
+    about: str
+    layers: int
+    width: int
+    heads: int
+    micro_batch_size: int  # on a GPU of 141 GB
+    mfu: float  # the target: compiled, in bf16
+    seconds: float  # what a cell with compiled blocks takes, before one was seen to; assumed
+    context: int = 1024
+    vocabulary: int = 50304
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long it is looked at."""
+
+    models: Mapping[str, Model]
+    free_steps: int  # in which nothing may wait
+    warm_up: int  # steps before any is timed; the last but three tell the peak memory
+    block_seconds: float  # of steps between two clocks
+
+
+ON_A_GPU = Effort(
+    {
+        "124m": Model("124 M", 12, 768, 12, 32, mfu=0.42, seconds=50),
+        "1b": Model("1.0 B", 18, 2048, 16, 16, mfu=0.50, seconds=70),
+    },
+    free_steps=50,
+    warm_up=10,
+    block_seconds=0.35,
+)
+SMOKE = Effort(
+    {
+        "124m": Model("few", 2, 32, 2, 2, mfu=0.42, seconds=0, context=32, vocabulary=512),
+        "1b": Model("a few more", 3, 64, 2, 2, mfu=0.50, seconds=0, context=32, vocabulary=512),
+    },
+    free_steps=10,
+    warm_up=5,
+    block_seconds=0,
+)
+SMOKE_PEAK = 1e12  # FLOP/s: a CPU has none in the table, and the figures mean nothing anyway
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    mode: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.mode} {self.precision}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    make: Callable[[Setup], Loop]
+    precision: str
+    fused: bool = True
+
+    def own(self, setup: Setup) -> Setup:
+        """The cell's setup, as this one takes it."""
+        precision = replace(setup.config.precision, dtype=self.precision)
+        return replace(setup, fused=self.fused, config=replace(setup.config, precision=precision))
+
+
+def contenders(cell: Cell) -> dict[str, Contender]:
+    """Who is measured in a cell, by the name in the table; the one that the others are compared with first."""
+    precision = cell.precision
+    if cell.mode == "whole":
+        return {BARE: Contender(bare, precision), WHOLE: Contender(bare_whole, precision)}
+    return {
+        BARE: Contender(bare, precision),
+        OURS: Contender(dist_amp, precision),
+        **({OURS_IN_BF16: Contender(dist_amp, "bf16")} if precision == "fp16" else {}),
+        PEERS[0]: Contender(accelerate, precision),
+        # With fused AdamW and the scaler it refuses to clip.
+        PEERS[1]: Contender(fabric, precision, fused=precision != "fp16"),
+    }
+
+
+def bare_whole(setup: Setup) -> Loop:
+    """The loop by hand with model and loss in one graph, so that the loss is fused too."""
+    knobs = setup.config.compile
+    task = copy.copy(setup.task)
+    task.loss = torch.compile(task.loss, backend=knobs.backend, dynamic=knobs.dynamic)
+    return bare(replace(setup, task=task, config=replace(setup.config, compile=replace(knobs, blocks=False))))
+
+
+class Bench:
+    """One run of the command: its settings, its time and its report."""
+
+    def __init__(self, world: World, options: argparse.Namespace):
+        self.world = world
+        self.options = options
+        self.effort = SMOKE if options.smoke else ON_A_GPU
+        self.began = time.monotonic()
+        self.pace: dict[str, float] = {}
+        self.report: dict[str, Any] = {
+            "smoke": options.smoke,
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": " ".join(["python -m dist_amp.bench gpu", *options.words]),
+            "machine": machine() | facts(world.device),
+            "versions": packages(),
+            "models": {
+                name: {**asdict(self.effort.models[name]), "micro_batch_size": self.micro_batch_size(name)}
+                for name in options.models
+            },
+            "accumulation": options.accumulation,
+            "backend": options.backend,
+            "loss_chunk": options.loss_chunk or "off",
+            "rounds": options.rounds,
+            "warm_up": self.effort.warm_up,
+            "minutes": options.minutes,
+            "seconds": 0.0,
+            "free_steps": [],
+            "cells": [],
+            "left_out": [],
+        }
+
+    @property
+    def seconds_left(self) -> float:
+        return self.options.minutes * 60 - SPARE_SECONDS - (time.monotonic() - self.began)
+
+    def micro_batch_size(self, name: str) -> int:
+        if name in self.options.micro_batch:
+            return int(self.options.micro_batch[name])
+        full, device = self.effort.models[name].micro_batch_size, self.world.device
+        small = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < ROOMY
+        return full // 2 if small else full
+
+    def setup(self, cell: Cell, micro_batch_size: int, accumulation: int) -> Setup:
+        model = self.effort.models[cell.model]
+        words = ["--train.micro_batch_size", micro_batch_size, "--train.accumulation_steps", accumulation]
+        words += ["--train.steps", 20_000, "--optim.warmup_steps", 10]
+        words += ["--precision.dtype", cell.precision, "--run.device", self.world.device.type]
+        words += ["--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
+        if cell.mode != "eager":
+            words += ["--compile.blocks", "true", "--compile.backend", self.options.backend]
+        sizes = {name: getattr(model, name) for name in ("context", "width", "layers", "heads", "vocabulary")}
+        chunk = self.options.loss_chunk or "off"
+        task = RandomTokens(self.world.device, DataConfig(), loss_chunk=chunk, **sizes)
+        return Setup(load_config([str(word) for word in words], environ={}), self.world, task)
+
+    def peak_flops(self, precision: str) -> float:
+        """FLOP/s; 0 where it is not known."""
+        if self.options.peak_flops:
+            return float(self.options.peak_flops)
+        if self.options.smoke:
+            return SMOKE_PEAK
+        return known_peak(torch.cuda.get_device_name(self.world.device), precision)
+
+    def estimate(self, cell: Cell) -> float:
+        """Seconds that a cell takes; by what was assumed, and by how far the last one of its model was from that."""
+        return self.effort.models[cell.model].seconds * SHARE[cell.mode] * self.pace.get(cell.model, 1.0)
+
+    def run(self) -> None:
+        prime(self.world.device)
+        for precision in self.options.precisions:
+            told = self.tell(lambda: free_steps(self, precision))  # noqa: B023 (it is called at once)
+            self.report["free_steps"].append({"precision": precision, **told})
+            save(self.report, self.options.out)
+        for cell in cells_of(self.options):
+            if self.seconds_left < (expected := self.estimate(cell)):
+                self.report["left_out"].append(str(cell))
+                continue
+            told = {**asdict(cell), **self.tell(lambda: measure(self, cell))}  # noqa: B023
+            if expected:
+                self.pace[cell.model] = told["took_seconds"] / expected * self.pace.get(cell.model, 1.0)
+            self.report["cells"].append(told)
+            save(self.report, self.options.out)
+            self.world.say(f"{cell}, {told['took_seconds']:.0f} s\n{table([told])}\n")
+
+    def tell(self, what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What it tells, or why it can't; afterwards the device's memory is empty again."""
+        began = time.monotonic()
+        try:
+            told = what()
+        except Exception as error:  # which is not kept: it would hold what was on the device
+            told = {"cant": reason(error)}
+        told["clocks"] = clocks(self.world.device)
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # the code would be taken for the next cell's
+        release(self.world.device)
+        told["took_seconds"] = time.monotonic() - began
+        self.report["seconds"] = time.monotonic() - self.began
+        return told
+
+
+def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
+    """The most important first."""
+    for mode in (mode for mode in MODES if mode in options.modes):
+        for precision in (name for name in PRECISIONS if name in options.precisions):
+            for model in options.models:
+                if mode != "whole" or precision == "bf16":
+                    yield Cell(model, mode, precision)
+
+
+def reason(error: Exception) -> str:
+    """Why a loop or a cell has no figures, in one line."""
+    if isinstance(error, ImportError):
+        return "not installed: pip install 'dist_amp[bench]'"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory; use a smaller --micro_batch"
+    return f"can't: {first_line(error).split('. ')[0][:160] or type(error).__name__}"
+
+
+def prime(device: torch.device) -> None:
+    """Let the libraries take their workspaces before anybody's memory is measured."""
+    layer = nn.Linear(64, 64, device=device)
+    with torch.autocast(device.type, dtype=torch.float16):  # which every GPU knows
+        layer(torch.ones(64, 64, device=device)).float().sum().backward()
+
+
+def release(device: torch.device) -> None:
+    """Give back what nobody holds."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def no_waiting(device: torch.device, reads: int = 0) -> Iterator[None]:
+    """What waits for the device raises: on a GPU in torch; on a CPU, at the end, if there were more host reads."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+    with HostReads() as seen:
+        yield
+    if seen.count > reads:
+        raise RuntimeError(f"{seen.count} host reads")
+
+
+def free_steps(bench: "Bench", precision: str) -> dict[str, Any]:
+    """Steps in which nothing may wait for the device: their outcomes are noted, then logged too, as the main job does.
+
+    Tells what waited: "nothing", or the error.
+    """
+    cell, size, steps = Cell(bench.options.models[0], "eager", precision), 2, bench.effort.free_steps
+    setup = bench.setup(cell, size, accumulation=2)
+    run = build_run(setup.config, bench.world, setup.task)
+    data = itertools.cycle(setup.task.batches(STEPS_OF_DATA, setup.accumulation, size))
+
+    def step() -> None:
+        report = train_step(run, next(data))
+        run.step += 1
+        run.metrics.record(report)
+
+    def step_with_figures() -> None:
+        step()
+        run.metrics.read()  # those begun a step before
+        if run.step % LOG_EVERY == 0:
+            run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
+
+    def what_waits(step: Callable[[], None], reads: int) -> str:
+        try:
+            with no_waiting(bench.world.device, reads):
+                for _ in range(steps):
+                    step()
+        except Exception as error:
+            return in_one_line(error)
+        return "nothing"
+
+    for _ in range(3):
+        step()
+    run.metrics.log(run.step, run.optimizer, run.precision, run.data)
+    told: dict[str, Any] = {"steps": steps, "waits": what_waits(step, 0)}
+    # On a CPU its own memory is what a log step reads; on a GPU what was sent there, and has arrived.
+    told["waits_when_logged"] = what_waits(step_with_figures, steps // LOG_EVERY)
+    return {**told, "applied": int(run.optimizer.applied_steps), "taken": run.step}
+
+
+def measure(bench: "Bench", cell: Cell) -> dict[str, Any]:
+    """One cell: every loop built, warmed up, and timed beside the bare one, as many at a time as memory holds."""
+    device, entrants = bench.world.device, contenders(cell)
+    size, accumulation = bench.micro_batch_size(cell.model), bench.options.accumulation
+    setup = bench.setup(cell, size, accumulation)
+    data = setup.task.batches(STEPS_OF_DATA, accumulation, size)
+    rows: dict[str, dict[str, Any]] = {}
+    groups: list[list[str]] = []
+    resident: dict[str, Loop] = {}
+    for name, contender in entrants.items():
+        if rows and bench.seconds_left < 0:
+            rows[name] = {"cant": NO_TIME}
+            continue
+        if len(resident) > 1 and not fits(device, rows):
+            groups.append(list(resident))
+            time_together(bench, resident, rows, data)
+            resident = {BARE: resident[BARE]} if BARE in resident else {}
+            release(device)
+        made, rows[name] = warmed(bench, contender.own(setup), contender.make, data)
+        if made is not None:
+            resident[name] = made
+        made = None  # held by nobody else once its group is done
+        release(device)
+    groups.append(list(resident))
+    time_together(bench, resident, rows, data)
+    with torch.device("meta"):
+        model = CausalLM.build_model(setup.task)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "micro_batch_size": size,
+        "accumulation": accumulation,
+        "tokens_per_step": sum(setup.task.tokens(micro_batch) for micro_batch in data[0]),
+        "flops_per_token": flops_per_item(setup.task, model) / setup.task.context,
+        "peak_flops": bench.peak_flops(cell.precision),
+        "groups": groups,
+        "loops": rows,
+    }
+
+
+def warmed(
+    bench: "Bench", setup: Setup, make: Callable[[Setup], Loop], data: Sequence[Any]
+) -> tuple[Loop | None, dict[str, Any]]:
+    """(the loop after its first steps, its memory and loss); or (None, why it can't)."""
+    world, warm_up = bench.world, bench.effort.warm_up
+    before = memory_bytes(world.device)[1]
+    try:
+        loop = make(setup)
+        seen: list[torch.dtype] = []
+        head = [part for part in loop.module.modules() if isinstance(part, nn.Linear)][-1]  # in no block
+        hook = head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        if make is bare_whole:
+            hook.remove()  # it is compiled as well
+        timed_block(world, loop, data, FIRST_STEPS)
+        hook.remove()
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(world.device)
+        seconds = timed_block(world, loop, data, warm_up - FIRST_STEPS)
+        peak, after = memory_bytes(world.device)
+        if set(seen) - {DTYPES[setup.precision]}:
+            return None, {"cant": f"can't: trains in {str(seen[0]).removeprefix('torch.')}"}
+        return loop, {
+            "step_seconds": seconds,
+            "peak_bytes": peak - before,
+            "resident_bytes": after - before,
+            "loss": loss_of(setup, loop, data[0][0]),
+        }
+    except Exception as error:
+        return None, {"cant": reason(error)}
+
+
+def loss_of(setup: Setup, loop: Loop, batch: Any) -> float:
+    """What the loop has made of its model, to compare with the others': mean loss, computed alike for all."""
+    with uncompiled(), torch.no_grad(), torch.autocast(setup.world.device.type, dtype=DTYPES[setup.precision]):
+        return float(setup.task.loss(loop.module, batch, "mean"))
+
+
+def fits(device: torch.device, rows: Mapping[str, dict[str, Any]]) -> bool:
+    """Whether one more loop is likely to have room beside those that are there: for itself, and for anyone's step."""
+    if device.type != "cuda":
+        return True
+    known = [row for row in rows.values() if "peak_bytes" in row]
+    resident = max(row["resident_bytes"] for row in known)
+    step = max(row["peak_bytes"] - row["resident_bytes"] for row in known)
+    held = torch.cuda.memory_allocated(device)
+    room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return held + resident + step < FILLED * room
+
+
+def time_together(bench: "Bench", loops: dict[str, Loop], rows: dict[str, dict[str, Any]], data: Sequence[Any]) -> None:
+    """Note in the rows each loop's seconds per step, one number a round, and its speed over the bare loop's there.
+
+    A loop that fails leaves, with its reason in its row.
+    """
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    slowest = max((rows[name]["step_seconds"] for name in loops), default=1.0)
+    steps = max(1, round(bench.effort.block_seconds / slowest))
+    for number in range(-1, bench.options.rounds):  # the first is not counted: memory is handed out anew in it
+        if number > 0 and bench.seconds_left < 0:
+            break
+        gc.collect()
+        gc.disable()
+        for name in order.sample(list(seconds), len(seconds)):
+            try:
+                taken = timed_block(bench.world, loops[name], data, steps if number >= 0 else 1)
+            except Exception as error:
+                rows[name]["cant"] = reason(error)
+                del loops[name], seconds[name]
+                continue
+            if number >= 0:
+                seconds[name].append(taken)
+        gc.enable()
+    for name, own in seconds.items():
+        rows[name].setdefault("seconds", []).extend(own)
+        if BARE in seconds:
+            speeds = [bare / mine for bare, mine in zip(seconds[BARE], own, strict=True)]
+            rows[name].setdefault("of_bare", []).extend(speeds)
+
+
+def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> float:
+    """Seconds per step, from a device that has nothing to do to one that has done all of it."""
+    world.wait_for_device()
+    clock = Clock(world.device)
+    for micro_batches in itertools.islice(itertools.cycle(data), steps):
+        loop.step(micro_batches)
+    spans = clock.lap()
+    world.wait_for_device()
+    return clock.seconds(spans) / steps
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """The GPU, its driver and its limits; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    about = torch.cuda.get_device_properties(device)
+    asked = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "memory_bytes": about.total_memory,
+        "multiprocessors": about.multi_processor_count,
+        "cuda": torch.version.cuda or f"HIP {torch.version.hip}",
+        "nvidia_smi": nvidia_smi(device, *asked),
+    }
+
+
+def clocks(device: torch.device) -> dict[str, str]:
+    """What the GPU runs at; empty on a CPU."""
+    asked = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+    return nvidia_smi(device, *asked) if device.type == "cuda" else {}
+
+
+def nvidia_smi(device: torch.device, *names: str) -> dict[str, str]:
+    """{name: value} of one GPU; empty where the program is not there, or does not answer."""
+    with suppress(OSError, subprocess.SubprocessError, AttributeError):
+        number = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id={number}"]
+        line = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return dict(zip(names, (value.strip() for value in line.split(",")), strict=False))
+    return {}
+
+
+def packages() -> dict[str, str]:
+    """Versions of what is installed; Fabric comes in three packages."""
+    found = {name: number for name, number in versions().items() if number != "not installed"}
+    for name in ("lightning", "pytorch-lightning", "triton", "matplotlib"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m dist_amp.bench gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add, models = parser.add_argument, list(ON_A_GPU.models)
+    add("--models", nargs="+", choices=models, default=models, help="default: all")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
+    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: both")
+    add("--micro_batch", nargs="+", default=[], metavar="MODEL=N",
+        help="samples in a micro-batch; default: 124m=32 1b=16, half of it below 100 GB")  # fmt: skip
+    add("--accumulation", type=int, default=1, metavar="N", help="micro-batches in a step; default: 1")
+    add("--loss_chunk", type=int, default=0, metavar="N",
+        help="the task's own, tokens whose logits exist at a time: less memory, more time; default: off")  # fmt: skip
+    add("--backend", help="of torch.compile; default: inductor, with --smoke aot_eager")
+    add("--peak_flops", type=float, default=0.0, metavar="N", help="FLOP/s; default: from the table of peaks.py")
+    add("--rounds", type=int, default=0, metavar="N", help="default: 10, with --smoke 2")
+    add("--minutes", type=float, default=8.0, metavar="N", help="default: 8")
+    add("--out", type=Path, metavar="DIR", help="default: benchmarks, with --smoke runs/gpu_smoke")
+    add("--smoke", action="store_true", help="on a CPU, models reduced: tries every path; its figures mean nothing")
+    options = parser.parse_args(argv)
+    options.words = list(argv)
+    options.rounds = options.rounds or (2 if options.smoke else 10)
+    options.backend = options.backend or ("aot_eager" if options.smoke else "inductor")
+    options.out = options.out or Path("runs/gpu_smoke" if options.smoke else "benchmarks")
+    options.micro_batch = dict(micro_batch(text, models) for text in options.micro_batch)
+    for name in ("accumulation", "rounds"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
+    return options
+
+
+def micro_batch(text: str, models: Sequence[str]) -> tuple[str, int]:
+    """("124m", 32) of "124m=32"."""
+    name, _, number = text.partition("=")
+    if name not in models or not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"--micro_batch {text} is not one of {' or '.join(models)}, and a number, as in 124m=32")
+    return name, int(number)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status: 0 measured, 64 an argument or no GPU."""
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+        if not options.smoke and not torch.cuda.is_available():
+            raise ConfigError(
+                "the bench gpu needs a GPU, and torch finds none; run it where there is one, or add --smoke to try its "
+                "paths on this CPU, which measures nothing"
+            )
+        with start(RunConfig(device="cpu" if options.smoke else "cuda")) as world, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of compilers, schedulers and half precision: they repeat for each loop
+            if world.world_size > 1:
+                raise ConfigError(
+                    f"the bench gpu is for one process, and here are {world.world_size}; leave out torchrun"
+                )
+            bench, threads = Bench(world, options), torch.get_num_threads()
+            torch.set_num_threads(1 if options.smoke else threads)  # its models are too small to share
+            try:
+                bench.run()
+            finally:  # stopped by hand, too
+                torch.set_num_threads(threads)
+                world.say(finish(bench.report, options.out))
+        return 0
+    except Failure as error:
+        return report_failure(error, None)[0]
+    except SystemExit as reported:  # --help
+        return int(reported.code or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
