@@ -413,10 +413,10 @@ def bench(options: argparse.Namespace) -> int:
         report["cells"].append(told)
         for row in told["rows"]:
             say(line(cell, row))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "overhead.json").write_text(json.dumps(plain_json(report), indent=1) + "\n")
-        (options.out / "overhead.txt").write_text("\n".join(lines) + "\n")
+        if options.out is not None:  # after each cell: all of them may take an hour
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "overhead.json").write_text(json.dumps(plain_json(report), indent=1) + "\n")
+            (options.out / "overhead.txt").write_text("\n".join(lines) + "\n")
     return 0
 
 
