@@ -73,8 +73,9 @@ def markdown(report: Report) -> str:
         SMOKE_BANNER if report["smoke"] else "",
         f"`{report['command']}`, {report['began']}, {report['seconds']:.0f} s",
         "\n".join([f"- {line}" for line in [machine_line(report), *about]]),
-        f"Micro-batches in a step: {report['accumulation']}. Fused AdamW, clipped by norm, loss_chunk "
-        f"{report['loss_chunk']}; fp16 with the loss scaler. compiled: every loop's blocks, by {report['backend']}; "
+        f"Micro-batches in a step: {report['accumulation']}. Fused AdamW (Fabric in fp16: torch's choice, since it "
+        f"refuses to clip with the fused one), clipped by norm, loss_chunk {report['loss_chunk']}; fp16 with the loss "
+        f"scaler. compiled: every loop's blocks, by {report['backend']}; "
         f"whole: the bare loop's model and loss as one graph. Each loop takes {report['warm_up']} steps to warm up, "
         f"then {report['rounds']} rounds in turns with the others; of bare: its speed over the bare loop's of the same "
         "round, the median and its 95 % interval. MFU: the share of the device's peak, attention counted whole. Peak: "
