@@ -570,9 +570,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             bench, threads = Bench(world, options), torch.get_num_threads()
             torch.set_num_threads(1 if options.smoke else threads)  # its models are too small to share
+            gc.freeze()  # modules: they would be looked at in each of a hundred collections
             try:
                 bench.run()
             finally:  # stopped by hand, too
+                gc.unfreeze()
                 torch.set_num_threads(threads)
                 world.say(finish(bench.report, options.out))
         return 0
