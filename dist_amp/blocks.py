@@ -2,6 +2,7 @@
 
 A block is one of the modules of `task.blocks(model)`: a transformer's layers, say. Both replace its `forward` and
 nothing else: parameters and modules keep their names, and hooks (FSDP's among them) stay outside of what is compiled.
+The new `forward` is the block's own: a deepcopy of the model would run the original's, so copy a state_dict instead.
 """
 
 import sys
@@ -43,7 +44,7 @@ class CompileConfig:
     one for all shapes, for batches that are padded to their own longest."""
 
 
-def check_compile(config: CompileConfig, strategy: str, world: World) -> None:
+def check_compile(config: CompileConfig, strategy: str, micro_batches: int, world: World) -> None:
     """Refuse, before anything is built, what can't compile here; each line says what would."""
     if not config.blocks:
         if config != CompileConfig():
@@ -69,6 +70,11 @@ def check_compile(config: CompileConfig, strategy: str, world: World) -> None:
         raise ConfigError(
             f"compile.mode={config.mode} replays CUDA graphs, which need parameters that stay where they are, and "
             f"{strategy} gathers them anew each time; use default or max-autotune-no-cudagraphs"
+        )
+    if config.mode in CUDA_GRAPHS and micro_batches > 1 and world.device.type == "cuda":
+        raise ConfigError(
+            f"compile.mode={config.mode} replays CUDA graphs, whose gradients the next micro-batch overwrites, "
+            f"and there are {micro_batches} in a step; use accumulation_steps=1, or max-autotune-no-cudagraphs"
         )
     if config.mode == "reduce-overhead" and world.device.type == "cpu":
         world.warn("compile.mode=reduce-overhead has no effect on a CPU: it is about CUDA graphs")

@@ -189,14 +189,17 @@ def load(run: "Run", path: Path) -> None:
         check_data(path, manifest, run.data.plan.length, _fingerprint(run), run.config.run.allow_config_change, world)
         if manifest.step:  # before its first step, a run's buckets are not yet settled either
             _settle_buckets(run)
+        for own in run.optimizer.torch_optimizer.state.values():
+            if "step" in own:  # AdamW's may be one tensor for all parameters, and is read for each
+                own["step"] = own["step"].clone()
         state = _state(run)
         same_world = (manifest.world_size, manifest.device) == (world.world_size, world.device.type)
         if not same_world:
             del state["ranks"]
         if manifest.precision != "fp16":
             del state["scaler"]
-        if "expected_weight" not in metadata.state_dict_metadata:  # of before there was one
-            del state["expected_weight"]
+        if "expected_weights" not in metadata.state_dict_metadata:  # of before there were any
+            del state["expected_weights"]
         state["interval"] = torch.zeros(manifest.world_size, len(run.metrics.interval), dtype=torch.float64)
         check_fit(path, manifest, metadata, state, _groups(run))
         read_into(state, reader, alone=world.world_size == 1)
@@ -218,8 +221,8 @@ def _set_state(run: "Run", manifest: Manifest, state: dict[str, Any], same_world
     run.optimizer.bind_learning_rate()
     if "scaler" in state:
         run.precision.load_state_dict(state["scaler"])
-    if (weight := state.get("expected_weight")) is not None and weight > 0:
-        run.parallel.expect(weight)
+    if (weights := state.get("expected_weights")) is not None and weights[0] > 0:
+        run.parallel.expect(weights)
     run.step, run.data.position = manifest.step, manifest.samples
     run.metrics.resume(manifest.evaluation, manifest.evaluated_step, manifest.best, state["interval"], same_world)
     if same_world:
@@ -278,7 +281,7 @@ def _state(run: "Run") -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer["state"],  # its groups' settings come from the config
         "counters": run.optimizer.counters,
-        "expected_weight": run.parallel.last_weight,
+        "expected_weights": run.parallel.weights,
         "scaler": run.precision.state_dict(),
         "ranks": {str(run.world.rank): own},
     }

@@ -1,8 +1,8 @@
 """torch's AdamW and SGD with their fused kernels called on lists that are made once.
 
-The kernels, the state and the hooks are torch's own. Its `step` gathers parameters, moments and counts anew each time,
-sorts them by device and dtype, counts each parameter's steps apart, and under FSDP2 sends all of it through DTensor.
-Measured per step on a CPU: see `python -m dist_amp.bench overhead`.
+The kernels and the state are torch's own, and an optimizer's hooks are called. torch's `step` gathers parameters,
+moments and counts anew each time, sorts them by device and dtype, counts each parameter's steps apart, and under FSDP2
+sends all of it through DTensor. Measured per step on a CPU: see `python -m dist_amp.bench overhead`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from dist_amp.config import ConfigError
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -53,6 +55,9 @@ class _OnLists(torch.optim.Optimizer):
 
     def bind(self) -> None:
         """Make the lists: once the state is there. A state that is loaded is bound by itself."""
+        for group in self.param_groups:
+            if option := next((name for name in ("amsgrad", "dampening") if group.get(name)), ""):
+                raise ConfigError(f"{option}={group[option]} is not for the fused path; use optim.fused=false with it")
         if not hasattr(self, "_batches"):
             self.register_load_state_dict_post_hook(lambda _: self.bind())
         kinds: dict[tuple[Any, ...], tuple[dict[str, Any], list[Tensor]]] = {}
@@ -106,8 +111,8 @@ class FusedSGD(_OnLists, torch.optim.SGD):
                 momentum=batch.group["momentum"],
                 weight_decay=batch.group["weight_decay"],
                 dampening=0.0,
-                nesterov=False,
-                maximize=False,
+                nesterov=batch.group["nesterov"],
+                maximize=batch.group["maximize"],
                 is_first_step=False,
                 grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
@@ -155,7 +160,7 @@ class FusedAdamW(_OnLists, torch.optim.AdamW):
                 weight_decay=batch.group["weight_decay"],
                 eps=batch.group["eps"],
                 amsgrad=False,
-                maximize=False,
+                maximize=batch.group["maximize"],
                 grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
             )

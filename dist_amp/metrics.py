@@ -1,7 +1,7 @@
 """What happened: throughput and memory of every rank, loss and scale of the world, live in TensorBoard.
 
-A step only adds to tensors on the device. At a log step each rank packs its figures into one row, one gather shows
-all rows to all ranks, and one read brings them to the host: nothing else ever waits for the device.
+A step is only noted. At a log step each rank sends its figures off to the host in one copy, and a step later, when they
+have long arrived, adds them up there; one gather among the hosts shows every rank's row to all. Nothing waits.
 """
 
 import math
@@ -208,13 +208,14 @@ class Metrics:
     def begin(self, step: int, optimizer: Optimizer, precision: Precision, data: Batches) -> None:
         """Begin to copy the interval's figures to the host; waits for nothing. Every rank calls it at the same step."""
         device, interval = self.world.device, self._interval
+        spans = self._clock.lap()  # first: what has arrived below is later than its end
         interval.send(
             torch.stack((optimizer.lr.to(device), precision.scale)),
             optimizer.counters.to(device),  # float32 holds them exactly up to 2^24, of which train.steps is short
         )
         memory = memory_bytes(device)
         on_host = (interval.steps, data.items, data.tokens, data.wait_seconds, *memory, self.item_seconds_at_peak)
-        self._begun = Begun(step, interval, self._clock.lap(), on_host)
+        self._begun = Begun(step, interval, spans, on_host)
         self._interval = Interval()
         data.items, data.tokens, data.wait_seconds = 0, 0, 0.0
 
@@ -316,6 +317,13 @@ class Metrics:
             ]
             mfu = [row["items_per_second"] * self.last.ranks[row["rank"]]["item_seconds_at_peak"] for row in table]
         return [row | ({"mfu": share} if share else {}) for row, share in zip(table, mfu, strict=True)]
+
+    def rescue(self, last_step: int) -> None:
+        """Write what was begun before a failure. Not of several ranks: others may be gone, and can't be asked."""
+        if self.world.world_size == 1 and self._begun is not None:
+            row = self.read()
+            assert row is not None
+            self.write(row, last_step)
 
     def close(self) -> None:
         if self._board is not None:

@@ -117,7 +117,7 @@ class Optimizer:
         # Constants on the device: a number from the host costs each operation more than the operation itself.
         self._infinity = torch.full((), math.inf, device=device)
         self._found_inf = torch.zeros((), device=device)
-        self._if_applied, self._if_skipped, self._if_applied_kept = torch.tensor(
+        self._added_if_applied, self._added_if_skipped, self._kept_if_applied = torch.tensor(
             [[1, 0, 0], [0, 1, 1], [1, 1, 0]], device=device
         ).unbind()
         # 1e-6 as in torch.nn.utils.clip_grad_norm_.
@@ -151,11 +151,11 @@ class Optimizer:
             self._textbook_step(divisor, applied)
         if precision.scales:
             precision.update(found_inf.to(precision.device))
-        moved_on = torch.addcmul(self._if_applied, self.counters, self._if_applied_kept)
-        torch.where(applied, moved_on, self.counters + self._if_skipped, out=self.counters)
+        moved_on = torch.addcmul(self._added_if_applied, self.counters, self._kept_if_applied)
+        torch.where(applied, moved_on, self.counters + self._added_if_skipped, out=self.counters)
         for parameter in self.parameters:
             parameter.grad = None
-        return applied
+        return applied.to(precision.device)
 
     def _fused_step(self, divisor: Tensor, applied: Tensor, found_inf: Tensor) -> None:
         """One kernel divides, steps, and does nothing at all where `found_inf` is 1; no host read."""

@@ -1,7 +1,7 @@
 """One model over many ranks: single, DDP, FSDP2 or HSDP; when gradients travel, their norm, and sums over ranks.
 
-The strategies differ only here. All divide the summed gradients by the number of ranks, so that the loss is scaled
-by world_size / weight in every one of them, and the loop reads the same.
+The strategies differ only here. All divide the summed gradients by the number of ranks, so that the mean weight of the
+ranks is what a loss is divided by in every one of them, and the loop reads the same.
 """
 
 import warnings
@@ -93,8 +93,13 @@ class Parallel:
         self.state_device = state_device  # where parameters and moments live: the device, unless offloaded
         self.gradient_sync = sync  # gradient_sync(on): the context around a micro-batch's forward and backward
         self._unchecked = True
-        self.last_weight = torch.zeros((), device=world.device)  # the last step's total; 0 before the first
-        self._mean_weight: Tensor | None = None
+        # The total weights of the last two steps, and the larger one, which the next step is expected to have: after an
+        # epoch's short end, or a step that counted for nothing, comes a whole one. 0 before the first.
+        self._last_weight = self.next_weight = torch.zeros((), device=world.device)
+        self._expects = False
+        self._world = torch.full((), float(world.world_size), device=world.device)
+        self._at_once = dist.AllreduceOptions()
+        self._at_once.asyncOp = False
         # On the device: a number from the host costs an operation more than what it computes.
         self._ranks = torch.tensor([replicas, world.world_size], dtype=torch.float32, device=world.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]  # walking the modules costs 160 us
@@ -111,22 +116,27 @@ class Parallel:
         return torch.zeros((), device=self.device)
 
     def expected_weight(self, own: Tensor) -> Tensor:
-        """The mean over ranks of the step's weight, as far as it is known before `totals`: the last step's.
+        """The mean over ranks of the step's weight, as far as it is known before `totals`: see `next_weight`.
 
         Equal on every rank. So a step begins without waiting for the other ranks; and losses are divided by about what
         they are to be divided by, which keeps fp16 in its range. own: this rank's, which is the mean of one process.
         """
         if self.world_size == 1:
             return own
-        if self._mean_weight is None:
-            self.expect(self.sum(own))
-        assert self._mean_weight is not None
-        return self._mean_weight
+        if not self._expects:
+            total = self.sum(own)
+            self.expect(torch.stack((total, total)))
+        return self.next_weight / self._world
 
-    def expect(self, weight: Tensor) -> None:
-        """Go on from a total weight, of a checkpoint's `last_weight` perhaps: whatever number of ranks had it."""
-        self.last_weight = weight.to(self.device)
-        self._mean_weight = self.last_weight / self.world_size
+    @property
+    def weights(self) -> Tensor:
+        """What `expect` takes, to go on from here: [2] float32, the next step's expected weight and the last one's."""
+        return torch.stack((self.next_weight, self._last_weight))
+
+    def expect(self, weights: Tensor) -> None:
+        """Go on from the total weights of before, whatever number of ranks had them."""
+        self.next_weight, self._last_weight = weights.to(self.device).unbind()
+        self._expects = True
 
     @property
     def sharded(self) -> bool:
@@ -149,18 +159,21 @@ class Parallel:
             gradients = [local(gradient) for gradient in gradients]
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).to(self.device)
         if self.world_size == 1:
-            self.last_weight = own_weight
+            self.next_weight, self._last_weight = torch.fmax(own_weight, self._last_weight), own_weight
             norm = torch.linalg.vector_norm(norms)
             return Totals(norm / precision.scale if precision.scales else norm, own_weight, precision.scale)
         sums = torch.stack((norms.dot(norms), own_weight))
         # By the group itself: what torch.distributed.all_reduce does besides takes as long as the step's arithmetic.
-        dist.distributed_c10d._get_default_group().allreduce([sums]).wait()
-        square, self._mean_weight = (sums / self._ranks).unbind()
-        _, self.last_weight = sums.unbind()
-        divisor = self._mean_weight / expected
+        work = dist.distributed_c10d._get_default_group().allreduce([sums], self._at_once)
+        if work is not None:
+            work.wait()
+        _, weight = sums.unbind()
+        square, mean_weight = (sums / self._ranks).unbind()
+        divisor = mean_weight / expected
         if precision.scales:
             divisor *= precision.scale
-        return Totals(square.sqrt() / divisor, self.last_weight, divisor)
+        self.next_weight, self._last_weight = torch.fmax(weight, self._last_weight), weight
+        return Totals(square.sqrt() / divisor, weight, divisor)
 
     def _check_all_have_gradients(self) -> None:
         """Errors: DataError for a parameter that the loss does not depend on."""

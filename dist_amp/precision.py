@@ -4,7 +4,7 @@
 |----------|------------------------------|----------------------|---------|--------------|
 | fp32     | float32                      | float32              | float32 | none         |
 | bf16     | float32 (or bf16 under FSDP) | bfloat16 where safe  | float32 | none         |
-| fp16     | float32                      | float16 where safe   | float32 | GradScaler   |
+| fp16     | float32                      | float16 where safe   | float32 | one scale    |
 
 Exactly one of two casts: `torch.autocast` chooses per operation and keeps the sensitive ones in float32; FSDP2's
 `MixedPrecisionPolicy` casts whole blocks as it gathers them, which also halves what travels.
@@ -61,7 +61,7 @@ class PrecisionConfig:
 
 
 class Precision:
-    """Casts, and keeps the one loss scale; the decision to skip is made for the whole world in step.py.
+    """Casts, and keeps the one loss scale; the decision to skip is made for the whole world in optim.py.
 
     `scale`: the loss scale, scalar float32 on the device; 1 unless in fp16. Read, never written, by others.
     """
@@ -105,7 +105,8 @@ class Precision:
 
         Its cache is kept while the nesting is above zero; the weights must not change meanwhile. Autocast itself stays
         off outside of `autocast()`, for backward above all. Not for sharded weights, of which it would hold whole
-        copies; nor for a single micro-batch, whose copies backward frees as it goes.
+        copies; nor for a single micro-batch, whose copies backward frees as it goes. On a GPU, activation checkpointing
+        enters autocast in another thread and leaves it, which empties the cache: weights are cast more often then.
         """
         if self.cast_by != "autocast" or self.sharded or micro_batches == 1:
             yield

@@ -93,14 +93,17 @@ def _fault(path: Path, world: World) -> str:
     return next(filter(None, world.gather_texts(mine)), "")
 
 
-def check_config(path: Path, config_text: str, global_batch_size: int, world: World) -> None:
+def check_config(path: Path, config_text: str, global_batch_size: int, world: World, defaults: str = "") -> None:
     """Refuse to resume from `path` with another training than the one that it is of.
 
-    config_text: the run's config as TOML. Errors: ConfigError with each key and both values; DataError for another
-    seed or global batch.
+    config_text: the run's config as TOML; defaults: the same with nothing set, for settings that `path` is too old to
+    know. Errors: ConfigError with each key and both values; DataError for another seed or global batch.
     """
     manifest = read_manifest(path)
     ours, theirs = _flat(config_text), _flat((path / CONFIG).read_text())
+    another_task = theirs.get("task.target") != ours["task.target"]  # whose arguments have no defaults here
+    known = {key: value for key, value in _flat(defaults).items() if not (another_task and key.startswith("task."))}
+    theirs = known | theirs
     allowed = "or go on all the same with --run.allow_config_change true"
     keys = [key for key in sorted({**_mathematics(theirs), **_mathematics(ours)}) if theirs.get(key) != ours.get(key)]
     changes = [f"{key}={theirs.get(key, 'unset')}, now {ours.get(key, 'unset')}" for key in keys]

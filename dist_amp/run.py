@@ -101,6 +101,14 @@ def _target(given: settings.Settings) -> str:
     return words[0] if words else ""
 
 
+def defaults_of(config: Config) -> str:
+    """The same task's config with nothing set, as TOML; "" where the task has arguments that must be."""
+    try:
+        return to_toml(type(config)())
+    except TypeError:
+        return ""
+
+
 def to_toml(config: Config) -> str:
     """The config as TOML that `--config` reads back."""
 
@@ -156,7 +164,7 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     resume = to_resume(config.run.resume, folder, world)
     if resume is not None:
         samples = config.train.micro_batch_size * micro_batches * world.world_size
-        check_config(resume, to_toml(config), samples, world)
+        check_config(resume, to_toml(config), samples, world, defaults_of(config))
     task = build_task(config.task, config.data) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere
@@ -165,9 +173,9 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
         module.train()  # as a pretrained model comes: wholly in evaluation mode
     strategy = pick_strategy(config.parallel, module, world)
     check_parallel(config.parallel, strategy, config.precision, world)
-    check_compile(config.compile, strategy, world)
+    check_compile(config.compile, strategy, micro_batches, world)
     precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
-    blocks = task.blocks(module) if hasattr(task, "blocks") else find_blocks(module)
+    blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
     parallel = build_parallel(config.parallel, strategy, module, blocks, precision, world)
     optimizer = Optimizer(config.optim, _clip(config.train), parallel.model, config.train.steps, parallel.state_device)

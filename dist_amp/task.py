@@ -39,7 +39,10 @@ class Task(Protocol):
         """The samples of "train" or "validation", with len() and []; None where there is no validation."""
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss, summed over what `weight` counts: a float32 scalar with a gradient, on the model's device."""
+        """The loss, summed over what `weight` counts: a float32 scalar with a gradient, on the model's device.
+
+        It leaves the parameters as they are: autocast casts each once per step, for all micro-batches.
+        """
 
     def weight(self, batch: Any) -> float | Tensor:
         """What the loss is divided by, over all ranks and micro-batches: a number, or a scalar tensor of the device."""

@@ -3,6 +3,7 @@
 Train the task for train.steps steps; evaluate, save and report on the way; leave RUN/summary.json behind.
 """
 
+import itertools
 import json
 import math
 import platform
@@ -54,8 +55,13 @@ def train(run: Run, stop: AgreedStop) -> str:
     def hold_out() -> bool:
         """Evaluate; return whether a stop came in between, and it is to be done anew."""
         with run.metrics.off_the_clock():
-            rewind = rewind_point(run)
-            values = evaluate(run, stop.poll)
+            rewind, batches = rewind_point(run), itertools.count(1)
+
+            def between_batches() -> bool:
+                collect_garbage(next(batches))
+                return stop.poll()
+
+            values = evaluate(run, between_batches)
             if stop.agreed:
                 rewind()
             else:
@@ -88,6 +94,8 @@ def train(run: Run, stop: AgreedStop) -> str:
             stopping = hold_out()
         while not stopping and run.step < last:
             micro_batches = next(run.data)
+            if numerics.on:  # it writes a line of its own
+                look()
             with numerics.measuring(micro_batches):
                 report = train_step(run, micro_batches)
             run.step += 1
@@ -176,6 +184,9 @@ def run_and_report(config: Config, world: World) -> int:
             return run_to_the_end(run, stop)
     except BaseException as raised:
         batches = [one for one in (run.data, run.validation) if one is not None] if run is not None else []
+        if run is not None:
+            with suppress(Exception):
+                run.metrics.rescue(config.train.steps)
         error = roll.explain(explain_disk(explain_data(raised, world.rank, batches), folder))
         status, first = report_failure(error, world)
         refused = run is None and (folder / "summary.json").exists()  # what the folder holds stays as it is

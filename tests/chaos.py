@@ -366,7 +366,8 @@ def signals(chaos: Chaos, numbers=("SIGTERM", "SIGUSR1"), targets=("torchrun", "
             time.sleep(0.3 if phase == "evaluation" else 0.0)
             ranks = list(job.rank_processes().values())
             pids = {"torchrun": [job.process.pid], "one rank": [chaos.random.choice(ranks)], "all ranks": ranks}[target]
-            seen, sent = sum(line.startswith("step") for _, line in job.lines), time.monotonic()
+            # A step's line comes a step later, unless an evaluation follows.
+            seen, sent = sum(line.startswith("step") for _, line in job.lines) + (phase == "training"), time.monotonic()
             for pid in pids:
                 os.kill(pid, getattr(signal, number))
             job.end(60)
@@ -461,7 +462,7 @@ def hangs(chaos: Chaos, timeout: float = 5.0):
         row = Row(f"a rank that {what}: named, over in time")
         environ = {"HANG_AT": "30:1"} if "loss" in what else {}
         job = chaos.job(environ=environ, **{"run.timeout_seconds": timeout})
-        job.wait_for("step     14")
+        job.wait_for("step     13")  # the hang is in the step after the next, before 14's line
         began = time.monotonic()
         if not environ:
             os.kill(job.rank_processes()[1], signal.SIGSTOP)

@@ -434,18 +434,18 @@ def test_inductor_on_a_gpu_without_triton_is_refused_at_the_start(monkeypatch):
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     with pytest.raises(ConfigError, match="needs Triton on a GPU; install"):
-        check_compile(CompileConfig(blocks=True), "single", World(device=torch.device("cuda", 0)))
+        check_compile(CompileConfig(blocks=True), "single", 1, World(device=torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graphs_of_gathered_parameters_are_refused(mode):
     with pytest.raises(ConfigError, match=f"mode={mode} replays CUDA graphs, .* fsdp gathers them anew each time"):
-        check_compile(CompileConfig(blocks=True, mode=mode), "fsdp", World())
+        check_compile(CompileConfig(blocks=True, mode=mode), "fsdp", 1, World())
 
 
 def test_settings_without_effect_are_told_of(capsys):
     make_run(World(), Tiny(), "--compile.mode", "max-autotune")
-    check_compile(CompileConfig(blocks=True, mode="reduce-overhead"), "single", World())
+    check_compile(CompileConfig(blocks=True, mode="reduce-overhead"), "single", 1, World())
     make_run(World(), NoBlocks(), *COMPILED)
     out, err = capsys.readouterr()
     assert "the settings of [compile] have no effect: compile.blocks=false compiles nothing" in err

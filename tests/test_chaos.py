@@ -35,6 +35,7 @@ def test_a_rank_that_hangs_is_named_and_the_job_is_over_in_time(world):
     all_good(rows for rows in [next(iter(chaos.hangs(world)))])
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_one_bit(world, tmp_path):
     one = world.through()
     assert differences(one, one) == []

@@ -263,3 +263,29 @@ def test_saving_before_a_step_was_applied_changes_nothing(tmp_path, optimizer):
     for a, b in zip(state_of(runs[0])[:-2], state_of(runs[1])[:-2], strict=True):
         assert torch.equal(a, b)
     assert make_run(World(), Overflow(bad=(0,)), *words, "--run.resume", "auto").step == 1
+
+
+class Rests(Tiny):
+    """A branch that takes part in every second step alone."""
+
+    def build_model(self):
+        return nn.ModuleDict({"always": nn.Linear(8, 1), "now_and_then": nn.Linear(8, 1)})
+
+    def loss_sum(self, model, batch):
+        self.steps = getattr(self, "steps", 0) + 1
+        out = model["always"](batch["x"])
+        if self.steps % 2:
+            out = out + model["now_and_then"](batch["x"])
+        return (out.float().squeeze(-1) - batch["y"]).square().sum()
+
+
+def test_counts_of_steps_that_have_parted_are_resumed_each(tmp_path):
+    words = ["--run.dir", tmp_path / "run", "--use_amp", "false", "--checkpoint.every", 1]
+    through = make_run(World(), Rests(), *words)
+    take_steps(through, 3)
+    save(through)
+    resumed = make_run(World(), Rests(), *words, "--run.resume", "auto")
+    counts = [[run.optimizer.torch_optimizer.state[p]["step"].item() for p in run.optimizer.parameters]
+              for run in (through, resumed)]  # fmt: skip
+    assert counts[0] == counts[1]
+    assert set(counts[0]) == {2.0, 3.0}

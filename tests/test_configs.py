@@ -16,6 +16,8 @@ REDUCED = {
     "ddp_fp16": ["--task.args.width", "32", "--task.args.context", "32"],
 }  # fmt: skip
 
+QUICK = ("debug", "demo", "fsdp_bf16")  # one of each number of ranks and strategy; the others are slow tests
+
 
 def stated_ranks(path):
     """What the file's first line says: torchrun --nproc_per_node=N, python -m, or the demo's two."""
@@ -28,7 +30,7 @@ def stated_ranks(path):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=pytest.mark.slow if stated_ranks(path) > 2 else [])
+        pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow)
         for path in sorted(CONFIGS.glob("*.toml"))
     ],
 )

@@ -303,3 +303,27 @@ def test_lines_stand_before_the_evaluation_and_the_checkpoint_that_follow_them(t
     assert kinds == [[kind, f"{n}/6" if kind == "step" else str(n)] for n in (2, 4, 6) for kind in ("step", "eval")]
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps == [2, 2, 4, 4, 6, 6]
+
+
+def test_a_failure_loses_no_line_that_was_begun(tmp_path, monkeypatch):
+    from dist_amp.train import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tiny.Tiny.loss_sum", fails_in_its_fifth_call(Tiny.loss_sum))
+    words = ["--task.target", "tiny:Tiny", "--train.steps", "6", "--metrics.log_every", "2", "--eval.every", "off"]
+    assert main([*words, "--run.dir", "run"]) == 1
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == [2, 4]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["applied_steps"] == 4
+
+
+def fails_in_its_fifth_call(loss_sum):
+    calls = []
+
+    def counted(self, model, batch):
+        calls.append(batch)
+        if len(calls) == 5:
+            raise RuntimeError("no luck")
+        return loss_sum(self, model, batch)
+
+    return counted

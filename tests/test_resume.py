@@ -1,6 +1,7 @@
 """What a run is resumed from: the same training, data, model and optimizer; else it says what differs, and stops."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from dist_amp.checkpoint import save
 from dist_amp.checkpoint_files import read_manifest
 from dist_amp.config import ConfigError
 from dist_amp.optim import Optimizer
+from dist_amp.resume import check_config
+from dist_amp.run import defaults_of, to_toml
 from dist_amp.runtime import DataError, World
 
 
@@ -223,3 +226,18 @@ def test_the_config_hash_is_of_the_mathematics_alone(words, tmp_path):
         hashes.append(read_manifest(folder).config_hash)
         assert json.loads((folder / "manifest.json").read_text())["config_hash"] == hashes[-1]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_setting_that_a_checkpoint_is_too_old_to_know_has_its_default(tmp_path):
+    words = ["--run.dir", tmp_path, "--train.micro_batch_size", 2]
+    run = make_run(World(), Tiny(), *words)
+    take_steps(run, 1)
+    save(run)
+    config = next(tmp_path.glob("checkpoints/*/config.toml"))
+    old = "".join(line for line in config.read_text().splitlines(keepends=True) if not line.startswith("eps = "))
+    assert old != config.read_text()
+    config.write_text(old)
+    check_config(config.parent, to_toml(run.config), 2, World(), defaults_of(run.config))
+    changed = replace(run.config, optim=replace(run.config.optim, eps=0.1))
+    with pytest.raises(ConfigError, match="optim.eps=1e-08, now 0.1"):
+        check_config(config.parent, to_toml(changed), 2, World(), defaults_of(changed))

@@ -42,7 +42,7 @@ def wait_for(condition, what, seconds=60):
         (0, []),
         (1, ["--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]),
         (2, ["--parallel.strategy", "fsdp", "--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]),
-        (4, ["--parallel.strategy", "hsdp", "--train.global_batch_size", "16"]),
+        pytest.param(4, ["--parallel.strategy", "hsdp", "--train.global_batch_size", "16"], marks=pytest.mark.slow),
     ],
 )
 def test_the_main_job_runs_on_any_number_of_ranks(launch, tmp_path, ranks, words):
@@ -139,7 +139,11 @@ def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "sent_to", "workers"),
-    [(0, "rank", 2), (2, "rank", 0), pytest.param(2, "torchrun", 2, marks=pytest.mark.slow)],
+    [
+        pytest.param(0, "rank", 2, marks=pytest.mark.slow),
+        (2, "rank", 0),
+        pytest.param(2, "torchrun", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(launch, tmp_path, ranks, sent_to, workers):
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "60", "--data.workers", str(workers),

@@ -50,6 +50,7 @@ def test_verify_proves_the_shipped_tasks(target):
     assert "passed: 6 of 6 compute the steps of one process with the whole batch" in done.stdout
 
 
+@pytest.mark.slow
 def test_verify_proves_the_readmes_task_from_the_users_own_folder(tmp_path):
     task = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     (tmp_path / "my_file.py").write_text(task)
@@ -109,13 +110,17 @@ def test_a_rank_that_dies_fails_its_rows_with_its_last_words(tmp_path):
     ("args", "words"),
     [
         (["--world_sizes", "two"], "--world_sizes=two must be whole numbers above 0"),
-        (["--world_sizes", "0"], "--world_sizes=0 must be whole numbers above 0"),
+        pytest.param(["--world_sizes", "0"], "--world_sizes=0 must be whole numbers above 0", marks=pytest.mark.slow),
         (["--precisions", "fp64"], "--precisions=fp64: 'fp64' is none of fp32, bf16, fp16"),
         (["--strategies", "ddp,fsdb"], "--strategies=ddp,fsdb: 'fsdb' is none of single, ddp, fsdp, hsdp"),
         (["--strategies", "single", "--world_sizes", "2"], "nothing to compare: single takes --world_sizes 1"),
-        (["--replay"], "argument --replay: expected one argument; see python -m dist_amp.verify --help"),
+        pytest.param(
+            ["--replay"],
+            "argument --replay: expected one argument; see python -m dist_amp.verify --help",
+            marks=pytest.mark.slow,
+        ),
         (["--strategy", "ddp"], "unknown option --strategy; did you mean --strategies?"),
-        (["--task.taget", "x:Y"], "task.target"),
+        pytest.param(["--task.taget", "x:Y"], "task.target", marks=pytest.mark.slow),
         (["--task.target", "nowhere:Task"], "task.target=nowhere:Task"),
     ],
 )

@@ -119,7 +119,7 @@ class Cell:
 @dataclass(frozen=True)
 class Contender:
     make: Callable[[Setup], Loop]
-    precision: str
+    precision: Any  # bf16 or fp16
     fused: bool = True
 
     def own(self, setup: Setup) -> Setup:

@@ -206,18 +206,6 @@ def bare(setup: Setup) -> Loop:
     return Loop(module, step, backward=backward, update=update)
 
 
-def bare_again(setup: Setup) -> Loop:
-    """The same from weights that differ in their last place: the noise of the times, and of the parity.
-
-    Half precision makes much of it: a weight that is rounded the other way changes its gradient in the third digit.
-    """
-    loop = bare(setup)
-    with torch.no_grad():
-        for parameter in loop.module.parameters():
-            parameter.mul_(1 + 2**-23)
-    return loop
-
-
 def dist_amp(setup: Setup) -> Loop:
     """train_step."""
     run = build_run(setup.config, setup.world, setup.task)
