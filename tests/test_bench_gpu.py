@@ -32,7 +32,7 @@ def without_peers(monkeypatch):
 
 def test_the_smoke_form_takes_every_path_and_says_that_it_means_nothing(tmp_path, monkeypatch):
     without_peers(monkeypatch)
-    report = smoke(tmp_path, "--modes", "compiled")
+    report = smoke(tmp_path, "--modes", "compiled", "--backend", "eager")
     (steps,), (cell,) = report["free_steps"], report["cells"]
     assert (steps["waits"], steps["waits_when_logged"]) == ("nothing", "nothing")
     assert list(cell["loops"]) == ["bare", "dist_amp", "Accelerate", "Fabric"]
@@ -53,9 +53,9 @@ def test_the_smoke_form_with_the_compiler_of_a_gpu_run_and_the_peers(tmp_path):
     pytest.importorskip("accelerate")
     pytest.importorskip("lightning_fabric")
     pytest.importorskip("matplotlib")
-    words = ["--modes", "compiled", "eager", "whole", "--models", "124m", "1b", "--backend", "inductor"]
+    words = ["--modes", "compiled", "eager", "whole", "--backend", "inductor"]
     report = smoke(tmp_path, *words)
-    assert [cell["mode"] for cell in report["cells"]] == ["compiled"] * 2 + ["eager"] * 2 + ["whole"] * 2
+    assert [cell["mode"] for cell in report["cells"]] == ["compiled", "eager", "whole"]
     for cell in report["cells"]:
         assert not [row["cant"] for row in cell["loops"].values() if "cant" in row]
         assert cell["groups"] == [list(cell["loops"])], "all of them took turns"
@@ -80,6 +80,8 @@ def test_what_fails_is_told_in_its_row_and_the_others_go_on(tmp_path, monkeypatc
     without_peers(monkeypatch)
 
     def too_large(setup):
+        if setup.precision == "bf16":
+            return bare(setup)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     def breaks_later(setup):
@@ -93,11 +95,14 @@ def test_what_fails_is_told_in_its_row_and_the_others_go_on(tmp_path, monkeypatc
 
     monkeypatch.setattr(gpu, "dist_amp", too_large)
     monkeypatch.setattr(gpu, "accelerate", breaks_later)
+    monkeypatch.setattr(gpu, "fits", lambda device, rows: False)
     report = smoke(tmp_path, "--precisions", "fp16")
     loops = report["cells"][0]["loops"]
     assert list(loops) == ["bare", "dist_amp", "dist_amp, bf16", "Accelerate", "Fabric"]
     assert "out of memory" in loops["dist_amp"]["cant"]
     assert "StopIteration" in loops["Accelerate"]["cant"]
+    assert report["cells"][0]["groups"] == [["bare", "dist_amp, bf16"], ["bare", "Accelerate"]]
+    assert len(loops["dist_amp, bf16"]["of_bare"]) == 1
     assert loops[BARE]["seconds"]
     assert [row[3] for row in targets(report) if row[0].startswith("dist_amp / bare")] == ["open"]
 

@@ -59,7 +59,7 @@ SPARE_SECONDS = 20  # of --minutes, for what a cell takes longer than was though
 FIRST_STEPS = 3  # of a loop: they compile, and take memory that is not needed again
 FILLED = 0.9  # what part of the memory loops may fill together
 ROOMY = 100e9  # bytes of a device; with less, micro-batches are half as large
-NO_TIME = "left out: no time"
+NO_TIME, OUT_OF_MEMORY = "left out: no time", "out of memory; use a smaller --micro_batch"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Contender:
 
     def own(self, setup: Setup) -> Setup:
         """The cell's setup, as this one takes it."""
-        precision = replace(setup.config.precision, dtype=self.precision)
+        precision = replace(setup.config.precision, dtype=self.precision)  # type: ignore[arg-type]
         return replace(setup, fused=self.fused, config=replace(setup.config, precision=precision))
 
 
@@ -265,7 +265,7 @@ def reason(error: Exception) -> str:
     if isinstance(error, ImportError):
         return "not installed: pip install 'dist_amp[bench]'"
     if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory; use a smaller --micro_batch"
+        return OUT_OF_MEMORY
     return f"can't: {first_line(error).split('. ')[0][:160] or type(error).__name__}"
 
 
@@ -347,22 +347,28 @@ def measure(bench: "Bench", cell: Cell) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     groups: list[list[str]] = []
     resident: dict[str, Loop] = {}
+
+    def time_and_clear() -> None:
+        groups.append(list(resident))
+        time_together(bench, resident, rows, data)
+        for name in [name for name in resident if name != BARE]:
+            del resident[name]
+        release(device)
+
     for name, contender in entrants.items():
         if rows and bench.seconds_left < 0:
             rows[name] = {"cant": NO_TIME}
             continue
         if len(resident) > 1 and not fits(device, rows):
-            groups.append(list(resident))
-            time_together(bench, resident, rows, data)
-            resident = {BARE: resident[BARE]} if BARE in resident else {}
-            release(device)
-        made, rows[name] = warmed(bench, contender.own(setup), contender.make, data)
-        if made is not None:
-            resident[name] = made
-        made = None  # held by nobody else once its group is done
+            time_and_clear()
+        rows[name] = warmed(bench, name, contender, setup, data, resident)
         release(device)
-    groups.append(list(resident))
-    time_together(bench, resident, rows, data)
+        if rows[name].get("cant") == OUT_OF_MEMORY and len(resident) > 1:  # perhaps because of the others
+            time_and_clear()
+            rows[name] = warmed(bench, name, contender, setup, data, resident)
+            release(device)
+    if len(resident) > 1 or not groups:  # the bare loop alone was timed already
+        time_and_clear()
     with torch.device("meta"):
         model = CausalLM.build_model(setup.task)
     return {
@@ -378,34 +384,31 @@ def measure(bench: "Bench", cell: Cell) -> dict[str, Any]:
 
 
 def warmed(
-    bench: "Bench", setup: Setup, make: Callable[[Setup], Loop], data: Sequence[Any]
-) -> tuple[Loop | None, dict[str, Any]]:
-    """(the loop after its first steps, its memory and loss); or (None, why it can't)."""
-    world, warm_up = bench.world, bench.effort.warm_up
+    bench: "Bench", name: str, contender: Contender, setup: Setup, data: Sequence[Any], resident: dict[str, Loop]
+) -> dict[str, Any]:
+    """Take a loop's first steps and make it resident; returns its memory and loss, or why it can't."""
+    world, own = bench.world, contender.own(setup)
     before = memory_bytes(world.device)[1]
     try:
-        loop = make(setup)
+        loop = contender.make(own)
         seen: list[torch.dtype] = []
         head = [part for part in loop.module.modules() if isinstance(part, nn.Linear)][-1]  # in no block
         hook = head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-        if make is bare_whole:
+        if name == WHOLE:
             hook.remove()  # it is compiled as well
         timed_block(world, loop, data, FIRST_STEPS)
         hook.remove()
+        if set(seen) - {DTYPES[own.precision]}:
+            return {"cant": f"can't: trains in {str(seen[0]).removeprefix('torch.')}"}
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
-        seconds = timed_block(world, loop, data, warm_up - FIRST_STEPS)
+        seconds = timed_block(world, loop, data, bench.effort.warm_up - FIRST_STEPS)
         peak, after = memory_bytes(world.device)
-        if set(seen) - {DTYPES[setup.precision]}:
-            return None, {"cant": f"can't: trains in {str(seen[0]).removeprefix('torch.')}"}
-        return loop, {
-            "step_seconds": seconds,
-            "peak_bytes": peak - before,
-            "resident_bytes": after - before,
-            "loss": loss_of(setup, loop, data[0][0]),
-        }
+        loss = loss_of(own, loop, data[0][0])
     except Exception as error:
-        return None, {"cant": reason(error)}
+        return {"cant": reason(error)}
+    resident[name] = loop
+    return {"step_seconds": seconds, "peak_bytes": peak - before, "resident_bytes": after - before, "loss": loss}
 
 
 def loss_of(setup: Setup, loop: Loop, batch: Any) -> float:
@@ -453,7 +456,7 @@ def time_together(bench: "Bench", loops: dict[str, Loop], rows: dict[str, dict[s
     for name, own in seconds.items():
         rows[name].setdefault("seconds", []).extend(own)
         if BARE in seconds:
-            speeds = [bare / mine for bare, mine in zip(seconds[BARE], own, strict=True)]
+            speeds = [theirs / mine for theirs, mine in zip(seconds[BARE], own, strict=True)]
             rows[name].setdefault("of_bare", []).extend(speeds)
 
 
@@ -567,9 +570,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             bench, threads = Bench(world, options), torch.get_num_threads()
             torch.set_num_threads(1 if options.smoke else threads)  # its models are too small to share
+            gc.freeze()  # modules: they would be looked at in each of a hundred collections
             try:
                 bench.run()
             finally:  # stopped by hand, too
+                gc.unfreeze()
                 torch.set_num_threads(threads)
                 world.say(finish(bench.report, options.out))
         return 0

@@ -73,8 +73,9 @@ def markdown(report: Report) -> str:
         SMOKE_BANNER if report["smoke"] else "",
         f"`{report['command']}`, {report['began']}, {report['seconds']:.0f} s",
         "\n".join([f"- {line}" for line in [machine_line(report), *about]]),
-        f"Micro-batches in a step: {report['accumulation']}. Fused AdamW, clipped by norm, loss_chunk "
-        f"{report['loss_chunk']}; fp16 with the loss scaler. compiled: every loop's blocks, by {report['backend']}; "
+        f"Micro-batches in a step: {report['accumulation']}. Fused AdamW (Fabric in fp16: torch's choice, since it "
+        f"refuses to clip with the fused one), clipped by norm, loss_chunk {report['loss_chunk']}; fp16 with the loss "
+        f"scaler. compiled: every loop's blocks, by {report['backend']}; "
         f"whole: the bare loop's model and loss as one graph. Each loop takes {report['warm_up']} steps to warm up, "
         f"then {report['rounds']} rounds in turns with the others; of bare: its speed over the bare loop's of the same "
         "round, the median and its 95 % interval. MFU: the share of the device's peak, attention counted whole. Peak: "
@@ -227,64 +228,64 @@ def draw(report: Report, path: Path) -> None:
     """Bars of speed, MFU and memory, a group for each cell. Errors: ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     cells = [cell for cell in report["cells"] if cell.get("loops")]
+    names = [name for name in COLOURS if any(name in cell["loops"] for cell in cells)]
     figure = Figure(figsize=(max(8.0, 1.5 * len(cells) + 1.5), 10), layout="constrained")
     FigureCanvasAgg(figure)
-    device = report["machine"].get("gpu", "CPU")
     warning = "SMOKE FORM: reduced models on a CPU, no figure means anything\n" if report["smoke"] else ""
+    device = report["machine"].get("gpu", "CPU")
     figure.suptitle(f"{warning}dist_amp against the loop written by hand, and its peers: one {device}")
-    speed, share, memory = figure.subplots(3, 1, sharex=True)
-    names = [name for name in COLOURS if any(name in cell["loops"] for cell in cells)]
-    for cell_number, cell in enumerate(cells):
-        here = [name for name in names if name in cell["loops"]]
-        width = 0.86 / max(len(here), 4)
-        for number, name in enumerate(here):
-            row, at = cell["loops"][name], cell_number + (number - (len(here) - 1) / 2) * width
-            if row.get("of_bare"):
-                middle, low, high = median_interval(row["of_bare"])
-                errors = [[middle - low], [high - middle]]
-                bar(speed, at, width, middle, f"{middle:.3f}", name, yerr=errors, error_kw={"lw": 1})
-            else:
-                bar(
-                    speed,
-                    at,
-                    width,
-                    0,
-                    textwrap.shorten(row.get("cant", "").split(";")[0], 28, placeholder=" ..."),
-                    name,
-                )
-            if row.get("seconds") and cell["peak_flops"]:
-                bar(share, at, width, 100 * mfu(cell, name), f"{100 * mfu(cell, name):.1f}", name)
-            if "peak_bytes" in row:
-                gibibytes = row["peak_bytes"] / 2**30
-                bar(memory, at, width, gibibytes, f"{gibibytes:.1f}" if gibibytes >= 1 else f"{gibibytes:.2f}", name)
+    panels = speed, share, memory = figure.subplots(3, 1, sharex=True)
+    for place, cell in enumerate(cells):
+        draw_cell(panels, place, cell, [name for name in names if name in cell["loops"]])
         if cell["mode"] == "compiled" and cell["precision"] == "bf16":
             least = 100 * report["models"][cell["model"]]["mfu"]
-            share.hlines(least, cell_number - 0.46, cell_number + 0.46, colors="black", linestyles="--", lw=1)
+            share.hlines(least, place - 0.46, place + 0.46, colors="black", linestyles="--", lw=1)
     speed.axhline(SPEED, color="black", ls="--", lw=1)
     speed.set_ylabel("speed, of the bare loop's")
     share.set_ylabel("MFU, %")
     memory.set_ylabel("peak memory, GiB")
-    for axes in (speed, share, memory):
+    for axes in panels:
         axes.margins(y=0.32)  # room for the figures on the bars
         axes.set_ylim(bottom=0)
         axes.set_xlim(-0.5, max(len(cells), 1) - 0.5)
         axes.spines[["top", "right"]].set_visible(False)
     memory.set_xticks(range(len(cells)), [f"{cell['model']}\n{cell['mode']}\n{cell['precision']}" for cell in cells])
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=COLOURS[name], label=name) for name in names]
+    handles: list[Any] = [Patch(color=COLOURS[name], label=name) for name in names]
     handles.append(Line2D([], [], color="black", ls="--", lw=1, label="target"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def bar(axes: Any, at: float, width: float, height: float, text: str, name: str, **more: Any) -> None:
-    """One bar with its figure on it; without a height, the reason stands there."""
-    axes.bar(at, height, width * 0.94, color=COLOURS[name], **more)
-    top = height + more["yerr"][1][0] if "yerr" in more else height
-    axes.annotate(
-        text, (at, top), (0, 3), textcoords="offset points", ha="center", va="bottom", rotation=90, fontsize=8
-    )
+def draw_cell(panels: Sequence[Any], place: int, cell: Report, names: Sequence[str]) -> None:
+    """The bars of a cell's loops, side by side; what has no speed has its reason there."""
+    speed, share, memory = panels
+    width = 0.86 / max(len(names), 4)
+    for number, name in enumerate(names):
+        row, at = cell["loops"][name], place + (number - (len(names) - 1) / 2) * width
+        if row.get("of_bare"):
+            middle, low, high = median_interval(row["of_bare"])
+            bar(speed, at, width, middle, f"{middle:.3f}", name, (middle - low, high - middle))
+        else:
+            why = row.get("cant", "").removeprefix("can't: ").split(";")[0]
+            bar(speed, at, width, 0, textwrap.shorten(why, 28, placeholder=" ..."), name)
+        if row.get("seconds") and cell["peak_flops"]:
+            bar(share, at, width, 100 * mfu(cell, name), f"{100 * mfu(cell, name):.1f}", name)
+        if "peak_bytes" in row:
+            peak = row["peak_bytes"] / 2**30
+            bar(memory, at, width, peak, f"{peak:.{1 if peak >= 1 else 2}f}", name)
+
+
+def bar(
+    axes: Any, at: float, width: float, height: float, text: str, name: str, either_side: tuple[float, float] = (0, 0)
+) -> None:
+    """One bar, with its figure above it and the interval `either_side` of its height."""
+    axes.bar(at, height, width * 0.94, color=COLOURS[name])
+    if any(either_side):
+        axes.errorbar(at, height, [[side] for side in either_side], color="black", lw=1)
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # over the line of a target
+    style = {"textcoords": "offset points", "ha": "center", "va": "bottom", "rotation": 90, "fontsize": 8}
+    axes.annotate(text, (at, height + either_side[1]), (0, 3), bbox=white, **style)
