@@ -2,6 +2,7 @@
 
 gpu          tokens/s, MFU and memory of one GPU, against a loop written by hand, Accelerate and Lightning Fabric
 overhead     a step of train_step against a loop written by hand, Accelerate and Lightning Fabric
+collectives  what a step of each strategy sends for a config's model, on any number of ranks
 checkpoint   how long a checkpoint holds training up (under torchrun: python -m dist_amp.bench.checkpoint)
 tripwires    the share of the time that the tripwires take (under torchrun: python -m dist_amp.bench.tripwires)
 """
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from dist_amp.bench.checkpoint import main as checkpoint
+from dist_amp.bench.collectives import main as collectives
 from dist_amp.bench.gpu import main as gpu
 from dist_amp.bench.overhead import main as overhead
 from dist_amp.bench.tripwires import main as tripwires
@@ -19,6 +21,7 @@ from dist_amp.runtime import report_failure
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "gpu": gpu,
     "overhead": overhead,
+    "collectives": collectives,
     "checkpoint": checkpoint,
     "tripwires": tripwires,
 }
