@@ -193,7 +193,10 @@ def _bytes(tensors: Any) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: compares the strategies, or counts one. Exit status 1 if count and formula differ."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        "python -m dist_amp.bench.collectives",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--world_size", type=int, default=8, help="ranks to compare the strategies on; default 8")
     options, words = parser.parse_known_args(argv)
