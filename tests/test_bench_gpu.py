@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from dist_amp.bench import gpu
+from dist_amp.bench import gpu, gpu_cells
 from dist_amp.bench.gpu_report import draw, markdown, save, targets, targets_table
 from dist_amp.bench.loops import bare
-from dist_amp.bench.overhead import BARE
+from dist_amp.bench.report import BARE
 from dist_amp.config import ConfigError
 
 ONE_CELL = ("--smoke", "--models", "124m", "--modes", "eager", "--precisions", "bf16", "--rounds", "1")
@@ -26,8 +26,8 @@ def without_peers(monkeypatch):
     def missing(setup):
         raise ImportError
 
-    monkeypatch.setattr(gpu, "accelerate", missing)
-    monkeypatch.setattr(gpu, "fabric", missing)
+    monkeypatch.setattr(gpu_cells, "accelerate", missing)
+    monkeypatch.setattr(gpu_cells, "fabric", missing)
 
 
 def test_the_smoke_form_takes_every_path_and_says_that_it_means_nothing(tmp_path, monkeypatch):
@@ -93,8 +93,8 @@ def test_what_fails_is_told_in_its_row_and_the_others_go_on(tmp_path, monkeypatc
 
         return gpu.Loop(loop.module, step)
 
-    monkeypatch.setattr(gpu, "dist_amp", too_large)
-    monkeypatch.setattr(gpu, "accelerate", breaks_later)
+    monkeypatch.setattr(gpu_cells, "dist_amp", too_large)
+    monkeypatch.setattr(gpu_cells, "accelerate", breaks_later)
     monkeypatch.setattr(gpu, "fits", lambda device, rows: False)
     report = smoke(tmp_path, "--precisions", "fp16")
     loops = report["cells"][0]["loops"]

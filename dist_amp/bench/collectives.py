@@ -7,7 +7,6 @@ One process compares the strategies for the config's model on so many ranks, eig
 the config's own strategy, and hold what they counted against the formula. MB are 10^6 bytes, as in a network's GB/s.
 """
 
-import argparse
 import math
 import sys
 from collections import Counter
@@ -21,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.bench.harness import on_a_run
+from dist_amp.command import Parser, exit_status
 from dist_amp.config import ConfigError, Failure
 from dist_amp.parallel import ParallelConfig, Strategy, find_blocks, replicas_of
 from dist_amp.precision import DTYPES, Precision, build_precision
 from dist_amp.rendezvous import environment_number
 from dist_amp.run import Config, Run, load_config
-from dist_amp.runtime import World, report_failure
+from dist_amp.runtime import World
 from dist_amp.step import accumulation_steps, train_step
 from dist_amp.task import Task, build_task
 
@@ -192,25 +192,21 @@ def _bytes(tensors: Any) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: compares the strategies, or counts one. Exit status 1 if count and formula differ."""
-    parser = argparse.ArgumentParser(
-        "python -m dist_amp.bench.collectives",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    return exit_status(count_or_compare, argv)
+
+
+def count_or_compare(words: Sequence[str]) -> int:
+    parser = Parser("python -m dist_amp.bench.collectives", __doc__)
     parser.add_argument("--world_size", type=int, default=8, help="ranks to compare the strategies on; default 8")
-    options, words = parser.parse_known_args(argv)
+    options, words = parser.parse_known_args(words)
     if environment_number("WORLD_SIZE", 1) > 1:
         return on_a_run(tell, words)
-    try:
-        if options.world_size < 2:
-            raise ConfigError(f"--world_size={options.world_size} sends nothing; use 2 or more")
-        config = load_config(words)
-        task = build_task(config.task, config.data)
-        print("\n".join(compare(config, task, task.build_model(), options.world_size)))
-        return 0
-    except Failure as error:
-        return report_failure(error, None)[0]
+    if options.world_size < 2:
+        raise ConfigError(f"--world_size={options.world_size} sends nothing; use 2 or more")
+    config = load_config(words)
+    task = build_task(config.task, config.data)
+    print("\n".join(compare(config, task, task.build_model(), options.world_size)))
+    return 0
 
 
 def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[str]:

@@ -14,45 +14,43 @@ What does not fit into --minutes is left out, the most important cells come firs
 """
 
 import argparse
-import copy
 import gc
 import itertools
 import random
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dist_amp.bench.gpu_report import OURS, OURS_IN_BF16, WHOLE, finish, save, table
+from dist_amp.bench.gpu_cells import MODES, ON_A_GPU, PRECISIONS, SHARE, SMOKE, Cell, Contender, cells_of, contenders
+from dist_amp.bench.gpu_report import WHOLE, finish, save, table
 from dist_amp.bench.harness import HostReads
-from dist_amp.bench.loops import Loop, RandomTokens, Setup, bare, dist_amp
-from dist_amp.bench.overhead import BARE, PEERS, Parser, machine, versions
-from dist_amp.bench.peers import accelerate, fabric
+from dist_amp.bench.loops import Loop, RandomTokens, Setup
+from dist_amp.bench.machine import about, clocks
+from dist_amp.bench.report import BARE
 from dist_amp.blocks import uncompiled
-from dist_amp.config import ConfigError, Failure
+from dist_amp.command import Parser, exit_status
+from dist_amp.config import ConfigError
 from dist_amp.data import DataConfig
 from dist_amp.interval import Clock
 from dist_amp.metrics import memory_bytes
 from dist_amp.peaks import flops_per_item, known_peak
 from dist_amp.precision import DTYPES
 from dist_amp.run import build_run, load_config
-from dist_amp.runtime import RunConfig, World, first_line, in_one_line, report_failure, start
+from dist_amp.runtime import RunConfig, World, first_line, in_one_line, start
 from dist_amp.step import train_step
 from dist_amp.tasks.causal_lm import CausalLM
 
-MODES = ("compiled", "eager", "whole")
-PRECISIONS = ("bf16", "fp16")
-SHARE = {"compiled": 1.0, "eager": 0.7, "whole": 1.3}  # of a cell's time, by its mode; assumed
+# Whose versions are told; Fabric comes in three packages.
+PACKAGES = ("accelerate", "lightning-fabric", "lightning", "pytorch-lightning", "triton", "matplotlib")
 STEPS_OF_DATA = 4  # that lie on the device, again and again
 LOG_EVERY = 10
 SPARE_SECONDS = 20  # of --minutes, for what a cell takes longer than was thought, and for the picture
@@ -62,93 +60,7 @@ ROOMY = 100e9  # bytes of a device; with less, micro-batches are half as large
 NO_TIME, OUT_OF_MEMORY = "left out: no time", "out of memory; use a smaller --micro_batch"
 
 
-@dataclass(frozen=True)
-class Model:
-    about: str
-    layers: int
-    width: int
-    heads: int
-    micro_batch_size: int  # on a GPU of 141 GB
-    mfu: float  # the target: compiled, in bf16
-    seconds: float  # what a cell with compiled blocks takes, before one was seen to; assumed
-    context: int = 1024
-    vocabulary: int = 50304
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long it is looked at."""
-
-    models: Mapping[str, Model]
-    free_steps: int  # in which nothing may wait
-    warm_up: int  # steps before any is timed; the last but three tell the peak memory
-    block_seconds: float  # of steps between two clocks
-
-
-ON_A_GPU = Effort(
-    {
-        "124m": Model("124 M", 12, 768, 12, 32, mfu=0.42, seconds=50),
-        "1b": Model("1.0 B", 18, 2048, 16, 16, mfu=0.50, seconds=70),
-    },
-    free_steps=50,
-    warm_up=10,
-    block_seconds=0.35,
-)
-SMOKE = Effort(
-    {
-        "124m": Model("few", 2, 32, 2, 2, mfu=0.42, seconds=0, context=32, vocabulary=512),
-        "1b": Model("a few more", 3, 64, 2, 2, mfu=0.50, seconds=0, context=32, vocabulary=512),
-    },
-    free_steps=10,
-    warm_up=5,
-    block_seconds=0,
-)
 SMOKE_PEAK = 1e12  # FLOP/s: a CPU has none in the table, and the figures mean nothing anyway
-
-
-@dataclass(frozen=True)
-class Cell:
-    model: str
-    mode: str
-    precision: str
-
-    def __str__(self) -> str:
-        return f"{self.model} {self.mode} {self.precision}"
-
-
-@dataclass(frozen=True)
-class Contender:
-    make: Callable[[Setup], Loop]
-    precision: Any  # bf16 or fp16
-    fused: bool = True
-
-    def own(self, setup: Setup) -> Setup:
-        """The cell's setup, as this one takes it."""
-        precision = replace(setup.config.precision, dtype=self.precision)  # type: ignore[arg-type]
-        return replace(setup, fused=self.fused, config=replace(setup.config, precision=precision))
-
-
-def contenders(cell: Cell) -> dict[str, Contender]:
-    """Who is measured in a cell, by the name in the table; the one that the others are compared with first."""
-    precision = cell.precision
-    if cell.mode == "whole":
-        return {BARE: Contender(bare, precision), WHOLE: Contender(bare_whole, precision)}
-    return {
-        BARE: Contender(bare, precision),
-        OURS: Contender(dist_amp, precision),
-        **({OURS_IN_BF16: Contender(dist_amp, "bf16")} if precision == "fp16" else {}),
-        PEERS[0]: Contender(accelerate, precision),
-        # With fused AdamW and the scaler it refuses to clip.
-        PEERS[1]: Contender(fabric, precision, fused=precision != "fp16"),
-    }
-
-
-def bare_whole(setup: Setup) -> Loop:
-    """The loop by hand with model and loss in one graph, so that the loss is fused too."""
-    knobs = setup.config.compile
-    task = copy.copy(setup.task)
-    task.loss = torch.compile(task.loss, backend=knobs.backend, dynamic=knobs.dynamic)
-    return bare(replace(setup, task=task, config=replace(setup.config, compile=replace(knobs, blocks=False))))
 
 
 class Bench:
@@ -164,8 +76,7 @@ class Bench:
             "smoke": options.smoke,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": " ".join(["python -m dist_amp.bench gpu", *options.words]),
-            "machine": machine() | facts(world.device),
-            "versions": packages(),
+            **about(world.device, *PACKAGES),
             "models": {
                 name: {**asdict(self.effort.models[name]), "micro_batch_size": self.micro_batch_size(name)}
                 for name in options.models
@@ -249,15 +160,6 @@ class Bench:
         told["took_seconds"] = time.monotonic() - began
         self.report["seconds"] = time.monotonic() - self.began
         return told
-
-
-def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
-    """The most important first."""
-    for mode in (mode for mode in MODES if mode in options.modes):
-        for precision in (name for name in PRECISIONS if name in options.precisions):
-            for model in options.models:
-                if mode != "whole" or precision == "bf16":
-                    yield Cell(model, mode, precision)
 
 
 def reason(error: Exception) -> str:
@@ -471,53 +373,8 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> fl
     return clock.seconds(spans) / steps
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """The GPU, its driver and its limits; empty on a CPU."""
-    if device.type != "cuda":
-        return {}
-    about = torch.cuda.get_device_properties(device)
-    asked = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "memory_bytes": about.total_memory,
-        "multiprocessors": about.multi_processor_count,
-        "cuda": torch.version.cuda or f"HIP {torch.version.hip}",
-        "nvidia_smi": nvidia_smi(device, *asked),
-    }
-
-
-def clocks(device: torch.device) -> dict[str, str]:
-    """What the GPU runs at; empty on a CPU."""
-    asked = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
-    return nvidia_smi(device, *asked) if device.type == "cuda" else {}
-
-
-def nvidia_smi(device: torch.device, *names: str) -> dict[str, str]:
-    """{name: value} of one GPU; empty where the program is not there, or does not answer."""
-    with suppress(OSError, subprocess.SubprocessError, AttributeError):
-        number = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id={number}"]
-        line = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-        return dict(zip(names, (value.strip() for value in line.split(",")), strict=False))
-    return {}
-
-
-def packages() -> dict[str, str]:
-    """Versions of what is installed; Fabric comes in three packages."""
-    found = {name: number for name, number in versions().items() if number != "not installed"}
-    for name in ("lightning", "pytorch-lightning", "triton", "matplotlib"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m dist_amp.bench gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m dist_amp.bench gpu", __doc__)
     add, models = parser.add_argument, list(ON_A_GPU.models)
     add("--models", nargs="+", choices=models, default=models, help="default: all")
     add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
@@ -555,33 +412,30 @@ def micro_batch(text: str, models: Sequence[str]) -> tuple[str, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status: 0 measured, 64 an argument or no GPU."""
-    try:
-        options = parse(sys.argv[1:] if argv is None else argv)
-        if not options.smoke and not torch.cuda.is_available():
-            raise ConfigError(
-                "the bench gpu needs a GPU, and torch finds none; run it where there is one, or add --smoke to try its "
-                "paths on this CPU, which measures nothing"
-            )
-        with start(RunConfig(device="cpu" if options.smoke else "cuda")) as world, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of compilers, schedulers and half precision: they repeat for each loop
-            if world.world_size > 1:
-                raise ConfigError(
-                    f"the bench gpu is for one process, and here are {world.world_size}; leave out torchrun"
-                )
-            bench, threads = Bench(world, options), torch.get_num_threads()
-            torch.set_num_threads(1 if options.smoke else threads)  # its models are too small to share
-            gc.freeze()  # modules: they would be looked at in each of a hundred collections
-            try:
-                bench.run()
-            finally:  # stopped by hand, too
-                gc.unfreeze()
-                torch.set_num_threads(threads)
-                world.say(finish(bench.report, options.out))
-        return 0
-    except Failure as error:
-        return report_failure(error, None)[0]
-    except SystemExit as reported:  # --help
-        return int(reported.code or 0)
+    return exit_status(measure_all, argv)
+
+
+def measure_all(words: Sequence[str]) -> None:
+    """What the words ask for, cell by cell. Errors: ConfigError for a word, or without a GPU."""
+    options = parse(words)
+    if not options.smoke and not torch.cuda.is_available():
+        raise ConfigError(
+            "the bench gpu needs a GPU, and torch finds none; run it where there is one, or add --smoke to try its "
+            "paths on this CPU, which measures nothing"
+        )
+    with start(RunConfig(device="cpu" if options.smoke else "cuda")) as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of compilers, schedulers and half precision: they repeat for each loop
+        if world.world_size > 1:
+            raise ConfigError(f"the bench gpu is for one process, and here are {world.world_size}; leave out torchrun")
+        bench, threads = Bench(world, options), torch.get_num_threads()
+        torch.set_num_threads(1 if options.smoke else threads)  # its models are too small to share
+        gc.freeze()  # modules: they would be looked at in each of a hundred collections
+        try:
+            bench.run()
+        finally:  # stopped by hand, too
+            gc.unfreeze()
+            torch.set_num_threads(threads)
+            world.say(finish(bench.report, options.out))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,26 @@
 """What `python -m dist_amp.bench gpu` found, as JSON, as Markdown with a verdict for each target, and as a picture."""
 
-import json
-import os
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dist_amp.bench.harness import median_interval
-from dist_amp.bench.overhead import BARE, PEERS
-from dist_amp.metrics_files import plain_json
-from dist_amp.runtime import in_one_line
+from dist_amp.bench.report import (
+    BARE,
+    OKABE_ITO,
+    OURS,
+    PEERS,
+    Report,
+    interval,
+    machine_line,
+    picture,
+    rows_of_markdown,
+)
+from dist_amp.bench.report import save as save_report
 
-OURS, OURS_IN_BF16, WHOLE = "dist_amp", "dist_amp, bf16", "bare, whole"  # BARE and PEERS beside
+OURS_IN_BF16, WHOLE = "dist_amp, bf16", "bare, whole"  # BARE, OURS and PEERS beside
 SPEED, FP16_SPEED = 0.99, 0.97  # of the bare loop; of bf16
 # How far a loss may be from the bare loop's after the same ten steps, as a share of it. In a reduced model on a CPU a
 # step fewer makes 7e-3 of it, and another order of the same operations 6e-6; a GPU adds in an order of its own.
@@ -22,38 +29,27 @@ TARGETS_ARE_FOR = "H200"
 VERDICTS = ("met", "missed", "open", "means nothing")
 NO_WAIT, SAME = "no step waits for the device", f"the bare loop's loss, within {SAME_LOSS:g}"
 ORDER = (NO_WAIT, "MFU", *(f"dist_amp / {name}" for name in (BARE, *PEERS)), "fp16 / bf16", SAME)
-# Okabe & Ito's colours, which the colour-blind tell apart. Source: jfly.uni-koeln.de/color
 COLOURS = {
-    BARE: "#999999",
-    OURS: "#0072B2",
-    OURS_IN_BF16: "#56B4E9",
-    PEERS[0]: "#E69F00",
-    PEERS[1]: "#009E73",
-    WHOLE: "#CC79A7",
+    BARE: OKABE_ITO["grey"],
+    OURS: OKABE_ITO["blue"],
+    OURS_IN_BF16: OKABE_ITO["sky blue"],
+    PEERS[0]: OKABE_ITO["orange"],
+    PEERS[1]: OKABE_ITO["green"],
+    WHOLE: OKABE_ITO["purple"],
 }
-Report = Mapping[str, Any]
 
 
 def save(report: Report, folder: Path) -> None:
-    """gpu.json and gpu.md, each whole or as it was: the run may be killed at any time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("gpu.json", json.dumps(plain_json(report), indent=1) + "\n"), ("gpu.md", markdown(report))):
-        (folder / f"{name}.new").write_text(text)
-        os.replace(folder / f"{name}.new", folder / name)
+    """gpu.json and gpu.md."""
+    save_report(report, markdown(report), folder, "gpu")
 
 
 def finish(report: Report, folder: Path) -> str:
     """The picture too; returns the closing words."""
     save(report, folder)
-    try:
-        draw(report, folder / "gpu.png")
-        picture = f"{folder}/gpu.png"
-    except ImportError:
-        picture = "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
-    except Exception as error:  # the figures are there all the same
-        picture = f"no picture: {in_one_line(error)}"
+    drawn = picture(draw, report, folder / "gpu.png")
     heading = "\n".join(["", SMOKE_BANNER, ""]) if report["smoke"] else ""
-    return f"{heading}{targets_table(report)}\n\n{folder}/gpu.json, {folder}/gpu.md, {picture}"
+    return f"{heading}{targets_table(report)}\n\n{folder}/gpu.json, {folder}/gpu.md, {drawn}"
 
 
 SMOKE_BANNER = "**Smoke form: reduced models on a CPU. No figure below means anything.**"
@@ -92,29 +88,6 @@ def markdown(report: Report) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def machine_line(report: Report) -> str:
-    machine, smi = report["machine"], report["machine"].get("nvidia_smi", {})
-    facts = [machine.get("gpu", ""), f"CUDA {machine['cuda']}" if "cuda" in machine else ""]
-    facts += [f"{name} {value}" for name, value in smi.items()]
-    facts += [f"{machine['cpu']}, {machine['cores']} cores"]
-    facts += [f"{name} {number}" for name, number in report["versions"].items()]
-    return ", ".join(fact for fact in facts if fact)
-
-
-def rows_of_markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table whose first `left` columns are aligned to the left, the others to the right; readable as plain text."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "| " + " | ".join(cells) + " |"
-
-    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join([line(head), "| " + " | ".join(rule) + " |", *map(line, rows)])
-
-
 def table(cells: Sequence[Report]) -> str:
     """Every loop of every cell."""
     head = ["model", "blocks", "precision", "loop", "ms/step", "tokens/s", "of bare", "MFU", "peak GiB", "note"]
@@ -149,11 +122,6 @@ def mfu(cell: Report, name: str) -> float:
     if not cell["peak_flops"]:
         return 0.0
     return tokens_per_second(cell, name) * cell["flops_per_token"] / cell["peak_flops"]
-
-
-def interval(values: Sequence[float]) -> str:
-    middle, low, high = median_interval(values)
-    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def free_steps_table(report: Report) -> str:

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,23 +14,22 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_amp.config import Failure
+from dist_amp.command import exit_status
 from dist_amp.run import Run, build_run, load_config
-from dist_amp.runtime import RunConfig, die_with_parent, report_failure, start
+from dist_amp.runtime import RunConfig, die_with_parent, start
 
 
 def on_a_run(bench: Callable[[Run], None], argv: Sequence[str] | None) -> int:
     """Build the run of a command line, afresh and without evaluations, for `bench`; return the exit status."""
-    try:
-        words = sys.argv[1:] if argv is None else argv
+
+    def on_words(words: Sequence[str]) -> None:
         config = load_config(["--run.resume", "never", "--eval.every", "off", *words])
         with start(config.run) as world:
             run = build_run(config, world)
             bench(run)
             run.data.close()
-        return 0
-    except Failure as error:
-        return report_failure(error, None)[0]
+
+    return exit_status(on_words, argv)
 
 
 def on_ranks(size: int, bench: Callable[..., Any], *args: Any) -> Any:

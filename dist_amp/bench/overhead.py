@@ -13,8 +13,6 @@ import gc
 import itertools
 import json
 import math
-import os
-import platform
 import random
 import sys
 import tempfile
@@ -23,9 +21,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,14 +41,16 @@ from dist_amp.bench.loops import (
     update_by_hand,
     update_of_dist_amp,
 )
+from dist_amp.bench.machine import about
 from dist_amp.bench.peers import accelerate, fabric
-from dist_amp.config import ConfigError, Failure
+from dist_amp.bench.report import BARE, OURS, PEERS, save
+from dist_amp.command import Parser, exit_status
+from dist_amp.config import ConfigError
 from dist_amp.data import DataConfig, build_batches, build_split
 from dist_amp.fused import local
-from dist_amp.metrics_files import plain_json
 from dist_amp.precision import DTYPES
 from dist_amp.run import load_config
-from dist_amp.runtime import World, first_line, report_failure
+from dist_amp.runtime import World, first_line
 
 BLOCK = 10  # steps; with all figures logged every so many
 ACCUMULATION = 4
@@ -60,12 +59,12 @@ ROUND_SECONDS, MOST_ROUNDS = 0.3, 20
 PARITY_STEPS = 20  # from the same weights, before anything is timed
 PRECISIONS = ("bf16", "fp16", "fp32")
 STRATEGIES = ("ddp", "fsdp")
+PACKAGES = ("accelerate", "lightning-fabric")  # whose versions are told
 # The names of loops that are treated apart.
-BARE, AGAIN, TELEMETRY = "bare", "bare again", "dist_amp, full telemetry"
+AGAIN, TELEMETRY = "bare again", "dist_amp, full telemetry"
 UPDATE, OUR_UPDATE = "update alone, bare", "update alone, dist_amp"
-PEERS = ("Accelerate", "Fabric")
 Steps = list[list[torch.Tensor]]  # parameters, after each step
-PROMISED = ("dist_amp", TELEMETRY, OUR_UPDATE)
+PROMISED = (OURS, TELEMETRY, OUR_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Cell:
 
 def target(cell: Cell, loop: str) -> float | None:
     """What the ratio to the bare loop is to be, at most; None where nothing is promised."""
-    if loop == "dist_amp":
+    if loop == OURS:
         if cell.workload == "tiny" and cell.ranks == 1:
             return {"bf16": 0.95, "fp16": 0.88}.get(cell.precision)
         if cell.workload == "tiny" and cell.strategy == "ddp":
@@ -124,10 +123,10 @@ def makers(cell: Cell, folder: Path, first_step: Sequence[Any]) -> dict[str, Cal
     loops: dict[str, Callable[[Setup], Loop]] = {
         BARE: bare,
         AGAIN: bare,
-        "dist_amp": dist_amp,
+        OURS: dist_amp,
         TELEMETRY: partial(dist_amp_with_telemetry, folder=folder),
-        "Accelerate": accelerate,
-        "Fabric": fabric,
+        PEERS[0]: accelerate,
+        PEERS[1]: fabric,
     }
     if cell.strategy == "fsdp":
         loops[UPDATE] = partial(update_by_hand, micro_batches=first_step)
@@ -353,18 +352,8 @@ def line(cell: Cell, row: dict[str, Any]) -> str:
     return f"{where} {figures}  {row['verdict']}".rstrip()
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m dist_amp.bench overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m dist_amp.bench overhead", __doc__)
     add = parser.add_argument
     add("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="default: all")
     add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: all")
@@ -389,17 +378,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status: 0 measured, 64 an argument."""
-    try:
-        return bench(parse(sys.argv[1:] if argv is None else argv))
-    except Failure as error:
-        return report_failure(error, None)[0]
-    except SystemExit as reported:  # --help
-        return int(reported.code or 0)
+    return exit_status(measure_all, argv)
 
 
-def bench(options: argparse.Namespace) -> int:
-    """Measure the cells that are asked for, one after the other, each in processes of its own."""
-    report: dict[str, Any] = {"machine": machine(), "versions": versions(), "rounds": options.rounds, "cells": []}
+def measure_all(words: Sequence[str]) -> None:
+    """The cells that the words ask for, one after the other, each in processes of its own."""
+    options = parse(words)
+    report: dict[str, Any] = {**about(torch.device("cpu"), *PACKAGES), "rounds": options.rounds, "cells": []}
     lines: list[str] = []
 
     def say(text: str) -> None:
@@ -414,10 +399,7 @@ def bench(options: argparse.Namespace) -> int:
         for row in told["rows"]:
             say(line(cell, row))
         if options.out is not None:  # after each cell: all of them may take an hour
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "overhead.json").write_text(json.dumps(plain_json(report), indent=1) + "\n")
-            (options.out / "overhead.txt").write_text("\n".join(lines) + "\n")
-    return 0
+            save(report, "\n".join(lines) + "\n", options.out, "overhead", "txt")
 
 
 def head(options: argparse.Namespace, report: dict[str, Any]) -> str:
@@ -445,31 +427,6 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         for strategy in (options.strategies if ranks > 1 else ["single"])
         for precision in options.precisions
     ]
-
-
-def machine() -> dict[str, Any]:
-    model = next(
-        (text.split(":", 1)[1].strip() for text in _lines("/proc/cpuinfo") if text.startswith("model name")),
-        platform.processor(),
-    )
-    return {"cpu": model, "cores": os.cpu_count(), "platform": platform.platform(), "load": os.getloadavg()}
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:  # no /proc outside Linux
-        return []
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("accelerate", "lightning-fabric"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 if __name__ == "__main__":
