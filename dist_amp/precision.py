@@ -64,6 +64,7 @@ class Precision:
     """Casts, and keeps the one loss scale; the decision to skip is made for the whole world in optim.py.
 
     `scale`: the loss scale, scalar float32 on the device; 1 unless in fp16. Read, never written, by others.
+    `scales`: whether the loss is scaled: in fp16 alone.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Precision:
     ):
         self.name = config.name
         self.dtype = DTYPES[config.name]
+        self.scales = config.name == "fp16"
         self.cast_by = cast_by
         self.sharded = sharded
         self.device = device
@@ -85,11 +87,6 @@ class Precision:
         self._autocast: AbstractContextManager[Any] = nullcontext()
         if cast_by == "autocast":
             self._autocast = torch.autocast(device.type, dtype=self.dtype)
-
-    @property
-    def scales(self) -> bool:
-        """Whether the loss is scaled: in fp16 alone."""
-        return self.name == "fp16"
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward and loss; does nothing where a policy or nothing casts."""

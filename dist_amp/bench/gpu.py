@@ -16,7 +16,6 @@ What does not fit into --minutes is left out, the most important cells come firs
 import argparse
 import gc
 import itertools
-import random
 import sys
 import time
 import warnings
@@ -36,16 +35,16 @@ from dist_amp.bench.harness import HostReads
 from dist_amp.bench.loops import Loop, RandomTokens, Setup
 from dist_amp.bench.machine import about, clocks
 from dist_amp.bench.report import BARE
+from dist_amp.bench.timing import OUT_OF_MEMORY, in_turns, prime, release, timed_block, why_not
 from dist_amp.blocks import uncompiled
 from dist_amp.command import Parser, exit_status
 from dist_amp.config import ConfigError
 from dist_amp.data import DataConfig
-from dist_amp.interval import Clock
 from dist_amp.metrics import memory_bytes
 from dist_amp.peaks import flops_per_item, known_peak
 from dist_amp.precision import DTYPES
 from dist_amp.run import build_run, load_config
-from dist_amp.runtime import RunConfig, World, first_line, in_one_line, start
+from dist_amp.runtime import RunConfig, World, in_one_line, start
 from dist_amp.step import train_step
 from dist_amp.tasks.causal_lm import CausalLM
 
@@ -57,9 +56,7 @@ SPARE_SECONDS = 20  # of --minutes, for what a cell takes longer than was though
 FIRST_STEPS = 3  # of a loop: they compile, and take memory that is not needed again
 FILLED = 0.9  # what part of the memory loops may fill together
 ROOMY = 100e9  # bytes of a device; with less, micro-batches are half as large
-NO_TIME, OUT_OF_MEMORY = "left out: no time", "out of memory; use a smaller --micro_batch"
-
-
+NO_TIME = "left out: no time"
 SMOKE_PEAK = 1e12  # FLOP/s: a CPU has none in the table, and the figures mean nothing anyway
 
 
@@ -152,7 +149,7 @@ class Bench:
         try:
             told = what()
         except Exception as error:  # which is not kept: it would hold what was on the device
-            told = {"cant": reason(error)}
+            told = {"cant": why_not(error)}
         told["clocks"] = clocks(self.world.device)
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()  # the code would be taken for the next cell's
@@ -160,29 +157,6 @@ class Bench:
         told["took_seconds"] = time.monotonic() - began
         self.report["seconds"] = time.monotonic() - self.began
         return told
-
-
-def reason(error: Exception) -> str:
-    """Why a loop or a cell has no figures, in one line."""
-    if isinstance(error, ImportError):
-        return "not installed: pip install 'dist_amp[bench]'"
-    if isinstance(error, torch.OutOfMemoryError):
-        return OUT_OF_MEMORY
-    return f"can't: {first_line(error).split('. ')[0][:160] or type(error).__name__}"
-
-
-def prime(device: torch.device) -> None:
-    """Let the libraries take their workspaces before anybody's memory is measured."""
-    layer = nn.Linear(64, 64, device=device)
-    with torch.autocast(device.type, dtype=torch.float16):  # which every GPU knows
-        layer(torch.ones(64, 64, device=device)).float().sum().backward()
-
-
-def release(device: torch.device) -> None:
-    """Give back what nobody holds."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -308,7 +282,7 @@ def warmed(
         peak, after = memory_bytes(world.device)
         loss = loss_of(own, loop, data[0][0])
     except Exception as error:
-        return {"cant": reason(error)}
+        return {"cant": why_not(error)}
     resident[name] = loop
     return {"step_seconds": seconds, "peak_bytes": peak - before, "resident_bytes": after - before, "loss": loss}
 
@@ -336,41 +310,17 @@ def time_together(bench: "Bench", loops: dict[str, Loop], rows: dict[str, dict[s
 
     A loop that fails leaves, with its reason in its row.
     """
-    order = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
     slowest = max((rows[name]["step_seconds"] for name in loops), default=1.0)
     steps = max(1, round(bench.effort.block_seconds / slowest))
-    for number in range(-1, bench.options.rounds):  # the first is not counted: memory is handed out anew in it
-        if number > 0 and bench.seconds_left < 0:
-            break
-        gc.collect()
-        gc.disable()
-        for name in order.sample(list(seconds), len(seconds)):
-            try:
-                taken = timed_block(bench.world, loops[name], data, steps if number >= 0 else 1)
-            except Exception as error:
-                rows[name]["cant"] = reason(error)
-                del loops[name], seconds[name]
-                continue
-            if number >= 0:
-                seconds[name].append(taken)
-        gc.enable()
+    seconds, failed = in_turns(bench.world, loops, data, bench.options.rounds, steps, lambda: bench.seconds_left >= 0)
+    for name, why in failed.items():
+        rows[name]["cant"] = why
+        del loops[name]
     for name, own in seconds.items():
         rows[name].setdefault("seconds", []).extend(own)
         if BARE in seconds:
             speeds = [theirs / mine for theirs, mine in zip(seconds[BARE], own, strict=True)]
             rows[name].setdefault("of_bare", []).extend(speeds)
-
-
-def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> float:
-    """Seconds per step, from a device that has nothing to do to one that has done all of it."""
-    world.wait_for_device()
-    clock = Clock(world.device)
-    for micro_batches in itertools.islice(itertools.cycle(data), steps):
-        loop.step(micro_batches)
-    spans = clock.lap()
-    world.wait_for_device()
-    return clock.seconds(spans) / steps
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -122,11 +122,12 @@ class Setup:
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         return self.task.blocks(module) if hasattr(self.task, "blocks") else find_blocks(module)
 
-    def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
-        knobs = self.config.optim
-        return torch.optim.AdamW(
-            parameter_groups(model, knobs), lr=knobs.lr, betas=knobs.betas, eps=knobs.eps, fused=self.fused or None
-        )
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        knobs, fused = self.config.optim, self.fused or None
+        groups = parameter_groups(model, knobs)
+        if knobs.name == "sgd":
+            return torch.optim.SGD(groups, lr=knobs.lr, momentum=knobs.momentum, fused=fused)
+        return torch.optim.AdamW(groups, lr=knobs.lr, betas=knobs.betas, eps=knobs.eps, fused=fused)
 
     def schedule(self) -> Callable[[torch.optim.Optimizer], None]:
         """set_rate(optimizer), once before each step."""
@@ -164,13 +165,13 @@ def shard(module: nn.Module, setup: Setup, mesh: DeviceMesh) -> nn.Module:
 
 def bare(setup: Setup) -> Loop:
     """What an expert writes by hand, for one precision and strategy; it logs nothing."""
-    task, world, limit = setup.task, setup.world, setup.config.train.max_grad_norm
+    task, world, train = setup.task, setup.world, setup.config.train
     module = model = setup.fresh_model()
     if setup.strategy == "ddp":
         model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     elif setup.strategy == "fsdp":
         model = shard(module, setup, world.mesh((world.world_size,), ("shard",)))
-    optimizer, set_rate = setup.adamw(model), setup.schedule()
+    optimizer, set_rate = setup.optimizer(model), setup.schedule()
     autocast: AbstractContextManager[Any] = nullcontext()
     if setup.precision != "fp32" and setup.strategy != "fsdp":
         autocast = torch.autocast(world.device.type, dtype=DTYPES[setup.precision])
@@ -191,7 +192,8 @@ def bare(setup: Setup) -> Loop:
         set_rate(optimizer)
         if scaler:
             scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if train.clip_by == "norm":
+            nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
         if scaler:
             scaler.step(optimizer)
             scaler.update()

@@ -40,7 +40,7 @@ def accelerate(setup: Setup) -> Loop:
         fsdp_plugin=plugin,
         kwargs_handlers=handlers,
     )
-    adamw, set_rate = setup.adamw(module), setup.schedule()
+    adamw, set_rate = setup.optimizer(module), setup.schedule()
     model, optimizer = accelerator.prepare(module, adamw)
 
     def step(micro_batches: Sequence[Any]) -> None:
@@ -79,10 +79,10 @@ def fabric(setup: Setup) -> Loop:
     lab.launch()
     if setup.strategy == "fsdp":
         model = lab.setup_module(module)
-        adamw = setup.adamw(module)  # sharded by now
+        adamw = setup.optimizer(module)  # sharded by now
         optimizer = lab.setup_optimizers(adamw)
     else:
-        adamw = setup.adamw(module)
+        adamw = setup.optimizer(module)
         model, optimizer = lab.setup(module, adamw)
     set_rate = setup.schedule()
 

@@ -1,0 +1,77 @@
+"""What an experiment is: settings of the main job, how many steps, and which figures others have printed for it."""
+
+import inspect
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dist_amp.config import ConfigError
+from dist_amp.run import Config, load_config
+
+TRAIN, INFERENCE = "train", "inference"
+MODES = (TRAIN, INFERENCE)
+# What a report needs no files, evaluations or other processes for.
+UNDISTURBED = ("--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure that the tutorial behind an experiment prints, of its own device and loop."""
+
+    mode: str
+    way: str  # see ways.py
+    seconds: float
+    peak_mb: float = 0.0  # 0: none is given
+    loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is expected of one H200, at least: the speed over float32's, and the share of its memory that is saved."""
+
+    mode: str
+    way: str
+    speed: float
+    saving: float = 0.0
+    over: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A task and its settings, as words of the main job's command line; it reads them once."""
+
+    name: str
+    about: str
+    words: Sequence[str]
+    batches: Sequence[int] = ()  # other micro-batch sizes to train with
+    ways: Sequence[str] = ()  # besides those of ways.py that all experiments have
+    published: Sequence[Published] = ()
+    targets: Sequence[Target] = ()
+    draws: bool = False  # whether the task's sample(model) is a picture, its left half what it should look like
+
+    def config(self, *more: str) -> Config:
+        """The settings with `more` on top. Errors: ConfigError."""
+        return load_config([*self.words, *more, *UNDISTURBED], environ={})
+
+    def reduced(self, *words: str, batches: Sequence[int] = ()) -> "Experiment":
+        """A form for a CPU: what is published for the full one, and expected of it, says nothing of it."""
+        return replace(self, words=(*self.words, *words), batches=batches, published=(), targets=())
+
+
+def words_of(settings: dict[str, Any]) -> tuple[str, ...]:
+    """{"optim.lr": 0.1} -> ("--optim.lr", "0.1")."""
+    return tuple(word for name, value in settings.items() for word in (f"--{name}", str(value)))
+
+
+def described(module: types.ModuleType) -> str:
+    """A module's docstring, as one experiment's description."""
+    return inspect.cleandoc(module.__doc__ or "")
+
+
+def own_experiment(words: Sequence[str]) -> Experiment:
+    """The experiment of a user's own settings, with their task. Errors: ConfigError."""
+    config = load_config(list(words))
+    if config.train.steps < 2:
+        raise ConfigError(f"train.steps={config.train.steps} has no loss curve; use at least 2")
+    return Experiment(config.task.target.rpartition(":")[2], f"`{config.task.target}`, as set.", words)

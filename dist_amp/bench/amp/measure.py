@@ -1,0 +1,347 @@
+"""An experiment in every precision: what it learns, what memory it takes, and how long its steps are.
+
+A precision learns first: train_step on the run's own data, from the same weights, in the order of the main job. Then
+all of them stand in memory together, as many as fit, and take turns on micro-batches that lie on the device already:
+training, then inference, which is forward and loss in evaluation mode without gradients.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dist_amp.bench.amp.experiment import TRAIN, Experiment
+from dist_amp.bench.amp.roofline import count
+from dist_amp.bench.amp.ways import BY_HAND, FP32, TO_TRAIN, USUAL, WAYS, possible, set_scaler
+from dist_amp.bench.loops import Loop, Setup, bare
+from dist_amp.bench.timing import OUT_OF_MEMORY, in_turns, release, timed_block, why_not
+from dist_amp.data import Padding, build_batches, build_split
+from dist_amp.precision import set_tf32
+from dist_amp.proof.dtypes import tensors_in
+from dist_amp.run import Config, Run, build_run
+from dist_amp.runtime import World
+from dist_amp.step import accumulation_steps, train_step
+from dist_amp.task import build_task
+
+FIRST_STEPS = 3  # of a loop: they compile, and take memory that is not needed again
+STEPS_OF_DATA = 4  # that lie on the device, again and again
+MOST_SKIPS = 20  # in a row; a scale of 2^16 is below 1 by then
+MOST_GRAPHS = 1000  # of one class of blocks
+EAGER, COMPILED = "eager", "compiled"
+FORMS = (EAGER, COMPILED)
+
+
+class Bench(Protocol):
+    """What the command tells of itself."""
+
+    world: World
+    words: Sequence[str]  # on top of an experiment's settings
+    backend: str
+    forms: Sequence[str]
+    modes: Sequence[str]
+    ways: Sequence[str]
+    rounds: int
+    block_seconds: float
+    seconds_left: float
+
+
+class NoTime(Exception):
+    """The bench's minutes are over."""
+
+
+class WithMeans:
+    """A task as the loop by hand wants it: a mean loss of each micro-batch."""
+
+    def __init__(self, task: Any):
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def loss(self, model: nn.Module, batch: Any, reduction: str) -> Tensor:
+        return self._task.loss_sum(model, batch) / self._task.weight(batch)
+
+
+@dataclass
+class Contender:
+    """One precision, ready to be timed; run: None for the loop by hand."""
+
+    loop: Loop
+    run: Run | None
+    base_bytes: int  # on the device before it came
+    tf32: bool
+    seconds: dict[str, float] = field(default_factory=dict)  # per step, roughly, by mode
+
+
+def measure(bench: Bench, experiment: Experiment) -> dict[str, Any]:
+    """The experiment's groups of figures, curves, work and pictures; what there is no time for is named."""
+    config = experiment.config(*bench.words)
+    told: dict[str, Any] = {
+        "steps": config.train.steps,
+        "micro_batch_size": config.train.micro_batch_size,
+        "accumulation": accumulation_steps(config.train, 1),
+        "target": config.task.target,
+        "groups": [],
+        "curves": {},
+        "work": {},
+        "pictures": {},
+        "left_out": [],
+    }
+    names = [name for name in (*TO_TRAIN, *experiment.ways) if name in bench.ways]
+    for form in bench.forms:
+        by_hand = [name for name, way in BY_HAND.items() if way in names] if form == EAGER else []
+        entrants = [*names, *by_hand] if form == EAGER else [name for name in names if name in USUAL]
+        arena = Arena(bench, experiment, form, config.train.micro_batch_size, learns=form == EAGER)
+        arena.measure(possible(entrants, bench.world.device), bench.modes)
+        told["groups"] += arena.groups
+        if form == EAGER:
+            told |= {"parameters": arena.parameters, "curves": arena.curves, "work": arena.work}
+            told["pictures"] = arena.pictures
+    for size in experiment.batches if TRAIN in bench.modes else ():
+        arena = Arena(bench, experiment, EAGER, size, learns=False)
+        arena.measure(possible([name for name in USUAL if name in names], bench.world.device), [TRAIN])
+        told["groups"] += arena.groups
+    return told
+
+
+class Arena:
+    """The precisions of one form and micro-batch size, beside each other."""
+
+    def __init__(self, bench: Bench, experiment: Experiment, form: str, size: int, learns: bool):
+        self.bench, self.experiment, self.form, self.size, self.learns = bench, experiment, form, size, learns
+        self.device = bench.world.device
+        self.task: Any = None
+        self.data: list[list[Any]] = []
+        self.parameters = 0
+        self.contenders: dict[str, Contender] = {}
+        self.rows: dict[str, dict[str, dict[str, Any]]] = {mode: {} for mode in bench.modes}
+        self.curves: dict[str, list[float]] = {}
+        self.work: dict[str, dict[str, Any]] = {mode: {} for mode in bench.modes}
+        self.pictures: dict[str, Tensor] = {}
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        about = {"form": self.form, "micro_batch_size": self.size}
+        return [{"mode": mode, **about, "rows": rows} for mode, rows in self.rows.items() if rows]
+
+    def config(self, name: str) -> Config:
+        words = [*self.bench.words, *WAYS[BY_HAND.get(name, name)].words]
+        words += ["--train.micro_batch_size", str(self.size)]
+        if self.form == COMPILED:
+            words += ["--compile.blocks", "true", "--compile.backend", self.bench.backend]
+        return self.experiment.config(*words)
+
+    def measure(self, names: Sequence[str], modes: Sequence[str]) -> None:
+        """All of it, for each of the names; those that have no room beside the others come after them."""
+        self.rows = {mode: {} for mode in modes}
+        # Torch counts by a forward's source, which all precisions' blocks share, in training and in evaluation.
+        with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS) if self.form == COMPILED else nullcontext():
+            for name in names:
+                why = self.enter(name)
+                if why == OUT_OF_MEMORY and len(self.contenders) > 1:  # perhaps because of the others
+                    self.time_all()
+                    self.leave(but=FP32)
+                    why = self.enter(name)
+                if why:
+                    self.rows[modes[0]][name] = {"cant": why}
+            self.time_all()
+        self.leave()
+        if self.form == COMPILED:
+            torch.compiler.reset()  # the code would be taken for the next experiment's
+        self.task, self.data = None, []
+        release(self.device)
+
+    def enter(self, name: str) -> str:
+        """Build it, let it learn, and look at its memory; returns why that can't be, "" if it can."""
+        release(self.device)
+        try:
+            if self.bench.seconds_left < 0:
+                raise NoTime
+            contender = self.build(name)
+            if contender.run is not None and self.learns and TRAIN in self.rows:
+                self.curves[name] = self.learn(contender.run)
+            for mode in self.rows:
+                if mode == TRAIN or name in USUAL:
+                    self.rows[mode][name] = self.warm(contender, mode)
+        except NoTime:
+            return "left out: no time"
+        except Exception as error:  # which is not kept: it would hold what is on the device
+            return why_not(error)
+        self.contenders[name] = contender
+        return ""
+
+    def build(self, name: str) -> Contender:
+        config, world = self.config(name), self.bench.world
+        if self.task is None:
+            self.task = build_task(config.task, config.data)
+            self.data = first_steps(config, self.task, world)
+        base = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        tf32 = config.precision.tf32
+        if name in BY_HAND:
+            loop = bare(Setup(config, world, WithMeans(self.task)))
+            return Contender(Loop(loop.module, loop.step, lambda: set_tf32(tf32)), None, base, tf32)
+        run = build_run(config, world, self.task)
+        set_scaler(run, WAYS[name])
+        self.parameters = sum(p.numel() for p in run.parallel.module.parameters())
+        loop = Loop(run.parallel.module, lambda batches: train_step(run, batches), lambda: set_tf32(tf32))
+        return Contender(loop, run, base, tf32)
+
+    def learn(self, run: Run) -> list[float]:
+        """The loss of each step of the main job.
+
+        A skipped step is taken again on the same samples, a few times: so curves are compared update by update, and
+        the scaler's first steps, in which it finds its scale, count for nothing.
+        """
+        curve = []
+        for _ in range(run.config.train.steps):
+            micro_batches = next(run.data)
+            for _ in range(MOST_SKIPS):
+                if self.bench.seconds_left < 0:
+                    raise NoTime
+                report = train_step(run, micro_batches)
+                if bool(report.applied):
+                    break
+            curve.append(report.loss_sum / report.weight)
+        run.data.close()
+        return torch.stack(curve).tolist()
+
+    def warm(self, contender: Contender, mode: str) -> dict[str, Any]:
+        """First steps, which are not counted; then one that is, for its memory."""
+        loop, run = self.loop(contender, mode), contender.run
+        contender.seconds[mode] = timed_block(self.bench.world, loop, self.data, FIRST_STEPS)
+        row: dict[str, Any] = {}
+        if (peak := peak_bytes(self.device, contender, mode, lambda: loop.step(self.data[0]))) is not None:
+            row["peak_bytes"] = peak
+        if self.device.type == "cuda":  # without what was compiled in the first ones
+            contender.seconds[mode] = timed_block(self.bench.world, loop, self.data, FIRST_STEPS)
+        if run is not None and mode == TRAIN:
+            row["skipped_steps"] = int(run.optimizer.skipped_steps)
+        return row
+
+    def loop(self, contender: Contender, mode: str) -> Loop:
+        """What is timed in a mode."""
+        run = contender.run
+        if mode == TRAIN or run is None:
+            contender.loop.module.train()
+            return contender.loop
+        return inference(run, contender.tf32)
+
+    def time_all(self) -> None:
+        """By turns; and what each of them counts."""
+        bench = self.bench
+        for mode, rows in self.rows.items():
+            loops = {name: self.loop(contender, mode) for name, contender in self.contenders.items() if name in rows}
+            slowest = max((self.contenders[name].seconds[mode] for name in loops), default=1.0)
+            steps = max(1, round(bench.block_seconds / slowest))
+            seconds, failed = in_turns(
+                bench.world, loops, self.data, bench.rounds, steps, lambda: bench.seconds_left > 0
+            )
+            for name, why in failed.items():
+                rows[name]["cant"] = why
+            for name, own in seconds.items():
+                rows[name].setdefault("seconds", []).extend(own)
+                if FP32 in seconds:
+                    speeds = [theirs / mine for theirs, mine in zip(seconds[FP32], own, strict=True)]
+                    rows[name].setdefault("of_fp32", []).extend(speeds)
+            for name in loops if self.learns else ():
+                if name not in self.work[mode] and name not in BY_HAND and name not in failed:
+                    self.note(name, mode, loops[name])
+
+    def note(self, name: str, mode: str, loop: Loop) -> None:
+        """What a step asks of the device; and the picture that the model has learned to draw."""
+        contender = self.contenders[name]
+        loop.prepare()
+        self.work[mode][name] = count(lambda: loop.step(self.data[0]), self.device, contender.tf32)
+        run = contender.run
+        if run is not None and mode == TRAIN and self.experiment.draws:
+            with run.parallel.evaluating(), run.precision.autocast():
+                self.pictures[name] = run.task.sample(run.parallel.module)  # type: ignore[attr-defined]
+
+    def leave(self, but: str = "") -> None:
+        """Make room."""
+        for name in [name for name in self.contenders if name != but]:
+            contender = self.contenders.pop(name)
+            if contender.run is not None:
+                contender.run.data.close()
+        release(self.device)
+
+
+def first_steps(config: Config, task: Any, world: World) -> list[list[Any]]:
+    """The micro-batches of the first few steps, on the device, as many as are whole."""
+    split, size = build_split(task, "train", world), config.train.micro_batch_size
+    micro_batches = accumulation_steps(config.train, 1)
+    steps = min(STEPS_OF_DATA, len(split) // (size * micro_batches) if split is not None else 1)
+    batches = build_batches(config.data, task, split, size, micro_batches, config.run.seed, world)
+    data = list(itertools.islice(batches, max(steps, 1)))
+    batches.close()
+    return data
+
+
+def inference(run: Run, tf32: bool) -> Loop:
+    """Forward and loss as an evaluation takes them: without dropout, and without a graph for backward."""
+
+    def prepare() -> None:
+        set_tf32(tf32)
+        run.parallel.module.eval()
+
+    def step(micro_batches: Sequence[Any]) -> None:
+        for batch in micro_batches:
+            with torch.no_grad(), run.precision.autocast():
+                run.task.loss_sum(run.model, batch.batch if isinstance(batch, Padding) else batch)
+
+    return Loop(run.parallel.module, step, prepare)
+
+
+def peak_bytes(device: torch.device, contender: Contender, mode: str, step: Callable[[], object]) -> int | None:
+    """What a step holds at its highest point: for training with weights and moments, for inference with weights alone.
+
+    On a GPU by torch's allocator. On a CPU by what its profiler sees handed out and taken back within the step, and the
+    state's size; None for the loop by hand, whose state is not known there.
+    """
+    run = contender.run
+    weights = size_of([*contender.loop.module.parameters(), *contender.loop.module.buffers()])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        return peak - contender.base_bytes if mode == TRAIN else peak - held + weights
+    if run is None:
+        return None
+    moments = size_of(run.optimizer.torch_optimizer.state.values()) if mode == TRAIN else 0
+    return weights + moments + rise_on_host(step)
+
+
+def size_of(tensors: Any) -> int:
+    """Bytes of the tensors in a collection, however nested."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(list(tensors)))
+
+
+def rise_on_host(call: Callable[[], object]) -> int:
+    """By how many bytes torch's memory on the CPU rises, at most, in the midst of a call."""
+    on_cpu = [torch.profiler.ProfilerActivity.CPU]
+    with mute(), torch.profiler.profile(activities=on_cpu, profile_memory=True) as profiler:
+        call()
+    events: Any = profiler.profiler
+    handed = sorted((e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]")
+    return max(itertools.accumulate((size for _, size in handed), initial=0))
+
+
+@contextmanager
+def mute() -> Iterator[None]:
+    """Without what libraries in C++ write to stderr, past Python."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
