@@ -48,10 +48,11 @@ from dist_amp.bench.report import BARE, OURS, PEERS, save
 from dist_amp.command import Parser, exit_status
 from dist_amp.config import ConfigError
 from dist_amp.data import DataConfig, build_batches, build_split
+from dist_amp.failure import first_line
 from dist_amp.fused import local
 from dist_amp.precision import DTYPES
 from dist_amp.run import load_config
-from dist_amp.runtime import World, first_line
+from dist_amp.runtime import World
 
 BLOCK = 10  # steps; with all figures logged every so many
 ACCUMULATION = 4
