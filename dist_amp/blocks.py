@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_i
 from torch.utils.checkpoint import checkpoint
 
 from dist_amp.config import ConfigError, Range, nearest_name
-from dist_amp.runtime import World, first_line
+from dist_amp.failure import first_line
+from dist_amp.runtime import World
 
 Checkpointing = Annotated[int, Range(low=1)] | Literal["none", "full"]
 Forward = Callable[..., Any]

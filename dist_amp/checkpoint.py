@@ -221,7 +221,7 @@ def _set_state(run: "Run", manifest: Manifest, state: dict[str, Any], same_world
     run.optimizer.bind_learning_rate()
     if "scaler" in state:
         run.precision.load_state_dict(state["scaler"])
-    if (weights := state.get("expected_weights")) is not None and weights[0] > 0:
+    if (weights := state.get("expected_weights")) is not None and torch.fmax(*weights) > 0:
         run.parallel.expect(weights)
     run.step, run.data.position = manifest.step, manifest.samples
     run.metrics.resume(manifest.evaluation, manifest.evaluated_step, manifest.best, state["interval"], same_world)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dist_amp.config import ConfigError, Failure
-from dist_amp.runtime import report_failure
+from dist_amp.failure import report_failure
 
 
 class Parser(argparse.ArgumentParser):

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from dist_amp.config import Range
-from dist_amp.runtime import DataError, World, die_with_parent, ignore_stop_signals, in_one_line, seed_all
+from dist_amp.failure import in_one_line
+from dist_amp.runtime import DataError, World, die_with_parent, ignore_stop_signals, seed_all
 from dist_amp.task import Task
 
 

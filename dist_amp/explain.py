@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from dist_amp.config import Failure
 from dist_amp.data import Batches, samples_text
-from dist_amp.runtime import DataError, World, first_line
+from dist_amp.failure import first_line
+from dist_amp.runtime import DataError, World
 
 ANSWER_SECONDS = 5.0  # in which a rank that is alive says so, when a collective has failed
 

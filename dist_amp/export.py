@@ -18,7 +18,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,10 +43,11 @@ from dist_amp.checkpoint_files import (
     sync_folder,
     write_synced,
 )
+from dist_amp.command import Parser, exit_status
 from dist_amp.config import ConfigError, Failure
 from dist_amp.resume import check_tensors, newest_whole
 from dist_amp.run import Config, load_config, to_toml
-from dist_amp.runtime import DataError, World, report_failure, seed_all
+from dist_amp.runtime import DataError, World, seed_all
 from dist_amp.task import Task, build_task
 
 MODEL = "model.safetensors"
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     usage = "RUN_OR_CHECKPOINT --out DIR [--dtype bf16|fp32] [--section.key VALUE ...]"
-    parser = Parser("python -m dist_amp.export", usage, __doc__ or "")
+    parser = PathParser("python -m dist_amp.export", usage, __doc__ or "")
     parser.add_argument("--out", required=True, metavar="DIR", help="where to write; an export in it is replaced")
     parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="of floating-point tensors; default fp32")
     path, options, settings = parser.read(argv)
@@ -81,21 +82,12 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def exit_status(run: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
-    try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except Failure as error:
-        return report_failure(error, None)[0]
-    except SystemExit as reported:  # argparse, after --help
-        return int(reported.code or 0)
-
-
-class Parser(argparse.ArgumentParser):
+class PathParser(Parser):
     """A path, the command's own options, and settings of a run; a mistake is a ConfigError that ends with the usage."""
 
     def __init__(self, prog: str, usage: str, about: str):
-        raw = argparse.RawDescriptionHelpFormatter
-        super().__init__(usage=f"{prog} {usage}", description=about, formatter_class=raw, allow_abbrev=False)
+        super().__init__(prog, about)
+        self.usage = f"{prog} {usage}"
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.format_usage().strip()}")

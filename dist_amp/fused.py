@@ -20,7 +20,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Bundle:
     """What one call of a kernel updates: parameters of one group, device and dtype, with their state by its names."""
 
     group: dict[str, Any]
@@ -28,11 +28,11 @@ class Batch:
     state: dict[str, list[Tensor]]
     sharded: bool
 
-    def with_gradients(self) -> "Batch":
+    def with_gradients(self) -> "Bundle":
         """The part of it that has gradients in this step."""
         there = [index for index, p in enumerate(self.parameters) if p.grad is not None]
         state = {name: [values[index] for index in there] for name, values in self.state.items()}
-        return Batch(self.group, [self.parameters[index] for index in there], state, self.sharded)
+        return Bundle(self.group, [self.parameters[index] for index in there], state, self.sharded)
 
     def own(self) -> tuple[list[Tensor], list[Any]]:
         """(parameters, gradients): this rank's shards. FSDP2 may replace a shard's tensor, so they are not kept."""
@@ -58,14 +58,14 @@ class _OnLists(torch.optim.Optimizer):
         for group in self.param_groups:
             if option := next((name for name in ("amsgrad", "dampening") if group.get(name)), ""):
                 raise ConfigError(f"{option}={group[option]} is not for the fused path; use optim.fused=false with it")
-        if not hasattr(self, "_batches"):
+        if not hasattr(self, "_bundles"):
             self.register_load_state_dict_post_hook(lambda _: self.bind())
         kinds: dict[tuple[Any, ...], tuple[dict[str, Any], list[Tensor]]] = {}
         for number, group in enumerate(self.param_groups):
             for p in group["params"]:
                 kinds.setdefault((number, p.device, p.dtype, type(p)), (group, []))[1].append(p)
-        self._batches = [
-            Batch(
+        self._bundles = [
+            Bundle(
                 group,
                 parameters,
                 {name: [local(self.state[p][name]) for p in parameters] for name in self.state[parameters[0]]},
@@ -73,17 +73,17 @@ class _OnLists(torch.optim.Optimizer):
             )
             for group, parameters in kinds.values()
         ]
-        self._all = [p for batch in self._batches for p in batch.parameters]
+        self._all = [p for bundle in self._bundles for p in bundle.parameters]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
-        batches = self._batches
+        bundles = self._bundles
         if any(p.grad is None for p in self._all):
             self._count_apart()
-            batches = [part for batch in batches if (part := batch.with_gradients()).parameters]
-        self._update(batches)
+            bundles = [part for bundle in bundles if (part := bundle.with_gradients()).parameters]
+        self._update(bundles)
         for after in self._optimizer_step_post_hooks.values():
             after(self, (), {})
 
@@ -93,26 +93,26 @@ class _OnLists(torch.optim.Optimizer):
     def _count_apart(self) -> None:
         """Called before a step in which some parameters stay as they are."""
 
-    def _update(self, batches: list[Batch]) -> None:
+    def _update(self, bundles: list[Bundle]) -> None:
         raise NotImplementedError
 
 
 class FusedSGD(_OnLists, torch.optim.SGD):
     """torch's own takes no learning rate on the device for sharded parameters."""
 
-    def _update(self, batches: list[Batch]) -> None:
-        for batch in batches:
-            parameters, gradients = batch.own()
+    def _update(self, bundles: list[Bundle]) -> None:
+        for bundle in bundles:
+            parameters, gradients = bundle.own()
             torch._fused_sgd_(
                 parameters,
                 gradients,
-                batch.state.get("momentum_buffer", []),
-                lr=batch.group["lr"],
-                momentum=batch.group["momentum"],
-                weight_decay=batch.group["weight_decay"],
+                bundle.state.get("momentum_buffer", []),
+                lr=bundle.group["lr"],
+                momentum=bundle.group["momentum"],
+                weight_decay=bundle.group["weight_decay"],
                 dampening=0.0,
-                nesterov=batch.group["nesterov"],
-                maximize=batch.group["maximize"],
+                nesterov=bundle.group["nesterov"],
+                maximize=bundle.group["maximize"],
                 is_first_step=False,
                 grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
@@ -131,36 +131,36 @@ class FusedAdamW(_OnLists, torch.optim.AdamW):
         self._note_counts()
 
     def _note_counts(self) -> None:
-        self._counts = list({id(count): count for batch in self._batches for count in batch.state["step"]}.values())
+        self._counts = list({id(count): count for bundle in self._bundles for count in bundle.state["step"]}.values())
 
     def _count_apart(self) -> None:
         if len(self._counts) == 1 < len(self._all):
-            for batch in self._batches:
-                for index, p in enumerate(batch.parameters):
-                    batch.state["step"][index] = self.state[p]["step"] = self._counts[0].clone()
+            for bundle in self._bundles:
+                for index, p in enumerate(bundle.parameters):
+                    bundle.state["step"][index] = self.state[p]["step"] = self._counts[0].clone()
             self._note_counts()
 
-    def _update(self, batches: list[Batch]) -> None:
-        whole = batches is self._batches
-        for count in self._counts if whole else [count for batch in batches for count in batch.state["step"]]:
+    def _update(self, bundles: list[Bundle]) -> None:
+        whole = bundles is self._bundles
+        for count in self._counts if whole else [count for bundle in bundles for count in bundle.state["step"]]:
             count.add_(1 if self.applied is None else self.applied)
-        for batch in batches:
-            parameters, gradients = batch.own()
-            beta1, beta2 = batch.group["betas"]
+        for bundle in bundles:
+            parameters, gradients = bundle.own()
+            beta1, beta2 = bundle.group["betas"]
             torch._fused_adamw_(
                 parameters,
                 gradients,
-                batch.state["exp_avg"],
-                batch.state["exp_avg_sq"],
+                bundle.state["exp_avg"],
+                bundle.state["exp_avg_sq"],
                 [],
-                batch.state["step"],
-                lr=batch.group["lr"],
+                bundle.state["step"],
+                lr=bundle.group["lr"],
                 beta1=beta1,
                 beta2=beta2,
-                weight_decay=batch.group["weight_decay"],
-                eps=batch.group["eps"],
+                weight_decay=bundle.group["weight_decay"],
+                eps=bundle.group["eps"],
                 amsgrad=False,
-                maximize=batch.group["maximize"],
+                maximize=bundle.group["maximize"],
                 grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
             )

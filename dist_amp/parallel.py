@@ -93,9 +93,8 @@ class Parallel:
         self.state_device = state_device  # where parameters and moments live: the device, unless offloaded
         self.gradient_sync = sync  # gradient_sync(on): the context around a micro-batch's forward and backward
         self._unchecked = True
-        # The total weights of the last two steps, and the larger one, which the next step is expected to have: after an
-        # epoch's short end, or a step that counted for nothing, comes a whole one. 0 before the first.
-        self._last_weight = self.next_weight = torch.zeros((), device=world.device)
+        # The total weights of the step before the last one, and of the last; 0 before the first.
+        self._last_weights = (torch.zeros((), device=world.device),) * 2
         self._expects = False
         self._world = torch.full((), float(world.world_size), device=world.device)
         self._at_once = dist.AllreduceOptions()
@@ -116,26 +115,32 @@ class Parallel:
         return torch.zeros((), device=self.device)
 
     def expected_weight(self, own: Tensor) -> Tensor:
-        """The mean over ranks of the step's weight, as far as it is known before `totals`: see `next_weight`.
+        """The mean over ranks of the step's weight, as far as it is known before `totals`; equal on every rank.
 
-        Equal on every rank. So a step begins without waiting for the other ranks; and losses are divided by about what
-        they are to be divided by, which keeps fp16 in its range. own: this rank's, which is the mean of one process.
+        The larger of the last two steps' totals: after an epoch's short end, or a step that counted for nothing, comes
+        a whole one. So a step begins without waiting for the other ranks; and losses are divided by about what they are
+        to be divided by, which keeps fp16 in its range. own: this rank's, which is the mean of one process.
         """
         if self.world_size == 1:
             return own
         if not self._expects:
             total = self.sum(own)
             self.expect(torch.stack((total, total)))
-        return self.next_weight / self._world
+        return torch.fmax(*self._last_weights) / self._world
 
     @property
     def weights(self) -> Tensor:
-        """What `expect` takes, to go on from here: [2] float32, the next step's expected weight and the last one's."""
-        return torch.stack((self.next_weight, self._last_weight))
+        """What `expect` takes, to go on from here: [2] float32, the last two steps' totals, the later one last.
+
+        Checkpoints have had the larger of the two in the first place, which comes to the same: the larger of the pair
+        is what the next step is expected to have, and the last step's alone counts for the one after that.
+        """
+        return torch.stack(self._last_weights)
 
     def expect(self, weights: Tensor) -> None:
         """Go on from the total weights of before, whatever number of ranks had them."""
-        self.next_weight, self._last_weight = weights.to(self.device).unbind()
+        before, last = weights.to(self.device).unbind()
+        self._last_weights = (before, last)
         self._expects = True
 
     @property
@@ -159,7 +164,7 @@ class Parallel:
             gradients = [local(gradient) for gradient in gradients]
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).to(self.device)
         if self.world_size == 1:
-            self.next_weight, self._last_weight = torch.fmax(own_weight, self._last_weight), own_weight
+            self._last_weights = (self._last_weights[1], own_weight)
             norm = torch.linalg.vector_norm(norms)
             return Totals(norm / precision.scale if precision.scales else norm, own_weight, precision.scale)
         sums = torch.stack((norms.dot(norms), own_weight))
@@ -172,7 +177,7 @@ class Parallel:
         divisor = mean_weight / expected
         if precision.scales:
             divisor *= precision.scale
-        self.next_weight, self._last_weight = torch.fmax(weight, self._last_weight), weight
+        self._last_weights = (self._last_weights[1], weight)
         return Totals(square.sqrt() / divisor, weight, divisor)
 
     def _check_all_have_gradients(self) -> None:

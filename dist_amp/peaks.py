@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dist_amp.checkpoint import as_it_was
 from dist_amp.config import Failure
-from dist_amp.runtime import DataError, in_one_line
+from dist_amp.failure import in_one_line
+from dist_amp.runtime import DataError
 from dist_amp.task import Task
 
 if TYPE_CHECKING:

@@ -124,7 +124,7 @@ class Provenance:
                 with run.parallel.gradient_sync(True):
                     fault = examine(run.task, run.parallel.module, batch, share, run.precision)
             except Exception as error:
-                if run.parallel.strategy in ("fsdp", "hsdp"):
+                if run.parallel.sharded:
                     raise  # the other ranks are in a collective of this forward
                 fault, failure = None, f"{type(error).__name__}: {error}"
             run.optimizer.torch_optimizer.zero_grad(set_to_none=True)

@@ -6,7 +6,6 @@ Words as torchrun defines them: rank, local_rank, world_size. Nothing here knows
 import ctypes
 import gc
 import hashlib
-import json
 import logging
 import os
 import random
@@ -15,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -381,51 +379,3 @@ def _launch() -> str:
     except OSError:  # no /proc outside Linux
         started = ""
     return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {started}"
-
-
-def report_failure(error: BaseException, world: World | None) -> tuple[int, bool]:
-    """Say what went wrong, once for all ranks and last on the screen.
-
-    Returns this process's exit status, and whether it was the first to fail, hence the one that spoke.
-
-    A `Failure` is the user's to mend and gets its one line; anything else gets its traceback.
-    """
-    planned = isinstance(error, Failure)
-    rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
-    text = f"error: {error}" if planned else f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip()
-    first = _first_to_report(world)
-    if first:
-        sys.stdout.flush()
-        print(text, file=sys.stderr, flush=True)
-        _tell_torchrun(text)
-    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
-        time.sleep(10)  # torchrun shows the first to exit, and ends us once the rank that reports has
-    return error.exit_code if isinstance(error, Failure) else 1, first
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
-
-
-def in_one_line(error: BaseException) -> str:
-    """The error's type, its first line, and where it was raised."""
-    places = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
-    return f"{type(error).__name__}: {first_line(error)}{where}"
-
-
-def _first_to_report(world: World | None) -> bool:
-    if world is None or not dist.is_initialized():
-        # Found before the ranks met: the same mistake on all of a machine, perhaps not on all machines.
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-    try:
-        return dist.distributed_c10d._get_default_store().add(f"dist_amp/failures/{attempt()}", 1) == 1
-    except Exception:  # the store is gone with its host: better said twice than not at all
-        return True
-
-
-def _tell_torchrun(text: str) -> None:
-    """Hand torchrun the message for its own last lines."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

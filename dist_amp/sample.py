@@ -17,13 +17,13 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from dist_amp.checkpoint_files import MANIFEST, all_checkpoints
+from dist_amp.command import exit_status
 from dist_amp.config import ConfigError, Failure
 from dist_amp.export import (
     A_CHECKPOINT,
     MODEL,
-    Parser,
+    PathParser,
     build_model,
-    exit_status,
     find_checkpoint,
     load_config_of,
     read_weights,
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     usage = "RUN_OR_CHECKPOINT_OR_EXPORT [--section.key VALUE ...]"
-    path, _, settings = Parser("python -m dist_amp.sample", usage, __doc__ or "").read(argv)
+    path, _, settings = PathParser("python -m dist_amp.sample", usage, __doc__ or "").read(argv)
     exported = (path / MODEL).is_file() and not (path / MANIFEST).exists() and not all_checkpoints(path)
     folder = path if exported else find_checkpoint(path, f"{A_CHECKPOINT}, or an export's folder")
     config = load_config_of(folder, settings)

@@ -22,6 +22,7 @@ from dist_amp.checkpoint_files import MANIFEST, all_checkpoints, appears, set_as
 from dist_amp.checks import Tripwires
 from dist_amp.config import ConfigError, Failure
 from dist_amp.explain import Roll, explain_data, explain_disk
+from dist_amp.failure import in_one_line, report_failure
 from dist_amp.guards import check_free_space, check_restarts, die_with_torchrun, only_live_run
 from dist_amp.metrics import LogRow
 from dist_amp.metrics_files import plain_json
@@ -36,8 +37,6 @@ from dist_amp.runtime import (
     NumericsError,
     World,
     attempt,
-    in_one_line,
-    report_failure,
     run_folder,
     scheduled_garbage,
     start,

@@ -18,17 +18,18 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from queue import Empty
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import torch
 
+from dist_amp.command import Parser, exit_status
 from dist_amp.config import ConfigError, Failure, nearest_name
 from dist_amp.parallel import ParallelConfig, Strategy
 from dist_amp.proof.compare import Cell, Verdict, examine
 from dist_amp.proof.findings import Finding, find
 from dist_amp.proof.reference import GLOBAL_BATCH, STEPS, Exam
 from dist_amp.run import Config, load_config
-from dist_amp.runtime import World, locate, report_failure, start
+from dist_amp.runtime import World, locate, start
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 HEADER = (
@@ -43,12 +44,7 @@ on size. Exit status: 0 all pass, 1 something does not, 64 a setting, 65 the dat
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status: 0 all pass, 1 something does not, 64 and 65 as the main job's."""
-    try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except Failure as error:
-        return report_failure(error, None)[0]
-    except SystemExit as reported:
-        return int(reported.code or 0)
+    return exit_status(run, argv)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -65,20 +61,9 @@ def run(argv: Sequence[str]) -> int:
     return verify(rest, options.world_sizes, options.strategies, options.precisions)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m dist_amp.verify --help")
-
-
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """(this command's options, what is left: the settings of a run)."""
-    parser = Parser(
-        prog="python -m dist_amp.verify",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m dist_amp.verify", __doc__, EPILOG)
     add = parser.add_argument
     add("--world_sizes", default=[1, 2, 4], type=_world_sizes, metavar="1,2,4", help="how many ranks; default 1,2,4")
     add("--strategies", default=list(get_args(Strategy)), type=_some_of("strategies", get_args(Strategy)),

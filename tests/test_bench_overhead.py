@@ -12,9 +12,11 @@ from dist_amp.bench.__main__ import BENCHES
 from dist_amp.bench.__main__ import main as bench
 from dist_amp.bench.harness import median_interval
 from dist_amp.bench.loops import bare
+from dist_amp.bench.overhead_report import OUR_UPDATE, TELEMETRY, UPDATE, Cell, verdict
+from dist_amp.bench.report import PEERS
 from dist_amp.runtime import World
 
-TINY = overhead.Cell("tiny", "bf16", 1, "single")
+TINY = Cell("tiny", "bf16", 1, "single")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +49,7 @@ def test_table_and_report_tell_the_same(report):
         assert text.startswith(f"{cell['workload']:<8} {cell['precision']:<9}")
         assert row["loop"] in text
         if "cant" in row:
-            assert row["loop"] in overhead.PEERS
+            assert row["loop"] in PEERS
             assert row["cant"] in text
             continue
         low, high = row["interval"]
@@ -64,7 +66,7 @@ def test_the_loop_by_hand_and_train_step_train_the_same_parameters(report, preci
     (cell,) = [cell for cell in report[1]["cells"] if cell["precision"] == precision]
     # A float32's last place is 6e-8 of the largest parameter: some of it for each of 20 steps.
     assert cell["parity"]["dist_amp"] < 1e-6
-    assert cell["parity"][overhead.TELEMETRY] < 1e-6
+    assert cell["parity"][TELEMETRY] < 1e-6
     assert cell["parity"]["bare again"] == 0
 
 
@@ -82,7 +84,7 @@ def test_an_ordinary_step_reads_nothing_and_a_logging_step_once(report, precisio
     (cell,) = [cell for cell in report[1]["cells"] if cell["precision"] == precision]
     assert cell["host_reads"]["dist_amp"] == [0]
     # A log step's figures are read a step later.
-    assert cell["host_reads"][overhead.TELEMETRY] == [1] + [0] * 9
+    assert cell["host_reads"][TELEMETRY] == [1] + [0] * 9
 
 
 def test_the_median_of_twenty_lies_between_the_sixth_and_the_fifteenth():
@@ -94,9 +96,9 @@ def test_the_median_of_twenty_lies_between_the_sixth_and_the_fifteenth():
 
 def test_a_missed_target_is_told():
     row = {"loop": "dist_amp", "ratio": 0.96, "target": 0.95, "parity": 1e-7, "host_reads": [0], "collectives": None}
-    assert overhead.verdict(row, 1e-6) == "missed: ratio"
-    assert overhead.verdict({**row, "ratio": 0.95}, 1e-6) == "met"
-    assert overhead.verdict({**row, "parity": 1e-5, "host_reads": [1]}, 1e-6) == "missed: ratio, parity, host reads"
+    assert verdict(row, 1e-6) == "missed: ratio"
+    assert verdict({**row, "ratio": 0.95}, 1e-6) == "met"
+    assert verdict({**row, "parity": 1e-5, "host_reads": [1]}, 1e-6) == "missed: ratio, parity, host reads"
 
 
 def raises(error):
@@ -107,7 +109,7 @@ def raises(error):
 
 
 def in_float32(setup):
-    return bare(overhead.build_setup(overhead.Cell("tiny", "fp32", 1, "single"), setup.world))
+    return bare(overhead.build_setup(Cell("tiny", "fp32", 1, "single"), setup.world))
 
 
 def unsharded(setup):
@@ -157,18 +159,18 @@ def test_the_command_alone_lists_the_benches(capsys):
 
 
 def sharded_cell(world):
-    return overhead.measure(world, overhead.Cell("tiny", "fp16", 2, "fsdp"), 1)
+    return overhead.measure(world, Cell("tiny", "fp16", 2, "fsdp"), 1)
 
 
 @pytest.mark.slow
 def test_on_shards_the_update_meets_the_other_ranks_once():
     told = on_ranks(2, sharded_cell)[0]
     assert told["collectives"] == {
-        overhead.UPDATE: 2,
-        overhead.OUR_UPDATE: 1,
+        UPDATE: 2,
+        OUR_UPDATE: 1,
     }  # the textbook: the norm, and the verdict
-    assert told["host_reads"][overhead.OUR_UPDATE] == [0]
-    assert told["parity"][overhead.OUR_UPDATE] < 1e-6
+    assert told["host_reads"][OUR_UPDATE] == [0]
+    assert told["parity"][OUR_UPDATE] < 1e-6
     assert told["parity"]["dist_amp"] < 1e-6
 
 

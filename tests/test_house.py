@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "dist_amp"
 # but need not be read with it.
 FILES = {"blocks", "checkpoint_files", "checkpoint_writing", "resume", "interval", "metrics_files"}
 FLOORS = {
-    1: {"config", "runtime", "rendezvous", "precision", "fused", "optim", "task"},
+    1: {"config", "runtime", "rendezvous", "failure", "precision", "fused", "optim", "task"},
     2: {"parallel", "data", "metrics", "checkpoint", *FILES},
     3: {"step"},
     4: {"run"},

@@ -362,7 +362,8 @@ def uneven_steps(world, strategy):
     run = make_run(world, Tiny(uneven=True), "--parallel.strategy", strategy, "--train.micro_batch_size", 1,
                    "--use_amp", "false", "--train.max_grad_norm", 1e6)  # fmt: skip
     reports = take_steps(run, 8)
-    return [r.norm.item() for r in reports], [r.weight.item() for r in reports], run.parallel.next_weight.item()
+    expected = run.world.world_size * run.parallel.expected_weight(torch.zeros(()))
+    return [r.norm.item() for r in reports], [r.weight.item() for r in reports], expected.item()
 
 
 def test_a_weight_that_is_not_the_expected_one_is_divided_out():

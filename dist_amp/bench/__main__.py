@@ -15,8 +15,8 @@ from dist_amp.bench.collectives import main as collectives
 from dist_amp.bench.gpu import main as gpu
 from dist_amp.bench.overhead import main as overhead
 from dist_amp.bench.tripwires import main as tripwires
+from dist_amp.command import exit_status
 from dist_amp.config import ConfigError, nearest_name
-from dist_amp.runtime import report_failure
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "gpu": gpu,
@@ -28,8 +28,12 @@ BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hand the rest of the command line to the bench that its first word names; return the exit status."""
-    words = sys.argv[1:] if argv is None else argv
+    """The command; returns the exit status."""
+    return exit_status(call, argv)
+
+
+def call(words: Sequence[str]) -> int:
+    """Hand the rest of the words to the bench that the first one names; returns its exit status."""
     if not words or words[0] in ("-h", "--help"):
         print(__doc__.strip())  # type: ignore[union-attr]
         return 0
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in BENCHES:
         near = nearest_name(name, list(BENCHES))
         hint = f"did you mean {near}?" if near else f"there are {', '.join(BENCHES)}"
-        return report_failure(ConfigError(f"there is no bench {name!r}; {hint}"), None)[0]
+        raise ConfigError(f"there is no bench {name!r}; {hint}")
     return BENCHES[name](rest)
 
 

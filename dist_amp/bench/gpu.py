@@ -40,11 +40,12 @@ from dist_amp.blocks import uncompiled
 from dist_amp.command import Parser, exit_status
 from dist_amp.config import ConfigError
 from dist_amp.data import DataConfig
+from dist_amp.failure import in_one_line
 from dist_amp.metrics import memory_bytes
 from dist_amp.peaks import flops_per_item, known_peak
 from dist_amp.precision import DTYPES
 from dist_amp.run import build_run, load_config
-from dist_amp.runtime import RunConfig, World, in_one_line, start
+from dist_amp.runtime import RunConfig, World, start
 from dist_amp.step import train_step
 from dist_amp.tasks.causal_lm import CausalLM
 

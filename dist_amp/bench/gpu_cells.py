@@ -79,7 +79,7 @@ class Contender:
 
     def own(self, setup: Setup) -> Setup:
         """The cell's setup, as this one takes it."""
-        precision = replace(setup.config.precision, dtype=self.precision)  # type: ignore[arg-type]
+        precision = replace(setup.config.precision, dtype=self.precision)
         return replace(setup, fused=self.fused, config=replace(setup.config, precision=precision))
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dist_amp.bench.loops import Loop
+from dist_amp.failure import first_line
 from dist_amp.interval import Clock
-from dist_amp.runtime import World, first_line
+from dist_amp.runtime import World
 
 OUT_OF_MEMORY = "out of memory; use smaller micro-batches"
 

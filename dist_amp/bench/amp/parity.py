@@ -2,10 +2,10 @@
 
     drift = the largest |mean of a window - float32's mean of it| / how far float32's windows fall
 
-over ten windows of equally many steps, from the same weights on the same samples. So a precision that learns nothing has
-a drift of 1, whatever the loss is measured in. The band is BAND times the precision's unit roundoff: for bfloat16 3.9 %,
-for float16 and TF32 0.5 %; what rounds no more than float32 gets the band of TF32, since training enlarges a difference
-in the last place as well.
+over ten windows of equally many steps, from the same weights on the same samples. So a precision that learns nothing
+has a drift of 1, whatever the loss is measured in. The band is BAND times the precision's unit roundoff: 3.9 % for
+bfloat16, 0.5 % for float16 and TF32; what rounds no more than float32 gets the band of TF32, since training enlarges a
+difference in the last place as well.
 """
 
 import math
@@ -34,7 +34,7 @@ def fall(curve: Sequence[float]) -> float:
 
 
 def drift(curve: Sequence[float], reference: Sequence[float]) -> float:
-    """Distance to float32's curve, as a share of what that learns: nan where it learns nothing, or a loss is not finite."""
+    """Distance to float32's curve, as a share of what that learns; nan where it learns nothing, or one is not finite."""
     learned = fall(reference)
     if not learned > 0:
         return math.nan

@@ -11,6 +11,7 @@ step is faster than the largest. Source: Williams et al. 2009, "Roofline", doi:1
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,13 +136,12 @@ def measure_ceilings(world: World) -> Ceilings:
     rates = {}
     for name, dtype in (DTYPES | ({"tf32": torch.float32} if device.type == "cuda" else {})).items():
         set_tf32(name == "tf32")
-        a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
-        rates[name] = 2 * edge**3 / fastest(lambda: a @ b)  # noqa: B023 (it is called at once)
+        square = torch.randn(edge, edge, device=device).to(dtype)
+        rates[name] = 2 * edge**3 / fastest(partial(torch.mm, square, square))
     set_tf32(False)
-    there, source = torch.empty(2, size // 4, device=device).unbind()
-    copying = fastest(lambda: there.copy_(source))
-    one = torch.zeros((), device=device)
-    launching = fastest(lambda: one.add_(1), LAUNCHES)
-    del a, b, there, source
+    whole = torch.zeros(size // 4, device=device)
+    copying = fastest(partial(torch.empty_like(whole).copy_, whole))
+    launching = fastest(partial(torch.zeros((), device=device).add_, 1), LAUNCHES)
+    del square, whole
     release(device)
     return Ceilings(rates, 2 * size / copying, launching)
