@@ -1,5 +1,6 @@
 """python -m dist_amp.bench NAME ...: measure what something costs. A NAME's own --help says more.
 
+amp          what mixed precision buys: time, memory and loss curves of every precision; of your own task as well
 gpu          tokens/s, MFU and memory of one GPU, against a loop written by hand, Accelerate and Lightning Fabric
 overhead     a step of train_step against a loop written by hand, Accelerate and Lightning Fabric
 collectives  what a step of each strategy sends for a config's model, on any number of ranks
@@ -10,6 +11,7 @@ tripwires    the share of the time that the tripwires take (under torchrun: pyth
 import sys
 from collections.abc import Callable, Sequence
 
+from dist_amp.bench.amp.__main__ import main as amp
 from dist_amp.bench.checkpoint import main as checkpoint
 from dist_amp.bench.collectives import main as collectives
 from dist_amp.bench.gpu import main as gpu
@@ -19,6 +21,7 @@ from dist_amp.command import exit_status
 from dist_amp.config import ConfigError, nearest_name
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
+    "amp": amp,
     "gpu": gpu,
     "overhead": overhead,
     "collectives": collectives,

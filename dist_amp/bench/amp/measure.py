@@ -7,10 +7,11 @@ training, then inference, which is forward and loss in evaluation mode without g
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,18 +37,23 @@ EAGER, COMPILED = "eager", "compiled"
 FORMS = (EAGER, COMPILED)
 
 
-class Bench(Protocol):
-    """What the command tells of itself."""
+@dataclass(frozen=True)
+class Effort:
+    """What is looked at, how closely, and until when."""
 
     world: World
     words: Sequence[str]  # on top of an experiment's settings
-    backend: str
+    backend: str  # of torch.compile
     forms: Sequence[str]
     modes: Sequence[str]
     ways: Sequence[str]
     rounds: int
-    block_seconds: float
-    seconds_left: float
+    block_seconds: float  # of steps between two clocks; 0: one step
+    ends: float  # time.monotonic()
+
+    @property
+    def seconds_left(self) -> float:
+        return self.ends - time.monotonic()
 
 
 class NoTime(Exception):
@@ -78,9 +84,9 @@ class Contender:
     seconds: dict[str, float] = field(default_factory=dict)  # per step, roughly, by mode
 
 
-def measure(bench: Bench, experiment: Experiment) -> dict[str, Any]:
+def measure(effort: Effort, experiment: Experiment) -> dict[str, Any]:
     """The experiment's groups of figures, curves, work and pictures; what there is no time for is named."""
-    config = experiment.config(*bench.words)
+    config = experiment.config(*effort.words)
     told: dict[str, Any] = {
         "steps": config.train.steps,
         "micro_batch_size": config.train.micro_batch_size,
@@ -92,19 +98,19 @@ def measure(bench: Bench, experiment: Experiment) -> dict[str, Any]:
         "pictures": {},
         "left_out": [],
     }
-    names = [name for name in (*TO_TRAIN, *experiment.ways) if name in bench.ways]
-    for form in bench.forms:
+    names = [name for name in (*TO_TRAIN, *experiment.ways) if name in effort.ways]
+    for form in effort.forms:
         by_hand = [name for name, way in BY_HAND.items() if way in names] if form == EAGER else []
         entrants = [*names, *by_hand] if form == EAGER else [name for name in names if name in USUAL]
-        arena = Arena(bench, experiment, form, config.train.micro_batch_size, learns=form == EAGER)
-        arena.measure(possible(entrants, bench.world.device), bench.modes)
+        arena = Arena(effort, experiment, form, config.train.micro_batch_size, learns=form == EAGER)
+        arena.measure(possible(entrants, effort.world.device), effort.modes)
         told["groups"] += arena.groups
         if form == EAGER:
             told |= {"parameters": arena.parameters, "curves": arena.curves, "work": arena.work}
             told["pictures"] = arena.pictures
-    for size in experiment.batches if TRAIN in bench.modes else ():
-        arena = Arena(bench, experiment, EAGER, size, learns=False)
-        arena.measure(possible([name for name in USUAL if name in names], bench.world.device), [TRAIN])
+    for size in experiment.batches if TRAIN in effort.modes else ():
+        arena = Arena(effort, experiment, EAGER, size, learns=False)
+        arena.measure(possible([name for name in USUAL if name in names], effort.world.device), [TRAIN])
         told["groups"] += arena.groups
     return told
 
@@ -112,16 +118,16 @@ def measure(bench: Bench, experiment: Experiment) -> dict[str, Any]:
 class Arena:
     """The precisions of one form and micro-batch size, beside each other."""
 
-    def __init__(self, bench: Bench, experiment: Experiment, form: str, size: int, learns: bool):
-        self.bench, self.experiment, self.form, self.size, self.learns = bench, experiment, form, size, learns
-        self.device = bench.world.device
+    def __init__(self, effort: Effort, experiment: Experiment, form: str, size: int, learns: bool):
+        self.effort, self.experiment, self.form, self.size, self.learns = effort, experiment, form, size, learns
+        self.device = effort.world.device
         self.task: Any = None
         self.data: list[list[Any]] = []
         self.parameters = 0
         self.contenders: dict[str, Contender] = {}
-        self.rows: dict[str, dict[str, dict[str, Any]]] = {mode: {} for mode in bench.modes}
+        self.rows: dict[str, dict[str, dict[str, Any]]] = {mode: {} for mode in effort.modes}
         self.curves: dict[str, list[float]] = {}
-        self.work: dict[str, dict[str, Any]] = {mode: {} for mode in bench.modes}
+        self.work: dict[str, dict[str, Any]] = {mode: {} for mode in effort.modes}
         self.pictures: dict[str, Tensor] = {}
 
     @property
@@ -130,10 +136,10 @@ class Arena:
         return [{"mode": mode, **about, "rows": rows} for mode, rows in self.rows.items() if rows]
 
     def config(self, name: str) -> Config:
-        words = [*self.bench.words, *WAYS[BY_HAND.get(name, name)].words]
+        words = [*self.effort.words, *WAYS[BY_HAND.get(name, name)].words]
         words += ["--train.micro_batch_size", str(self.size)]
         if self.form == COMPILED:
-            words += ["--compile.blocks", "true", "--compile.backend", self.bench.backend]
+            words += ["--compile.blocks", "true", "--compile.backend", self.effort.backend]
         return self.experiment.config(*words)
 
     def measure(self, names: Sequence[str], modes: Sequence[str]) -> None:
@@ -160,7 +166,7 @@ class Arena:
         """Build it, let it learn, and look at its memory; returns why that can't be, "" if it can."""
         release(self.device)
         try:
-            if self.bench.seconds_left < 0:
+            if self.effort.seconds_left < 0:
                 raise NoTime
             contender = self.build(name)
             if contender.run is not None and self.learns and TRAIN in self.rows:
@@ -176,7 +182,7 @@ class Arena:
         return ""
 
     def build(self, name: str) -> Contender:
-        config, world = self.config(name), self.bench.world
+        config, world = self.config(name), self.effort.world
         if self.task is None:
             self.task = build_task(config.task, config.data)
             self.data = first_steps(config, self.task, world)
@@ -201,7 +207,7 @@ class Arena:
         for _ in range(run.config.train.steps):
             micro_batches = next(run.data)
             for _ in range(MOST_SKIPS):
-                if self.bench.seconds_left < 0:
+                if self.effort.seconds_left < 0:
                     raise NoTime
                 report = train_step(run, micro_batches)
                 if bool(report.applied):
@@ -213,12 +219,12 @@ class Arena:
     def warm(self, contender: Contender, mode: str) -> dict[str, Any]:
         """First steps, which are not counted; then one that is, for its memory."""
         loop, run = self.loop(contender, mode), contender.run
-        contender.seconds[mode] = timed_block(self.bench.world, loop, self.data, FIRST_STEPS)
+        contender.seconds[mode] = timed_block(self.effort.world, loop, self.data, FIRST_STEPS)
         row: dict[str, Any] = {}
         if (peak := peak_bytes(self.device, contender, mode, lambda: loop.step(self.data[0]))) is not None:
             row["peak_bytes"] = peak
         if self.device.type == "cuda":  # without what was compiled in the first ones
-            contender.seconds[mode] = timed_block(self.bench.world, loop, self.data, FIRST_STEPS)
+            contender.seconds[mode] = timed_block(self.effort.world, loop, self.data, FIRST_STEPS)
         if run is not None and mode == TRAIN:
             row["skipped_steps"] = int(run.optimizer.skipped_steps)
         return row
@@ -233,13 +239,13 @@ class Arena:
 
     def time_all(self) -> None:
         """By turns; and what each of them counts."""
-        bench = self.bench
+        effort = self.effort
         for mode, rows in self.rows.items():
             loops = {name: self.loop(contender, mode) for name, contender in self.contenders.items() if name in rows}
             slowest = max((self.contenders[name].seconds[mode] for name in loops), default=1.0)
-            steps = max(1, round(bench.block_seconds / slowest))
+            steps = max(1, round(effort.block_seconds / slowest))
             seconds, failed = in_turns(
-                bench.world, loops, self.data, bench.rounds, steps, lambda: bench.seconds_left > 0
+                effort.world, loops, self.data, effort.rounds, steps, lambda: effort.seconds_left > 0
             )
             for name, why in failed.items():
                 rows[name]["cant"] = why

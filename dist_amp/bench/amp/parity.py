@@ -34,7 +34,7 @@ def fall(curve: Sequence[float]) -> float:
 
 
 def drift(curve: Sequence[float], reference: Sequence[float]) -> float:
-    """Distance to float32's curve, as a share of what that learns; nan where it learns nothing, or one is not finite."""
+    """Distance to float32's curve, as a share of what that learns; nan where it learns nothing or one has a nan."""
     learned = fall(reference)
     if not learned > 0:
         return math.nan

@@ -8,7 +8,6 @@ The largest of these three times is what a step is bound by. Each is a lower lim
 step is faster than the largest. Source: Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -35,7 +34,7 @@ SIZES = {"cuda": (8192, 2**28), "cpu": (512, 2**26)}
 class Work:
     """Of one step or forward. flops: by the dtype of the operands, "tf32" where float32 is rounded to it."""
 
-    flops: Counter[str] = field(default_factory=Counter)
+    flops: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
     operations: int = 0
 
@@ -87,7 +86,8 @@ class Count(TorchDispatchMode):
         self.work.operations += 1
         self.work.bytes += sum(map(extent, [*given, *fresh, *written]))
         if formula := FORMULAS.get(function.overloadpacket):
-            self.work.flops[self._dtype(given)] += formula(*args, **kwargs, out_val=out)
+            dtype = self._dtype(given)
+            self.work.flops[dtype] = self.work.flops.get(dtype, 0) + formula(*args, **kwargs, out_val=out)
         return out
 
     def _dtype(self, operands: list[Tensor]) -> str:

@@ -33,5 +33,11 @@ FULL = Experiment(
     targets=(Target(TRAIN, "fp16", 1.87, 0.49), Target(INFERENCE, "fp16", 1.48)),
     draws=True,
 )
-SMALLER = {"task.args.size": 32, "task.args.crop": 32, "task.args.width": 32, "train.steps": 60}
-REDUCED = FULL.reduced(*words_of(SMALLER))
+SMALLER = {
+    "task.args.size": 32,
+    "task.args.crop": 32,
+    "task.args.width": 64,
+    "train.steps": 100,
+    "optim.lr": 1e-2,
+}
+REDUCED = FULL.reduced(*words_of(SMALLER), "--task.args.frequencies", "2", "1")
