@@ -227,8 +227,6 @@ def measure_all(words: Sequence[str]) -> None:
         banner = f"\n{REDUCED_BANNER.strip('*')}" if options.reduced else ""
         out = options.out
         world.say(f"{banner}\n{out}/amp.md, {out}/amp.json\ntensorboard --logdir {out}/tensorboard")
-            f"{banner}\n{options.out}/amp.md, {options.out}/amp.json\ntensorboard --logdir {options.out}/tensorboard"
-        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def windows(curve: Sequence[float]) -> list[float]:
 
 
 def fall(curve: Sequence[float]) -> float:
-    """How far the loss comes down."""
+    """How far the loss comes down; 0 of a curve without steps."""
+    if not curve:
+        return 0.0
     means = windows(curve)
     return means[0] - min(means)
 

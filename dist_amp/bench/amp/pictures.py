@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dist_amp.bench.amp.experiment import TRAIN, Experiment, Published
 from dist_amp.bench.amp.measure import EAGER
+from dist_amp.bench.amp.parity import band, fall, windows
 from dist_amp.bench.amp.report import mebibytes, terminal
 from dist_amp.bench.amp.verdict import rows_of, saving
 from dist_amp.bench.amp.ways import FP32, USUAL
@@ -77,11 +78,13 @@ def draw(told: Report, experiment: Experiment, path: Path, reduced: bool) -> Non
 
     places = [(mode, form) for mode, form in dict.fromkeys((g["mode"], g["form"]) for g in told["groups"])]
     names = [name for name in COLOURS if any(name in rows_of(told, *place) for place in places)]
-    figure = Figure(figsize=(13, 9), layout="constrained")
+    by_size = sizes_of(told)
+    columns = 3 if len(by_size) > 1 else 2
+    figure = Figure(figsize=(4 + 4.5 * columns, 9), layout="constrained")
     FigureCanvasAgg(figure)
     warning = WARNING if reduced else ""
     figure.suptitle(f"{warning}{told['name']}: {told['steps']} steps of {told['micro_batch_size']} samples")
-    (times, curves), (memory, sizes) = figure.subplots(2, 2, width_ratios=(3, 2))
+    (times, curves, *sizes), (memory, apart, *nothing) = figure.subplots(2, columns, width_ratios=(3, 2, 2)[:columns])
     for place, (mode, form) in enumerate(places):
         printed = {one.way: one for one in experiment.published if one.mode == mode and form == EAGER}
         bars(times, memory, place, rows_of(told, mode, form), names, printed)
@@ -92,8 +95,12 @@ def draw(told: Report, experiment: Experiment, path: Path, reduced: bool) -> Non
         axes.set_ylim(bottom=0)
         axes.axhline(1, color="black", lw=0.5)
     draw_curves(curves, told)
-    draw_sizes(sizes, told)
-    for axes in (times, memory, curves, sizes):
+    draw_apart(apart, told)
+    for axes in sizes:
+        draw_sizes(axes, by_size)
+    for axes in nothing:
+        axes.set_axis_off()
+    for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     handles: list[Any] = [Patch(color=COLOURS[name], label=name) for name in names]
     if experiment.published:
@@ -151,15 +158,34 @@ def draw_curves(axes: Any, told: Report) -> None:
     axes.set_ylabel("loss")
 
 
-def draw_sizes(axes: Any, told: Report) -> None:
-    """Samples per second by micro-batch size, in training; nothing where there is one size."""
-    groups = sorted(
-        (group for group in told["groups"] if group["mode"] == TRAIN and group["form"] == EAGER),
-        key=lambda group: group["micro_batch_size"],
-    )
-    if len(groups) < 2:
+def draw_apart(axes: Any, told: Report) -> None:
+    """The distance of each curve to float32's, window by window, with the bands that they are to stay in."""
+    reference = told["curves"].get(FP32, [])
+    if not fall(reference) > 0:
         axes.set_axis_off()
         return
+    for name, curve in told["curves"].items():
+        if name == FP32 or not all(map(math.isfinite, curve)):
+            continue
+        pairs = zip(windows(curve), windows(reference), strict=True)
+        distances = [100 * abs(own - other) / fall(reference) for own, other in pairs]
+        steps = [(number + 1) * len(curve) / len(distances) for number in range(len(distances))]
+        axes.plot(steps, distances, color=COLOURS[name], marker=".", ls="-" if name in USUAL else "--")
+        axes.axhline(100 * band(name), color=COLOURS[name], lw=0.7, ls=":")
+    axes.set_yscale("symlog", linthresh=0.01)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("distance to float32's loss, % of its fall; dotted: the band")
+
+
+def sizes_of(told: Report) -> list[Any]:
+    """The groups of training in every micro-batch size, the smallest first."""
+    groups = [group for group in told["groups"] if group["mode"] == TRAIN and group["form"] == EAGER]
+    return sorted(groups, key=lambda group: group["micro_batch_size"])
+
+
+def draw_sizes(axes: Any, groups: Sequence[Any]) -> None:
+    """Samples per second by micro-batch size, in training."""
     for name in USUAL:
         points = [
             (place, group["micro_batch_size"] / median_interval(row["seconds"])[0])

@@ -37,7 +37,7 @@ SMALLER = {
     "task.args.size": 32,
     "task.args.crop": 32,
     "task.args.width": 64,
-    "train.steps": 100,
-    "optim.lr": 1e-2,
+    "train.steps": 200,
+    "optim.lr": 4e-3,
 }
-REDUCED = FULL.reduced(*words_of(SMALLER), "--task.args.frequencies", "2", "1")
+REDUCED = FULL.reduced(*words_of(SMALLER), "--task.args.frequencies", "1", "0.5")
