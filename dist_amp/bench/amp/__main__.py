@@ -56,7 +56,7 @@ DTYPES = "dtypes"
 NAMES = (*EXPERIMENTS, DTYPES)
 PACKAGES = ("triton", "matplotlib")
 SPARE_SECONDS = 20  # of --minutes, for the pictures
-BLOCK_SECONDS = 0.35  # of steps between two clocks
+BLOCK_SECONDS = 0.2  # of steps between two clocks
 
 
 class Bench:

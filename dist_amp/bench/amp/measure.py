@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,6 +172,7 @@ class Arena:
             contender = self.build(name)
             if contender.run is not None and self.learns and TRAIN in self.rows:
                 self.curves[name] = self.learn(contender.run)
+                self.draw(name, contender.run)
             for mode in self.rows:
                 if mode == TRAIN or name in USUAL:
                     self.rows[mode][name] = self.warm(contender, mode)
@@ -216,6 +218,12 @@ class Arena:
         run.data.close()
         return torch.stack(curve).tolist()
 
+    def draw(self, name: str, run: Run) -> None:
+        """The picture that the model has learned to draw, if it is of that kind."""
+        if self.experiment.draws:
+            with run.parallel.evaluating(), run.precision.autocast():
+                self.pictures[name] = run.task.sample(run.parallel.module)  # type: ignore[attr-defined]
+
     def warm(self, contender: Contender, mode: str) -> dict[str, Any]:
         """First steps, which are not counted; then one that is, for its memory."""
         loop, run = self.loop(contender, mode), contender.run
@@ -256,17 +264,9 @@ class Arena:
                     rows[name].setdefault("of_fp32", []).extend(speeds)
             for name in loops if self.learns else ():
                 if name not in self.work[mode] and name not in BY_HAND and name not in failed:
-                    self.note(name, mode, loops[name])
-
-    def note(self, name: str, mode: str, loop: Loop) -> None:
-        """What a step asks of the device; and the picture that the model has learned to draw."""
-        contender = self.contenders[name]
-        loop.prepare()
-        self.work[mode][name] = count(lambda: loop.step(self.data[0]), self.device, contender.tf32)
-        run = contender.run
-        if run is not None and mode == TRAIN and self.experiment.draws:
-            with run.parallel.evaluating(), run.precision.autocast():
-                self.pictures[name] = run.task.sample(run.parallel.module)  # type: ignore[attr-defined]
+                    step = partial(loops[name].step, self.data[0])
+                    loops[name].prepare()
+                    self.work[mode][name] = count(step, self.device, self.contenders[name].tf32)
 
     def leave(self, but: str = "") -> None:
         """Make room."""

@@ -175,7 +175,7 @@ def draw_apart(axes: Any, told: Report) -> None:
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
-    axes.set_ylabel("distance to float32's loss, % of its fall; dotted: the band")
+    axes.set_ylabel("distance to float32's loss, % of its fall")
 
 
 def sizes_of(told: Report) -> list[Any]:
