@@ -1,8 +1,6 @@
 """What an experiment is: settings of the main job, how many steps, and which figures others have printed for it."""
 
-import inspect
-import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,19 +52,17 @@ class Experiment:
         """The settings with `more` on top. Errors: ConfigError."""
         return load_config([*self.words, *more, *UNDISTURBED], environ={})
 
-    def reduced(self, *words: str, batches: Sequence[int] = ()) -> "Experiment":
+    def reduced(self, settings: Mapping[str, Any], batches: Sequence[int] = ()) -> "Experiment":
         """A form for a CPU: what is published for the full one, and expected of it, says nothing of it."""
-        return replace(self, words=(*self.words, *words), batches=batches, published=(), targets=())
+        return replace(self, words=words_of(settings), batches=batches, published=(), targets=())
 
 
-def words_of(settings: dict[str, Any]) -> tuple[str, ...]:
-    """{"optim.lr": 0.1} -> ("--optim.lr", "0.1")."""
-    return tuple(word for name, value in settings.items() for word in (f"--{name}", str(value)))
-
-
-def described(module: types.ModuleType) -> str:
-    """A module's docstring, as one experiment's description."""
-    return inspect.cleandoc(module.__doc__ or "")
+def words_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """{"optim.lr": 0.1, "optim.betas": (0.9, 0.999)} -> ("--optim.lr", "0.1", "--optim.betas", "0.9", "0.999")."""
+    words = []
+    for name, value in settings.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return tuple(words)
 
 
 def own_experiment(words: Sequence[str]) -> Experiment:

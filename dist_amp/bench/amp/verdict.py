@@ -14,6 +14,7 @@ from dist_amp.bench.report import Report, interval
 
 # What is worth changing the precision for: assumed.
 WORTHWHILE_SPEED, WORTHWHILE_SAVING = 1.05, 0.1
+ALIGNMENT = 8  # elements of 2 bytes. Source: NVIDIA, Matrix Multiplication Background User's Guide, section 3
 NO_SCALER = 0.97  # bf16 is taken at so much of fp16's speed: it has no scale to watch
 
 
@@ -73,7 +74,8 @@ def verdict(told: Report, experiment: Experiment, ceilings: Ceilings) -> list[st
     for mode in (TRAIN, INFERENCE):
         if rows_of(told, mode).get(FP32, {}).get("seconds"):
             lines += [recommendation(told, mode), *reasons(told, mode, ceilings)]
-    return [*lines, *called_out(told), *about_scaler(told), *about_loop(told), *shortfalls(told, experiment)]
+    lines += [*called_out(told), *about_scaler(told), *about_alignment(told)]
+    return [*lines, *about_loop(told), *shortfalls(told, experiment)]
 
 
 def recommendation(told: Report, mode: str) -> str:
@@ -136,6 +138,26 @@ def about_scaler(told: Report) -> Iterator[str]:
             f"fp16 runs at {interval(cost)} of its speed without the loss scaler, which skipped {skipped} "
             f"step{'' if skipped == 1 else 's'} to find its scale."
         )
+
+
+def about_alignment(told: Report) -> Iterator[str]:
+    """What a micro-batch size costs that is no multiple of 8, of which tensor cores take their operands."""
+    groups = {
+        group["micro_batch_size"]: group["rows"]
+        for group in told["groups"]
+        if (group["mode"], group["form"]) == (TRAIN, EAGER)
+    }
+    even = [size for size in groups if size % ALIGNMENT == 0]
+    for size in sorted(groups.keys() - even) if even else ():
+        near = min(even, key=lambda other: abs(other - size))
+        pairs = {name: (groups[size].get(name, {}), groups[near].get(name, {})) for name in USUAL}
+        rates = [
+            f"{size / near * median_interval(b['seconds'])[0] / median_interval(a['seconds'])[0]:.2f} in {name}"
+            for name, (a, b) in pairs.items()
+            if a.get("seconds") and b.get("seconds")
+        ]
+        if rates:
+            yield f"Micro-batches of {size} give so many times the samples per second of {near}: {', '.join(rates)}."
 
 
 def about_loop(told: Report) -> Iterator[str]:

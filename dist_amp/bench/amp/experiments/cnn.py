@@ -58,17 +58,17 @@ SETTINGS = {
     "train.clip_by": "off",
     "optim.name": "adamw",  # Adam, without decay
     "optim.lr": 1e-3,
+    "optim.betas": (0.9, 0.999),
     "optim.weight_decay": 0,
     "optim.schedule": "constant",
 }
 FULL = Experiment(
     "cnn",
     __doc__,
-    (*words_of(SETTINGS), "--optim.betas", "0.9", "0.999"),
+    words_of(SETTINGS),
     batches=(4096,),
     # Called illustrative where they stand.
     published=(Published(TRAIN, "fp32", 15.8, 2150), Published(TRAIN, "fp16", 7.5, 1350)),
 )
-REDUCED = FULL.reduced(
-    *words_of({"task.args.samples": 320, "train.micro_batch_size": 8, "train.steps": 30}), batches=(16,)
-)
+SMALLER = {"task.args.samples": 320, "train.micro_batch_size": 8, "train.steps": 30}
+REDUCED = FULL.reduced(SETTINGS | SMALLER, batches=(16,))

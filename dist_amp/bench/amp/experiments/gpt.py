@@ -29,4 +29,4 @@ SMALLER = {
     "train.steps": 30,
     "optim.lr": 4e-3,
 }
-REDUCED = FULL.reduced(*words_of(SMALLER))
+REDUCED = FULL.reduced(SETTINGS | SMALLER)

@@ -68,4 +68,4 @@ FULL = Experiment(
     targets=(Target(TRAIN, "bf16", 2.3), Target(TRAIN, "fp16", 1 / 1.1, over="fp16_unscaled")),
 )
 SMALLER = {"task.args.width": 128, "task.args.samples": 640, "train.micro_batch_size": 32, "train.steps": 40}
-REDUCED = FULL.reduced(*words_of(SMALLER), batches=(16, 33))
+REDUCED = FULL.reduced(SETTINGS | SMALLER, batches=(16, 33))

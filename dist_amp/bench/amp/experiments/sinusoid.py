@@ -16,13 +16,14 @@ SETTINGS = {
     "train.clip_by": "off",
     "optim.name": "adamw",  # Adam, without decay
     "optim.lr": 1e-3,
+    "optim.betas": (0.9, 0.999),
     "optim.weight_decay": 0,
     "optim.schedule": "constant",
 }
 FULL = Experiment(
     "sinusoid",
     __doc__,
-    (*words_of(SETTINGS), "--optim.betas", "0.9", "0.999"),
+    words_of(SETTINGS),
     # On an AMD GPU. More memory for inference than for training: it had the autograd graph alive.
     published=(
         Published(TRAIN, "fp32", 13.98, 2061, 0.01),
@@ -38,6 +39,7 @@ SMALLER = {
     "task.args.crop": 32,
     "task.args.width": 64,
     "train.steps": 200,
+    "task.args.frequencies": (1, 0.5),
     "optim.lr": 4e-3,
 }
-REDUCED = FULL.reduced(*words_of(SMALLER), "--task.args.frequencies", "1", "0.5")
+REDUCED = FULL.reduced(SETTINGS | SMALLER)
