@@ -1,7 +1,6 @@
 """An experiment's pictures, as PNG and in TensorBoard: times and memory, loss curves, batch sizes, what models draw."""
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,12 @@ def write_board(told: Report, out: Path, files: Sequence[Path]) -> None:
             board.write_scalars({f"loss/{name}": loss}, step)
         board.close()
     board = Board(out / "tensorboard" / name, 1)
-    board.write(lambda writer: writer.add_text(name, textwrap.dedent(terminal(told)).strip()))
+    board.write(lambda writer: writer.add_text(name, terminal(told).strip()))
     for file in files:
         image = read_png(file)
-        board.write(lambda writer, image=image, file=file: writer.add_image(file.stem, image, dataformats="HWC"))  # type: ignore[misc]
+        board.write(
+            lambda writer, image=image, file=file: writer.add_image(f"pictures/{file.stem}", image, dataformats="HWC")
+        )  # type: ignore[misc]
     board.close()
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from dist_amp.bench.amp.experiment import TRAIN, Experiment
 from dist_amp.bench.amp.measure import EAGER
@@ -186,6 +185,6 @@ def dtypes_chapter(told: Report) -> Iterator[str]:
 
 
 def terminal(told: Report) -> str:
-    """One experiment's table and verdict."""
-    words: list[Any] = [f"\n{told['name']}", told.get("cant") or table(told)]
-    return "\n".join([*words, *(f"- {line}" for line in told.get("verdict", ()))])
+    """One experiment's table and verdict; Markdown too."""
+    sentences = "\n".join(f"- {line}" for line in told.get("verdict", ()))
+    return "\n\n".join(["", told["name"], told.get("cant") or table(told), sentences]).rstrip()
