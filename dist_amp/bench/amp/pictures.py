@@ -54,12 +54,13 @@ def write_board(told: Report, out: Path, files: Sequence[Path]) -> None:
             board.write_scalars({f"loss/{name}": loss}, step)
         board.close()
     board = Board(out / "tensorboard" / name, 1)
-    board.write(lambda writer: writer.add_text(name, terminal(told).strip()))
-    for file in files:
-        image = read_png(file)
-        board.write(
-            lambda writer, image=image, file=file: writer.add_image(f"pictures/{file.stem}", image, dataformats="HWC")
-        )  # type: ignore[misc]
+
+    def show(writer: Any) -> None:
+        writer.add_text(name, terminal(told).strip())
+        for file in files:
+            writer.add_image(f"pictures/{file.stem}", read_png(file), dataformats="HWC")
+
+    board.write(show)
     board.close()
 
 
