@@ -53,7 +53,7 @@ class Shortage:
     checkpointed: bool = False  # the activations of all blocks
     offloaded: bool = False
     unused: int = 0  # what the allocator holds in pieces
-    others: int = 0  # what other processes have of the device
+    others: int = 0  # of the device, but not torch's: other processes, NCCL
 
     @property
     def on_gpu(self) -> bool:
@@ -102,12 +102,14 @@ def message(short: Shortage) -> str:
     kind = "GPU memory" if short.on_gpu else "memory"
     asked = f"asked for {size(short.asked_for)} more than the {size(short.peak)} it took" if short.asked_for else ""
     took = f"parameters take {size(short.parameters)}, gradients {size(short.gradients)}, moments {size(short.moments)}"
+    took = took if short.parameters else "there was no model yet"
     if short.micro_batch_size:
-        took += f", a micro-batch of {short.micro_batch_size} at least {size(short.activations)}"
+        process = "" if short.on_gpu else " and the process itself"
+        took += f", a micro-batch of {short.micro_batch_size}{process} at least {size(short.activations)}"
         if not short.fitting_micro_batch:
             took += ", so that not even half of it fits" if short.micro_batch_size > 1 else ""
     if short.others > MUCH * short.capacity:
-        took += f", and other processes hold {size(short.others)} of the device"
+        took += f", and what is not torch's (other processes, NCCL) {size(short.others)}"
     return (
         f"rank {short.world.rank} ran out of {kind} {short.when}: {asked or 'it took ' + size(short.peak)}, of "
         f"{size(short.capacity)} there; {took}; use {', or '.join(ways_out(short))}"
@@ -159,7 +161,7 @@ def shortage(error: BaseException, config: "Config", world: World, run: "Run | N
     """What this rank, its device and the error say."""
     found = _ASKED_FOR.search(str(error))
     capacity, unused, others = capacity_of(world)
-    facts = {
+    facts: dict[str, Any] = {
         "world": world,
         "capacity": capacity,
         "peak": memory_bytes(world.device)[0],
@@ -188,7 +190,7 @@ def shortage(error: BaseException, config: "Config", world: World, run: "Run | N
 
 
 def capacity_of(world: World) -> tuple[int, int, int]:
-    """(what this process may have, what its allocator holds unused, what other processes have), in bytes."""
+    """(what this process may have, what its allocator holds unused, what is not torch's), in bytes."""
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         reserved, allocated = torch.cuda.memory_reserved(world.device), torch.cuda.memory_allocated(world.device)
@@ -220,17 +222,13 @@ def state_of(run: "Run") -> tuple[int, int, int]:
 
 def model_in(error: BaseException, config: "Config", world: World) -> dict[str, Any]:
     """What a model will take that was being built: the largest that the frames of the error hold, in float32."""
-    models = {
-        id(held): held
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        for held in frame.f_locals.values()
-        if isinstance(held, nn.Module)
-    }
-    count = max((sum(p.numel() for p in model.parameters()) for model in models.values()), default=0)
-    strategy = config.parallel.strategy
-    if strategy == "auto":  # which fsdp is for a model that takes much of a device alone
-        strategy = "single" if world.world_size == 1 else "ddp"
-    size = 4 * count // (world.world_size if strategy in ("fsdp", "hsdp") else 1)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    models = [held for frame in frames for held in frame.f_locals.values() if isinstance(held, nn.Module)]
+    count = max((sum(p.numel() for p in model.parameters()) for model in models), default=0)
+    # As build_run has resolved it, if it came so far.
+    resolved = [frame.f_locals["strategy"] for frame in frames if "strategy" in frame.f_locals]
+    strategy = resolved[0] if resolved else "single" if world.world_size == 1 else config.parallel.strategy
+    each = 4 * count // (world.world_size if strategy in ("fsdp", "hsdp") else 1)
     moments = {"adamw": 2, "sgd": 1 if config.optim.momentum else 0}[config.optim.name]
-    when = f"before the first step, with a model of {count:,} parameters" if count else "before there was a model"
-    return dict(when=when, parameters=size, gradients=size, moments=moments * size, strategy=strategy)
+    when = "before the first step" + (f", with a model of {count:,} parameters" if count else "")
+    return {"when": when, "parameters": each, "gradients": each, "moments": moments * each, "strategy": strategy}
