@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from dist_amp.config import ConfigError
 from dist_amp.fused import FusedAdamW, FusedSGD
-from dist_amp.runtime import World
+from dist_amp.runtime import World, in_one_line
 
 if TYPE_CHECKING:
     from dist_amp.run import DebugConfig, Run
@@ -116,23 +116,21 @@ class Profile:
         self._labels.close()
         profiler, self._profiler = self._profiler, None
         with run.metrics.off_the_clock():
-            if profiler is not None:
-                profiler.stop()
             if run.step < self.first:
                 run.world.warn(
                     f"debug.profile and debug.memory_snapshot recorded nothing: the run ended after step {run.step}, "
                     f"and they begin with step {self.first}; take more steps"
                 )
-                return
             try:
                 if profiler is not None:
-                    self._write(profiler)
+                    profiler.stop()
+                    if run.step >= self.first:
+                        self._write(profiler)
                 if debug.memory_snapshot and debug.chosen(run.world.rank):
                     write_snapshot(run.folder, run.world.rank, f"step_{run.step:08d}_memory")
-            except OSError as error:
-                complain(
-                    f"rank {run.world.rank}: {run.folder / 'profile'} can't be written ({error.strerror or error})"
-                )
+            except Exception as error:  # a full disk, above all, is no reason to end the run
+                told = f"warning: rank {run.world.rank}: what was recorded could not be kept: {in_one_line(error)}"
+                print(told, file=sys.stderr, flush=True)
             run.world.wait_long()
 
     def _write(self, profiler: profile) -> None:
@@ -142,17 +140,18 @@ class Profile:
         folder.mkdir(exist_ok=True)
         name = f"rank{run.world.rank:05d}_step_{self.first:08d}-{run.step:08d}"
         profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
-        summary = summary_of(profiler, steps, run.world.device.type)
+        device = DeviceType.CUDA if run.world.device.type == "cuda" else DeviceType.CPU
+        summary = time_per_step(profiler, steps, device)
         whose = f"steps {self.first} to {run.step} of rank {run.world.rank} of {run.world.world_size}"
         if steps < self._asked:
             whose += f", {steps} of debug.profile={self._asked}: then came an evaluation, a checkpoint or the end"
-        by = "self_device_time_total" if run.world.device.type == "cuda" else "self_cpu_time_total"
+        by = "self_cpu_time_total" if device == DeviceType.CPU else "self_device_time_total"
         table = profiler.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
         text = f"{whose}\n{summary}\n\n{table}"
         (folder / f"{name}_table.txt").write_text(text)
         run.metrics.write_text("profile", text, run.step)
         if run.world.rank == (0 if debug.ranks == "all" else min(debug.ranks)):
-            lines = "\n".join(f"         {line}" for line in [*summary.splitlines(), *top(profiler, steps, by)])
+            lines = "\n".join(f"         {line}" for line in [*summary.splitlines(), *top(profiler, steps, device)])
             print(
                 f"profile  {whose}\n{lines}\n         {folder / name}.json.gz opens in ui.perfetto.dev; "
                 f"{name}_table.txt has the table",
@@ -227,7 +226,7 @@ def swap(undo: ExitStack, owner: object, name: str, value: object) -> None:
     setattr(owner, name, value)
 
 
-def summary_of(profiler: profile, steps: int, device_type: str) -> str:
+def time_per_step(profiler: profile, steps: int, device: DeviceType) -> str:
     """Time per step, and the shares of its parts as the host went through them; on a GPU, how long it was idle."""
     host = {event.key: event for event in profiler.key_averages() if event.device_type == DeviceType.CPU}
     total = host["ProfilerStep*"].cpu_time_total
@@ -235,16 +234,15 @@ def summary_of(profiler: profile, steps: int, device_type: str) -> str:
     parts.append(("the rest", 1 - sum(share for _, share in parts)))
     shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in parts)
     text = f"{total / steps / 1000:.2f} ms per step on the host: {shares}"
-    if device_type == "cpu":
+    if device == DeviceType.CPU:
         return text
-    events = profiler.events() or ()
     spans = [
         (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        for event in profiler.events() or ()
+        if event.device_type == device and not event.is_user_annotation
     ]
     if not spans:
-        return f"{text}\nnothing of the device: CUPTI, which records it, is not there or may not"
+        return f"{text}\nnothing of the device: CUPTI, which records it, is not there or not allowed to"
     span = max(end for _, end in spans) - min(start for start, _ in spans)
     idle = 1 - covered(spans) / span
     return f"{text}\n{span / steps / 1000:.2f} ms per step on the device, which was idle for {100 * idle:.1f} % of it"
@@ -259,15 +257,18 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def top(profiler: profile, steps: int, by: str) -> list[str]:
-    """The operations that took most of the time, without what they call, a line each."""
-    events = [event for event in profiler.key_averages() if not event.is_user_annotation]
-    total = sum(getattr(event, by) for event in events) or 1.0
-    events.sort(key=lambda event: -getattr(event, by))
+def top(profiler: profile, steps: int, device: DeviceType) -> list[str]:
+    """What took most of the time, a line each: operations without what they call, on a GPU its kernels."""
+
+    def spent(event: Any) -> float:
+        return event.self_cpu_time_total if device == DeviceType.CPU else event.self_device_time_total
+
+    events = [e for e in profiler.key_averages() if e.device_type == device and not e.is_user_annotation]
+    total = sum(map(spent, events)) or 1.0
     return [
-        f"{100 * getattr(event, by) / total:5.1f} % {getattr(event, by) / steps / 1000:9.2f} ms  {event.key[:70]} "
+        f"{100 * spent(event) / total:5.1f} % {spent(event) / steps / 1000:9.2f} ms  {event.key[:70]} "
         f"({event.count / steps:g} times)"
-        for event in events[:TOP_ROWS]
+        for event in sorted(events, key=spent, reverse=True)[:TOP_ROWS]
     ]
 
 
@@ -297,7 +298,3 @@ def write_snapshot(folder: Path, rank: int, name: str) -> None:
     path.parent.mkdir(exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))
     print(f"memory   of rank {rank} is in {path}; open it at pytorch.org/memory_viz", flush=True)
-
-
-def complain(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)

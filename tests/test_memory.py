@@ -34,8 +34,9 @@ def test_the_line_says_what_was_asked_for_what_took_the_rest_and_what_to_lower_t
     assert message(GPU) == (
         "rank 3 ran out of GPU memory in step 1: asked for 2.00 GiB more than the 78.00 GiB it took, of 79.00 GiB "
         "there; parameters take 1.50 GiB, gradients 1.50 GiB, moments 3.00 GiB, a micro-batch of 32 at least "
-        "74.00 GiB; use train.micro_batch_size=16 in place of 32 (with train.accumulation_steps=2 a step stays the same), or "
-        "parallel.activation_checkpointing=full, or parallel.strategy=fsdp (768.00 MiB of the model on each)"
+        "74.00 GiB; use train.micro_batch_size=16 in place of 32 (with train.accumulation_steps=2 a step stays "
+        "the same), or parallel.activation_checkpointing=full, or parallel.strategy=fsdp (768.00 MiB of the model "
+        "on each)"
     )
 
 

@@ -4,15 +4,29 @@ import gzip
 import json
 import signal
 from collections import Counter
+from contextlib import suppress
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import on_ranks
 from test_train import TINY, summary_of, wait_for
 from tiny import Tiny, make_run, parameters_of
+from torch._C._autograd import DeviceType
 
 from dist_amp.config import ConfigError
-from dist_amp.profiling import MAX_ALLOCATIONS, PARTS, Profile, check_debug, covered, memory_history, window
+from dist_amp.profiling import (
+    MAX_ALLOCATIONS,
+    PARTS,
+    Profile,
+    check_debug,
+    covered,
+    memory_history,
+    time_per_step,
+    top,
+    window,
+)
 from dist_amp.run import load_config
 from dist_amp.runtime import World
 from dist_amp.step import train_step
@@ -23,11 +37,15 @@ def steps_of(world, folder, steps, *words):
     """A run that took so many steps beside a Profile, as the main job does."""
     run = make_run(world, Tiny(), "--run.dir", folder, "--train.micro_batch_size", 2, *words)
     with Profile(run) as profile:
-        for _ in range(steps):
-            train_step(run, next(run.data))
-            run.step += 1
-            profile.after_step()
+        take(run, profile, steps)
     return run
+
+
+def take(run, profile, steps):
+    for _ in range(steps):
+        train_step(run, next(run.data))
+        run.step += 1
+        profile.after_step()
 
 
 def ranges(path):
@@ -52,7 +70,7 @@ def test_each_part_of_each_recorded_step_is_a_range_in_the_trace(tmp_path, capsy
     in_order = sorted((start, end, label) for label in PARTS for start, end in found[label])
     once = ["data wait"] * 3 + ["forward", "backward"] * 3 + ["totals", "update"]
     assert [label for _, _, label in in_order] == once * 2
-    assert all(end <= start for (_, end, _), (start, _, _) in zip(in_order, in_order[1:], strict=False))
+    assert all(end <= start for (_, end, _), (start, _, _) in pairwise(in_order))
     assert found["ProfilerStep#13"][0][0] <= in_order[0][0]
     assert in_order[-1][1] <= found["ProfilerStep#14"][0][1]
 
@@ -131,16 +149,67 @@ def test_a_run_that_ends_early_leaves_what_there_is_or_says_that_there_is_nothin
     )
 
 
-def test_a_failure_in_a_recorded_step_is_told_as_it_is(tmp_path):
+def test_a_failure_in_a_recorded_step_is_told_as_it_is(monkeypatch, tmp_path):
     run = make_run(World(), Tiny(), "--run.dir", tmp_path, "--train.steps", 100, "--debug.profile", 5)
+
+    def fail_in_step_14(*_):
+        if run.step == 13:
+            raise ZeroDivisionError
+
+    run.optimizer.torch_optimizer.register_step_pre_hook(fail_in_step_14)
     with pytest.raises(ZeroDivisionError), Profile(run) as profile:
-        for _ in range(14):
-            train_step(run, next(run.data))
-            run.step += 1
-            profile.after_step()
-        raise ZeroDivisionError
+        take(run, profile, 20)
+    assert run.step == 13
     assert "apply" not in vars(run.optimizer)
     assert not (tmp_path / "profile").exists()
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    (tmp_path / "profile").write_text("a file in its place")
+    assert steps_of(World(), tmp_path, 20, "--train.steps", 20, "--debug.profile", 2).step == 20
+    assert "warning: rank 0: what was recorded could not be kept: FileExistsError" in capsys.readouterr().err
+
+
+class OfAGpu:
+    """What torch's profiler tells of two steps on a GPU, in microseconds."""
+
+    def __init__(self, kernels):
+        self.kernels = kernels
+
+    def key_averages(self):
+        def event(key, device, label, host, on_device):
+            return SimpleNamespace(key=key, device_type=device, is_user_annotation=label, count=4,
+                                   cpu_time_total=host, self_cpu_time_total=host,
+                                   self_device_time_total=on_device)  # fmt: skip
+
+        cpu, cuda = DeviceType.CPU, DeviceType.CUDA
+        return [event("ProfilerStep*", cpu, True, 8000, 0), event("ProfilerStep*", cuda, True, 0, 20000),
+                event("forward", cpu, True, 2000, 0), event("forward", cuda, True, 0, 9000),
+                event("aten::mm", cpu, False, 900, 6000), event("gemm_kernel", cuda, False, 0, 6000),
+                event("copy_kernel", cuda, False, 0, 2000)]  # fmt: skip
+
+    def events(self):
+        label = (DeviceType.CUDA, True, 0, 20000)
+        told = [(DeviceType.CPU, False, 0, 30000), label, *((DeviceType.CUDA, False, *span) for span in self.kernels)]
+        return [
+            SimpleNamespace(
+                device_type=device, is_user_annotation=label, time_range=SimpleNamespace(start=start, end=end)
+            )
+            for device, label, start, end in told
+        ]
+
+
+def test_of_a_gpu_its_idle_time_and_its_kernels_are_told():
+    gpu = OfAGpu([(1000, 7000), (5000, 8000), (10000, 11000)])
+    assert time_per_step(gpu, 2, DeviceType.CUDA) == (
+        "4.00 ms per step on the host: forward 25.0 %, the rest 75.0 %\n"
+        "5.00 ms per step on the device, which was idle for 20.0 % of it"
+    )
+    assert top(gpu, 2, DeviceType.CUDA) == [
+        " 75.0 %      3.00 ms  gemm_kernel (2 times)",
+        " 25.0 %      1.00 ms  copy_kernel (2 times)",
+    ]
+    assert time_per_step(OfAGpu([]), 2, DeviceType.CUDA).endswith("is not there or not allowed to")
 
 
 def test_kernels_that_overlap_count_once():
@@ -182,7 +251,7 @@ def test_the_memorys_history_is_kept_from_before_the_model_and_written_where_mem
     config = load_config(["--debug.memory_snapshot", "true", "--debug.ranks", "1"], environ={}).debug
     with memory_history(config, tmp_path, World(rank=0, world_size=2)):
         assert history == []
-    with pytest.raises(torch.OutOfMemoryError), memory_history(config, tmp_path, World(rank=1, world_size=2)):
+    with suppress(torch.OutOfMemoryError), memory_history(config, tmp_path, World(rank=1, world_size=2)):
         assert history == [{"max_entries": MAX_ALLOCATIONS, "stacks": "python"}]
         raise torch.OutOfMemoryError
     assert history[1:] == [str(tmp_path / "profile/rank00001_out_of_memory.pickle"), {"enabled": None}]
