@@ -46,6 +46,7 @@ class Shortage:
     parameters: int  # with buffers; before the first step, as they will be
     gradients: int  # as they will be
     moments: int
+    gradients_there: int  # as it ran out: in a first forward there may be none
     strategy: str  # as resolved
     micro_batch_size: int = 0  # 0: before the first step
     micro_batches: int = 1  # of a rank in a step
@@ -67,7 +68,8 @@ class Shortage:
     @property
     def activations(self) -> int:
         """What a micro-batch took at least: the rest of what there was, and what it lacked."""
-        return max(self.peak + self.asked_for - self.state, 0) if self.micro_batch_size else 0
+        there = self.parameters + self.moments + self.gradients_there
+        return max(self.peak - there, 0) + self.asked_for if self.micro_batch_size else 0
 
     @property
     def sample(self) -> float:
@@ -175,13 +177,10 @@ def shortage(error: BaseException, config: "Config", world: World, run: "Run | N
         return Shortage(**facts, **model_in(error, config, world))
     plan, by_global = run.data.plan, config.train.accumulation_steps == "auto"
     evaluating = any(frame.f_code.co_name == "evaluate" for frame, _ in traceback.walk_tb(error.__traceback__))
-    parameters, gradients, moments = state_of(run)
     return Shortage(
         **facts,
         when=f"in the evaluation after step {run.step}" if evaluating else f"in step {run.step + 1}",
-        parameters=parameters,
-        gradients=gradients,
-        moments=moments,
+        **state_of(run),
         strategy=run.parallel.strategy,
         micro_batch_size=plan.micro_batch_size,
         micro_batches=plan.global_batch_size // (plan.micro_batch_size * plan.world_size),
@@ -204,8 +203,8 @@ def capacity_of(world: World) -> tuple[int, int, int]:
     return shared if own == resource.RLIM_INFINITY else min(shared, own), 0, 0
 
 
-def state_of(run: "Run") -> tuple[int, int, int]:
-    """Bytes of parameters with buffers, of gradients as they will be, and of moments, on this rank's device.
+def state_of(run: "Run") -> dict[str, Any]:
+    """The bytes of the model and its training on this rank's device, by the names that Shortage has for them.
 
     Sharded ones by this rank's shards, which the optimizer holds even while a block's are gathered.
     """
@@ -216,8 +215,15 @@ def state_of(run: "Run") -> tuple[int, int, int]:
 
     trained, module = run.optimizer.parameters, run.parallel.module
     frozen = [p for p in module.parameters() if not p.requires_grad]
-    moments = tree_leaves(dict(run.optimizer.torch_optimizer.state))
-    return on_device([*trained, *frozen, *module.buffers()]), on_device(trained), on_device(moments)
+    gradients = on_device(trained)
+    # DDP's buckets are there from the start, and gradients are views of them.
+    there = gradients if run.parallel.strategy == "ddp" else on_device(p.grad for p in trained)
+    return {
+        "parameters": on_device([*trained, *frozen, *module.buffers()]),
+        "gradients": gradients,
+        "moments": on_device(tree_leaves(dict(run.optimizer.torch_optimizer.state))),
+        "gradients_there": there,
+    }
 
 
 def model_in(error: BaseException, config: "Config", world: World) -> dict[str, Any]:
@@ -231,4 +237,5 @@ def model_in(error: BaseException, config: "Config", world: World) -> dict[str, 
     each = 4 * count // (world.world_size if strategy in ("fsdp", "hsdp") else 1)
     moments = {"adamw": 2, "sgd": 1 if config.optim.momentum else 0}[config.optim.name]
     when = "before the first step" + (f", with a model of {count:,} parameters" if count else "")
-    return {"when": when, "parameters": each, "gradients": each, "moments": moments * each, "strategy": strategy}
+    state = {"parameters": each, "gradients": each, "moments": moments * each, "gradients_there": 0}
+    return {"when": when, "strategy": strategy, **state}

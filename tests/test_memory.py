@@ -24,6 +24,7 @@ GPU = Shortage(
     parameters=int(1.5 * GIB),
     gradients=int(1.5 * GIB),
     moments=3 * GIB,
+    gradients_there=int(1.5 * GIB),
     strategy="ddp",
     micro_batch_size=32,
     micro_batches=1,
@@ -60,6 +61,12 @@ def test_the_micro_batch_that_fits_divides_the_samples_of_a_step(size, micro_bat
     if expected:
         assert f"train.accumulation_steps={size * micro_batches // expected} a step" in ways_out(short)[0]
         assert short.state + expected * short.sample <= 0.95 * short.capacity
+
+
+def test_gradients_that_were_not_there_yet_are_not_taken_for_activations():
+    first_forward = replace(GPU, gradients_there=0)
+    assert first_forward.activations == GPU.activations + GPU.gradients
+    assert first_forward.state == GPU.state, "what a step will need"
 
 
 def test_a_global_batch_that_is_set_keeps_the_step_as_it_is():
