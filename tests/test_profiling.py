@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import signal
 from collections import Counter
 from contextlib import suppress
@@ -10,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 from ranks import on_ranks
 from test_train import TINY, summary_of, wait_for
 from tiny import Tiny, make_run, parameters_of
 from torch._C._autograd import DeviceType
 
-from dist_amp.config import ConfigError
+from dist_amp.config import ConfigError, flat_values
 from dist_amp.profiling import (
     MAX_ALLOCATIONS,
     PARTS,
@@ -276,6 +278,14 @@ def test_the_main_job_profiles_and_tensorboard_has_the_table(monkeypatch, tmp_pa
     text = board.Tensors("profile/text_summary")[0]
     assert text.step == 17
     assert b"aten::addmm" in text.tensor_proto.string_val[0]
+
+
+def test_every_aid_is_documented_and_every_setting_that_the_page_names_is_there():
+    page = (ROOT / "docs/debugging.md").read_text()
+    keys = dict(flat_values(load_config([], environ={})))
+    aids = [key for key in keys if key.startswith("debug.")]
+    assert [key for key in aids if key not in page] == []
+    assert [key for key in re.findall(r"--([a-z_]+\.[a-z_.]+)", page) if key not in keys] == []
 
 
 @pytest.mark.slow
