@@ -104,9 +104,11 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self.on:  # the run has ended before the last step that was to be recorded
             self._finish()
-        with suppress(Exception):
-            self._labels.close()
-            if self._profiler is not None:
+        self._labels.close()
+        world = self.run.world
+        # Among several GPUs it would wait for one that may wait for a rank which is gone.
+        if self._profiler is not None and (world.world_size == 1 or world.device.type == "cpu"):
+            with suppress(Exception):
                 self._profiler.stop()
 
     def _finish(self) -> None:
@@ -152,11 +154,8 @@ class Profile:
         run.metrics.write_text("profile", text, run.step)
         if run.world.rank == (0 if debug.ranks == "all" else min(debug.ranks)):
             lines = "\n".join(f"         {line}" for line in [*summary.splitlines(), *top(profiler, steps, device)])
-            print(
-                f"profile  {whose}\n{lines}\n         {folder / name}.json.gz opens in ui.perfetto.dev; "
-                f"{name}_table.txt has the table",
-                flush=True,
-            )
+            opens = f"{folder / name}.json.gz opens in ui.perfetto.dev; the table is beside it"
+            print(f"profile  {whose}\n{lines}\n         {opens}", flush=True)
 
 
 def window(done: int, last_step: int, count: int, pauses: Sequence[int]) -> tuple[int, int]:
@@ -263,12 +262,14 @@ def top(profiler: profile, steps: int, device: DeviceType) -> list[str]:
     def spent(event: Any) -> float:
         return event.self_cpu_time_total if device == DeviceType.CPU else event.self_device_time_total
 
-    events = [e for e in profiler.key_averages() if e.device_type == device and not e.is_user_annotation]
-    total = sum(map(spent, events)) or 1.0
+    events = [event for event in profiler.key_averages() if event.device_type == device]
+    operations = [event for event in events if not event.is_user_annotation]
+    # As in the table: on the host a range has time of its own, of Python's, on a GPU it has its kernels' again.
+    total = sum(map(spent, events if device == DeviceType.CPU else operations)) or 1.0
     return [
         f"{100 * spent(event) / total:5.1f} % {spent(event) / steps / 1000:9.2f} ms  {event.key[:70]} "
         f"({event.count / steps:g} times)"
-        for event in sorted(events, key=spent, reverse=True)[:TOP_ROWS]
+        for event in sorted(operations, key=spent, reverse=True)[:TOP_ROWS]
     ]
 
 
