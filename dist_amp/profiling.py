@@ -118,10 +118,10 @@ class Profile:
         self._labels.close()
         profiler, self._profiler = self._profiler, None
         with run.metrics.off_the_clock():
-            if run.step < self.first:
+            if run.step < self.first and debug.profile != "off":
                 run.world.warn(
-                    f"debug.profile and debug.memory_snapshot recorded nothing: the run ended after step {run.step}, "
-                    f"and they begin with step {self.first}; take more steps"
+                    f"debug.profile={debug.profile} recorded nothing: the run ended after step {run.step}, and it would "
+                    f"have begun with step {self.first}; take more steps"
                 )
             try:
                 if profiler is not None:
