@@ -120,8 +120,8 @@ class Profile:
         with run.metrics.off_the_clock():
             if run.step < self.first and debug.profile != "off":
                 run.world.warn(
-                    f"debug.profile={debug.profile} recorded nothing: the run ended after step {run.step}, and it would "
-                    f"have begun with step {self.first}; take more steps"
+                    f"debug.profile={debug.profile} recorded nothing: the run ended after step {run.step}, and step "
+                    f"{self.first} would have been the first; take more steps"
                 )
             try:
                 if profiler is not None:
