@@ -164,7 +164,7 @@ def _parse(schema: type[T], settings: Settings, hints: Mapping[str, Any], prog: 
     args: list[str] = []
     for key, setting in settings.items():
         words = list(setting.words)
-        if setting.unsplit and _is_list(hints[key]):
+        if setting.unsplit and _list_in(hints[key]) is not None:
             words = words[0].split()
         if "bool" in str(hints[key]):
             words = [{"true": "True", "false": "False"}.get(word, word) for word in words]
@@ -229,8 +229,8 @@ def _nearest(key: str, leaves: Iterable[str]) -> str:
 
 def _broken_rule(hint: Any, value: Any) -> str:
     """What a number, or one in a list, should have been; empty if all is well."""
-    if isinstance(value, tuple | list) and _is_list(hint):
-        parts = [part for part in get_args(hint) if part is not ...]
+    if isinstance(value, tuple | list) and (list_type := _list_in(hint)) is not None:
+        parts = [part for part in get_args(list_type) if part is not ...]
         parts = parts if len(parts) == len(value) else parts[:1] * len(value)
         return next((rule for rule in map(_broken_rule, parts, value) if rule), "")
     allowed = _range_of(hint)
@@ -241,6 +241,11 @@ def _broken_rule(hint: Any, value: Any) -> str:
 
 def _is_list(hint: Any) -> bool:
     return (get_origin(hint) or hint) in (tuple, list)
+
+
+def _list_in(hint: Any) -> Any:
+    """The list in a type that is one, or a union of one and a word; None where there is none."""
+    return next((part for part in (hint, *get_args(hint)) if _is_list(part)), None)
 
 
 def _range_of(hint: Any) -> Range | None:

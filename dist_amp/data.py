@@ -205,15 +205,15 @@ class Batches:
         step = []
         for share in shares:
             started = time.perf_counter()
-            batch = self._receive()
+            batch = self.receive()
             self.wait_seconds += time.perf_counter() - started
             step.append(self._hand_out(batch, share))
         self.position = position
         self.handed_out = [(batch, share.indices) for batch, share in zip(step, shares, strict=True)]
         return step
 
-    def _receive(self) -> Any:
-        """The next micro-batch. Errors: DataError for a sample that can't be read."""
+    def receive(self) -> Any:
+        """Wait for the next micro-batch. Errors: DataError for a sample that can't be read."""
         assert self._batches is not None
         try:
             return self._sound(next(self._batches))

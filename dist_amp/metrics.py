@@ -275,9 +275,15 @@ class Metrics:
             sample = printable(sample)
             print(f"\nsample:\n{sample}\n", flush=True)
             self._lines.path.with_name("sample.txt").write_text(sample, encoding="utf-8")
-            self._board.write(lambda writer: writer.add_text("sample", f"```\n{sample}\n```", step))
+            self.write_text("sample", sample, step)
         else:
             self._board.write(lambda writer: writer.add_image("sample", sample, step))
+
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        """A text of this rank's, set as it stands, to TensorBoard."""
+        block = f"```\n{text}\n```"
+        if self._board is not None and (trouble := self._board.write(lambda to: to.add_text(tag, block, step))):
+            self.world.warn(trouble)
 
     @property
     def logged(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from dist_amp.parallel import (
 from dist_amp.precision import Precision, PrecisionConfig, build_precision
 from dist_amp.resume import check_config, to_resume
 from dist_amp.runtime import RunConfig, World, locate, run_folder, seed_all, set_determinism
-from dist_amp.step import EvalConfig, TrainConfig, accumulation_steps
+from dist_amp.step import Count, EvalConfig, TrainConfig, accumulation_steps
 from dist_amp.task import Task, TaskConfig, args_dataclass, build_task, find_task
 
 ALIASES = {"use_amp": "precision.use_amp"}
@@ -37,7 +37,7 @@ ALIASES = {"use_amp": "precision.use_amp"}
 
 @dataclass(frozen=True)
 class DebugConfig:
-    check_every: Annotated[int, Range(low=1)] | Literal["off"] = 100
+    check_every: Count | Literal["off"] = 100
     """Steps between looks at whether the ranks still hold the same model and read different data; see checks.py."""
     detect_anomaly: bool = False
     """Stop at the operation whose backward makes a nan, with its forward's stack; several times slower."""
@@ -47,6 +47,16 @@ class DebugConfig:
     numerics: bool = False
     """At log steps, measure the gradients that become zero in fp16 (two more micro-batches) and the updates lost to
     rounding (a copy of the parameters), per group of parameters."""
+    profile: Count | Literal["off"] = "off"
+    """How many steps torch.profiler records, once this process has warmed up: a trace and a table; see profiling.py."""
+    memory_snapshot: bool = False
+    """On GPUs, keep the history of allocations, and write it after the profiled steps and when memory runs out."""
+    ranks: tuple[Annotated[int, Range(low=0)], ...] | Literal["all"] = "all"
+    """The ranks that profile and write memory snapshots, as 0 3; or all."""
+
+    def chosen(self, rank: int) -> bool:
+        """Whether this is one of `ranks`."""
+        return self.ranks == "all" or rank in self.ranks
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,12 @@ from dist_amp.config import ConfigError, Failure
 from dist_amp.explain import Roll, explain_data, explain_disk
 from dist_amp.failure import in_one_line, report_failure
 from dist_amp.guards import check_free_space, check_restarts, die_with_torchrun, only_live_run
+from dist_amp.memory import explain_memory
 from dist_amp.metrics import LogRow
 from dist_amp.metrics_files import plain_json
 from dist_amp.numerics import Numerics
 from dist_amp.peaks import item_seconds_at_peak
+from dist_amp.profiling import Profile, check_debug, memory_history
 from dist_amp.provenance import Provenance
 from dist_amp.run import Config, Run, build_run, load_config, show_help, to_toml
 from dist_amp.runtime import (
@@ -72,7 +74,7 @@ def train(run: Run, stop: AgreedStop) -> str:
         return run.validation is not None and due(config.eval.every) and run.metrics.evaluated_step < run.step
 
     tripwires, provenance, numerics = Tripwires(run), Provenance(run), Numerics(run)
-    with Saver(run) as saver, scheduled_garbage(config.train.gc_every) as collect_garbage:
+    with Saver(run) as saver, Profile(run) as profile, scheduled_garbage(config.train.gc_every) as collect_garbage:
 
         def save(wait: bool) -> None:
             with run.metrics.off_the_clock():
@@ -105,6 +107,7 @@ def train(run: Run, stop: AgreedStop) -> str:
             look()  # at the figures of the step before, if it was a log step
             if due(config.metrics.log_every):
                 run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
+            profile.after_step()
             saves = due(config.checkpoint.every)
             if stopping or saves or owes_evaluation() or run.step == last:
                 look()  # what waits for the device anyway, or is to be kept, comes after it
@@ -176,9 +179,11 @@ def run_and_report(config: Config, world: World) -> int:
     config = replace(config, run=replace(config.run, dir=str(folder)))
     run, roll = None, Roll(world)
     try:
+        check_debug(config.debug, world)
         make_folder(folder, config, world)
         # The signals are heard from here on: one in the warm-up stops the run before its first step.
-        with only_live_run(folder, world), AgreedStop(world) as stop:
+        recording = memory_history(config.debug, folder, world)
+        with only_live_run(folder, world), recording, AgreedStop(world) as stop:
             run = build_run(config, world)
             return run_to_the_end(run, stop)
     except BaseException as raised:
@@ -186,7 +191,8 @@ def run_and_report(config: Config, world: World) -> int:
         if run is not None:
             with suppress(Exception):
                 run.metrics.rescue(config.train.steps)
-        error = roll.explain(explain_disk(explain_data(raised, world.rank, batches), folder))
+        mendable = explain_memory(explain_data(raised, world.rank, batches), config, world, run)
+        error = roll.explain(explain_disk(mendable, folder))
         status, first = report_failure(error, world)
         refused = run is None and (folder / "summary.json").exists()  # what the folder holds stays as it is
         if first and folder.is_dir() and not refused:

@@ -1,7 +1,10 @@
 """What only a GPU can show: run with `bash launch/test.sh -m gpu` on a machine that has one."""
 
+import gzip
 import json
 import os
+import pickle
+import re
 import subprocess
 import sys
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, TESTS
 from test_peaks import Counted
+from test_profiling import steps_of
 from tiny import Tiny, log, make_run, parameters_of, take_steps
 
 from dist_amp.bench.gpu import main as gpu_bench
@@ -16,7 +20,9 @@ from dist_amp.bench.gpu_report import SAME, targets
 from dist_amp.checkpoint import Saver
 from dist_amp.checks import Tripwires
 from dist_amp.peaks import item_seconds_at_peak
+from dist_amp.profiling import memory_history
 from dist_amp.provenance import Provenance
+from dist_amp.run import load_config
 from dist_amp.runtime import RunConfig, World, locate
 from dist_amp.step import train_step
 
@@ -150,6 +156,61 @@ def test_log_steps_wait_for_nothing_and_their_time_is_the_devices(tmp_path):
     assert 0 < row.ranks[0]["seconds"] < 60
     expected = run.metrics.log(23, run.optimizer, run.precision, run.data)
     assert expected["lr"] == row["lr"]
+
+
+def test_a_trace_has_the_kernels_and_the_table_the_devices_time(tmp_path):
+    steps_of(gpu(), tmp_path, 15, "--train.steps", 15, "--train.accumulation_steps", 2, "--debug.profile", 2)
+    name = "rank00000_step_00000013-00000014"
+    with gzip.open(tmp_path / f"profile/{name}.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events), "CUPTI records them"
+    assert {"forward", "backward"} <= {event["name"] for event in events if event.get("cat") == "gpu_user_annotation"}
+    table = (tmp_path / f"profile/{name}_table.txt").read_text()
+    told = re.search(r"([\d.]+) ms per step on the device, which was idle for ([\d.]+) % of it", table)
+    assert float(told[1]) > 0
+    assert 0 <= float(told[2]) < 100
+    assert "Self CUDA" in table
+
+
+def test_a_snapshot_of_memory_knows_what_allocated_the_model(tmp_path):
+    words = ["--train.steps", 15, "--debug.memory_snapshot", "true"]
+    with memory_history(load_config(list(map(str, words)), environ={}).debug, tmp_path, gpu()):
+        steps_of(gpu(), tmp_path, 15, *words)
+    with (tmp_path / "profile/rank00000_step_00000013_memory.pickle").open("rb") as file:
+        snapshot = pickle.load(file)
+    stacks = [entry.get("frames", []) for entry in snapshot["device_traces"][torch.cuda.current_device()]]
+    assert any("build_parallel" in frame["name"] for frames in stacks for frame in frames)
+
+
+GREEDY = """
+import torch
+from tiny import Tiny
+
+class Greedy(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * torch.ones(len(batch["x"]), 2**36, device=batch["x"].device).mean()
+
+class Huge(Tiny):
+    def build_model(self):
+        torch.cuda.set_per_process_memory_fraction(0.01)
+        return torch.nn.Linear(2**15, 2**15)
+"""
+
+
+def test_memory_that_runs_out_names_what_to_lower_and_leaves_its_history(launch, tmp_path):
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    done = launch(0, "--task.target", "greedy:Greedy", "--run.dir", "run", "--debug.memory_snapshot", "true")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    # 8 samples of 2^36 float32.
+    assert last.startswith("error: rank 0 ran out of GPU memory in step 1: asked for 2,048.00 GiB more than the ")
+    assert (tmp_path / "run/profile/rank00000_out_of_memory.pickle").stat().st_size > 0
+
+    done = launch(0, "--task.target", "greedy:Huge", "--run.dir", "huge")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "ran out of GPU memory before the first step, with a model of 1,073,774,592 parameters: asked for" in last
+    assert "; use parallel.strategy=fsdp over " in last
 
 
 def test_the_bench_of_one_gpu_measures_both_precisions_here(tmp_path):

@@ -19,7 +19,7 @@ FLOORS = {
 }
 CORE = {name for names in FLOORS.values() for name in names}
 # What stands beside the loop: the main job alone may use it, so that each can be deleted with its lines there.
-BESIDE = {"checks", "provenance", "nonfinite", "numerics", "guards", "explain", "peaks"}
+BESIDE = {"checks", "provenance", "nonfinite", "numerics", "guards", "explain", "peaks", "profiling", "memory"}
 OUTSIDE = {
     "config": {"tyro"},
     "data": {"torch", "datasets"},
