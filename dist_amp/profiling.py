@@ -20,8 +20,9 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dist_amp.config import ConfigError
+from dist_amp.failure import in_one_line
 from dist_amp.fused import FusedAdamW, FusedSGD
-from dist_amp.runtime import World, in_one_line
+from dist_amp.runtime import World
 
 if TYPE_CHECKING:
     from dist_amp.run import DebugConfig, Run
