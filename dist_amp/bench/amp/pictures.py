@@ -54,7 +54,7 @@ def write_board(told: Report, out: Path, files: Sequence[Path]) -> None:
         for step, loss in enumerate(curve, start=1):
             board.write_scalars({f"loss/{name}": loss}, step)
         board.close()
-    board = Board(out / "tensorboard" / name, 1)
+    board = Board(out / "tensorboard" / name, 0)  # in place of what an earlier report left
     board.write(lambda writer: writer.add_text(name, textwrap.dedent(terminal(told)).strip()))
     for file in files:
         image = read_png(file)
@@ -175,7 +175,7 @@ def draw_apart(axes: Any, told: Report) -> None:
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
-    axes.set_ylabel("distance to float32's loss, % of its fall; dotted: the band")
+    axes.set_ylabel("% of float32's fall away from it; dotted: band")
 
 
 def sizes_of(told: Report) -> list[Any]:
