@@ -1,8 +1,6 @@
 """What an experiment is: settings of the main job, how many steps, and which figures others have printed for it."""
 
-import inspect
 import os
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,11 +62,6 @@ class Experiment:
 def words_of(settings: dict[str, Any]) -> tuple[str, ...]:
     """{"optim.lr": 0.1} -> ("--optim.lr", "0.1")."""
     return tuple(word for name, value in settings.items() for word in (f"--{name}", str(value)))
-
-
-def described(module: types.ModuleType) -> str:
-    """A module's docstring, as one experiment's description."""
-    return inspect.cleandoc(module.__doc__ or "")
 
 
 def own_experiment(words: Sequence[str]) -> Experiment:
