@@ -22,6 +22,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from dist_amp.bench.amp.experiment import MODES, Experiment, own_experiment
 from dist_amp.bench.amp.experiments import cnn, dtypes, gpt, linear, mlp, sinusoid
-from dist_amp.bench.amp.measure import FORMS, Effort, measure
+from dist_amp.bench.amp.measure import EAGER, FORMS, Effort, measure
 from dist_amp.bench.amp.pictures import illustrate
 from dist_amp.bench.amp.report import REDUCED_BANNER, save, terminal
 from dist_amp.bench.amp.roofline import Ceilings, measure_ceilings
@@ -47,13 +48,14 @@ from dist_amp.bench.machine import about
 from dist_amp.bench.report import rows_of_markdown
 from dist_amp.bench.timing import prime, release, why_not
 from dist_amp.command import Parser, exit_status
-from dist_amp.config import ConfigError, nearest_name
-from dist_amp.run import load_config
+from dist_amp.config import ConfigError, Failure, nearest_name
+from dist_amp.rendezvous import environment_number
 from dist_amp.runtime import RunConfig, World, start
 
 EXPERIMENTS = {"linear": linear, "mlp": mlp, "sinusoid": sinusoid, "cnn": cnn, "gpt": gpt}
 DTYPES = "dtypes"
 NAMES = (*EXPERIMENTS, DTYPES)
+CHOICES: dict[str, Sequence[str]] = {"ways": list(WAYS), "modes": MODES, "forms": FORMS}
 PACKAGES = ("triton", "matplotlib")
 SPARE_SECONDS = 20  # of --minutes, for the pictures
 BLOCK_SECONDS = 0.2  # of steps between two clocks
@@ -101,6 +103,7 @@ class Bench:
         for experiment in self.experiments:
             if self.effort.seconds_left < 0:
                 self.report["left_out"].append(experiment.name)
+                self.world.say(f"\n{experiment.name}\nleft out: no time")
                 continue
             told, pictures = self.tell(experiment, ceilings)
             self.report["experiments"].append(told)
@@ -118,8 +121,8 @@ class Bench:
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # each run's own introduction
             try:
                 told |= measure(self.effort, experiment)
-            except ConfigError:  # in the settings, all precisions' alike
-                raise
+            except Failure as error:  # in the settings, the task or the data: all precisions' alike
+                raise type(error)(f"{experiment.name}: {error}") from error
             except Exception as error:
                 told["cant"] = why_not(error)
         pictures: dict[str, Tensor] = told.pop("pictures", {})
@@ -144,24 +147,26 @@ class Bench:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The options; what they don't know are the main job's settings, of a task of one's own. Errors: ConfigError."""
-    names = list(takewhile(lambda word: not word.startswith("-"), words))
     parser = Parser("python -m dist_amp.bench amp", __doc__)
     add = parser.add_argument
     add("--reduced", action="store_true", help="small models on a CPU: tries every path; its timings mean nothing")
-    add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="precisions; default: all")
-    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: both")
-    add("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="default: both")
+    for name, choices in CHOICES.items():
+        text = f"of {', '.join(choices)}; default: all"
+        add(f"--{name}", nargs="+", choices=choices, default=list(choices), metavar="NAME", help=text)
     add("--batches", nargs="+", type=int, metavar="N", help="more micro-batch sizes; default: the experiment's own")
     add("--backend", help="of torch.compile; default: inductor, with --reduced aot_eager")
-    add("--rounds", type=int, default=0, metavar="N", help="default: 10, with --reduced 2")
+    add("--rounds", type=int, metavar="N", help="default: 10, with --reduced 2")
     add("--minutes", type=float, default=20.0, metavar="N", help="default: 20")
     add("--out", type=Path, metavar="DIR", help="default: runs/amp, with --reduced runs/amp_reduced")
-    options, settings = parser.parse_known_args(words[len(names) :])
-    options.words = list(words)
-    options.rounds = options.rounds or (2 if options.reduced else 10)
+    options, others = parser.parse_known_args(words)
+    names = list(takewhile(lambda word: not word.startswith("-"), others))
+    settings = others[len(names) :]
+    if options.rounds is None:
+        options.rounds = 2 if options.reduced else 10
     options.backend = options.backend or ("aot_eager" if options.reduced else "inductor")
     options.out = options.out or Path("runs/amp_reduced" if options.reduced else "runs/amp")
     check(options, names, settings)
+    options.words = list(words)
     options.own = bool(settings)
     options.dtypes = DTYPES in names or not names
     options.experiments = chosen(options, names, settings)
@@ -178,18 +183,36 @@ def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
                 + (f"did you mean {near}?" if near else f"there are {', '.join(NAMES)}")
             )
     others = [name for name in names if name != DTYPES]
+    for word in settings:
+        option = word.partition("=")[0]
+        if option.startswith("--") and "." not in option and option not in ("--config", "--use_amp"):
+            near = nearest_name(option, [f"--{name}" for name in vars(options)])
+            hint = f"; did you mean {near}?" if near else "; see python -m dist_amp.bench amp --help"
+            raise ConfigError(f"there is no option {option}{hint}")
     if settings and others:
         raise ConfigError(
             f"{' '.join(settings[:2])} is a setting of a task of your own, and {others[0]} has settings; leave one out"
         )
-    if FP32 not in options.ways:
-        raise ConfigError(f"--ways {' '.join(options.ways)} lacks {FP32}, with which the others are compared; add it")
+    for option, needed in (("ways", FP32), ("forms", EAGER)):
+        given = getattr(options, option)
+        if needed not in given:
+            raise ConfigError(f"--{option} {' '.join(given)} lacks {needed}, with which others are compared; add it")
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds} must be at least 1")
-    if options.minutes <= 0:
+    if not options.minutes > 0:
         raise ConfigError(f"--minutes {options.minutes:g} must be above 0")
     if options.batches and min(options.batches) < 1:
         raise ConfigError(f"--batches {min(options.batches)} must be at least 1")
+
+
+def check_folder(folder: Path) -> None:
+    """Before hours of measuring rather than after. Errors: ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {folder} can't be written: {error.strerror}; name another folder") from None
 
 
 def chosen(options: argparse.Namespace, names: Sequence[str], settings: Sequence[str]) -> list[Experiment]:
@@ -203,19 +226,21 @@ def chosen(options: argparse.Namespace, names: Sequence[str], settings: Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0 measured, 64 an argument or a setting."""
+    """The command; returns the exit status: 0 measured, 64 an argument or a setting, 65 the task or its data."""
     return exit_status(measure_all, argv)
 
 
 def measure_all(words: Sequence[str]) -> None:
     """What the words ask for. Errors: Failure."""
     options = parse(words)
-    device = load_config(options.experiments[0].words).run.device if options.own else "auto"
+    if (ranks := environment_number("WORLD_SIZE", 1)) > 1:
+        raise ConfigError(f"the bench amp is for one process, and here are {ranks}; leave out torchrun")
+    check_folder(options.out)
+    experiments: list[Experiment] = options.experiments
+    device = (experiments[0].config().run if options.own else RunConfig()).device
     with start(RunConfig(device="cpu" if options.reduced else device)) as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of compilers, schedulers and half precision: they repeat for each run
         logging.getLogger("dist_amp").setLevel(logging.ERROR)
-        if world.world_size > 1:
-            raise ConfigError(f"the bench amp is for one process, and here are {world.world_size}; leave out torchrun")
         bench, threads = Bench(world, options), torch.get_num_threads()
         torch.set_num_threads(1 if options.reduced else threads)  # its models are too small to share
         gc.freeze()  # modules: they would be looked at in each of many collections

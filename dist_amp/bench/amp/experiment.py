@@ -1,7 +1,8 @@
 """What an experiment is: settings of the main job, how many steps, and which figures others have printed for it."""
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dist_amp.config import ConfigError
@@ -46,11 +47,12 @@ class Experiment:
     ways: Sequence[str] = ()  # besides those of ways.py that all experiments have
     published: Sequence[Published] = ()
     targets: Sequence[Target] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)  # under the words, as in the main job
     draws: bool = False  # whether the task's sample(model) is a picture, its left half what it should look like
 
     def config(self, *more: str) -> Config:
         """The settings with `more` on top. Errors: ConfigError."""
-        return load_config([*self.words, *more, *UNDISTURBED], environ={})
+        return load_config([*self.words, *more, *UNDISTURBED], self.environ)
 
     def reduced(self, settings: Mapping[str, Any], batches: Sequence[int] = ()) -> "Experiment":
         """A form for a CPU: what is published for the full one, and expected of it, says nothing of it."""
@@ -67,7 +69,8 @@ def words_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 def own_experiment(words: Sequence[str]) -> Experiment:
     """The experiment of a user's own settings, with their task. Errors: ConfigError."""
-    config = load_config(list(words))
+    config = load_config(words)
     if config.train.steps < 2:
         raise ConfigError(f"train.steps={config.train.steps} has no loss curve; use at least 2")
-    return Experiment(config.task.target.rpartition(":")[2], f"`{config.task.target}`, as set.", words)
+    target = config.task.target
+    return Experiment(target.rpartition(":")[2], f"`{target}`, as set.", words, environ=os.environ)

@@ -9,9 +9,9 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from dist_amp.bench.amp.experiment import TRAIN, Experiment
 from dist_amp.bench.amp.roofline import count
-from dist_amp.bench.amp.ways import BY_HAND, FP32, TO_TRAIN, USUAL, WAYS, possible, set_scaler
+from dist_amp.bench.amp.ways import BY_HAND, FP32, TO_TRAIN, USUAL, WAYS, cant, set_scaler
 from dist_amp.bench.loops import Loop, Setup, bare
 from dist_amp.bench.timing import OUT_OF_MEMORY, in_turns, release, timed_block, why_not
+from dist_amp.config import Failure
 from dist_amp.data import Padding, build_batches, build_split
 from dist_amp.precision import set_tf32
 from dist_amp.proof.dtypes import tensors_in
@@ -86,49 +87,60 @@ class Contender:
 
 
 def measure(effort: Effort, experiment: Experiment) -> dict[str, Any]:
-    """The experiment's groups of figures, curves, work and pictures; what there is no time for is named."""
+    """The experiment's groups of figures, curves, work and pictures; what there is no time for is named.
+
+    Errors: Failure in the settings, the task or the data, which no precision can do with.
+    """
     config = experiment.config(*effort.words)
+    asked = [name for name in (*TO_TRAIN, *experiment.ways) if name in effort.ways]
+    why_not_here = {name: why for name in asked if (why := cant(name, effort.world.device))}
+    names = [name for name in asked if name not in why_not_here]
+    usual = [name for name in names if name in USUAL]
     told: dict[str, Any] = {
         "steps": config.train.steps,
         "micro_batch_size": config.train.micro_batch_size,
         "accumulation": accumulation_steps(config.train, 1),
         "target": config.task.target,
-        "groups": [],
-        "curves": {},
-        "work": {},
-        "pictures": {},
-        "left_out": [],
+        "left_out": [f"{name}, {why}" for name, why in why_not_here.items()],
     }
-    names = [name for name in (*TO_TRAIN, *experiment.ways) if name in effort.ways]
-    for form in effort.forms:
-        by_hand = [name for name, way in BY_HAND.items() if way in names] if form == EAGER else []
-        entrants = [*names, *by_hand] if form == EAGER else [name for name in names if name in USUAL]
-        arena = Arena(effort, experiment, form, config.train.micro_batch_size, learns=form == EAGER)
-        arena.measure(possible(entrants, effort.world.device), effort.modes)
-        told["groups"] += arena.groups
-        if form == EAGER:
-            told |= {"parameters": arena.parameters, "curves": arena.curves, "work": arena.work}
-            told["pictures"] = arena.pictures
-    for size in experiment.batches if TRAIN in effort.modes else ():
-        arena = Arena(effort, experiment, EAGER, size, learns=False)
-        arena.measure(possible([name for name in USUAL if name in names], effort.world.device), [TRAIN])
-        told["groups"] += arena.groups
-    return told
+    task, size = build_task(config.task, config.data), config.train.micro_batch_size
+    task.build_dataset = cache(task.build_dataset)  # type: ignore[method-assign] # one for all precisions
+    arena = partial(Arena, effort, experiment, task)
+    main = arena(EAGER, size, effort.modes, learns=True)
+    others = [arena(form, size, effort.modes) for form in effort.forms if form != EAGER]
+    others += [arena(EAGER, n, [TRAIN]) for n in experiment.batches if n != size and TRAIN in effort.modes]
+    for each in (main, *others):
+        each.check_data()
+    trained = [*names, *(name for name, way in BY_HAND.items() if way in names)]
+    main.measure(trained if TRAIN in effort.modes else usual)
+    for other in others:
+        other.measure(usual)
+    told |= {"parameters": main.parameters, "curves": main.curves, "work": main.work, "pictures": main.pictures}
+    return told | {"groups": [group for each in (main, *others) for group in each.groups]}
 
 
 class Arena:
     """The precisions of one form and micro-batch size, beside each other."""
 
-    def __init__(self, effort: Effort, experiment: Experiment, form: str, size: int, learns: bool):
-        self.effort, self.experiment, self.form, self.size, self.learns = effort, experiment, form, size, learns
+    def __init__(
+        self,
+        effort: Effort,
+        experiment: Experiment,
+        task: Any,
+        form: str,
+        size: int,
+        modes: Sequence[str],
+        learns: bool = False,
+    ):
+        self.effort, self.experiment, self.task = effort, experiment, task
+        self.form, self.size, self.learns = form, size, learns
         self.device = effort.world.device
-        self.task: Any = None
         self.data: list[list[Any]] = []
         self.parameters = 0
         self.contenders: dict[str, Contender] = {}
-        self.rows: dict[str, dict[str, dict[str, Any]]] = {mode: {} for mode in effort.modes}
+        self.rows: dict[str, dict[str, dict[str, Any]]] = {mode: {} for mode in modes}
         self.curves: dict[str, list[float]] = {}
-        self.work: dict[str, dict[str, Any]] = {mode: {} for mode in effort.modes}
+        self.work: dict[str, dict[str, Any]] = {mode: {} for mode in modes}
         self.pictures: dict[str, Tensor] = {}
 
     @property
@@ -139,13 +151,20 @@ class Arena:
     def config(self, name: str) -> Config:
         words = [*self.effort.words, *WAYS[BY_HAND.get(name, name)].words]
         words += ["--train.micro_batch_size", str(self.size)]
+        words += ["--compile.blocks", str(self.form == COMPILED).lower()]
         if self.form == COMPILED:
-            words += ["--compile.blocks", "true", "--compile.backend", self.effort.backend]
+            words += ["--compile.backend", self.effort.backend]
         return self.experiment.config(*words)
 
-    def measure(self, names: Sequence[str], modes: Sequence[str]) -> None:
+    def check_data(self) -> None:
+        """Errors: Failure where they do not fill a step."""
+        config, world = self.config(FP32), self.effort.world
+        split, micro_batches = build_split(self.task, "train", world), accumulation_steps(config.train, 1)
+        build_batches(config.data, self.task, split, self.size, micro_batches, config.run.seed, world)
+
+    def measure(self, names: Sequence[str]) -> None:
         """All of it, for each of the names; those that have no room beside the others come after them."""
-        self.rows = {mode: {} for mode in modes}
+        first_mode = next(iter(self.rows))
         # Torch counts by a forward's source, which all precisions' blocks share, in training and in evaluation.
         with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS) if self.form == COMPILED else nullcontext():
             for name in names:
@@ -155,12 +174,12 @@ class Arena:
                     self.leave(but=FP32)
                     why = self.enter(name)
                 if why:
-                    self.rows[modes[0]][name] = {"cant": why}
+                    self.rows[first_mode][name] = {"cant": why}
             self.time_all()
         self.leave()
         if self.form == COMPILED:
             torch.compiler.reset()  # the code would be taken for the next experiment's
-        self.task, self.data = None, []
+        self.data = []
         release(self.device)
 
     def enter(self, name: str) -> str:
@@ -178,6 +197,10 @@ class Arena:
                     self.rows[mode][name] = self.warm(contender, mode)
         except NoTime:
             return "left out: no time"
+        except Failure as error:
+            if name == FP32 and self.learns:  # in the settings, the task or the data
+                raise
+            return why_not(error)
         except Exception as error:  # which is not kept: it would hold what is on the device
             return why_not(error)
         self.contenders[name] = contender
@@ -185,18 +208,17 @@ class Arena:
 
     def build(self, name: str) -> Contender:
         config, world = self.config(name), self.effort.world
-        if self.task is None:
-            self.task = build_task(config.task, config.data)
-            self.data = first_steps(config, self.task, world)
+        self.data = self.data or first_steps(config, self.task, world)
         base = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         tf32 = config.precision.tf32
         if name in BY_HAND:
             loop = bare(Setup(config, world, WithMeans(self.task)))
-            return Contender(Loop(loop.module, loop.step, lambda: set_tf32(tf32)), None, base, tf32)
+            return Contender(Loop(loop.module, loop.step, ready_to_train(loop.module, tf32)), None, base, tf32)
         run = build_run(config, world, self.task)
         set_scaler(run, WAYS[name])
         self.parameters = sum(p.numel() for p in run.parallel.module.parameters())
-        loop = Loop(run.parallel.module, lambda batches: train_step(run, batches), lambda: set_tf32(tf32))
+        module = run.parallel.module
+        loop = Loop(module, lambda batches: train_step(run, batches), ready_to_train(module, tf32))
         return Contender(loop, run, base, tf32)
 
     def learn(self, run: Run) -> list[float]:
@@ -206,20 +228,19 @@ class Arena:
         the scaler's first steps, in which it finds its scale, count for nothing.
         """
         curve = []
-        for _ in range(run.config.train.steps):
-            micro_batches = next(run.data)
-            for _ in range(MOST_SKIPS):
-                if self.effort.seconds_left < 0:
-                    raise NoTime
-                report = train_step(run, micro_batches)
-                if bool(report.applied):
-                    break
-            curve.append(report.loss_sum / report.weight)
-        run.data.close()
+        with closing(run.data):
+            for micro_batches in itertools.islice(run.data, run.config.train.steps):
+                for _ in range(MOST_SKIPS):
+                    if self.effort.seconds_left < 0:
+                        raise NoTime
+                    report = train_step(run, micro_batches)
+                    if bool(report.applied):
+                        break
+                curve.append(report.loss_sum / report.weight)
         return torch.stack(curve).tolist()
 
     def draw(self, name: str, run: Run) -> None:
-        """The picture that the model has learned to draw, if it is of that kind."""
+        """What the model draws once it has learned, and before the timed steps, which teach it more."""
         if self.experiment.draws:
             with run.parallel.evaluating(), run.precision.autocast():
                 self.pictures[name] = run.task.sample(run.parallel.module)  # type: ignore[attr-defined]
@@ -240,10 +261,7 @@ class Arena:
     def loop(self, contender: Contender, mode: str) -> Loop:
         """What is timed in a mode."""
         run = contender.run
-        if mode == TRAIN or run is None:
-            contender.loop.module.train()
-            return contender.loop
-        return inference(run, contender.tf32)
+        return contender.loop if mode == TRAIN or run is None else inference(run, contender.tf32)
 
     def time_all(self) -> None:
         """By turns; and what each of them counts."""
@@ -281,11 +299,20 @@ def first_steps(config: Config, task: Any, world: World) -> list[list[Any]]:
     """The micro-batches of the first few steps, on the device, as many as are whole."""
     split, size = build_split(task, "train", world), config.train.micro_batch_size
     micro_batches = accumulation_steps(config.train, 1)
-    steps = min(STEPS_OF_DATA, len(split) // (size * micro_batches) if split is not None else 1)
-    batches = build_batches(config.data, task, split, size, micro_batches, config.run.seed, world)
-    data = list(itertools.islice(batches, max(steps, 1)))
-    batches.close()
-    return data
+    with closing(build_batches(config.data, task, split, size, micro_batches, config.run.seed, world)) as batches:
+        return list(itertools.islice(batches, min(STEPS_OF_DATA, len(split) // (size * micro_batches))))
+
+
+def ready_to_train(module: nn.Module, tf32: bool) -> Callable[[], None]:
+    """What goes before training steps: the modules that train now do so again, and those that are frozen don't."""
+    training = [part for part in module.modules() if part.training]
+
+    def prepare() -> None:
+        set_tf32(tf32)
+        for part in training:
+            part.training = True
+
+    return prepare
 
 
 def inference(run: Run, tf32: bool) -> Loop:

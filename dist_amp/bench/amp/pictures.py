@@ -53,7 +53,7 @@ def write_board(told: Report, out: Path, files: Sequence[Path]) -> None:
         for step, loss in enumerate(curve, start=1):
             board.write_scalars({f"loss/{name}": loss}, step)
         board.close()
-    board = Board(out / "tensorboard" / name, 1)
+    board = Board(out / "tensorboard" / name, 0)  # in place of what an earlier report left
 
     def show(writer: Any) -> None:
         writer.add_text(name, terminal(told).strip())
@@ -177,7 +177,7 @@ def draw_apart(axes: Any, told: Report) -> None:
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
-    axes.set_ylabel("distance to float32's loss, % of its fall")
+    axes.set_ylabel("% of float32's fall away from it; dotted: band")
 
 
 def sizes_of(told: Report) -> list[Any]:

@@ -68,8 +68,7 @@ def chapter(told: Report, experiment: Experiment, report: Report) -> Iterator[st
         f"{told['parameters']:,} parameters, {told['steps']} steps of {told['micro_batch_size']} x "
         f"{told['accumulation']} samples; `python -m dist_amp.train {' '.join(experiment.words)}`"
     )
-    if told["verdict"]:
-        yield "\n".join(f"- {line}" for line in told["verdict"])
+    yield "\n".join(f"- {line}" for line in remarks(told))
     yield table(told)
     if experiment.published:
         yield published_table(told, experiment)
@@ -184,7 +183,12 @@ def dtypes_chapter(told: Report) -> Iterator[str]:
         yield f"```\n{one['text']}\n```"
 
 
+def remarks(told: Report) -> list[str]:
+    """The verdict, and what there is no verdict of."""
+    return [*told.get("verdict", ()), *(f"left out: {what}" for what in told.get("left_out", ()))]
+
+
 def terminal(told: Report) -> str:
     """One experiment's table and verdict; Markdown too."""
-    sentences = "\n".join(f"- {line}" for line in told.get("verdict", ()))
+    sentences = "\n".join(f"- {line}" for line in remarks(told))
     return "\n\n".join(["", told["name"], told.get("cant") or table(told), sentences]).rstrip()

@@ -72,8 +72,12 @@ def verdict(told: Report, experiment: Experiment, ceilings: Ceilings) -> list[st
     """Sentences, the most important first."""
     lines = []
     for mode in (TRAIN, INFERENCE):
-        if rows_of(told, mode).get(FP32, {}).get("seconds"):
+        rows = rows_of(told, mode)
+        if rows.get(FP32, {}).get("seconds"):
             lines += [recommendation(told, mode), *reasons(told, mode, ceilings)]
+        elif others := [name for name, row in rows.items() if row.get("seconds")]:
+            why = rows.get(FP32, {}).get("cant", "no figures")
+            lines.append(f"{mode}: fp32 is not there to compare with ({why}); these are: {', '.join(others)}.")
     lines += [*called_out(told), *about_scaler(told), *about_alignment(told)]
     return [*lines, *about_loop(told), *shortfalls(told, experiment)]
 
@@ -194,7 +198,7 @@ def shortfalls(told: Report, experiment: Experiment) -> Iterator[str]:
                 cause = "the device is the cause" if theirs < target.speed else "train_step is the cause"
                 cause = f"; the loop by hand reaches {theirs:.2f}: {cause}"
             yield f"{target.mode} {target.way}: {reached:.2f} of the {target.speed:.2f} that were expected{cause}."
-        if saved < target.saving:
+        if target.saving and saved < target.saving:
             expected = f"{100 * target.saving:.0f} % expected"
             yield f"{target.mode} {target.way}: {100 * saved:.0f} % of memory saved, {expected}."
 

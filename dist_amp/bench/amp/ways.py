@@ -1,6 +1,5 @@
 """The precisions that are compared, as settings of the main job; and what of them the main job has no setting for."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,21 +17,27 @@ class Way:
     scaler: bool | None = None  # None: as in the main job, in fp16 alone
 
 
+def precision(dtype: str, tf32: str = "false") -> tuple[str, ...]:
+    """Everything that a config of one's own may have set otherwise."""
+    amp = ("false",) if dtype == "fp32" else ("true", "--precision.dtype", dtype)
+    return ("--precision.cast_by", "auto", "--precision.tf32", tf32, "--use_amp", *amp)
+
+
 FP32 = "fp32"
 WAYS = {
-    FP32: Way(("--use_amp", "false"), 2**-24, "float32, tf32 off"),
-    "tf32": Way(("--use_amp", "false", "--precision.tf32", "true"), 2**-11, "float32, its products rounded to TF32"),
-    "bf16": Way(("--precision.dtype", "bf16"), 2**-8, "autocast to bfloat16"),
-    "fp16": Way(("--precision.dtype", "fp16"), 2**-11, "autocast to float16, with the loss scaler"),
-    "fp16_unscaled": Way(("--precision.dtype", "fp16"), 2**-11, "autocast to float16 alone", scaler=False),
-    "fp32_scaled": Way(("--use_amp", "false"), 2**-24, "float32, with the loss scaler", scaler=True),
+    FP32: Way(precision("fp32"), 2**-24, "float32, tf32 off"),
+    "tf32": Way(precision("fp32", tf32="true"), 2**-11, "float32, its products rounded to TF32"),
+    "bf16": Way(precision("bf16"), 2**-8, "autocast to bfloat16"),
+    "fp16": Way(precision("fp16"), 2**-11, "autocast to float16, with the loss scaler"),
+    "fp16_unscaled": Way(precision("fp16"), 2**-11, "autocast to float16 alone", scaler=False),
+    "fp32_scaled": Way(precision("fp32"), 2**-24, "float32, with the loss scaler", scaler=True),
 }
 USUAL = (FP32, "tf32", "bf16", "fp16")  # in every form and mode
 BY_HAND = {f"{name} by hand": name for name in (FP32, "bf16", "fp16")}  # the loop that users write
 TO_TRAIN = (*USUAL, "fp16_unscaled")  # and `Experiment.ways`
 
 
-def can(name: str, device: torch.device) -> str:
+def cant(name: str, device: torch.device) -> str:
     """Why a device can't go this way; "" where it can."""
     if name != "tf32":
         return ""
@@ -41,10 +46,6 @@ def can(name: str, device: torch.device) -> str:
     if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return "not known to GPUs before Ampere"
     return ""
-
-
-def possible(names: Iterable[str], device: torch.device) -> list[str]:
-    return [name for name in names if not can(name, device)]
 
 
 def set_scaler(run: Run, way: Way) -> None:

@@ -5,7 +5,6 @@ in. Once more with batches of 4096, where a GPU has work to do.
 """
 
 import math
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +39,6 @@ class CNN:
         return len(batch[1])
 
 
-@cache
 def waves(samples: int) -> TensorDataset:
     """Sines across the picture, in a direction of their own each, with noise."""
     generator = torch.Generator().manual_seed(0)

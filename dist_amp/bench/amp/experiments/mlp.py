@@ -5,8 +5,6 @@ in 150 steps. Autocast on and off x loss scaler on and off, and other batch size
 tensor cores ask for.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,19 +25,14 @@ class MLP:
         return nn.Sequential(*hidden, nn.Linear(self.width, self.width))
 
     def build_dataset(self, split: str) -> TensorDataset:
-        return absolutes(self.samples, self.width)
+        x = torch.randn(self.samples, self.width, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, x.abs())
 
     def loss_sum(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]).float(), batch[1], reduction="sum")
 
     def weight(self, batch: list[Tensor]) -> float:
         return batch[1].numel()
-
-
-@cache  # 800 MiB, which all precisions read
-def absolutes(samples: int, width: int) -> TensorDataset:
-    x = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.abs())
 
 
 SETTINGS = {
