@@ -90,9 +90,17 @@ class Shortage:
         return max((count for count in range(1, fits + 1) if samples % count == 0), default=0)
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it says so, or came of one that does: compilers wrap what they meet."""
+    if error is None:
+        return False
+    said = isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
+    return said or is_out_of_memory(error.__cause__)
+
+
 def explain_memory(error: BaseException, config: "Config", world: World, run: "Run | None") -> BaseException:
     """The Failure that says how to make it fit, where memory ran out on this rank; any other error as it is."""
-    if not isinstance(error, torch.OutOfMemoryError) and not _OUT_OF_MEMORY.search(str(error)):
+    if not is_out_of_memory(error):
         return error
     try:
         return Failure(message(shortage(error, config, world, run)))

@@ -19,7 +19,7 @@ import itertools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -35,7 +35,7 @@ from dist_amp.bench.harness import HostReads
 from dist_amp.bench.loops import Loop, RandomTokens, Setup
 from dist_amp.bench.machine import about, clocks
 from dist_amp.bench.report import BARE
-from dist_amp.bench.timing import OUT_OF_MEMORY, in_turns, prime, release, timed_block, why_not
+from dist_amp.bench.timing import OUT_OF_MEMORY, fits, in_turns, prime, release, timed_block, why_not
 from dist_amp.blocks import uncompiled
 from dist_amp.command import Parser, exit_status
 from dist_amp.config import ConfigError
@@ -55,7 +55,6 @@ STEPS_OF_DATA = 4  # that lie on the device, again and again
 LOG_EVERY = 10
 SPARE_SECONDS = 20  # of --minutes, for what a cell takes longer than was thought, and for the picture
 FIRST_STEPS = 3  # of a loop: they compile, and take memory that is not needed again
-FILLED = 0.9  # what part of the memory loops may fill together
 ROOMY = 100e9  # bytes of a device; with less, micro-batches are half as large
 NO_TIME = "left out: no time"
 SMOKE_PEAK = 1e12  # FLOP/s: a CPU has none in the table, and the figures mean nothing anyway
@@ -236,7 +235,7 @@ def measure(bench: "Bench", cell: Cell) -> dict[str, Any]:
         if rows and bench.seconds_left < 0:
             rows[name] = {"cant": NO_TIME}
             continue
-        if len(resident) > 1 and not fits(device, rows):
+        if len(resident) > 1 and not fits(device, rows.values()):
             time_and_clear()
         rows[name] = warmed(bench, name, contender, setup, data, resident)
         release(device)
@@ -292,18 +291,6 @@ def loss_of(setup: Setup, loop: Loop, batch: Any) -> float:
     """What the loop has made of its model, to compare with the others': mean loss, computed alike for all."""
     with uncompiled(), torch.no_grad(), torch.autocast(setup.world.device.type, dtype=DTYPES[setup.precision]):
         return float(setup.task.loss(loop.module, batch, "mean"))
-
-
-def fits(device: torch.device, rows: Mapping[str, dict[str, Any]]) -> bool:
-    """Whether one more loop is likely to have room beside those that are there: for itself, and for anyone's step."""
-    if device.type != "cuda":
-        return True
-    known = [row for row in rows.values() if "peak_bytes" in row]
-    resident = max(row["resident_bytes"] for row in known)
-    step = max(row["peak_bytes"] - row["resident_bytes"] for row in known)
-    held = torch.cuda.memory_allocated(device)
-    room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return held + resident + step < FILLED * room
 
 
 def time_together(bench: "Bench", loops: dict[str, Loop], rows: dict[str, dict[str, Any]], data: Sequence[Any]) -> None:

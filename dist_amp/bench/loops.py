@@ -134,7 +134,7 @@ class Setup:
         knobs, total, steps = self.config.optim, self.config.train.steps, itertools.count()
 
         def set_rate(optimizer: torch.optim.Optimizer) -> None:
-            rate = learning_rate(knobs, next(steps), total)
+            rate = learning_rate(knobs, min(next(steps), total), total)
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
