@@ -26,10 +26,10 @@ from dist_amp.bench.amp.experiments import linear, mlp
 from dist_amp.bench.amp.measure import COMPILED, EAGER, Effort, measure, rise_on_host
 from dist_amp.bench.amp.parity import band, drift, judged, windows
 from dist_amp.bench.amp.pictures import write_board
+from dist_amp.bench.amp.recipes import BY_HAND, FP32, RECIPES, set_scaler
 from dist_amp.bench.amp.report import REDUCED_BANNER, markdown, mebibytes, published_table, table, targets_table
 from dist_amp.bench.amp.roofline import BOUNDS, Ceilings, Work, count
 from dist_amp.bench.amp.verdict import add_parity, best, si, verdict
-from dist_amp.bench.amp.ways import BY_HAND, FP32, WAYS, set_scaler
 from dist_amp.bench.loops import Loop
 from dist_amp.config import ConfigError
 from dist_amp.interval import Clock
@@ -192,7 +192,7 @@ def a_told(curves=(), work=(), inference=(), compiled=(), **rows):
         for (mode, form), found in groups.items()
         if found
     ]
-    told["curves"] = {name: FALLING for name in rows if name in WAYS} | dict(curves)
+    told["curves"] = {name: FALLING for name in rows if name in RECIPES} | dict(curves)
     told["work"] = {TRAIN: dict(work), INFERENCE: {}}
     add_parity(told)
     return told
@@ -449,7 +449,7 @@ def own(tmp_path_factory):
         patch.setattr(measuring, "train_step", train_step)
         patch.setattr(timing, "Clock", WatchedClock)
         patch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
-        words = ["--reduced", "--ways", *ASKED, "--forms", "eager", "--out", str(folder), *OWN_WORDS]
+        words = ["--reduced", "--precisions", *ASKED, "--forms", "eager", "--out", str(folder), *OWN_WORDS]
         assert amp.main(words) == 0
     return json.loads((folder / "amp.json").read_text()), (folder / "amp.md").read_text(), calls
 
@@ -598,10 +598,10 @@ def test_a_precision_that_a_device_lacks_is_named():
     assert list(told["groups"][0]["rows"]) == ["fp32"]
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", list(RECIPES))
 def test_a_precision_sets_its_scaler(way):
-    run = make_run(World(), Tiny(), *WAYS[way].words)
-    set_scaler(run, WAYS[way])
+    run = make_run(World(), Tiny(), *RECIPES[way].words)
+    set_scaler(run, RECIPES[way])
     scaled = way in ("fp16", "fp32_scaled")
     assert (run.precision.scales, float(run.precision.scale)) == (scaled, 65536.0 if scaled else 1.0)
 
@@ -668,8 +668,8 @@ def test_the_pictures_show_what_there_is(tmp_path):
         (["linear", "--train.steps", "3"], ConfigError, "--train.steps 3 is a setting of a task of your own"),
         (["linear", "--minuts", "3"], ConfigError, "there is no option --minuts; did you mean --minutes?"),
         (["--zzzzzz"], ConfigError, "there is no option --zzzzzz; see python -m dist_amp.bench amp --help"),
-        (["--ways", "bf16"], ConfigError, "--ways bf16 lacks fp32, with which others are compared; add it"),
-        (["--ways", "fp32", "bf17"], ConfigError, "invalid choice: 'bf17'"),
+        (["--precisions", "bf16"], ConfigError, "--precisions bf16 lacks fp32, with which others are compared; add it"),
+        (["--precisions", "fp32", "bf17"], ConfigError, "invalid choice: 'bf17'"),
         (["--forms", "compiled"], ConfigError, "--forms compiled lacks eager, with which others are compared; add it"),
         (["--rounds", "0"], ConfigError, "--rounds 0 must be at least 1"),
         (["--minutes", "0"], ConfigError, "--minutes 0 must be above 0"),

@@ -40,10 +40,10 @@ from dist_amp.bench.amp.experiment import MODES, Experiment, own_experiment
 from dist_amp.bench.amp.experiments import cnn, dtypes, gpt, linear, mlp, sinusoid
 from dist_amp.bench.amp.measure import EAGER, FORMS, Effort, measure
 from dist_amp.bench.amp.pictures import illustrate
+from dist_amp.bench.amp.recipes import FP32, RECIPES
 from dist_amp.bench.amp.report import REDUCED_BANNER, save, terminal
 from dist_amp.bench.amp.roofline import Ceilings, measure_ceilings
 from dist_amp.bench.amp.verdict import add_parity, verdict
-from dist_amp.bench.amp.ways import FP32, WAYS
 from dist_amp.bench.machine import about
 from dist_amp.bench.report import rows_of_markdown
 from dist_amp.bench.timing import prime, release, why_not
@@ -55,7 +55,7 @@ from dist_amp.runtime import RunConfig, World, start
 EXPERIMENTS = {"linear": linear, "mlp": mlp, "sinusoid": sinusoid, "cnn": cnn, "gpt": gpt}
 DTYPES = "dtypes"
 NAMES = (*EXPERIMENTS, DTYPES)
-CHOICES: dict[str, Sequence[str]] = {"ways": list(WAYS), "modes": MODES, "forms": FORMS}
+CHOICES: dict[str, Sequence[str]] = {"precisions": list(RECIPES), "modes": MODES, "forms": FORMS}
 PACKAGES = ("triton", "matplotlib")
 SPARE_SECONDS = 20  # of --minutes, for the pictures
 BLOCK_SECONDS = 0.2  # of steps between two clocks
@@ -74,7 +74,7 @@ class Bench:
             options.backend,
             options.forms,
             options.modes,
-            options.ways,
+            options.precisions,
             options.rounds,
             0.0 if options.reduced else BLOCK_SECONDS,
             self.began + options.minutes * 60 - SPARE_SECONDS,
@@ -120,7 +120,7 @@ class Bench:
         told: dict[str, Any] = {"name": experiment.name}
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # each run's own introduction
             try:
-                told |= measure(self.effort, experiment)
+                measure(self.effort, experiment, told)
             except Failure as error:  # in the settings, the task or the data: all precisions' alike
                 raise type(error)(f"{experiment.name}: {error}") from error
             except Exception as error:
@@ -193,7 +193,7 @@ def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
         raise ConfigError(
             f"{' '.join(settings[:2])} is a setting of a task of your own, and {others[0]} has settings; leave one out"
         )
-    for option, needed in (("ways", FP32), ("forms", EAGER)):
+    for option, needed in (("precisions", FP32), ("forms", EAGER)):
         given = getattr(options, option)
         if needed not in given:
             raise ConfigError(f"--{option} {' '.join(given)} lacks {needed}, with which others are compared; add it")

@@ -19,7 +19,7 @@ class Published:
     """A figure that the tutorial behind an experiment prints, of its own device and loop."""
 
     mode: str
-    way: str  # see ways.py
+    precision: str  # see recipes.py
     seconds: float
     peak_mb: float = 0.0  # 0: none is given
     loss: float = 0.0
@@ -30,7 +30,7 @@ class Target:
     """What is expected of one H200, at least: the speed over float32's, and the share of its memory that is saved."""
 
     mode: str
-    way: str
+    precision: str
     speed: float
     saving: float = 0.0
     over: str = "fp32"
@@ -44,7 +44,7 @@ class Experiment:
     about: str
     words: Sequence[str]
     batches: Sequence[int] = ()  # other micro-batch sizes to train with
-    ways: Sequence[str] = ()  # besides those of ways.py that all experiments have
+    precisions: Sequence[str] = ()  # besides those of recipes.py that all experiments have
     published: Sequence[Published] = ()
     targets: Sequence[Target] = ()
     environ: Mapping[str, str] = field(default_factory=dict)  # under the words, as in the main job

@@ -3,9 +3,10 @@
     drift = the largest |mean of a window - float32's mean of it| / how far float32's windows fall
 
 over ten windows of equally many steps, from the same weights on the same samples. So a precision that learns nothing
-has a drift of 1, whatever the loss is measured in. The band is BAND times the precision's unit roundoff: 3.9 % for
-bfloat16, 0.5 % for float16 and TF32; what rounds no more than float32 gets the band of TF32, since training enlarges a
-difference in the last place as well.
+has a drift of 1, whatever the loss is measured in. The band is the largest of three: ten of the precision's roundings
+(3.9 % for bfloat16, 0.5 % for float16, TF32 and what rounds no more); one rounding of the loss itself, if that is more
+than what is learned of it; twice what float32 drifts from itself when each of its weights begins one last place aside
+and other random numbers are drawn: training enlarges what no precision is to blame for.
 """
 
 import math
@@ -13,11 +14,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from dist_amp.bench.amp.ways import WAYS
+from dist_amp.bench.amp.recipes import RECIPES
 
 WINDOWS = 10
-BAND = 10
-Verdict = Literal["within", "drifts", "diverges", "nothing to learn"]
+BAND = 10  # roundings
+NOISE = 2  # times what float32 drifts from itself
+Verdict = Literal["within", "drifts", "diverges", "nothing to compare"]
 
 
 def windows(curve: Sequence[float]) -> list[float]:
@@ -36,7 +38,12 @@ def fall(curve: Sequence[float]) -> float:
 
 
 def drift(curve: Sequence[float], reference: Sequence[float]) -> float:
-    """Distance to float32's curve, as a share of what that learns; nan where it learns nothing or one has a nan."""
+    """Distance to float32's curve, as a share of what that learns; nan where it learns nothing or one has a nan.
+
+    A curve that there was no time to finish is compared as far as it goes.
+    """
+    reference = reference[: len(curve)]
+    curve = curve[: len(reference)]
     learned = fall(reference)
     if not learned > 0:
         return math.nan
@@ -44,15 +51,23 @@ def drift(curve: Sequence[float], reference: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, apart)) else max(apart) / learned
 
 
-def band(way: str) -> float:
-    """The largest drift that is within."""
-    return BAND * max(WAYS[way].roundoff, WAYS["tf32"].roundoff)
+def band(name: str, reference: Sequence[float] = (), again: Sequence[float] = ()) -> float:
+    """The largest drift that is within; of the precision alone where no curves are given.
+
+    reference: float32's; again: the same from nudged weights.
+    """
+    roundoff = max(RECIPES[name].roundoff, RECIPES["tf32"].roundoff)
+    limits = [BAND * roundoff]
+    if fall(reference) > 0:
+        limits.append(RECIPES[name].roundoff * max(map(abs, windows(reference))) / fall(reference))
+        limits.append(NOISE * drift(again, reference) if again else 0.0)
+    return max(limit for limit in limits if math.isfinite(limit))
 
 
-def judged(way: str, curve: Sequence[float], reference: Sequence[float]) -> Verdict:
+def judged(name: str, curve: Sequence[float], reference: Sequence[float], again: Sequence[float] = ()) -> Verdict:
     if not all(map(math.isfinite, curve)):
         return "diverges"
     apart = drift(curve, reference)
     if math.isnan(apart):
-        return "nothing to learn"
-    return "within" if apart <= band(way) else "drifts"
+        return "nothing to compare"
+    return "within" if apart <= band(name, reference, again) else "drifts"

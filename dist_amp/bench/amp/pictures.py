@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_amp.bench.amp.experiment import TRAIN, Experiment, Published
+from dist_amp.bench.amp.experiment import Experiment, Published
 from dist_amp.bench.amp.measure import EAGER
 from dist_amp.bench.amp.parity import band, fall, windows
+from dist_amp.bench.amp.recipes import FP32, USUAL
 from dist_amp.bench.amp.report import mebibytes, terminal
-from dist_amp.bench.amp.verdict import rows_of, saving
-from dist_amp.bench.amp.ways import FP32, USUAL
+from dist_amp.bench.amp.verdict import digits, is_eager_training, per_second, rows_of, saving
 from dist_amp.bench.harness import median_interval
 from dist_amp.bench.report import OKABE_ITO, Report, picture
 from dist_amp.metrics_files import Board
@@ -48,8 +48,8 @@ def illustrate(
 def write_board(told: Report, out: Path, files: Sequence[Path]) -> None:
     """The loss curves, a run of TensorBoard for each precision, so that they lie over one another; report, pictures."""
     name = told["name"]
-    for way, curve in told.get("curves", {}).items():
-        board = Board(out / "tensorboard" / name / way, 1)
+    for precision, curve in told.get("curves", {}).items():
+        board = Board(out / "tensorboard" / name / precision, 1)
         for step, loss in enumerate(curve, start=1):
             board.write_scalars({f"loss/{name}": loss}, step)
         board.close()
@@ -85,10 +85,12 @@ def draw(told: Report, experiment: Experiment, path: Path, reduced: bool) -> Non
     figure = Figure(figsize=(4 + 4.5 * columns, 9), layout="constrained")
     FigureCanvasAgg(figure)
     warning = WARNING if reduced else ""
-    figure.suptitle(f"{warning}{told['name']}: {told['steps']} steps of {told['micro_batch_size']} samples")
+    figure.suptitle(
+        f"{warning}{told['name']}: {told['steps']} steps of {told['micro_batch_size'] * told['accumulation']} samples"
+    )
     (times, curves, *sizes), (memory, apart, *nothing) = figure.subplots(2, columns, width_ratios=(3, 2, 2)[:columns])
     for place, (mode, form) in enumerate(places):
-        printed = {one.way: one for one in experiment.published if one.mode == mode and form == EAGER}
+        printed = {one.precision: one for one in experiment.published if one.mode == mode and form == EAGER}
         bars(times, memory, place, rows_of(told, mode, form), names, printed)
     for axes, label in ((times, "time, of float32's"), (memory, "peak memory, of float32's")):
         axes.set_ylabel(label)
@@ -129,7 +131,7 @@ def bars(
         row, at = rows[name], place + (number - (len(there) - 1) / 2) * width
         if row.get("of_fp32"):
             middle, low, high = (1 / ratio for ratio in median_interval(row["of_fp32"]))
-            text = f"{1000 * median_interval(row['seconds'])[0]:,.3g} ms"
+            text = f"{digits(1000 * median_interval(row['seconds'])[0])} ms"
             bar(times, at, width, middle, text, name, (middle - high, low - middle))
         if not math.isnan(saved := saving(row, rows)):
             bar(memory, at, width, 1 - saved, f"{mebibytes(row['peak_bytes'])} MiB", name, (0, 0))
@@ -173,7 +175,7 @@ def draw_apart(axes: Any, told: Report) -> None:
         distances = [100 * abs(own - other) / fall(reference) for own, other in pairs]
         steps = [(number + 1) * len(curve) / len(distances) for number in range(len(distances))]
         axes.plot(steps, distances, color=COLOURS[name], marker=".", ls="-" if name in USUAL else "--")
-        axes.axhline(100 * band(name), color=COLOURS[name], lw=0.7, ls=":")
+        axes.axhline(100 * band(name, reference, told["again"]), color=COLOURS[name], lw=0.7, ls=":")
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
@@ -182,17 +184,16 @@ def draw_apart(axes: Any, told: Report) -> None:
 
 def sizes_of(told: Report) -> list[Any]:
     """The groups of training in every micro-batch size, the smallest first."""
-    groups = [group for group in told["groups"] if group["mode"] == TRAIN and group["form"] == EAGER]
-    return sorted(groups, key=lambda group: group["micro_batch_size"])
+    return sorted(filter(is_eager_training, told["groups"]), key=lambda group: group["micro_batch_size"])
 
 
 def draw_sizes(axes: Any, groups: Sequence[Any]) -> None:
     """Samples per second by micro-batch size, in training."""
     for name in USUAL:
         points = [
-            (place, group["micro_batch_size"] / median_interval(row["seconds"])[0])
+            (place, per_second(group, name))
             for place, group in enumerate(groups)
-            if (row := group["rows"].get(name, {})).get("seconds")
+            if group["rows"].get(name, {}).get("seconds")
         ]
         if points:
             axes.plot(*zip(*points, strict=True), color=COLOURS[name], marker="o")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dist_amp.bench.amp.experiment import TRAIN, Experiment
 from dist_amp.bench.amp.measure import EAGER
-from dist_amp.bench.amp.verdict import rows_of, saving, si, speed, targets
-from dist_amp.bench.amp.ways import WAYS
+from dist_amp.bench.amp.recipes import RECIPES
+from dist_amp.bench.amp.verdict import digits, rows_of, saving, si, speed, targets
 from dist_amp.bench.harness import median_interval
 from dist_amp.bench.report import Report, interval, machine_line, rows_of_markdown
 from dist_amp.bench.report import save as save_report
@@ -24,14 +24,14 @@ def save(report: Report, experiments: Sequence[Experiment], folder: Path) -> Non
 
 def markdown(report: Report, experiments: Sequence[Experiment]) -> str:
     """The whole report."""
-    ways = "\n".join(f"- {name}: {way.about}" for name, way in WAYS.items())
+    precisions = "\n".join(f"- {name}: {recipe.about}" for name, recipe in RECIPES.items())
     parts = [
         "# What mixed precision buys",
         REDUCED_BANNER if report["reduced"] else "",
         f"`{report['command']}`, {report['began']}, {report['seconds']:.0f} s",
         f"- {machine_line(report)}\n- reached: {ceilings_line(report)}",
         HOW.format(rounds=report["rounds"]),
-        ways,
+        precisions,
     ]
     by_name = {experiment.name: experiment for experiment in experiments}
     for told in report["experiments"]:
@@ -45,9 +45,12 @@ HOW = """\
 Every figure is of `train_step`, the main job's own; "by hand" is the loop that users write, for comparison. Each
 precision learns from the same weights on the same samples; then all take turns, {rounds} rounds in an order drawn anew,
 on micro-batches that lie on the device, between two waits for it. of fp32: the speed over float32's of the same round,
-median and 95 % interval. Inference is forward and loss in evaluation mode, without a graph. Peak: of one step, with
-weights and moments in training, with weights in inference. Drift: the distance of the loss curve to float32's, as a
-share of its fall, and the band that it is to stay in (ten roundings of the precision)."""
+median and 95 % interval. Inference is forward and loss in evaluation mode, without a graph; its loss is of float32's
+weights. Peak: of one step; in training with weights, gradients and moments, in inference with weights; without the
+batch, and without what libraries keep for themselves. Drift: the distance of the loss curve to float32's, as a share of
+its fall, and the band that it is to stay in: ten roundings of the precision, or one of the loss, or twice what float32
+drifts from itself when its weights begin a last place aside. What bounds a step is an estimate: operations, bytes and
+FLOPs as counted, at the rates that this device reached."""
 
 
 def ceilings_line(report: Report) -> str:
@@ -65,7 +68,7 @@ def chapter(told: Report, experiment: Experiment, report: Report) -> Iterator[st
         yield told["cant"]
         return
     yield (
-        f"{told['parameters']:,} parameters, {told['steps']} steps of {told['micro_batch_size']} x "
+        f"{told['model'].get('parameters', 0):,} parameters, {told['steps']} steps of {told['micro_batch_size']} x "
         f"{told['accumulation']} samples; `python -m dist_amp.train {' '.join(experiment.words)}`"
     )
     yield "\n".join(f"- {line}" for line in remarks(told))
@@ -89,14 +92,14 @@ def table(told: Report) -> str:
             where = [group["mode"], group["form"], str(group["micro_batch_size"]), name]
             # Who learned: each precision once.
             own = (group["mode"], group["form"], group["micro_batch_size"]) == (TRAIN, EAGER, told["micro_batch_size"])
-            last = learned(told, name) if own else ["", ""]
+            last = learned(told, name) if own else [f"{row['loss']:.4g}" if "loss" in row else "", ""]
             rows.append([*where, *figures(row, group["rows"]), *last, row.get("cant", "")])
     return rows_of_markdown([*head, "note"], rows, left=4)
 
 
 def figures(row: Report, rows: Report) -> list[str]:
     """ms/step, speed, peak, saving."""
-    milliseconds = f"{1000 * median_interval(row['seconds'])[0]:,.3g}" if row.get("seconds") else ""
+    milliseconds = digits(1000 * median_interval(row["seconds"])[0]) if row.get("seconds") else ""
     ratio = interval(row["of_fp32"]) if row.get("of_fp32") and row is not rows.get("fp32") else ""
     peak = mebibytes(row["peak_bytes"]) if "peak_bytes" in row else ""
     saved = saving(row, rows)
@@ -106,7 +109,7 @@ def figures(row: Report, rows: Report) -> list[str]:
 
 def mebibytes(size: int) -> str:
     """The number alone, to three digits at least."""
-    return f"{size / MIB:,.0f}" if size >= 100 * MIB else f"{size / MIB:.3g}"
+    return digits(size / MIB)
 
 
 def learned(told: Report, name: str) -> list[str]:
@@ -118,7 +121,7 @@ def learned(told: Report, name: str) -> list[str]:
 
 
 def drift_text(parity: Report) -> str:
-    if parity["verdict"] in ("diverges", "nothing to learn"):
+    if parity["verdict"] in ("diverges", "nothing to compare"):
         return str(parity["verdict"])
     mark = "" if parity["verdict"] == "within" else " DRIFTS"
     return f"{100 * parity['drift']:.2g} % ({100 * parity['band']:.2g} %){mark}"
@@ -133,17 +136,21 @@ def final_loss(curve: Sequence[float]) -> float:
 def published_table(told: Report, experiment: Experiment) -> str:
     """What the tutorials print, of their devices, beside what came out here for as many steps."""
     head = ["published", "seconds", "here", "of fp32", "here", "peak MB", "here, MB", "loss", "here"]
-    base = {one.mode: one for one in experiment.published if one.way == "fp32"}
+    base = {one.mode: one for one in experiment.published if one.precision == "fp32"}
     rows = []
     for one in experiment.published:
         here = rows_of(told, one.mode)
-        row = here.get(one.way, {})
+        row = here.get(one.precision, {})
         seconds = f"{told['steps'] * median_interval(row['seconds'])[0]:.3g}" if row.get("seconds") else ""
         ratio = speed(row)
-        final = final_loss(told["curves"][one.way]) if one.way in told["curves"] and one.mode == "train" else math.nan
+        final = (
+            final_loss(told["curves"][one.precision])
+            if one.precision in told["curves"] and one.mode == "train"
+            else math.nan
+        )
         rows.append(
             [
-                f"{one.mode} {one.way}",
+                f"{one.mode} {one.precision}",
                 f"{one.seconds:g}",
                 seconds,
                 f"{base[one.mode].seconds / one.seconds:.2f}",
@@ -165,7 +172,12 @@ def targets_table(told: Report, experiment: Experiment) -> str:
                 continue
             met = "open" if math.isnan(value) else "met" if value >= least else "missed"
             rows.append(
-                [f"{target.mode}: {what} of {target.way} over {target.over}", f">= {least:.2f}", f"{value:.2f}", met]
+                [
+                    f"{target.mode}: {what} of {target.precision} over {target.over}",
+                    f">= {least:.2f}",
+                    f"{value:.2f}",
+                    met,
+                ]
             )
     return rows_of_markdown(["expected", "", "here", ""], rows, left=1)
 

@@ -7,14 +7,15 @@ from typing import Any
 from dist_amp.bench.amp.experiment import INFERENCE, TRAIN, Experiment, Target
 from dist_amp.bench.amp.measure import COMPILED, EAGER
 from dist_amp.bench.amp.parity import band, drift, judged
+from dist_amp.bench.amp.recipes import BY_HAND, FP32, USUAL
 from dist_amp.bench.amp.roofline import BOUNDS, Ceilings
-from dist_amp.bench.amp.ways import BY_HAND, FP32, USUAL
 from dist_amp.bench.harness import median_interval
 from dist_amp.bench.report import Report, interval
 
 # What is worth changing the precision for: assumed.
 WORTHWHILE_SPEED, WORTHWHILE_SAVING = 1.05, 0.1
 ALIGNMENT = 8  # elements of 2 bytes. Source: NVIDIA, Matrix Multiplication Background User's Guide, section 3
+EXPLAINS = 50  # percent of the time: what a bound has to, to be called one. Assumed.
 NO_SCALER = 0.97  # bf16 is taken at so much of fp16's speed: it has no scale to watch
 
 
@@ -32,9 +33,10 @@ def speed(row: Report) -> float:
 
 
 def is_worthwhile(row: Report, rows: Mapping[str, Any]) -> bool:
-    """Whether it is faster than float32, beyond what is noise, or smaller and perhaps no slower."""
+    """Whether it is faster than float32, beyond what is noise, or smaller and no slower but for noise."""
     middle, low, high = median_interval(row["of_fp32"])
-    return (middle >= WORTHWHILE_SPEED and low > 1) or (saving(row, rows) >= WORTHWHILE_SAVING and high >= 1)
+    smaller = saving(row, rows) >= WORTHWHILE_SAVING
+    return (middle >= WORTHWHILE_SPEED and low > 1) or (smaller and middle >= 2 - WORTHWHILE_SPEED and high >= 1)
 
 
 def saving(row: Report, rows: Mapping[str, Any]) -> float:
@@ -46,20 +48,37 @@ def saving(row: Report, rows: Mapping[str, Any]) -> float:
 
 def add_parity(told: dict[str, Any]) -> None:
     """Each curve's drift, the band, and how it stands to it."""
-    reference = told["curves"].get(FP32, [])
+    reference, again = told["curves"].get(FP32, []), told["again"]
     told["parity"] = {
-        name: {"drift": drift(curve, reference), "band": band(name), "verdict": judged(name, curve, reference)}
+        name: {
+            "drift": drift(curve, reference),
+            "band": band(name, reference, again),
+            "verdict": judged(name, curve, reference, again),
+        }
         for name, curve in told["curves"].items()
-        if reference
     }
+
+
+def unfit(told: Report, mode: str, name: str) -> str:
+    """Why a precision is not to be used, however fast it is; "" where nothing speaks against it."""
+    rows = rows_of(told, mode)
+    row, base = rows.get(name, {}), rows.get(FP32, {})
+    if (learned := told["parity"].get(name, {}).get("verdict")) in ("drifts", "diverges"):
+        return str(learned)
+    if mode == INFERENCE and "loss" in row and "loss" in base:
+        apart = abs(row["loss"] - base["loss"]) / max(abs(base["loss"]), 1e-30)
+        if not apart <= band(name):
+            return f"its loss is {row['loss']:.4g}, float32's {base['loss']:.4g}"
+    if not row.get("of_fp32"):
+        return str(row.get("cant", "not measured"))
+    return ""
 
 
 def best(told: Report, mode: str) -> str:
     """The precision to use."""
     rows = rows_of(told, mode)
-    learn_alike = [name for name in USUAL if told["parity"].get(name, {}).get("verdict") not in ("drifts", "diverges")]
-    measured = [name for name in learn_alike if rows.get(name, {}).get("of_fp32") and name != FP32]
-    worthwhile = [name for name in measured if is_worthwhile(rows[name], rows)]
+    fit = [name for name in USUAL if name in rows and name != FP32 and not unfit(told, mode, name)]
+    worthwhile = [name for name in fit if is_worthwhile(rows[name], rows)]
     if not worthwhile:
         return FP32
     fastest = max(worthwhile, key=lambda name: speed(rows[name]))
@@ -75,17 +94,25 @@ def verdict(told: Report, experiment: Experiment, ceilings: Ceilings) -> list[st
         rows = rows_of(told, mode)
         if rows.get(FP32, {}).get("seconds"):
             lines += [recommendation(told, mode), *reasons(told, mode, ceilings)]
-        elif others := [name for name, row in rows.items() if row.get("seconds")]:
+        elif others := [figures_alone(name, row) for name, row in rows.items() if row.get("seconds")]:
             why = rows.get(FP32, {}).get("cant", "no figures")
             lines.append(f"{mode}: fp32 is not there to compare with ({why}); these are: {', '.join(others)}.")
     lines += [*called_out(told), *about_scaler(told), *about_alignment(told)]
     return [*lines, *about_loop(told), *shortfalls(told, experiment)]
 
 
+def figures_alone(name: str, row: Report) -> str:
+    memory = f", {si(row['peak_bytes'], 'B')}" if "peak_bytes" in row else ""
+    return f"{name} ({si(median_interval(row['seconds'])[0], 's')}{memory})"
+
+
 def recommendation(told: Report, mode: str) -> str:
     name, rows = best(told, mode), rows_of(told, mode)
     if name == FP32:
-        text = f"{mode}: fp32. No other precision is {WORTHWHILE_SPEED:g} times as fast, or smaller and no slower."
+        others = {other: unfit(told, mode, other) for other in USUAL if other in rows and other != FP32}
+        refused = "; ".join(f"{other}: {why}" for other, why in others.items() if why)
+        text = f"{mode}: fp32. No other precision is {WORTHWHILE_SPEED:g} times as fast, or smaller and no slower"
+        text += f", of those that will do (not {refused})." if refused else "."
     else:
         saved = saving(rows[name], rows)
         memory = "" if math.isnan(saved) else f" and {100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} memory"
@@ -94,28 +121,30 @@ def recommendation(told: Report, mode: str) -> str:
     if compiled.get("seconds"):
         gain = median_interval(rows[name]["seconds"])[0] / median_interval(compiled["seconds"])[0]
         helps = "makes it" if gain >= WORTHWHILE_SPEED else "does not help:"
-        text += f" Compiling {helps} {gain:.2f} times as fast."
+        text += f" Compiling {helps} {gain:.2f} times as fast (timed apart)."
     return text
 
 
 def reasons(told: Report, mode: str, ceilings: Ceilings) -> Iterator[str]:
-    """What the step is bound by in float32 and in the precision to use, from what was counted."""
-    work = told["work"].get(mode, {})
-    for name in dict.fromkeys([FP32, best(told, mode) if best(told, mode) != FP32 else "bf16"]):
-        if name not in work:
+    """What the step is bound by in float32 and in the precision to use, by an estimate from what was counted."""
+    work, rows, used = told["work"].get(mode, {}), rows_of(told, mode), best(told, mode)
+    for name in dict.fromkeys([FP32, used if used != FP32 else "bf16"]):
+        counted = work.get(name)
+        if counted is None or not rows.get(name, {}).get("seconds"):
             continue
-        counted, seconds = work[name], ceilings.seconds(work[name])
+        if "cant" in counted:
+            yield f"What bounds {name} is not known, since its operations {counted['cant']}."
+            continue
+        seconds, taken = ceilings.seconds(counted), median_interval(rows[name]["seconds"])[0]
         bound = ceilings.bound(counted)
-        rows = rows_of(told, mode)
-        share = ""
-        if rows.get(name, {}).get("seconds"):
-            taken = median_interval(rows[name]["seconds"])[0]
-            share = f" That explains {100 * seconds[bound] / taken:.0f} % of the {si(taken, 's')} it takes."
+        share = 100 * seconds[bound] / taken
+        is_bound = f"is {BOUNDS[bound]}" if share >= EXPLAINS else "is bound by none of the three, but by the host"
         flops, traffic = si(sum(counted["flops"].values()), "FLOP"), si(counted["bytes"], "B")
         yield (
-            f"{name} is {BOUNDS[bound]}: {flops} are {si(seconds['products'], 's')} of products, "
+            f"{name} {is_bound}: {flops} are {si(seconds['products'], 's')} of products, "
             f"{traffic} {si(seconds['traffic'], 's')} of traffic, "
-            f"{counted['operations']} operations {si(seconds['launches'], 's')} of launching.{share}"
+            f"{counted['operations']} operations {si(seconds['launches'], 's')} of launching. "
+            f"The longest explains {share:.0f} % of the {si(taken, 's')} it takes."
         )
 
 
@@ -129,8 +158,13 @@ def called_out(told: Report) -> Iterator[str]:
             )
         if row["verdict"] == "diverges":
             yield f"{name} DIVERGES: its loss is not finite."
-    if any(row["verdict"] == "nothing to learn" for row in told["parity"].values()):
+    if FP32 in told["curves"] and any(row["verdict"] == "nothing to compare" for row in told["parity"].values()):
         yield "The loss of float32 does not fall, so that there is no curve to compare with: take more steps."
+    for name in rows_of(told, INFERENCE):
+        if "its loss" in (why := unfit(told, INFERENCE, name)):
+            yield f"{name} in inference: {why}, from the same weights."
+    if short := [f"{name} {len(curve)}" for name, curve in told["curves"].items() if len(curve) < told["steps"]]:
+        yield f"There was time to learn for a part of the {told['steps']} steps: {', '.join(short)}."
 
 
 def about_scaler(told: Report) -> Iterator[str]:
@@ -146,28 +180,35 @@ def about_scaler(told: Report) -> Iterator[str]:
 
 def about_alignment(told: Report) -> Iterator[str]:
     """What a micro-batch size costs that is no multiple of 8, of which tensor cores take their operands."""
-    groups = {
-        group["micro_batch_size"]: group["rows"]
-        for group in told["groups"]
-        if (group["mode"], group["form"]) == (TRAIN, EAGER)
-    }
-    even = [size for size in groups if size % ALIGNMENT == 0]
-    for size in sorted(groups.keys() - even) if even else ():
-        near = min(even, key=lambda other: abs(other - size))
-        pairs = {name: (groups[size].get(name, {}), groups[near].get(name, {})) for name in USUAL}
+    groups = {group["micro_batch_size"]: group for group in told["groups"] if is_eager_training(group)}
+    for size in sorted(size for size in groups if size % ALIGNMENT):
+        near = [other for other in groups if other % ALIGNMENT == 0 and abs(other - size) < ALIGNMENT]
         rates = [
-            f"{size / near * median_interval(b['seconds'])[0] / median_interval(a['seconds'])[0]:.2f} in {name}"
-            for name, (a, b) in pairs.items()
-            if a.get("seconds") and b.get("seconds")
+            f"{per_second(groups[size], name) / per_second(groups[near[0]], name):.2f} in {name}"
+            for name in USUAL
+            if near and all(groups[one]["rows"].get(name, {}).get("seconds") for one in (size, near[0]))
         ]
         if rates:
-            yield f"Micro-batches of {size} give so many times the samples per second of {near}: {', '.join(rates)}."
+            yield (
+                f"Micro-batches of {size} give so many times the samples per second of {near[0]}: {', '.join(rates)} "
+                "(timed apart)."
+            )
+
+
+def is_eager_training(group: Report) -> bool:
+    return bool(group["mode"] == TRAIN and group["form"] == EAGER)
+
+
+def per_second(group: Report, name: str) -> float:
+    """Samples per second."""
+    return float(group["samples_per_step"] / median_interval(group["rows"][name]["seconds"])[0])
 
 
 def about_loop(told: Report) -> Iterator[str]:
     """What train_step costs against the loop by hand."""
     rows = rows_of(told, TRAIN)
-    parts = [f"{interval(over(rows, way, name))} in {way}" for name, way in BY_HAND.items() if over(rows, way, name)]
+    pairs = [(precision, over(rows, precision, name)) for name, precision in BY_HAND.items()]
+    parts = [f"{interval(ratios)} in {precision}" for precision, ratios in pairs if ratios]
     if parts:
         yield f"Speed of train_step over the loop by hand: {', '.join(parts)}."
 
@@ -182,31 +223,40 @@ def targets(told: Report, experiment: Experiment) -> Iterator[tuple[Target, floa
     """(target, speed, saving) of what was expected; nan where it was not measured."""
     for target in experiment.targets:
         rows = rows_of(told, target.mode)
-        ratios = over(rows, target.way, target.over)
-        yield target, median_interval(ratios)[0] if ratios else math.nan, saving(rows.get(target.way, {}), rows)
+        ratios = over(rows, target.precision, target.over)
+        yield target, median_interval(ratios)[0] if ratios else math.nan, saving(rows.get(target.precision, {}), rows)
 
 
 def shortfalls(told: Report, experiment: Experiment) -> Iterator[str]:
     """Where less came out than was expected, whether the loop or the device is the cause: by the loop by hand."""
-    rows = rows_of(told, TRAIN)
     for target, reached, saved in targets(told, experiment):
+        what = f"{target.mode} {target.precision}"
         if reached < target.speed:
-            by_hand = over(rows, f"{target.way} by hand", f"{target.over} by hand") if target.mode == TRAIN else []
-            cause = ""
-            if by_hand:
-                theirs = median_interval(by_hand)[0]
-                cause = "the device is the cause" if theirs < target.speed else "train_step is the cause"
-                cause = f"; the loop by hand reaches {theirs:.2f}: {cause}"
-            yield f"{target.mode} {target.way}: {reached:.2f} of the {target.speed:.2f} that were expected{cause}."
+            expected = f"{reached:.2f} of the {target.speed:.2f} that were expected"
+            yield f"{what}: {expected}{cause(told, target)}."
         if target.saving and saved < target.saving:
-            expected = f"{100 * target.saving:.0f} % expected"
-            yield f"{target.mode} {target.way}: {100 * saved:.0f} % of memory saved, {expected}."
+            yield f"{what}: {100 * saved:.0f} % of memory saved, {100 * target.saving:.0f} % expected."
+
+
+def cause(told: Report, target: Target) -> str:
+    """Of a speed that was missed; "" where there is no loop by hand to tell."""
+    ratios = over(rows_of(told, TRAIN), f"{target.precision} by hand", f"{target.over} by hand")
+    if target.mode != TRAIN or not ratios:
+        return ""
+    theirs = median_interval(ratios)[0]
+    whose = "the device" if theirs < target.speed else "train_step"
+    return f"; the loop by hand reaches {theirs:.2f}: {whose} is the cause"
 
 
 def si(value: float, unit: str) -> str:
     """0.0031 s -> "3.1 ms"; three digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {unit}"
-    power = max(-3, min(4, math.floor(math.log10(abs(value)) / 3)))
-    prefix = ("n", "µ", "m", "", "k", "M", "G", "T")[power + 3]
-    return f"{value / 1000**power:.3g} {prefix}{unit}"
+    power = max(-3, min(5, math.floor(math.log10(abs(value)) / 3)))
+    prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P")[power + 3]
+    return f"{digits(value / 1000**power)} {prefix}{unit}"
+
+
+def digits(value: float) -> str:
+    """Three of them, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -51,7 +51,7 @@ FULL = Experiment(
     __doc__,
     words_of(SETTINGS),
     batches=(128, 256, 513),
-    ways=("fp32_scaled",),
+    precisions=("fp32_scaled",),
     published=(
         Published(TRAIN, "fp32", 5.621),
         Published(TRAIN, "fp16_unscaled", 2.462),
