@@ -23,9 +23,10 @@ from dist_amp.bench.amp import __main__ as amp
 from dist_amp.bench.amp import measure as measuring
 from dist_amp.bench.amp.experiment import INFERENCE, MODES, TRAIN, Experiment, Published, Target
 from dist_amp.bench.amp.experiments import linear, mlp
-from dist_amp.bench.amp.measure import COMPILED, EAGER, Effort, measure, rise_on_host
+from dist_amp.bench.amp.measure import COMPILED, EAGER, Effort, measure
+from dist_amp.bench.amp.memory_use import rise_on_host
 from dist_amp.bench.amp.parity import band, drift, judged, windows
-from dist_amp.bench.amp.pictures import write_board
+from dist_amp.bench.amp.pictures import illustrate, write_board
 from dist_amp.bench.amp.recipes import BY_HAND, FP32, RECIPES, set_scaler
 from dist_amp.bench.amp.report import REDUCED_BANNER, markdown, mebibytes, published_table, table, targets_table
 from dist_amp.bench.amp.roofline import BOUNDS, Ceilings, Work, count
@@ -100,7 +101,7 @@ def test_a_loss_that_is_not_finite_diverges(bad):
 
 
 def test_a_float32_that_does_not_learn_compares_with_nothing():
-    assert judged("bf16", FALLING, [1.0] * 100) == "nothing to learn"
+    assert judged("bf16", FALLING, [1.0] * 100) == "nothing to compare"
     assert judged("bf16", [1.0, 0.5], [2.0, 1.0]) == "drifts", "two steps are a curve"
 
 
@@ -449,28 +450,32 @@ def own(tmp_path_factory):
         patch.setattr(measuring, "train_step", train_step)
         patch.setattr(timing, "Clock", WatchedClock)
         patch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
-        words = ["--reduced", "--precisions", *ASKED, "--forms", "eager", "--out", str(folder), *OWN_WORDS]
+        words = ["--reduced", "--precisions", *ASKED, "--forms", "eager", "--batches", "2"]
+        words += ["--out", str(folder), *OWN_WORDS]
         assert amp.main(words) == 0
     return json.loads((folder / "amp.json").read_text()), (folder / "amp.md").read_text(), calls
 
 
 def calls_of(calls, way):
-    return [call for call in calls if call.way == (way.removesuffix("_unscaled"), way == "fp16")]
+    """With the task's own micro-batches."""
+    asked = (way.removesuffix("_unscaled"), way == "fp16")
+    return [call for call in calls if call.way == asked and len(call.samples[0]) == OWN["train.micro_batch_size"]]
 
 
 def test_every_cell_is_timed_through_train_step(own):
     report, _, calls = own
     (told,) = report["experiments"]
-    (training, inference) = told["groups"]
+    (training, inference, smaller) = told["groups"]
     assert list(training["rows"]) == [*ASKED, *BY_HAND]
-    assert list(inference["rows"]) == ["fp32", "bf16", "fp16"]
+    assert list(inference["rows"]) == list(smaller["rows"]) == ["fp32", "bf16", "fp16"]
     for group in told["groups"]:
         for one in group["rows"].values():
             assert len(one["seconds"]) == len(one["of_fp32"]) == ROUNDS
     blocks = measuring.FIRST_STEPS + 1 + ROUNDS  # the first round is not counted
-    assert Counter(call.way for call in calls if call.timed) == dict.fromkeys(
-        [("fp32", False), ("bf16", False), ("fp16", True), ("fp16", False)], blocks
-    )
+    usual = {("fp32", False), ("bf16", False), ("fp16", True)}
+    cells = {(way, 4) for way in (*usual, ("fp16", False))} | {(way, 2) for way in usual}
+    timed = Counter((call.way, len(call.samples[0])) for call in calls if call.timed)
+    assert timed == dict.fromkeys(cells, blocks)
 
 
 def test_the_data_lie_ready_before_the_clock_and_are_built_once(own):
@@ -483,7 +488,7 @@ def test_inference_keeps_no_graph_and_each_mode_has_the_model_in_its_own(own):
     timed = Counter(loss[1:] for loss in Watched.losses if loss[0])
     blocks = measuring.FIRST_STEPS + 1 + ROUNDS
     in_training, in_inference = (True, True, False), (False, False, False)
-    assert timed == {in_training: blocks * (len(ASKED) + len(BY_HAND)), in_inference: blocks * 3}
+    assert timed == {in_training: blocks * (len(ASKED) + len(BY_HAND) + 3), in_inference: blocks * 3}
 
 
 def test_the_scaler_is_where_its_precision_says(own):
@@ -537,7 +542,6 @@ def test_the_report_says_what_it_is_of(own):
     assert "`python -m dist_amp.train --task.target test_bench_amp:Watched --train.steps 15" in text
     assert "1. `" not in text
     assert [told["target"] for told in report["dtypes"]["operations"]] == ["test_bench_amp:Watched"]
-    assert report["experiments"][0]["files"] or "matplotlib" in text
 
 
 def an_effort(**changes):
@@ -649,12 +653,19 @@ def test_the_report_of_little_can_be_written(told):
 
 def test_the_pictures_show_what_there_is(tmp_path):
     pytest.importorskip("matplotlib")
-    from dist_amp.bench.amp.pictures import illustrate
-
     partly = a_told({"fp16": [math.nan] * 100}, bf16=row(0.05), fp16=row(0.04), tf32={"cant": "out of memory"})
     drawn = {FP32: torch.rand(1, 8, 16)}
     files = illustrate(partly, replace(NO_TARGETS, published=mlp.FULL.published), drawn, tmp_path, reduced=True)
     assert [Path(file).read_bytes()[:4] for file in files] == [b"\x89PNG"] * 2
+
+
+def test_without_matplotlib_the_report_says_so_and_the_curves_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    (why,) = illustrate(a_told(), NO_TARGETS, {FP32: torch.rand(1, 8, 16)}, tmp_path, reduced=False)
+    assert why == "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
+    assert list((tmp_path / "tensorboard/made-up/fp32").iterdir())
 
 
 # --- mistakes
@@ -800,7 +811,9 @@ def test_under_torchrun_it_is_refused_once(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", *words]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
-    assert done.stderr.count("error: the bench amp is for one process, and here are 2; leave out torchrun") == 1
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert told == ["error: the bench amp is for one process, and here are 2; leave out torchrun"]
+    assert told[0].removeprefix("error: ") in done.stderr.splitlines()[-2], "torchrun's own last word"
 
 
 def test_the_loop_by_hand_is_timed_as_the_others_are():

@@ -21,6 +21,7 @@ import argparse
 import gc
 import logging
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -82,7 +83,7 @@ class Bench:
         self.report: dict[str, Any] = {
             "reduced": options.reduced,
             "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["python -m dist_amp.bench amp", *options.words]),
+            "command": f"python -m dist_amp.bench amp {shlex.join(options.words)}",
             **about(world.device, *PACKAGES),
             "rounds": options.rounds,
             "seconds": 0.0,
@@ -240,8 +241,9 @@ def measure_all(words: Sequence[str]) -> None:
     device = (experiments[0].config().run if options.own else RunConfig()).device
     with start(RunConfig(device="cpu" if options.reduced else device)) as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of compilers, schedulers and half precision: they repeat for each run
-        logging.getLogger("dist_amp").setLevel(logging.ERROR)
-        bench, threads = Bench(world, options), torch.get_num_threads()
+        log, bench, threads = logging.getLogger("dist_amp"), Bench(world, options), torch.get_num_threads()
+        level = log.level
+        log.setLevel(logging.ERROR)
         torch.set_num_threads(1 if options.reduced else threads)  # its models are too small to share
         gc.freeze()  # modules: they would be looked at in each of many collections
         try:
@@ -249,6 +251,7 @@ def measure_all(words: Sequence[str]) -> None:
         finally:  # stopped by hand, too
             gc.unfreeze()
             torch.set_num_threads(threads)
+            log.setLevel(level)
         banner = f"\n{REDUCED_BANNER.strip('*')}" if options.reduced else ""
         out = options.out
         world.say(f"{banner}\n{out}/amp.md, {out}/amp.json\ntensorboard --logdir {out}/tensorboard")

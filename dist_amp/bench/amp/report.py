@@ -1,6 +1,7 @@
 """What `python -m dist_amp.bench amp` found, as a table, as JSON and as Markdown."""
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def chapter(told: Report, experiment: Experiment, report: Report) -> Iterator[st
         return
     yield (
         f"{told['model'].get('parameters', 0):,} parameters, {told['steps']} steps of {told['micro_batch_size']} x "
-        f"{told['accumulation']} samples; `python -m dist_amp.train {' '.join(experiment.words)}`"
+        f"{told['accumulation']} samples; `python -m dist_amp.train {shlex.join(experiment.words)}`"
     )
     yield "\n".join(f"- {line}" for line in remarks(told))
     yield table(told)
