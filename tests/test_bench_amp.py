@@ -20,6 +20,7 @@ from torch import nn
 
 from dist_amp.bench import timing
 from dist_amp.bench.amp import __main__ as amp
+from dist_amp.bench.amp import contender as contending
 from dist_amp.bench.amp import measure as measuring
 from dist_amp.bench.amp.experiment import INFERENCE, MODES, TRAIN, Experiment, Published, Target
 from dist_amp.bench.amp.experiments import linear, mlp
@@ -186,10 +187,11 @@ def row(seconds, peak=2**30, rounds=10, **more):
 def a_told(curves=(), work=(), inference=(), compiled=(), **rows):
     """What an experiment could tell: float32 takes 0.1 s a step, and all learn alike."""
     rows = {FP32: row(0.1), **rows}
-    told = {"name": "made-up", "steps": 100, "micro_batch_size": 8, "accumulation": 1, "parameters": 1, "left_out": []}
+    told = {"name": "made-up", "steps": 100, "micro_batch_size": 8, "accumulation": 1, "left_out": []}
+    told |= {"model": {"parameters": 1}, "again": []}
     groups = {(TRAIN, EAGER): rows, (INFERENCE, EAGER): dict(inference), (TRAIN, COMPILED): dict(compiled)}
     told["groups"] = [
-        {"mode": mode, "form": form, "micro_batch_size": 8, "rows": found}
+        {"mode": mode, "form": form, "micro_batch_size": 8, "samples_per_step": 8, "rows": found}
         for (mode, form), found in groups.items()
         if found
     ]
@@ -256,7 +258,7 @@ def test_the_reason_names_the_bound_its_counts_and_how_much_it_explains(work, se
     text = says(a_told(work={FP32: asdict(work)}))
     assert f"fp32 is {BOUNDS[CEILINGS.bound(asdict(work))]}: " in text
     assert sentence in text
-    assert "That explains 80 % of the 100 ms it takes." in text
+    assert "The longest explains 80 % of the 100 ms it takes." in text
 
 
 @pytest.mark.parametrize(
@@ -299,8 +301,8 @@ def test_the_scaler_and_the_loop_are_told_by_their_ratios():
 
 def test_what_compiling_does_is_said_of_the_recommended_precision():
     helped = a_told(bf16=row(0.05), compiled={FP32: row(0.1), "bf16": row(0.025)})
-    assert "Compiling makes it 2.00 times as fast." in says(helped)
-    assert "Compiling does not help: 1.00 times as fast." in says(a_told(compiled={FP32: row(0.1)}))
+    assert "Compiling makes it 2.00 times as fast (timed apart)." in says(helped)
+    assert "Compiling does not help: 1.00 times as fast (timed apart)." in says(a_told(compiled={FP32: row(0.1)}))
 
 
 def test_without_a_float32_that_fits_the_others_are_told_without_a_comparison():
@@ -308,7 +310,7 @@ def test_without_a_float32_that_fits_the_others_are_told_without_a_comparison():
     del told["curves"]["fp32"]
     add_parity(told)
     why = "out of memory; use smaller micro-batches"
-    assert says(told) == f"train: fp32 is not there to compare with ({why}); these are: bf16."
+    assert says(told) == f"train: fp32 is not there to compare with ({why}); these are: bf16 (100 ms, 1 B)."
 
 
 # --- the report
@@ -432,7 +434,7 @@ def own(tmp_path_factory):
     """(report, its Markdown, train_step's calls) of the command on `Watched`, with little patience."""
     folder, calls = tmp_path_factory.mktemp("amp"), []
     Watched.reads, Watched.losses, Watched.datasets = [], [], 0
-    step = measuring.train_step
+    step = contending.train_step
 
     def train_step(run, micro_batches):
         scale = float(run.precision.scale)
@@ -447,7 +449,7 @@ def own(tmp_path_factory):
         return step(run, micro_batches)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "train_step", train_step)
+        patch.setattr(contending, "train_step", train_step)
         patch.setattr(timing, "Clock", WatchedClock)
         patch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
         words = ["--reduced", "--precisions", *ASKED, "--forms", "eager", "--batches", "2"]
@@ -471,7 +473,7 @@ def test_every_cell_is_timed_through_train_step(own):
     for group in told["groups"]:
         for one in group["rows"].values():
             assert len(one["seconds"]) == len(one["of_fp32"]) == ROUNDS
-    blocks = measuring.FIRST_STEPS + 1 + ROUNDS  # the first round is not counted
+    blocks = 2 * measuring.STEPS_OF_DATA + ROUNDS  # the first round is not counted
     usual = {("fp32", False), ("bf16", False), ("fp16", True)}
     cells = {(way, 4) for way in (*usual, ("fp16", False))} | {(way, 2) for way in usual}
     timed = Counter((call.way, len(call.samples[0])) for call in calls if call.timed)
@@ -486,7 +488,7 @@ def test_the_data_lie_ready_before_the_clock_and_are_built_once(own):
 
 def test_inference_keeps_no_graph_and_each_mode_has_the_model_in_its_own(own):
     timed = Counter(loss[1:] for loss in Watched.losses if loss[0])
-    blocks = measuring.FIRST_STEPS + 1 + ROUNDS
+    blocks = 2 * measuring.STEPS_OF_DATA + ROUNDS
     in_training, in_inference = (True, True, False), (False, False, False)
     assert timed == {in_training: blocks * (len(ASKED) + len(BY_HAND) + 3), in_inference: blocks * 3}
 
@@ -508,8 +510,8 @@ def test_a_skipped_step_is_taken_again_on_the_same_samples(own):
         found = calls_of(calls, way)
         return [call.samples for call in found[: next(n for n, call in enumerate(found) if call.timed)]]
 
-    once, again = learned("fp32"), learned("fp16")
-    # One more follows the timed ones: that for the memory.
+    once, again = learned("bf16"), learned("fp16")
+    assert learned("fp32") == once * 2, "float32 learns a second time, to show how far it drifts from itself"
     assert len(once) == OWN["train.steps"] < len(again)
     assert [samples for n, samples in enumerate(again) if n == 0 or samples != again[n - 1]] == once
 
@@ -525,7 +527,7 @@ def test_gradients_that_vanish_without_the_scaler_are_called_out(own):
 
 def test_settings_of_ones_own_do_not_shift_the_precisions(own):
     report, _, calls = own
-    assert len(calls_of(calls, "bf16")) == len(calls_of(calls, "fp32")), "not --use_amp false for all"
+    assert len(calls_of(calls, "bf16")) == len(calls_of(calls, "fp32")) - OWN["train.steps"], "not float32 for all"
     work = report["experiments"][0]["work"][TRAIN]
     assert {way: set(counted["flops"]) for way, counted in work.items()} == {
         "fp32": {"fp32"},
@@ -549,17 +551,23 @@ def an_effort(**changes):
     return replace(Effort(World(), words, "eager", (EAGER,), MODES, ASKED, ROUNDS, 0.0, far), **changes)
 
 
+def measured(effort, experiment):
+    told = {}
+    measure(effort, experiment, told)
+    return told
+
+
 def test_a_precision_that_does_not_fit_loses_the_others_nothing(monkeypatch):
-    build = measuring.build_run
+    build = contending.build_run
 
     def build_run(config, *args):
         if config.precision.name == "bf16":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return build(config, *args)
 
-    monkeypatch.setattr(measuring, "build_run", build_run)
-    ways = ("fp32", "fp16_unscaled", "bf16")
-    told = measure(an_effort(ways=ways, modes=(TRAIN,)), linear.REDUCED)
+    monkeypatch.setattr(contending, "build_run", build_run)
+    names = ("fp32", "fp16_unscaled", "bf16")
+    told = measured(an_effort(precisions=names, modes=(TRAIN,)), linear.REDUCED)
     rows = told["groups"][0]["rows"]
     assert rows["bf16"] == {"cant": "out of memory; use smaller micro-batches"}
     for name in ("fp32", "fp16_unscaled", "fp32 by hand", "bf16 by hand"):
@@ -568,8 +576,8 @@ def test_a_precision_that_does_not_fit_loses_the_others_nothing(monkeypatch):
 
 
 def test_a_precision_that_fails_while_it_is_timed_is_named_and_the_others_go_on(monkeypatch):
-    step = measuring.train_step
-    left = Counter({"bf16": 15 + measuring.FIRST_STEPS + 2})
+    step = contending.train_step
+    left = Counter({"bf16": 15 + measuring.STEPS_OF_DATA + 2})
 
     def train_step(run, micro_batches):
         left[run.precision.name] -= 1
@@ -577,15 +585,15 @@ def test_a_precision_that_fails_while_it_is_timed_is_named_and_the_others_go_on(
             raise torch.OutOfMemoryError
         return step(run, micro_batches)
 
-    monkeypatch.setattr(measuring, "train_step", train_step)
-    told = measure(an_effort(ways=("fp32", "bf16"), modes=(TRAIN,)), linear.REDUCED)
+    monkeypatch.setattr(contending, "train_step", train_step)
+    told = measured(an_effort(precisions=("fp32", "bf16"), modes=(TRAIN,)), linear.REDUCED)
     rows = told["groups"][0]["rows"]
     assert rows["bf16"]["cant"] == "out of memory; use smaller micro-batches"
     assert len(rows["fp32"]["of_fp32"]) == len(rows["bf16 by hand"]["of_fp32"]) == ROUNDS
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch, capsys):
-    told = measure(an_effort(ends=time.monotonic() - 1), linear.REDUCED)
+    told = measured(an_effort(ends=time.monotonic() - 1), linear.REDUCED)
     rows = told["groups"][0]["rows"]
     assert {name: one["cant"] for name, one in rows.items()} == dict.fromkeys([*ASKED, *BY_HAND], "left out: no time")
     assert not told["curves"]
@@ -597,7 +605,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_a_precision_that_a_device_lacks_is_named():
-    told = measure(an_effort(ways=("fp32", "tf32"), modes=(INFERENCE,)), linear.REDUCED)
+    told = measured(an_effort(precisions=("fp32", "tf32"), modes=(INFERENCE,)), linear.REDUCED)
     assert told["left_out"] == ["tf32, for GPUs alone"]
     assert list(told["groups"][0]["rows"]) == ["fp32"]
 
@@ -613,12 +621,12 @@ def test_a_precision_sets_its_scaler(way):
 def test_a_run_that_is_stopped_leaves_the_experiments_that_it_has_whole(tmp_path, monkeypatch):
     answers = iter([a_told(bf16=row(0.05))])
 
-    def measured(effort, experiment):
-        if (told := next(answers, None)) is None:
+    def fill(effort, experiment, told):
+        if (answer := next(answers, None)) is None:
             raise KeyboardInterrupt
-        return {**told, "name": experiment.name}
+        told |= answer | {"name": experiment.name}
 
-    monkeypatch.setattr(amp, "measure", measured)
+    monkeypatch.setattr(amp, "measure", fill)
     monkeypatch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
     with pytest.raises(KeyboardInterrupt):
         amp.main(["linear", "mlp", "--reduced", "--out", str(tmp_path)])
@@ -629,15 +637,17 @@ def test_a_run_that_is_stopped_leaves_the_experiments_that_it_has_whole(tmp_path
 
 
 def test_what_fails_in_one_experiment_is_told_and_the_next_goes_on(tmp_path, monkeypatch):
-    def measured(effort, experiment):
+    def fill(effort, experiment, told):
+        told |= a_told() | {"name": experiment.name}
         if experiment.name == "linear":
             raise RuntimeError("cuDNN error")
-        return {**a_told(), "name": experiment.name}
 
-    monkeypatch.setattr(amp, "measure", measured)
+    monkeypatch.setattr(amp, "measure", fill)
     monkeypatch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
     assert amp.main(["mlp", "linear", "--reduced", "--out", str(tmp_path)]) == 0
-    assert "can't: cuDNN error" in (tmp_path / "amp.md").read_text()
+    text = (tmp_path / "amp.md").read_text()
+    assert "can't: cuDNN error" in text
+    assert text.count("| train | eager") == 2, "what was measured before is kept"
     report = json.loads((tmp_path / "amp.json").read_text())
     assert [told["name"] for told in report["experiments"]] == ["linear", "mlp"]
 

@@ -25,6 +25,7 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -124,10 +125,10 @@ class Bench:
                 measure(self.effort, experiment, told)
             except Failure as error:  # in the settings, the task or the data: all precisions' alike
                 raise type(error)(f"{experiment.name}: {error}") from error
-            except Exception as error:
-                told["cant"] = why_not(error)
+            except Exception as error:  # what is told by then stays
+                told["cant"], told["traceback"] = why_not(error), traceback.format_exc().splitlines()
         pictures: dict[str, Tensor] = told.pop("pictures", {})
-        if "cant" not in told:
+        if "curves" in told:
             add_parity(told)
             told["verdict"] = verdict(told, experiment, ceilings)
         release(self.world.device)

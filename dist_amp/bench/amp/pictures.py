@@ -85,9 +85,8 @@ def draw(told: Report, experiment: Experiment, path: Path, reduced: bool) -> Non
     figure = Figure(figsize=(4 + 4.5 * columns, 9), layout="constrained")
     FigureCanvasAgg(figure)
     warning = WARNING if reduced else ""
-    figure.suptitle(
-        f"{warning}{told['name']}: {told['steps']} steps of {told['micro_batch_size'] * told['accumulation']} samples"
-    )
+    samples = told["micro_batch_size"] * told["accumulation"]
+    figure.suptitle(f"{warning}{told['name']}: {told['steps']} steps of {samples} samples")
     (times, curves, *sizes), (memory, apart, *nothing) = figure.subplots(2, columns, width_ratios=(3, 2, 2)[:columns])
     for place, (mode, form) in enumerate(places):
         printed = {one.precision: one for one in experiment.published if one.mode == mode and form == EAGER}

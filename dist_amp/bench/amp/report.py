@@ -67,6 +67,7 @@ def chapter(told: Report, experiment: Experiment, report: Report) -> Iterator[st
     yield experiment.about.strip()
     if "cant" in told:
         yield told["cant"]
+    if not told.get("groups"):
         return
     yield (
         f"{told['model'].get('parameters', 0):,} parameters, {told['steps']} steps of {told['micro_batch_size']} x "
@@ -144,11 +145,8 @@ def published_table(told: Report, experiment: Experiment) -> str:
         row = here.get(one.precision, {})
         seconds = f"{told['steps'] * median_interval(row['seconds'])[0]:.3g}" if row.get("seconds") else ""
         ratio = speed(row)
-        final = (
-            final_loss(told["curves"][one.precision])
-            if one.precision in told["curves"] and one.mode == "train"
-            else math.nan
-        )
+        curve = told["curves"].get(one.precision, []) if one.mode == TRAIN else []
+        final = final_loss(curve) if curve else math.nan
         rows.append(
             [
                 f"{one.mode} {one.precision}",
@@ -172,14 +170,8 @@ def targets_table(told: Report, experiment: Experiment) -> str:
             if not least:
                 continue
             met = "open" if math.isnan(value) else "met" if value >= least else "missed"
-            rows.append(
-                [
-                    f"{target.mode}: {what} of {target.precision} over {target.over}",
-                    f">= {least:.2f}",
-                    f"{value:.2f}",
-                    met,
-                ]
-            )
+            name = f"{target.mode}: {what} of {target.precision} over {target.over}"
+            rows.append([name, f">= {least:.2f}", f"{value:.2f}", met])
     return rows_of_markdown(["expected", "", "here", ""], rows, left=1)
 
 
@@ -204,4 +196,5 @@ def remarks(told: Report) -> list[str]:
 def terminal(told: Report) -> str:
     """One experiment's table and verdict; Markdown too."""
     sentences = "\n".join(f"- {line}" for line in remarks(told))
-    return "\n\n".join(["", told["name"], told.get("cant") or table(told), sentences]).rstrip()
+    parts = ["", told["name"], told.get("cant", ""), table(told) if told.get("groups") else "", sentences]
+    return "\n\n".join([parts[0], *filter(None, parts[1:])])

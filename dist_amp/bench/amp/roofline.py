@@ -4,8 +4,9 @@
     traffic    bytes that operations read and write / the rate at which a large tensor is copied
     launches   operations / the rate of operations on one number
 
-The largest of these three times is what a step is bound by. Each is a lower limit: caches and fused kernels aside, no
-step is faster than the largest. Source: Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785.
+The largest of these three times is what a step is bound by. They are estimates: traffic that stays in a cache is
+faster, attention counts whole where half of it is masked, and an operation that torch has no formula for counts none.
+Source: Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from dist_amp.runtime import World
 
 BOUNDS = {"products": "matrix-bound", "traffic": "bandwidth-bound", "launches": "launch-bound"}
 REPEATS = 5  # the fastest counts
-LAUNCHES = 500  # between two clocks
+COPIES, LAUNCHES = 10, 500  # between two clocks
 # Edge of the square matrices, and bytes of the tensor: large enough to fill the device, and quickly done.
 SIZES = {"cuda": (8192, 2**28), "cpu": (512, 2**26)}
 
@@ -140,7 +141,7 @@ def measure_ceilings(world: World) -> Ceilings:
         rates[name] = 2 * edge**3 / fastest(partial(torch.mm, square, square))
     set_tf32(False)
     whole = torch.zeros(size // 4, device=device)
-    copying = fastest(partial(torch.empty_like(whole).copy_, whole))
+    copying = fastest(partial(torch.empty_like(whole).copy_, whole), COPIES)
     launching = fastest(partial(torch.zeros((), device=device).add_, 1), LAUNCHES)
     del square, whole
     release(device)

@@ -6,7 +6,7 @@ from typing import Any
 
 from dist_amp.bench.amp.experiment import INFERENCE, TRAIN, Experiment, Target
 from dist_amp.bench.amp.measure import COMPILED, EAGER
-from dist_amp.bench.amp.parity import band, drift, judged
+from dist_amp.bench.amp.parity import band, drift, fall, judged
 from dist_amp.bench.amp.recipes import BY_HAND, FP32, USUAL
 from dist_amp.bench.amp.roofline import BOUNDS, Ceilings
 from dist_amp.bench.harness import median_interval
@@ -66,8 +66,9 @@ def unfit(told: Report, mode: str, name: str) -> str:
     if (learned := told["parity"].get(name, {}).get("verdict")) in ("drifts", "diverges"):
         return str(learned)
     if mode == INFERENCE and "loss" in row and "loss" in base:
-        apart = abs(row["loss"] - base["loss"]) / max(abs(base["loss"]), 1e-30)
-        if not apart <= band(name):
+        # Near zero no precision gets the last digits: what has been learned is the measure then.
+        apart, scale = abs(row["loss"] - base["loss"]), max(abs(base["loss"]), fall(told["curves"].get(FP32, [])))
+        if not apart <= band(name) * scale:
             return f"its loss is {row['loss']:.4g}, float32's {base['loss']:.4g}"
     if not row.get("of_fp32"):
         return str(row.get("cant", "not measured"))
@@ -138,7 +139,7 @@ def reasons(told: Report, mode: str, ceilings: Ceilings) -> Iterator[str]:
         seconds, taken = ceilings.seconds(counted), median_interval(rows[name]["seconds"])[0]
         bound = ceilings.bound(counted)
         share = 100 * seconds[bound] / taken
-        is_bound = f"is {BOUNDS[bound]}" if share >= EXPLAINS else "is bound by none of the three, but by the host"
+        is_bound = f"is {BOUNDS[bound]}" if share >= EXPLAINS else "comes near none of the three limits"
         flops, traffic = si(sum(counted["flops"].values()), "FLOP"), si(counted["bytes"], "B")
         yield (
             f"{name} {is_bound}: {flops} are {si(seconds['products'], 's')} of products, "

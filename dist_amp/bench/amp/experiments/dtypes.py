@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dist_amp.bench.timing import why_not
+from dist_amp.config import Failure
 from dist_amp.precision import DTYPES
 from dist_amp.proof.dtypes import SHORT, dtype_report
 from dist_amp.run import Config
@@ -26,4 +28,10 @@ def demonstrate(device: torch.device) -> list[dict[str, str]]:
 
 def operations(config: Config, world: World) -> dict[str, Any]:
     """The task's modules, and what each computes in under the config's precision."""
-    return {"target": config.task.target, "text": dtype_report(config, world).text}
+    try:
+        text = dtype_report(config, world).text
+    except Failure:  # in the settings, the task or the data
+        raise
+    except Exception as error:  # an operation that can't be watched
+        text = why_not(error)
+    return {"target": config.task.target, "text": text}
