@@ -77,7 +77,7 @@ class Engine:
     def __call__(self, *command, **options):
         return run("buildah", *self.options, *command, **options)
 
-    def build(self, base, tag="dist_amp", **options):
+    def build(self, base, *words, tag="dist_amp"):
         return self("build", *ISOLATION, "--layers", "--build-arg", f"BASE={base}", *words, *self.pip,
                     "--tag", tag, self.context, timeout=900)  # fmt: skip
 
