@@ -194,10 +194,10 @@ def run_and_report(config: Config, world: World) -> int:
         mendable = explain_memory(explain_data(raised, world.rank, batches), config, world, run)
         error = roll.explain(explain_disk(mendable, folder))
         status, first = report_failure(error, world)
-        refused = run is None and (folder / "summary.json").exists()  # what the folder holds stays as it is
-        if first and folder.is_dir() and not refused:
-            cause = str(error) if isinstance(error, Failure) else f"rank {world.rank}: {in_one_line(error)}"
-            with suppress(OSError):
+        with suppress(OSError):  # a folder that may not be entered can't even be looked for
+            refused = run is None and (folder / "summary.json").exists()  # what the folder holds stays as it is
+            if first and folder.is_dir() and not refused:
+                cause = str(error) if isinstance(error, Failure) else f"rank {world.rank}: {in_one_line(error)}"
                 write_summary(folder, run, "failed", status, cause)
         raise SystemExit(status) from raised  # through the with-block of `start`: the others are not waited for
     finally:
@@ -212,9 +212,11 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
     if world.is_main:
         if config.run.resume == "never" and all_checkpoints(folder) and not attempt():
             raise ConfigError(f"run.dir={folder} holds a run already; choose another, or go on with run.resume=auto")
-        if (folder / MANIFEST).exists():
-            raise ConfigError(f"run.dir={folder} is a checkpoint; name a run's folder, and give this one as run.resume")
         try:
+            if (folder / MANIFEST).exists():
+                raise ConfigError(
+                    f"run.dir={folder} is a checkpoint; name a run's folder, and give this one as run.resume"
+                )
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ".writable").touch()
             (folder / ".writable").unlink()

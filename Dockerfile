@@ -1,0 +1,33 @@
+# dist_amp in an image: CUDA by default, since torch's wheels bring CUDA's libraries; the host needs the driver alone.
+#   docker build -t dist_amp .
+#   docker run --rm --gpus all --shm-size 8g -v dist_amp_runs:/app/runs dist_amp                 # the demo
+#   docker run --rm -p 127.0.0.1:6006:6006 -v dist_amp_runs:/app/runs dist_amp tensorboard --logdir runs --host 0.0.0.0
+# To change: BASE is any image with Python 3.11 or newer and its venv module. TORCH_INDEX is where torch comes from, if
+# not from pip's own index: pytorch.org's install page names one for ROCm and one for the CPU alone (a small image).
+#   docker build --build-arg TORCH_INDEX=... -t dist_amp .
+ARG BASE=python:3.12-slim
+FROM ${BASE}
+RUN python3 -c 'import sys; found = sys.version.split()[0]; sys.version_info >= (3, 11) or \
+    sys.exit(f"error: BASE has Python {found}, and dist_amp needs 3.11 or newer; give another by --build-arg BASE=")' \
+    && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+WORKDIR /app
+
+# From what seldom changes to what often does: an edited source file builds the last layer alone.
+COPY launch/constraints.txt launch/
+ARG TORCH_INDEX=
+RUN torch="$(grep '^torch==' launch/constraints.txt)" \
+    && pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c launch/constraints.txt "$torch"
+COPY pyproject.toml ./
+RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    print(*project["dependencies"], *project["optional-dependencies"]["test"], sep="\n")' >/tmp/wanted.txt \
+    && pip install --no-cache-dir -c launch/constraints.txt -r /tmp/wanted.txt && rm /tmp/wanted.txt
+
+# Who trains is not root, and owns nothing here but runs/: a volume that is mounted there for the first time is theirs.
+# A number, so that Kubernetes' runAsNonRoot can tell.
+RUN useradd --uid 1000 --create-home trainer && install -d -o trainer -g trainer runs
+COPY . .
+USER 1000
+# DIST_AMP_PYTHON: demo.sh and test.sh take this Python as it stands.
+ENV PYTHONPATH=/app DIST_AMP_PYTHON=/opt/venv/bin/python
+CMD ["bash", "launch/demo.sh"]

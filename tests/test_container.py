@@ -1,0 +1,289 @@
+"""The image: built for real from the Dockerfile, on a base of Debian's own packages, and used as its user.
+
+No registry of images is asked: mmdebstrap makes the base. Of this machine the build gets what its own pip is told:
+which index, which certificates.
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+ISOLATION = ["--isolation", "chroot"]
+MISSING = [program for program in ("buildah", "mmdebstrap") if shutil.which(program) is None]
+needs_an_engine = pytest.mark.skipif(
+    bool(MISSING) or os.geteuid() != 0,
+    reason=f"needs root, buildah and mmdebstrap (missing: {MISSING}): bash tests/engines.sh installs them on Debian",
+)
+
+
+def run(*command, timeout=300, **options):
+    """The finished process; what it says is in stdout, errors too."""
+    words = [str(word) for word in command]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": timeout, **options}
+    return subprocess.run(words, check=False, **options)
+
+
+def linter(name):
+    """A command beside this Python, where the extra `engines` puts it."""
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
+        pytest.skip(f"needs {name}: bash tests/engines.sh installs it")
+    return path
+
+
+def of_this_machines_pip(folder):
+    """Options that show a build what this machine's pip is told: a pip.conf, and the files and folders it names."""
+    listed = run(sys.executable, "-m", "pip", "config", "list").stdout
+    told = dict(re.findall(r"^global\.([\w-]+)=(.*)$", listed, re.M))
+    told |= dict(re.findall(r"^:env:\.([\w-]+)=(.*)$", listed, re.M))  # the environment wins
+    settings = {key: str(ast.literal_eval(value)) for key, value in told.items()}
+    (folder / "pip.conf").write_text("[global]\n" + "".join(f"{key} = {text}\n" for key, text in settings.items()))
+    mounts = {folder / "pip.conf": "/etc/pip.conf"}
+    for word in " ".join(settings.values()).split():
+        path = Path(word.removeprefix("file://"))
+        path = path.parent if path.name == "simple" else path  # an index links to files beside it
+        if path.is_absolute() and path.exists():
+            mounts[path] = path
+    return [word for source, target in mounts.items() for word in ("--volume", f"{source}:{target}:ro")]
+
+
+class Engine:
+    """buildah, with a store of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.context = folder / "context"
+        self.options = ["--root", folder / "store", "--runroot", folder / "run", "--storage-driver", "overlay"]
+        if self("info").returncode != 0:  # on an overlay already: slower, but works everywhere
+            self.options[-1] = "vfs"
+        self.pip = of_this_machines_pip(folder)
+
+    def __call__(self, *command, **options):
+        return run("buildah", *self.options, *command, **options)
+
+    def build(self, base, *words, tag="dist_amp"):
+        return self("build", *ISOLATION, "--layers", "--build-arg", f"BASE={base}", *words, *self.pip,
+                    "--tag", tag, self.context, timeout=900)  # fmt: skip
+
+    @contextmanager
+    def container(self, runs=None):
+        """What runs a command in a new container, with a folder of this machine mounted where it keeps its runs."""
+        name = self("from", "dist_amp", stderr=subprocess.DEVNULL).stdout.strip()
+        mounted = ["--volume", f"{runs}:/app/runs"] if runs else []
+        try:
+            yield ["buildah", *self.options, "run", *ISOLATION, *mounted, name, "--"]
+        finally:
+            self("rm", name)
+
+    def inside(self, *command, runs=None):
+        with self.container(runs) as enter:
+            return run(*enter, *command)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """One with the images base and dist_amp: built once for all tests."""
+    made = Engine(Path(tempfile.mkdtemp(prefix="image")))
+    try:
+        make_base(made)
+        make_context(made)
+        built = made.build("localhost/base")
+        assert built.returncode == 0, built.stdout[-3000:]
+        yield made
+    finally:
+        made("rm", "--all")
+        made("rmi", "--all", "--force")
+        shutil.rmtree(made.folder)
+
+
+def make_base(engine):
+    """This machine's release of Debian, with Python."""
+    folder = engine.folder / "base"
+    folder.mkdir()
+    codename = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.M).group(1)
+    sources = [Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list")]
+    source = next(path for path in sources if path.exists())
+    wanted = "--include=python3-venv,ca-certificates"
+    made = run("mmdebstrap", "--variant=minbase", wanted, codename, folder / "base.tar", source)
+    assert made.returncode == 0, made.stdout
+    (folder / "Dockerfile").write_text("FROM scratch\nADD base.tar /\n")
+    assert engine("build", *ISOLATION, "--tag", "base", folder).returncode == 0
+
+
+def make_context(engine):
+    """A copy of the project, with what a folder gathers in use and .dockerignore should leave out."""
+    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")
+    shutil.copytree(ROOT, engine.context, ignore=left_out)
+    for name in (".venv/bin/python", "runs/old/summary.json", ".env", "dist_amp/__pycache__/step.pyc", ".git/HEAD"):
+        path = engine.context / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("not for an image")
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A volume that belongs to the image's user."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    os.chown(folder, 1000, 1000)
+    return folder
+
+
+# ---- the files ----
+
+
+@pytest.mark.slow
+def test_hadolint_and_shellcheck_have_nothing_to_say():
+    linted = run(linter("hadolint"), ROOT / "Dockerfile")
+    assert (linted.returncode, linted.stdout) == (0, "")
+    scripts = [*(ROOT / "launch").glob("*.sh"), *(ROOT / "tests").glob("*.sh"), ROOT / ".ci/run"]
+    linted = run(linter("shellcheck"), *scripts, cwd=ROOT)
+    assert (linted.returncode, linted.stdout) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_compose_file_is_what_the_compose_specification_asks_for(tmp_path):
+    checker = [linter("check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
+    assert run(*checker, ROOT / "docker-compose.yml").returncode == 0
+    wrong = tmp_path / "wrong.yml"
+    wrong.write_text((ROOT / "docker-compose.yml").read_text().replace("shm_size", "shm_sise"))
+    assert run(*checker, wrong).returncode == 1
+
+
+def test_the_compose_files_ports_are_this_machines_alone_and_its_services_share_one_image():
+    services = COMPOSE["services"]
+    ports = [port for service in services.values() for port in service.get("ports", [])]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+    assert {service["image"] for service in services.values()} == {"dist_amp"}
+    assert all(service["volumes"][0].startswith("runs:/app/runs") for service in services.values())
+
+
+def test_the_dockerfile_names_no_host_and_checks_no_health():
+    text = (ROOT / "Dockerfile").read_text()
+    assert "HEALTHCHECK" not in text
+    assert "://" not in text
+
+
+# ---- the image ----
+
+
+@pytest.mark.slow
+@needs_an_engine
+def test_the_image_holds_the_project_and_nothing_of_this_machine(engine):
+    listed = engine.inside(
+        "sh", "-c", "id -u; cd /app; ls -A . runs; find . -name __pycache__; cat /etc/pip.conf"
+    ).stdout
+    user, *names = listed.splitlines()
+    assert user == "1000"
+    assert {"dist_amp", "launch", "tests", "configs", "runs"} <= set(names)
+    assert not {".venv", ".git", ".env", "old", "./dist_amp/__pycache__"} & set(names)
+    assert "[global]" not in names, "pip's settings were lent, not kept"
+
+
+@pytest.mark.slow
+@needs_an_engine
+def test_tests_pass_inside(engine):
+    done = engine.inside(
+        "bash", "launch/test.sh", "-q", "-p", "no:cacheprovider", "tests/test_house.py", "tests/test_precision.py"
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"\d+ passed", done.stdout)
+
+
+@pytest.mark.slow
+@needs_an_engine
+def test_two_ranks_train_inside_and_tensorboard_shows_them_by_the_commands_of_compose(engine, runs):
+    command = COMPOSE["services"]["train"]["command"]
+    done = engine.inside(*command, "--train.steps", "4", "--eval.batches", "1", "--metrics.log_every", "1", runs=runs)
+    assert done.returncode == 0, done.stdout[-3000:]
+    summary = json.loads((runs / "demo/summary.json").read_text())
+    assert (summary["stopped_by"], summary["world_size"], summary["steps"]) == ("completed", 2, 4)
+    assert (runs / "demo/summary.json").stat().st_uid == 1000
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with engine.container(runs) as enter:
+        command = [*enter, *COMPOSE["services"]["tensorboard"]["command"], "--port", port]
+        board = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            shown, deadline = [], time.monotonic() + 60
+            while not shown and time.monotonic() < deadline:
+                time.sleep(0.5)
+                with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs") as answer:
+                    shown = sorted(json.loads(answer.read()))
+            assert shown == ["demo/tensorboard/rank00000", "demo/tensorboard/rank00001"]
+        finally:
+            for process in [*descendants(board.pid), board.pid]:
+                os.kill(process, signal.SIGTERM)
+            board.wait(timeout=30)
+
+
+def descendants(pid):
+    """Process ids below `pid`: a signal to buildah does not reach what it runs."""
+    below = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [process for child in below for process in (*descendants(child), child)]
+
+
+@pytest.mark.slow
+@needs_an_engine
+def test_a_volume_that_the_images_user_may_not_write_is_named(engine, tmp_path):
+    done = engine.inside("python", "-m", "dist_amp.train", "--run.dir", "runs/mine", runs=tmp_path)  # root's
+    assert done.returncode != 0
+    last = "error: run.dir=runs/mine can't be written (Permission denied); choose another with --run.dir"
+    assert last in done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@needs_an_engine
+def test_an_edited_source_file_builds_no_package_anew(engine):
+    with (engine.context / "dist_amp/step.py").open("a") as source:
+        source.write("# edited\n")
+    started = time.monotonic()
+    again = engine.build("localhost/base", tag="edited")
+    assert again.returncode == 0
+    said = again.stdout.split("STEP ")
+    built = [step.split(": ", 1)[1].splitlines()[0] for step in said if ": " in step and "Using cache" not in step]
+    assert not [step for step in built if step.startswith("RUN")], built
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.slow
+@needs_an_engine
+def test_a_base_whose_python_is_too_old_stops_the_build_with_a_clear_line(engine, tmp_path):
+    (tmp_path / "python3").write_text(
+        '#!/bin/sh\nexec /usr/bin/python3 -c \'import sys\nsys.version_info, sys.version = (3, 9, 2), "3.9.2 (old)"\n'
+        'exec(sys.argv[2])\' "$@"\n'
+    )
+    (tmp_path / "python3").chmod(0o755)
+    (tmp_path / "Dockerfile").write_text("FROM localhost/base\nCOPY python3 /usr/local/bin/python3\n")
+    assert engine("build", *ISOLATION, "--tag", "old", tmp_path).returncode == 0
+    refused = engine.build("localhost/old", tag="never")
+    assert refused.returncode != 0
+    assert "error: BASE has Python 3.9.2, and dist_amp needs 3.11 or newer; give another by --build-arg BASE=" in (
+        refused.stdout.splitlines()
+    )
+
+
+@pytest.mark.slow
+@needs_an_engine
+def test_torch_comes_from_the_index_that_is_given(engine):
+    refused = engine.build("localhost/base", "--build-arg", "TORCH_INDEX=file:///of/another/build", tag="never")
+    assert refused.returncode != 0
+    assert re.search(r"^Looking in indexes: file:///of/another/build", refused.stdout, re.M)

@@ -1,0 +1,152 @@
+"""The Kubernetes manifests: right by the published schemas, and torchrun forms their world from PET_* alone."""
+
+import copy
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from ranks import on_ranks
+
+from dist_amp.config import Failure
+from dist_amp.run import load_config
+
+ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+MANIFESTS = [
+    document
+    for name in ("kubernetes.yaml", "kubernetes_tensorboard.yaml")
+    for document in yaml.safe_load_all((ROOT / "launch" / name).read_text())
+]
+CLAIM, JOB, TENSORBOARD = MANIFESTS
+TINY = ["--task.target", "tiny:Tiny", "--train.steps", "2", "--train.micro_batch_size", "2", "--eval.batches", "1"]
+
+
+def check(document):
+    """Errors: whatever the schema's own package raises, or AssertionError for a key that it does not know."""
+    if document["kind"] == "TrainJob":
+        models = pytest.importorskip("kubeflow_trainer_api.models", reason="bash tests/engines.sh brings it")
+        assert models.TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document  # it drops unknown keys
+    else:
+        schemas = pytest.importorskip("kubernetes_validate", reason="bash tests/engines.sh brings it")
+        schemas.validate(document, schemas.latest_version(), strict=True)
+
+
+def pods_of(document):
+    """The pod's spec that a manifest makes, or patches."""
+    spec = document["spec"]
+    if document["kind"] == "TrainJob":
+        (patch,) = spec["runtimePatches"]
+        (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        spec = job["template"]["spec"]
+    return spec["template"]["spec"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", MANIFESTS, ids=lambda document: document["kind"])
+def test_a_manifest_is_what_its_schema_asks_for(document):
+    check(document)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("document", "path", "value"),
+    [
+        (JOB, ["spec", "trainer", "numNode"], 2),
+        (JOB, ["spec", "trainer", "numNodes"], "two"),
+        (JOB, ["spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "replicatedJob"], []),
+        (TENSORBOARD, ["spec", "template", "spec", "volume"], []),
+        (TENSORBOARD, ["spec", "replicas"], "one"),
+        (CLAIM, ["spec", "accessModes"], "ReadWriteMany"),
+    ],
+)
+def test_a_manifest_with_an_unknown_key_or_a_wrong_type_is_refused(document, path, value):
+    schemas = pytest.importorskip("kubernetes_validate", reason="bash tests/engines.sh brings it")
+    wrong = copy.deepcopy(document)
+    inner = wrong
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    with pytest.raises((ValueError, AssertionError, schemas.ValidationError)):
+        check(wrong)
+
+
+def test_the_job_and_tensorboard_share_the_claim_where_the_image_keeps_runs():
+    for document in (JOB, TENSORBOARD):
+        pod = pods_of(document)
+        (volume,) = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+        assert volume["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts[volume["name"]] == "/app/runs"
+        assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}  # the image's user
+    assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
+    trainer = JOB["spec"]["trainer"]
+    assert trainer["image"] == pods_of(TENSORBOARD)["containers"][0]["image"]
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+
+
+@pytest.mark.slow
+def test_torchrun_forms_the_jobs_world_from_pet_variables_alone(tmp_path):
+    trainer = JOB["spec"]["trainer"]
+    assert trainer["command"] == ["torchrun"]
+    assert trainer["args"][0] == "-m", "no option of torchrun's own"
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": 2,
+             "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}  # fmt: skip
+    world |= {variable["name"]: variable["value"] for variable in trainer["env"]}
+    pods = []
+    for node in range(trainer["numNodes"]):  # as Kubeflow Trainer tells each of the world
+        told = {name: str(value) for name, value in {**world, "PET_NODE_RANK": node}.items()}
+        pods.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *trainer["args"], *TINY],
+                cwd=tmp_path,
+                stdout=(tmp_path / f"out{node}").open("w"),
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **told},
+            )
+        )
+    try:
+        statuses = [pod.wait(timeout=120) for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+    said = [(tmp_path / f"out{node}").read_text() for node in range(2)]
+    assert statuses == [0, 0], said
+    summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
+    assert (summary["stopped_by"], summary["world_size"], summary["steps"]) == ("completed", 4, 2)
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1, 2, 3]
+    assert "on 4 x CPU" in said[0]
+    assert "step" not in said[1], "rank 0 speaks for all"
+
+
+def begin_in_a_folder_of_its_own(world, folder):
+    """What make_folder says where each rank's `runs` is another; without the minute that a network disk is given."""
+    from dist_amp import train
+
+    own, before, appears = Path(folder) / f"pod{world.rank}", os.getcwd(), train.appears
+    own.mkdir()
+    os.chdir(own)
+    train.appears = partial(appears, seconds=0.1)
+    try:
+        train.make_folder(Path("runs/demo"), load_config(), world)
+    except Failure as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+        train.appears = appears
+
+
+def test_pods_that_do_not_share_a_claim_are_told_so(tmp_path):
+    assert (
+        on_ranks(2, begin_in_a_folder_of_its_own, tmp_path)
+        == [f"run.dir=runs/demo is not there on {platform.node()}: put it on a disk that all ranks share"] * 2
+    )

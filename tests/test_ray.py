@@ -1,0 +1,132 @@
+"""launch/ray_train.py: a run by Ray Train ends as one by torchrun does, bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+SLOW = ["--task.target", "tiny:Slow", "--train.steps", "100", "--train.micro_batch_size", "2",
+        "--metrics.log_every", "1", "--checkpoint.every", "20", "--checkpoint.keep", "9"]  # fmt: skip
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start("--section.key", "value", ...): launch/ray_train.py in an empty folder, as a process."""
+    home = tempfile.mkdtemp(prefix="ray")  # short: Ray keeps sockets in it
+    processes = []
+
+    def started(*words, path=()):
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, ROOT / "launch/ray_train.py", *map(str, words)],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": ":".join(map(str, [*path, ROOT, TESTS])),
+                    "OMP_NUM_THREADS": "1",
+                    "HOME": home,
+                    "RAY_TMPDIR": home,
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                },
+            )
+        )
+        return processes[-1]
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.wait()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture
+def with_ray():
+    pytest.importorskip("ray", reason="needs Ray: bash tests/engines.sh installs it")
+
+
+def outcome(folder):
+    """What must be the same: the summary but for places and speed, what was logged, every byte of the checkpoint."""
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    shards = sorted((folder / "checkpoints/step_00000100").glob("*.distcp"))
+    assert len(shards) == 2
+    return (
+        {key: summary[key] for key in summary.keys() - {"ranks", "items_per_second", "resumed_from_step"}},
+        {row["step"]: (row["train/loss"], row["train/grad_norm"]) for row in rows if "train/loss" in row},
+        {shard.name: shard.read_bytes() for shard in shards},
+    )
+
+
+def test_a_ray_run_ends_as_a_torchrun_one_bit_for_bit_also_when_a_worker_is_killed(with_ray, start, launch, tmp_path):
+    assert launch(2, *SLOW, "--run.dir", "by_torchrun").returncode == 0
+    expected = outcome(tmp_path / "by_torchrun")
+    assert (expected[0]["stopped_by"], expected[0]["steps"], len(expected[1])) == ("completed", 100, 100)
+
+    undisturbed = start(*SLOW, "--run.dir", "by_ray")
+    said, _ = undisturbed.communicate(timeout=150)
+    assert undisturbed.returncode == 0, said
+    assert outcome(tmp_path / "by_ray") == expected
+    assert said.count("done: 100 steps (100 applied, 0 skipped)") == 1, "each line is said once"
+
+    killed = start("--workers", 2, "--restarts", 1, *SLOW, "--run.dir", "killed")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed/checkpoints/step_00000040").is_dir():
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    rank_0 = int((tmp_path / "killed/.lock").read_text().split()[1])  # "process 123 on host"
+    os.kill(rank_0, signal.SIGKILL)
+    said, _ = killed.communicate(timeout=150)
+    assert killed.returncode == 0, said
+    assert json.loads((tmp_path / "killed/summary.json").read_text())["resumed_from_step"] >= 40
+    assert outcome(tmp_path / "killed") == expected
+
+
+def test_a_failure_of_the_ranks_is_rays_too(with_ray, start, tmp_path):
+    failed = start(*SLOW, "--task.target", "tiny:AlwaysNan", "--train.max_skips_in_a_row", 3, "--run.dir", "run")
+    said, _ = failed.communicate(timeout=150)
+    assert failed.returncode == 1, said
+    assert "error: 3 steps in a row were not finite and were skipped" in said
+    assert "dist_amp.train ended with status 70; it says why above, and in the run's folder" in said
+    assert json.loads((tmp_path / "run/summary.json").read_text())["exit_code"] == 70
+
+
+@pytest.mark.parametrize("workers", [0, 3_000])
+def test_a_number_of_workers_that_the_cluster_cannot_hold_is_refused(with_ray, start, workers):
+    refused = start("--workers", workers, *SLOW)
+    said, _ = refused.communicate(timeout=60)
+    assert refused.returncode == 1
+    assert said.splitlines()[-1] == (
+        f"error: --workers={workers} must be between 1 and {os.cpu_count()}, the CPUs of Ray's cluster"
+    )
+
+
+def test_a_setting_that_is_wrong_is_told_before_ray_starts_anything(with_ray, start):
+    refused = start("--train.stps", 3)
+    said, _ = refused.communicate(timeout=60)
+    assert refused.returncode == 1
+    assert said == "error: unknown key train.stps on the command line; did you mean train.steps?\n"
+
+
+def test_without_ray_it_says_how_to_get_it(start, tmp_path):
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")")
+    refused = start(*SLOW, path=[tmp_path])
+    said, _ = refused.communicate(timeout=60)
+    assert refused.returncode == 1
+    assert said == (
+        "error: No module named 'ray'; pip install -c launch/constraints.txt -e '.[ray]' brings Ray Train\n"
+    )
