@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_amp.config import ConfigError, Failure, Range
-from dist_amp.rendezvous import environment_number, joined, meet
+from dist_amp.rendezvous import environment_number, in_time, joined, meet
 
 SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be started again (EX_TEMPFAIL)
 
@@ -418,9 +418,10 @@ def _first_to_report(world: World | None) -> bool:
     if world is None or not dist.is_initialized():
         # Found before the ranks met: the same mistake on all of a machine, perhaps not on all machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
+    store, key = dist.distributed_c10d._get_default_store(), f"dist_amp/failures/{attempt()}"
     try:
-        return dist.distributed_c10d._get_default_store().add(f"dist_amp/failures/{attempt()}", 1) == 1
-    except Exception:  # the store is gone with its host: better said twice than not at all
+        return in_time(5.0, lambda: store.add(key, 1) == 1)
+    except Exception:  # the store is gone with its host, or cut off: better said twice than not at all
         return True
 
 
