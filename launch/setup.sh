@@ -26,7 +26,7 @@ else
         echo "setting up $root/.venv (once; some minutes)"
         [ -x "$PYTHON" ] || python3 -m venv "$root/.venv"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check \
-            -c "$root/launch/constraints.txt" -e "$root[test]" ||
+            -c "$root/launch/constraints.txt" -e "${root}[test]" ||
             fail "pip could not install the pinned packages; the lines above say why"
         echo "$wanted" >"$stamp"
     fi
