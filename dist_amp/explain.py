@@ -24,6 +24,7 @@ import torch.distributed as dist
 from dist_amp.config import Failure
 from dist_amp.data import Batches, samples_text
 from dist_amp.failure import first_line
+from dist_amp.rendezvous import in_time
 from dist_amp.runtime import DataError, World
 
 ANSWER_SECONDS = 5.0  # in which a rank that is alive says so, when a collective has failed
@@ -50,7 +51,7 @@ class Roll:
     def close(self) -> None:
         self._ended.set()
         if self._watch.is_alive():
-            self._watch.join()
+            self._watch.join(ANSWER_SECONDS)  # it stays where it is if the store does not answer
 
     def _watch_over(self) -> None:
         store = dist.distributed_c10d._get_default_store()
@@ -77,7 +78,9 @@ class Roll:
         collective = _is_collective(error)
         hangs = collective and "imed out" in str(error)
         try:
-            told = self._exchange("waited" if collective else "failed", hangs)
+            told = in_time(2 * ANSWER_SECONDS, lambda: self._exchange("waited" if collective else "failed", hangs))
+        except TimeoutError:
+            return self._cut_off(error) if collective else error
         except Exception:  # the store is gone with its host
             return error
         silent = [rank for rank, text in told.items() if not text]
@@ -85,12 +88,23 @@ class Roll:
             return error
         if hangs:
             self._end(silent)
-        names = ", ".join(f"{rank} (process {p} on {host})" for rank in silent for host, p in [self._processes[rank]])
+        names = ", ".join(map(self._name, silent))
         what = "did not take part in a collective in time: it hangs, is stopped or its machine is gone"
         if not hangs:
             what = "is gone without a word: it was killed, perhaps for memory; its machine's log may tell"
-        first = textwrap.shorten(first_line(error), 200, placeholder=" ...")
-        return Failure(f"rank {names} {what} (rank {self._world.rank} was told: {first})")
+        return Failure(f"rank {names} {what} (rank {self._world.rank} was told: {shortened(error)})")
+
+    def _cut_off(self, error: BaseException) -> Failure:
+        """For a rank that can reach neither its peers nor the store: the network between them is what they share."""
+        store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return Failure(
+            f"rank {self._name(self._world.rank)} is cut off: neither its peers nor the store at {store} answer, where "
+            f"rank {self._name(0)} is; look at the network between them ({shortened(error)})"
+        )
+
+    def _name(self, rank: int) -> str:
+        host, process = self._processes[rank]
+        return f"{rank} (process {process} on {host})"
 
     def _exchange(self, mine: str, hangs: bool) -> dict[int, str]:
         """What each rank says of itself; "" for those that say nothing."""
@@ -130,6 +144,10 @@ def in_a_collective() -> bool:
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     file = Path(frame.f_code.co_filename).as_posix()
     return "/torch/distributed/" in file or "/torch/autograd/" in file or file.endswith("dist_amp/runtime.py")
+
+
+def shortened(error: BaseException) -> str:
+    return textwrap.shorten(first_line(error), 200, placeholder=" ...")
 
 
 def _is_collective(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dist_amp.config import Failure
+from dist_amp.rendezvous import in_time
 from dist_amp.runtime import World, attempt
 
 
@@ -48,9 +49,10 @@ def _first_to_report(world: World | None) -> bool:
     if world is None or not dist.is_initialized():
         # Found before the ranks met: the same mistake on all of a machine, perhaps not on all machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
+    store, key = dist.distributed_c10d._get_default_store(), f"dist_amp/failures/{attempt()}"
     try:
-        return dist.distributed_c10d._get_default_store().add(f"dist_amp/failures/{attempt()}", 1) == 1
-    except Exception:  # the store is gone with its host: better said twice than not at all
+        return in_time(5.0, lambda: store.add(key, 1) == 1)
+    except Exception:  # the store is gone with its host, or cut off: better said twice than not at all
         return True
 
 

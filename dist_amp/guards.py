@@ -1,27 +1,34 @@
-"""Guards: what keeps a run from ending badly: one live run per folder, no orphans, enough disk.
+"""Guards: what keeps a run from ending badly: nodes that are alike, one live run per folder, no orphans, enough disk.
 
 To delete: this file and its lines in train.py.
 """
 
 import errno
 import fcntl
+import hashlib
+import json
 import math
 import os
 import platform
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint_files import all_checkpoints
 from dist_amp.config import ConfigError, Failure
+from dist_amp.resume import flat
 from dist_amp.runtime import World, die_with_parent
+from dist_amp.task import find_task
 
 if TYPE_CHECKING:
     from dist_amp.run import Run
@@ -47,6 +54,57 @@ def check_restarts() -> None:
             f"torchrun --max-restarts={os.environ['TORCHELASTIC_MAX_RESTARTS']} would restart into a store that holds "
             "addresses of dead workers, and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment"
         )
+
+
+def check_alike(target: str, config_text: str, world: World) -> None:
+    """Errors: ConfigError where ranks were started with other code, versions or settings, with what each node has.
+
+    target: the task's class; config_text: the config as TOML. A digest travels first, the rest only where the digests
+    differ. Of the code, the package's files and the task's own are compared, not what else the task imports.
+    """
+    if world.world_size == 1:
+        return
+    mine = {"host": platform.node(), "has": code_of(target) | versions() | flat(config_text)}
+    text = json.dumps(mine["has"], sort_keys=True)
+    if len(set(world.gather_texts(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    ranks = [json.loads(told) for told in world.gather_texts(json.dumps(mine))]
+    names = list(dict.fromkeys(name for rank in ranks for name in rank["has"]))  # as they came: code, versions, keys
+    told = [text for name in names if (text := _difference(name, ranks))]
+    more = f"; and {len(told) - 8} more" if len(told) > 8 else ""
+    raise ConfigError(
+        f"the ranks are not alike: {'; '.join(told[:8])}{more}; start all of them with the same code, versions and "
+        "settings (environment, config files)"
+    )
+
+
+def _difference(name: str, ranks: list[dict[str, Any]]) -> str:
+    """Each value with the ranks that have it, told by the first one and its host; "" where all have the same."""
+    owners: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        owners.setdefault(str(rank["has"].get(name, "absent")), []).append(number)
+    if len(owners) == 1:
+        return ""
+    whose = {
+        value: f"rank {own[0]} ({ranks[own[0]]['host']})" + (f" and {len(own) - 1} more" if len(own) > 1 else "")
+        for value, own in owners.items()
+    }
+    return f"{name} is " + ", ".join(f"{value} on {who}" for value, who in list(whose.items())[:4])
+
+
+def code_of(target: str) -> dict[str, str]:
+    """A hash of each file of the package, and of the task's."""
+    package = Path(__file__).parent
+    files = {f"dist_amp/{path.relative_to(package).as_posix()}": path for path in sorted(package.rglob("*.py"))}
+    task = Path(getattr(sys.modules[find_task(target).__module__], "__file__", None) or __file__)
+    if not task.is_relative_to(package):
+        files[task.name] = task
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for name, path in files.items()}
+
+
+def versions() -> dict[str, str]:
+    """Of what computes, and orders the data."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "datasets": version("datasets")}
 
 
 @contextmanager

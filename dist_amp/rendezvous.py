@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet: the store at MASTER_ADDR and MASTER_PORT; those that don't come are named."""
+"""Where the ranks of a world meet: the store at MASTER_ADDR and MASTER_PORT; a rank that does not come is named."""
 
 import os
 import socket
@@ -59,7 +59,7 @@ def meet(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # t
 
     try:
         store = in_time(timeout_seconds, connect)  # torch would wait for ever for a listener that says nothing
-        store.set(joined(rank), "")
+        store.set(joined(rank), str(world_size))
     except (RuntimeError, TimeoutError) as error:
         if "EADDRINUSE" in str(error):
             raise Failure(f"MASTER_PORT={port} on {host} is in use; choose another") from error
@@ -77,6 +77,13 @@ def meet(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # t
             shown = ", ".join(map(str, missing[:16])) + ", ..." * (len(missing) > 16)
             who = f"rank {shown} of {world_size} has" if len(missing) == 1 else f"ranks {shown} have"
             raise Failure(f"{who} not joined at {within}; start it, or look at its machine") from error
+    sizes = store.multi_get([joined(other) for other in range(world_size)])
+    for other, size in enumerate(sizes):
+        if int(size) != world_size:
+            raise Failure(
+                f"rank {rank} was started with WORLD_SIZE={world_size}, and rank {other}, which met it at "
+                f"{host}:{port}, with {int(size)}; start all nodes with the same counts of nodes and processes"
+            )
     return store
 
 

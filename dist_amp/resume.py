@@ -100,9 +100,9 @@ def check_config(path: Path, config_text: str, global_batch_size: int, world: Wo
     know. Errors: ConfigError with each key and both values; DataError for another seed or global batch.
     """
     manifest = read_manifest(path)
-    ours, theirs = _flat(config_text), _flat((path / CONFIG).read_text())
+    ours, theirs = flat(config_text), flat((path / CONFIG).read_text())
     another_task = theirs.get("task.target") != ours["task.target"]  # whose arguments have no defaults here
-    known = {key: value for key, value in _flat(defaults).items() if not (another_task and key.startswith("task."))}
+    known = {key: value for key, value in flat(defaults).items() if not (another_task and key.startswith("task."))}
     theirs = known | theirs
     allowed = "or go on all the same with --run.allow_config_change true"
     keys = [key for key in sorted({**_mathematics(theirs), **_mathematics(ours)}) if theirs.get(key) != ours.get(key)]
@@ -131,7 +131,9 @@ def check_config(path: Path, config_text: str, global_batch_size: int, world: Wo
         )
 
 
-def _flat(toml: str) -> dict[str, Any]:
+def flat(toml: str) -> dict[str, Any]:
+    """The settings of a config as TOML by their dotted keys."""
+
     def walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in table.items():
             yield from walk(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
@@ -141,7 +143,7 @@ def _flat(toml: str) -> dict[str, Any]:
 
 def config_hash(config_text: str) -> str:
     """Of all settings that change the mathematics."""
-    return text_hash(json.dumps(_mathematics(_flat(config_text))))
+    return text_hash(json.dumps(_mathematics(flat(config_text))))
 
 
 def _mathematics(flat: Mapping[str, Any]) -> dict[str, Any]:

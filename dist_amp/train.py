@@ -23,7 +23,7 @@ from dist_amp.checks import Tripwires
 from dist_amp.config import ConfigError, Failure
 from dist_amp.explain import Roll, explain_data, explain_disk
 from dist_amp.failure import in_one_line, report_failure
-from dist_amp.guards import check_free_space, check_restarts, die_with_torchrun, only_live_run
+from dist_amp.guards import check_alike, check_free_space, check_restarts, die_with_torchrun, only_live_run
 from dist_amp.memory import explain_memory
 from dist_amp.metrics import LogRow
 from dist_amp.metrics_files import plain_json
@@ -175,11 +175,12 @@ def run_and_report(config: Config, world: World) -> int:
 
     A failure is reported here, while the store that tells the ranks who is first is still there.
     """
-    folder = run_folder(config.run, world)
-    config = replace(config, run=replace(config.run, dir=str(folder)))
-    run, roll = None, Roll(world)
+    run, roll, folder = None, Roll(world), None
     try:
+        check_alike(config.task.target, to_toml(config), world)  # before the config decides who waits for whom
         check_debug(config.debug, world)
+        folder = run_folder(config.run, world)
+        config = replace(config, run=replace(config.run, dir=str(folder)))
         make_folder(folder, config, world)
         # The signals are heard from here on: one in the warm-up stops the run before its first step.
         recording = memory_history(config.debug, folder, world)
@@ -191,12 +192,12 @@ def run_and_report(config: Config, world: World) -> int:
         if run is not None:
             with suppress(Exception):
                 run.metrics.rescue(config.train.steps)
-        mendable = explain_memory(explain_data(raised, world.rank, batches), config, world, run)
-        error = roll.explain(explain_disk(mendable, folder))
+        told = explain_memory(explain_data(raised, world.rank, batches), config, world, run)
+        error = roll.explain(told if folder is None else explain_disk(told, folder))
         status, first = report_failure(error, world)
         with suppress(OSError):  # a folder that may not be entered can't even be looked for
-            refused = run is None and (folder / "summary.json").exists()  # what the folder holds stays as it is
-            if first and folder.is_dir() and not refused:
+            kept = run is None and folder is not None and (folder / "summary.json").exists()  # what it holds stays
+            if first and folder is not None and folder.is_dir() and not kept:
                 cause = str(error) if isinstance(error, Failure) else f"rank {world.rank}: {in_one_line(error)}"
                 write_summary(folder, run, "failed", status, cause)
         raise SystemExit(status) from raised  # through the with-block of `start`: the others are not waited for

@@ -3,6 +3,7 @@
 #   bash launch/chaos.sh                 # all of it
 #   bash launch/chaos.sh --quick hangs   # a few trials, or some of them
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 cd "$root"

@@ -2,6 +2,7 @@
 # Train on the embedded default, on every GPU there is, or on two CPU processes. Arguments go to dist_amp.train:
 #   bash launch/demo.sh --train.steps 50 --precision.dtype fp16
 set -euo pipefail
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"

@@ -45,24 +45,19 @@ LAYOUTS = {
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-class Job:
-    """A run of the main job by torchrun, whose lines are read as they come."""
+class Process:
+    """A command that runs, and whose lines are read as they come."""
 
-    def __init__(self, folder: Path, words: dict, ranks: int = 2, restarts: int = 0, environ: dict | None = None):
-        settings = [text for key, value in words.items() for text in (f"--{key}", str(value))]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--signals-to-handle", SIGNALS]
-        self.folder, self.run, self.ranks = folder, folder / words["run.dir"], ranks
+    def __init__(self, command: list[str], folder: Path, environ: dict | None = None):
         self.process = subprocess.Popen(
-            [*command, "-m", "dist_amp.train", *settings],
+            command,
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
-                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environ or {})},
-        )  # fmt: skip
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}", **(environ or {})},
+        )
         self.lines: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -87,6 +82,25 @@ class Job:
                 raise AssertionError(f"no line {begins!r} ({count}):\n{self.text[-3000:]}")
             time.sleep(0.01)
 
+    def end(self, seconds: float = 120) -> int:
+        status = self.process.wait(seconds)
+        self._reader.join(5)
+        return status
+
+
+class Job(Process):
+    """A run of the main job by torchrun."""
+
+    def __init__(self, folder: Path, words: dict, ranks: int = 2, restarts: int = 0, environ: dict | None = None):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--signals-to-handle", SIGNALS]
+        self.folder, self.run, self.ranks = folder, folder / words["run.dir"], ranks
+        super().__init__(
+            [*command, "-m", "dist_amp.train", *as_options(words)],
+            folder,
+            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environ or {})},
+        )
+
     def rank_processes(self) -> dict[int, int]:
         """{rank: process id} of those that are there."""
         found = {}
@@ -99,14 +113,13 @@ class Job:
     def loader_workers(self, rank: int) -> list[int]:
         return children(self.rank_processes()[rank])
 
-    def end(self, seconds: float = 120) -> int:
-        status = self.process.wait(seconds)
-        self._reader.join(5)
-        return status
-
     @property
     def summary(self) -> dict:
         return json.loads((self.run / "summary.json").read_text())
+
+
+def as_options(words: dict) -> list[str]:
+    return [text for key, value in words.items() for text in (f"--{key}", str(value))]
 
 
 def children(pid: int) -> list[int]:

@@ -6,6 +6,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
 
 packages=(
+    iproute2                           # network namespaces: two hosts on one machine
+    slurm-wlm munge                    # slurmctld and slurmd
     buildah mmdebstrap ca-certificates # the container: builds the Dockerfile, on a base of Debian's own packages
 )
 missing=()

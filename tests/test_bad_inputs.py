@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch import nn
 from dist_amp import runtime
 from dist_amp.config import Failure
 from dist_amp.explain import explain_data as explain
+from dist_amp.rendezvous import meet
 from dist_amp.run import load_config
 from dist_amp.runtime import DataError, RunConfig, World, start
 from dist_amp.step import evaluate, loss_of
@@ -102,6 +104,31 @@ def test_another_program_at_the_address_is_not_waited_for(join):
 def test_a_meeting_place_that_is_none_names_the_variable(join, given, name):
     message, _ = join(1, **given, status=64)
     assert message.startswith(f"{name} must be the ")
+
+
+def meets(port, rank, world_size, told):
+    try:
+        meet(rank, world_size, 20)
+    except Failure as error:
+        told[rank] = str(error)
+
+
+def test_ranks_that_were_given_different_numbers_of_ranks_are_told_both(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    told = {}
+    ranks = [threading.Thread(target=meets, args=(port, rank, 2 + rank, told)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    ranks[0].join(20)
+    assert told[0] == (
+        f"rank 0 was started with WORLD_SIZE=2, and rank 1, which met it at 127.0.0.1:{port}, with 3; start all nodes "
+        "with the same counts of nodes and processes"
+    )
+    ranks[1].join(30)
+    assert told[1].startswith((f"rank 0 at 127.0.0.1:{port} left", f"rank 2 of 3 has not joined at 127.0.0.1:{port}"))
 
 
 def test_a_rank_that_waits_in_vain_ends_with_status_1_and_one_line(launch):
@@ -409,6 +436,5 @@ def test_every_row_of_the_table_has_a_test_that_is_there():
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ") and line[2].isdigit()]
     assert [row[0] for row in rows] == [f"| {number}" for number in range(1, len(rows) + 1)]
     for row in rows:
-        if (named := row[-1].strip(" |`")) != "comes with the launchers":
-            file, test = named.split("::")
-            assert f"def {test}" in (Path(__file__).parent / f"{file}.py").read_text(), row
+        file, test = row[-1].strip(" |`").split("::")
+        assert f"def {test}" in (Path(__file__).parent / f"{file}.py").read_text(), row

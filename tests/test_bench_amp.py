@@ -778,7 +778,7 @@ def test_the_reduced_form_takes_every_path_and_says_that_its_timings_mean_nothin
     pictures = sorted(path.stem for path in out.glob("*.png"))
     assert pictures == sorted([*(f"amp_{name}" for name in amp.EXPERIMENTS), "amp_sinusoid_drawn"])
     shown = EventAccumulator(str(out / "tensorboard/sinusoid")).Reload().Tags()["images"]
-    assert sorted(shown) == ["amp_sinusoid", "amp_sinusoid_drawn"]
+    assert sorted(shown) == ["pictures/amp_sinusoid", "pictures/amp_sinusoid_drawn"]
 
 
 MY_FILE = """

@@ -10,7 +10,9 @@ import threading
 import time
 from collections import namedtuple
 
+import datasets
 import pytest
+import torch
 from chaos import children, is_there
 from ranks import on_ranks
 from test_train import TINY, wait_for
@@ -20,13 +22,15 @@ from dist_amp import explain, guards
 from dist_amp.checkpoint import save
 from dist_amp.config import ConfigError, Failure
 from dist_amp.explain import Roll, explain_disk
-from dist_amp.guards import check_free_space, check_restarts, only_live_run
+from dist_amp.guards import check_alike, check_free_space, check_restarts, only_live_run
+from dist_amp.run import load_config, to_toml
 from dist_amp.runtime import World
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from dist_amp.guards import only_live_run
+from dist_amp.run import load_config, to_toml
 from dist_amp.runtime import World
 with only_live_run(Path(sys.argv[1]), World()):
     print("held", flush=True)
@@ -85,6 +89,52 @@ def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_va
     check_restarts()
 
 
+def told_of_alike(world, differs=None):
+    """What check_alike says where rank 1 has something else."""
+    text = to_toml(load_config(["--task.target", "tiny:Tiny"], environ={}))
+    if world.rank == 1 and differs == "a setting":
+        text = text.replace("lr = 0.0003", "lr = 0.001")
+    if world.rank == 1 and differs == "a file":
+        changed = guards.code_of("tiny:Tiny") | {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
+        guards.code_of, real = lambda target: changed, guards.code_of
+    try:
+        check_alike("tiny:Tiny", text, world)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        if world.rank == 1 and differs == "a file":
+            guards.code_of = real
+    return ""
+
+
+def test_ranks_that_were_started_alike_are_not_spoken_of():
+    assert on_ranks(2, told_of_alike) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("differs", "what"),
+    [
+        ("a setting", "optim.lr is 0.0003 on rank 0 (HOST) and 2 more, 0.001 on rank 1 (HOST)"),
+        (
+            "a file",
+            "dist_amp/step.py is MINE on rank 0 (HOST) and 2 more, 0123abcd on rank 1 (HOST); "
+            "own.py is absent on rank 0 (HOST) and 2 more, 89abcdef on rank 1 (HOST)",
+        ),
+    ],
+)
+def test_ranks_with_other_code_or_settings_are_told_each_difference_with_both(differs, what):
+    what = what.replace("HOST", platform.node()).replace("MINE", guards.code_of("tiny:Tiny")["dist_amp/step.py"])
+    told = f"the ranks are not alike: {what}; start all of them with the same code, versions and settings "
+    assert on_ranks(4, told_of_alike, differs) == [f"{told}(environment, config files)"] * 4
+
+
+def test_the_file_of_a_users_task_is_compared_and_versions_are():
+    assert "tiny.py" in guards.code_of("tiny:Tiny")
+    assert "causal_lm.py" not in guards.code_of("dist_amp.tasks.causal_lm:CausalLM"), "the package's own has its path"
+    assert guards.versions() == {"python": platform.python_version(), "torch": torch.__version__,
+                                 "datasets": datasets.__version__}  # fmt: skip
+
+
 def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes(tmp_path, monkeypatch):
     run = make_run(World(), Tiny(), "--run.dir", tmp_path, "--checkpoint.every", 1)
     size = 3 * 4 * sum(p.numel() for p in run.model.parameters()) + 4 * len(list(run.model.parameters()))
@@ -140,6 +190,20 @@ def test_a_failed_collective_names_the_rank_that_does_not_answer_and_leaves_the_
     pid = on_ranks(2, process_of)[1]
     told = on_ranks(2, what_ranks_say, of_rank_1, error)[0]
     assert told.startswith(said.format(pid=pid, host=platform.node()))
+
+
+def test_a_rank_whose_store_does_not_answer_is_named_as_cut_off(monkeypatch):
+    monkeypatch.setattr(explain, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(Roll, "_exchange", lambda *args: time.sleep(5))
+    for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setenv(name, value)
+    roll = Roll(World())
+    roll._world, roll._processes = World(rank=1, world_size=2), [("host-a", 7), ("host-b", 8)]
+    error = roll.explain(RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"))
+    assert str(error).startswith(
+        "rank 1 (process 8 on host-b) is cut off: neither its peers nor the store at 10.0.0.1:29400 answer, where rank "
+        "0 (process 7 on host-a) is; look at the network between them ([gloo/unbound_buffer.cc:78] Timed out"
+    )
 
 
 def process_of(world):

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Train on all GPUs of this machine, or on two CPU processes. Arguments go to dist_amp.train:
+#   source .venv/bin/activate
+#   bash launch/one_node.sh --config configs/ddp_fp16.toml --run.dir runs/mine
+# When a rank dies, all start again from the last checkpoint. SIGTERM, SIGUSR1 and Ctrl-C save and stop, and the same
+# command goes on.
+#
+# Change, here or in the environment:
+#   NPROC_PER_NODE    ranks (the GPUs there are, or 2)
+#   MAX_RESTARTS      how often to start again (3)
+#   OMP_NUM_THREADS   CPU threads of a rank (the cores, divided by the ranks)
+set -euo pipefail
+
+fail() { echo "error: $1" >&2 && exit 64; }
+
+command -v torchrun >/dev/null || fail "torchrun is not on the PATH; activate the environment that has torch"
+python3 -m dist_amp.train --print_config "$@" >/dev/null || exit # settings are refused here, not in each restart
+gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
+processes="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 2))}" cores="$(nproc)" numa=()
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
+if ((gpus > 0)) && command -v numactl >/dev/null; then numa=(--numa-binding=node); fi # ranks beside their GPUs
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted ranks read the addresses of dead ones
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120   # seconds to save in after a signal (torch 2.11: always 30)
+
+# The address is given because a host name that does not resolve makes --standalone wait without a word.
+exec torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node="$processes" --max-restarts="${MAX_RESTARTS:-3}" \
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "${numa[@]}" -m dist_amp.train "$@"

@@ -1,0 +1,244 @@
+"""launch/one_node.sh and many_nodes.sh as users start them: two hosts are two network namespaces on this machine."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from chaos import LAYOUTS, Chaos, Process, as_options, differences
+from conftest import ROOT
+
+from dist_amp.checkpoint_files import all_checkpoints
+
+WORDS = {"train.steps": 150, "metrics.log_every": 10, "eval.every": 50, "run.timeout_seconds": 5, **LAYOUTS["ddp"]}
+ACTIVATED = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as a user's shell has it
+
+
+def lacking():
+    """What this machine does not have for hosts of its own; "" if it has all."""
+    if os.geteuid() != 0:
+        return "network namespaces take root"
+    if missing := [tool for tool in ("ip", "unshare", "sysctl") if shutil.which(tool) is None]:
+        return f"{missing[0]} is not there; bash tests/engines.sh installs it"
+    tried = subprocess.run(["ip", "netns", "add", "probe"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "delete", "probe"], capture_output=True)
+    return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+# ---- refused before anything starts ----
+
+
+def start(script="many_nodes.sh", *words, **environ):
+    """(status, last line) of a script that is to refuse its environment or words."""
+    environ = {"PATH": ACTIVATED, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", **environ}
+    command = ["/bin/bash", ROOT / "launch" / script, *words]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", ["one_node.sh", "many_nodes.sh"])
+def test_a_machine_without_torchrun_is_told_so(script, tmp_path):
+    for tool in ("getent", "awk", "ip", "sed", "timeout"):
+        if shutil.which(tool):
+            (tmp_path / tool).symlink_to(shutil.which(tool))
+    told = "error: torchrun is not on the PATH; activate the environment that has torch"
+    assert start(script, PATH=str(tmp_path)) == (64, told)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"NNODES": "two"}, "NNODES=two must be the number of machines, the same on all"),
+        ({"NNODES": ""}, "NNODES= must be the number of machines, the same on all"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2 must be this machine's number, from 0 to NNODES-1=1"),
+        ({"NODE_RANK": ""}, "NODE_RANK= must be this machine's number, from 0 to NNODES-1=1"),
+    ],
+)
+def test_a_wrong_count_of_nodes_or_number_of_a_node_is_refused(environ, told):
+    assert start(**environ) == (64, f"error: {told}")
+
+
+needs_ip = pytest.mark.skipif(shutil.which("ip") is None, reason="ip (iproute2) is not there")
+
+
+@needs_ip
+def test_an_address_to_which_there_is_no_way_is_named():
+    told = "error: MASTER_ADDR=nobody.invalid must be an address of machine 0; from here there is no way to it"
+    assert start(MASTER_ADDR="nobody.invalid") == (1, told)
+
+
+@needs_ip
+def test_a_rendezvous_at_which_nobody_answers_is_waited_for_so_long_and_named():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    began = time.monotonic()
+    told = f"error: nothing answers at 127.0.0.1:{port} after 1 s; start machine 0, or open the port"
+    assert start(MASTER_PORT=port, RDZV_TIMEOUT="1") == (1, told)
+    assert time.monotonic() - began < 10, "a second, and what two processes take to start"
+
+
+@needs_ip
+def test_a_rendezvous_port_that_is_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        told = f"error: MASTER_PORT={port} on 127.0.0.1 is in use; choose another"
+        assert start(NODE_RANK="0", MASTER_PORT=port) == (1, told)
+
+
+def test_settings_are_refused_once_before_any_rank_starts():
+    status, told = start("one_node.sh", "--optim.lrr", "1")
+    assert (status, told) == (64, "error: unknown key optim.lrr on the command line; did you mean optim.lr?")
+
+
+# ---- one machine ----
+
+
+@pytest.fixture(scope="module")
+def chaos(tmp_path_factory):
+    return Chaos(tmp_path_factory.mktemp("launch"), 0, **WORDS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(lacking() != "", reason=lacking())
+def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stopped_by_a_signal(chaos):
+    folder = chaos.new_folder()
+    command = ["unshare", "--uts", "bash", "-c", 'hostname no.such.name; exec bash "$@"', "-"]
+    command += [str(ROOT / "launch/one_node.sh"), *as_options(chaos.words)]
+    environ = {"PATH": ACTIVATED, "NPROC_PER_NODE": "2"}
+    job = Process(command, folder, environ)
+    job.wait_for("step     60")
+    rank = int(subprocess.check_output(["pgrep", "--parent", str(job.process.pid), "--newest"]))
+    os.kill(rank, signal.SIGKILL)
+    job.wait_for("run    ", count=2)
+    job.wait_for("step     80", count=1)
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.end() == 1
+    assert "by SIGUSR1; go on with --run.dir run" in job.text
+    assert Process(command, folder, environ).end() == 0
+    assert differences(folder / "run", chaos.through()) == []
+
+
+# ---- two machines ----
+
+
+class Hosts:
+    """Hosts "a" (10.213.0.1) and "b" (10.213.0.2) on one wire, with names that do not resolve, and this disk."""
+
+    def __init__(self):
+        self.space = {host: f"dist_amp_{host}_{os.getpid()}" for host in "ab"}
+        for space in self.space.values():
+            ip("netns", "add", space)
+            ip("-n", space, "link", "set", "lo", "up")
+        ip("link", "add", "wire", "netns", self.space["a"], "type", "veth", "peer", "wire", "netns", self.space["b"])
+        for number, space in enumerate(self.space.values(), start=1):
+            ip("-n", space, "address", "add", f"10.213.0.{number}/24", "dev", "wire")
+            ip("-n", space, "link", "set", "wire", "up")
+
+    def give_up_soon(self):
+        """Have the kernel of host b give dead connections up after 25 s, not after a quarter of an hour."""
+        ip("netns", "exec", self.space["b"], "sysctl", "-qw", "net.ipv4.tcp_retries2=6")
+
+    def wire(self, state):
+        ip("-n", self.space["b"], "link", "set", "wire", state)
+
+    def start(self, host, folder, words, **environ):
+        inside = f'hostname host-{host}; exec bash "$@"'
+        command = ["ip", "netns", "exec", self.space[host], "unshare", "--uts", "bash", "-c", inside, "-"]
+        command += [str(ROOT / "launch/many_nodes.sh"), *as_options(words)]
+        place = {"NNODES": "2", "NODE_RANK": str("ab".index(host)), "MASTER_ADDR": "10.213.0.1"}
+        return Process(command, folder, {"PATH": ACTIVATED, "NPROC_PER_NODE": "1", **place, **environ})
+
+    def close(self):
+        for space in self.space.values():
+            for pid in subprocess.check_output(["ip", "netns", "pids", space], text=True).split():
+                os.kill(int(pid), signal.SIGKILL)
+            ip("netns", "delete", space)
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True)
+
+
+@pytest.fixture
+def hosts():
+    if why := lacking():
+        pytest.skip(why)
+    made = Hosts()
+    yield made
+    made.close()
+
+
+def cut_in_training(hosts, chaos, folder, **environ):
+    """Both hosts' processes, and when the wire between them was cut."""
+    a, b = (hosts.start(host, folder, chaos.words, **environ) for host in "ab")
+    a.wait_for("step     60")
+    hosts.wire("down")
+    return a, b, time.monotonic()
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_is_named_on_both_sides_and_all_go_on_once_it_is_back(hosts, chaos):
+    folder = chaos.new_folder()
+    a, b, cut = cut_in_training(hosts, chaos, folder)
+    named = a.wait_for("error: rank 1 (process") - cut
+    alone = b.wait_for("error: rank 1 (process") - cut
+    assert "on host-b) did not take part in a collective in time" in a.text
+    assert "on host-b) is cut off: neither its peers nor the store at 10.213.0.1:" in b.text
+    # run.timeout_seconds for the collective, twice 5 s for an answer of the rank's and the store's; 5 s to spare.
+    assert named < 5 + 10
+    assert alone < 5 + 15 + 5
+    hosts.wire("up")
+    assert [a.end(), b.end()] == [0, 0]
+    assert "resumed from step" in a.text
+    assert differences(folder / "run", chaos.through()) == []
+
+
+@pytest.mark.slow
+def test_a_host_that_stays_away_ends_the_run_in_a_bounded_time_and_the_same_command_goes_on(hosts, chaos):
+    folder = chaos.new_folder()
+    hosts.give_up_soon()
+    a, b, cut = cut_in_training(hosts, chaos, folder, RDZV_TIMEOUT="15")
+    assert [a.end(60), b.end(60)] == [1, 1]
+    # 10 s until it is named, and then RDZV_TIMEOUT on a; 25 s until the kernel gives up, on b; the rest to spare.
+    assert time.monotonic() - cut < 10 + 15 + 15
+    assert "RendezvousTimeoutError" in a.text
+    hosts.wire("up")
+    time.sleep(1)
+    a, b = (hosts.start(host, folder, chaos.words) for host in "ab")
+    assert [a.end(), b.end()] == [0, 0]
+    assert "resumed from step" in a.text
+    assert differences(folder / "run", chaos.through()) == []
+
+
+@pytest.mark.slow
+def test_hosts_with_other_code_settings_or_versions_are_told_both(hosts, chaos, tmp_path):
+    folder, other = chaos.new_folder(), tmp_path / "other"
+    shutil.copytree(ROOT / "dist_amp", other / "dist_amp", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "dist_amp/step.py").open("a") as file:
+        file.write("# edited\n")
+    words, path = chaos.words | {"run.timeout_seconds": 60}, f"{other}:{ROOT / 'tests'}"
+    a = hosts.start("a", folder, words, MAX_RESTARTS="0")
+    b = hosts.start("b", folder, words | {"optim.lr": 1e-3}, MAX_RESTARTS="0", PYTHONPATH=path)
+    assert [a.end(60), b.end(60)] == [1, 1]
+    (told,) = [line for _, line in a.lines + b.lines if line.startswith("error: the ranks are not alike")]
+    assert "dist_amp/step.py is " in told
+    assert "optim.lr is 0.0003 on rank 0 (host-a), 0.001 on rank 1 (host-b)" in told
+    assert told.endswith("; start all of them with the same code, versions and settings (environment, config files)")
+    assert not all_checkpoints(folder / "run")
+
+
+@pytest.mark.slow
+def test_hosts_that_count_another_number_of_hosts_wait_so_long_and_have_said_for_what(hosts, chaos):
+    folder, began = chaos.new_folder(), time.monotonic()
+    a = hosts.start("a", folder, chaos.words, RDZV_TIMEOUT="5")
+    b = hosts.start("b", folder, chaos.words, RDZV_TIMEOUT="5", NNODES="3")
+    assert [a.end(60), b.end(60)] == [1, 1]
+    assert time.monotonic() - began < 5 + 20, "RDZV_TIMEOUT, and what torchrun takes to start and end on two cores"
+    assert "machine 0 of 2 (10.213.0.1): waits at most 5 s for the others at 10.213.0.1:29500" in a.text
+    assert "machine 1 of 3 (10.213.0.2): waits at most 5 s for the others at 10.213.0.1:29500" in b.text
+    assert "RendezvousTimeoutError" in a.text

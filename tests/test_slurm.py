@@ -1,0 +1,159 @@
+"""launch/slurm.sbatch on a real Slurm: slurmctld and two slurmd on this machine, started and stopped here."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from chaos import Chaos, as_options, differences
+from conftest import ROOT
+from test_launch import ACTIVATED, WORDS
+
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SchedulerParameters=sched_interval=2,bf_interval=2
+NodeName=n1 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=1
+NodeName=n2 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[2]} CPUs=1
+PartitionName=main Nodes=n1,n2 Default=YES
+"""
+
+
+def lacking():
+    """What there is not; "" if a Slurm can be started here."""
+    if os.geteuid() != 0:
+        return "slurmd takes root"
+    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "ip") if not shutil.which(name)]
+    return f"{missing[0]} is not there; bash tests/engines.sh installs it" if missing else ""
+
+
+class Slurm:
+    """A cluster of two nodes of one core each, of which no file is outside `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.daemons = folder, []
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        ports = [one.getsockname()[1] for one in sockets]
+        for one in sockets:
+            one.close()
+        (folder / "state").mkdir()
+        (folder / "slurm.conf").write_text(CONFIG.format(host=socket.gethostname(), folder=folder, ports=ports))
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o600)
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemon("munged", "--force", "--foreground", *(f"--{k}={folder}/munge.{v}" for k, v in files.items()))
+        wait_for((folder / "munge.socket").exists)
+        self.daemon("slurmctld", "-D", "-c")
+        for node in ("n1", "n2"):
+            self.daemon("slurmd", "-D", "-N", node)
+        wait_for(lambda: self.ask("sinfo", "--noheader", "--format=%T %D", check=False) == "idle 2\n")
+
+    def daemon(self, *command):
+        log = (self.folder / "daemons.log").open("a")
+        self.daemons.append(subprocess.Popen(command, env=self.environ, stdout=log, stderr=log))
+
+    def ask(self, *command, check=True, **environ):
+        done = subprocess.run(command, env={**self.environ, **environ}, capture_output=True, text=True, check=check)
+        return done.stdout
+
+    def submit(self, run, words):
+        """The number of a job, whose log is RUN.log."""
+        options = [f"--chdir={ROOT}", f"--output={run}.log", "--gpus-per-node=0", "--time=10"]
+        settings = as_options({key: value for key, value in words.items() if key != "run.dir"})
+        environ = {"PATH": ACTIVATED, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "RUN_DIR": str(run), "NPROC_PER_NODE": "1"}
+        environ |= {"OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "60"}
+        return self.ask("sbatch", *options, str(ROOT / "launch/slurm.sbatch"), *settings, **environ).split()[-1]
+
+    def has(self, job):
+        """What Slurm has of a job: {"JobState": "RUNNING", ...}."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", job)))
+
+    def start_now(self, job):
+        """Start what is queued again, for which Slurm takes two minutes."""
+        time.sleep(2)  # a node refuses a start that is made in the second in which it ended the job
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def story(self, log):
+        """The ends of a job's log and of the daemons': what to read when it went wrong."""
+        files = [log, *sorted(self.folder.glob("*.log"))]
+        return "\n".join(f"{path.name}:\n{path.read_text()[-1500:]}" for path in files)
+
+    def end(self, job):
+        """The state in which a job ends: "COMPLETED", "FAILED"."""
+        wait_for(lambda: self.has(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
+        return self.has(job)["JobState"]
+
+    def close(self):
+        self.ask("scancel", "--user=root", check=False)
+        wait_for(lambda: not self.ask("squeue", "--noheader", check=False), 20)
+        for daemon in reversed(self.daemons):
+            daemon.send_signal(signal.SIGTERM)
+            daemon.wait(20)
+
+
+def wait_for(there, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    if why := lacking():
+        pytest.skip(why)
+    with tempfile.TemporaryDirectory(prefix="slurm") as folder:  # a short path: it becomes that of sockets
+        made = Slurm(Path(folder))
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def chaos(tmp_path_factory):
+    return Chaos(tmp_path_factory.mktemp("slurm"), 0, **WORDS | {"run.timeout_seconds": 60})
+
+
+@pytest.mark.slow
+def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(slurm, chaos, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    job = slurm.submit(run, chaos.words)
+    wait_for(lambda: log.exists() and "step     60" in log.read_text())
+    slurm.ask("scancel", "--signal=USR1", job)  # as --signal does before the time limit: to srun's tasks
+    wait_for(lambda: slurm.has(job)["JobState"] == "PENDING")
+    assert "by SIGUSR1; go on with" in log.read_text()
+    assert slurm.has(job)["Restarts"] == "1"
+    slurm.start_now(job)
+    assert slurm.end(job) == "COMPLETED", slurm.story(log)
+    assert "resumed from step" in log.read_text()
+    assert differences(run, chaos.through()) == []
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_is_not_queued_again_though_its_folder_holds_a_run_that_was_stopped(slurm, chaos, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "summary.json").write_text('{\n  "exit_code": 75\n}\n')
+    time.sleep(1.1)  # file times may count in seconds
+    job = slurm.submit(run, chaos.words | {"train.steps": -1})
+    assert slurm.end(job) == "FAILED"
+    assert slurm.has(job)["Restarts"] == "0"
+    assert "error: train.steps=-1" in (tmp_path / "run.log").read_text()
