@@ -43,7 +43,7 @@ from dist_amp.bench.amp.experiments import cnn, dtypes, gpt, linear, mlp, sinuso
 from dist_amp.bench.amp.measure import EAGER, FORMS, Effort, measure
 from dist_amp.bench.amp.pictures import illustrate
 from dist_amp.bench.amp.recipes import FP32, RECIPES
-from dist_amp.bench.amp.report import REDUCED_BANNER, save, terminal
+from dist_amp.bench.amp.report import LEGEND, REDUCED_BANNER, busy_machine, save, terminal
 from dist_amp.bench.amp.roofline import Ceilings, measure_ceilings
 from dist_amp.bench.amp.verdict import add_parity, verdict
 from dist_amp.bench.machine import about
@@ -61,6 +61,7 @@ CHOICES: dict[str, Sequence[str]] = {"precisions": list(RECIPES), "modes": MODES
 PACKAGES = ("triton", "matplotlib")
 SPARE_SECONDS = 20  # of --minutes, for the pictures
 BLOCK_SECONDS = 0.2  # of steps between two clocks
+STOPPED = 130  # the exit status after Ctrl-C, as shells have it
 
 
 class Bench:
@@ -94,12 +95,14 @@ class Bench:
             "left_out": [],
         }
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """The exit status."""
         if self.options.reduced:
             self.world.say(REDUCED_BANNER.strip("*"))
         prime(self.world.device)
         ceilings = measure_ceilings(self.world)
         self.report["ceilings"] = asdict(ceilings)
+        worst = 0
         if self.options.dtypes:
             self.show_dtypes()
         for experiment in self.experiments:
@@ -107,37 +110,45 @@ class Bench:
                 self.report["left_out"].append(experiment.name)
                 self.world.say(f"\n{experiment.name}\nleft out: no time")
                 continue
-            told, pictures = self.tell(experiment, ceilings)
+            told, pictures, status = self.tell(experiment, ceilings)
             self.report["experiments"].append(told)
             self.report["seconds"] = time.monotonic() - self.began
             self.world.say(terminal(told))
             told["files"] = illustrate(told, experiment, pictures, self.options.out, self.options.reduced)
             self.world.say("\n".join(told["files"]))
             save(self.report, self.experiments, self.options.out)
+            worst = worst or status
+            if status == STOPPED:
+                break
         save(self.report, self.experiments, self.options.out)
+        return worst
 
-    def tell(self, experiment: Experiment, ceilings: Ceilings) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The experiment's figures and verdict, and what its models draw; or why it has none."""
-        began = time.monotonic()
+    def tell(self, experiment: Experiment, ceilings: Ceilings) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+        """The experiment's figures and verdict, and what its models draw; or why it has none, and the exit status."""
+        began, status = time.monotonic(), 0
         told: dict[str, Any] = {"name": experiment.name}
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # each run's own introduction
             try:
                 measure(self.effort, experiment, told)
             except Failure as error:  # in the settings, the task or the data: all precisions' alike
                 raise type(error)(f"{experiment.name}: {error}") from error
-            except Exception as error:  # what is told by then stays
-                told["cant"], told["traceback"] = why_not(error), traceback.format_exc().splitlines()
+            except KeyboardInterrupt:  # what is told by then stays
+                told["cant"], status = "stopped by hand", STOPPED
+            except Exception as error:
+                text, status = traceback.format_exc(), 1
+                told["cant"], told["traceback"] = why_not(error), text.splitlines()
+                print(text, file=sys.stderr)
         pictures: dict[str, Tensor] = told.pop("pictures", {})
         if "curves" in told:
             add_parity(told)
             told["verdict"] = verdict(told, experiment, ceilings)
         release(self.world.device)
         told["took_seconds"] = time.monotonic() - began
-        return told, pictures
+        return told, pictures, status
 
     def show_dtypes(self) -> None:
         rows = dtypes.demonstrate(self.world.device)
-        shown = self.experiments if self.options.own else [gpt.REDUCED]
+        shown = [self.options.own or gpt.REDUCED]
         configs = [experiment.config(*self.effort.words) for experiment in shown]
         told = [dtypes.operations(config, self.world) for config in configs]
         self.report["dtypes"] = {"about": dtypes.__doc__, "rows": rows, "operations": told}
@@ -169,9 +180,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options.out = options.out or Path("runs/amp_reduced" if options.reduced else "runs/amp")
     check(options, names, settings)
     options.words = list(words)
-    options.own = bool(settings)
+    options.own = own_experiment(settings) if settings else None
     options.dtypes = DTYPES in names or not names
-    options.experiments = chosen(options, names, settings)
+    options.experiments = chosen(options, names)
     return options
 
 
@@ -193,7 +204,8 @@ def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
             raise ConfigError(f"there is no option {option}{hint}")
     if settings and others:
         raise ConfigError(
-            f"{' '.join(settings[:2])} is a setting of a task of your own, and {others[0]} has settings; leave one out"
+            f"{' '.join(settings[:2])} is a setting of a task of your own, and {others[0]} has its own settings; leave "
+            "out the name or the setting"
         )
     for option, needed in (("precisions", FP32), ("forms", EAGER)):
         given = getattr(options, option)
@@ -217,29 +229,30 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"--out {folder} can't be written: {error.strerror}; name another folder") from None
 
 
-def chosen(options: argparse.Namespace, names: Sequence[str], settings: Sequence[str]) -> list[Experiment]:
+def chosen(options: argparse.Namespace, names: Sequence[str]) -> list[Experiment]:
     """The experiments to run, in the order of their names in `EXPERIMENTS`."""
-    if settings:
-        own = own_experiment(settings)
-        return [replace(own, batches=tuple(options.batches or ()))]
+    if options.own:
+        return [] if names else [replace(options.own, batches=tuple(sorted(options.batches or ())))]
     modules = [module for name, module in EXPERIMENTS.items() if name in names or not names]
     picked = [module.REDUCED if options.reduced else module.FULL for module in modules]
-    return [replace(one, batches=tuple(options.batches)) if options.batches else one for one in picked]
+    return [replace(one, batches=tuple(sorted(options.batches))) if options.batches else one for one in picked]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0 measured, 64 an argument or a setting, 65 the task or its data."""
+    """The command; returns the exit status.
+
+    0 measured, 64 an argument or a setting, 65 the task or its data, 1 an experiment that failed, 130 stopped by hand.
+    """
     return exit_status(measure_all, argv)
 
 
-def measure_all(words: Sequence[str]) -> None:
-    """What the words ask for. Errors: Failure."""
+def measure_all(words: Sequence[str]) -> int:
+    """What the words ask for; returns the exit status. Errors: Failure."""
     options = parse(words)
     if (ranks := environment_number("WORLD_SIZE", 1)) > 1:
         raise ConfigError(f"the bench amp is for one process, and here are {ranks}; leave out torchrun")
     check_folder(options.out)
-    experiments: list[Experiment] = options.experiments
-    device = (experiments[0].config().run if options.own else RunConfig()).device
+    device = (options.own.config().run if options.own else RunConfig()).device
     with start(RunConfig(device="cpu" if options.reduced else device)) as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of compilers, schedulers and half precision: they repeat for each run
         log, bench, threads = logging.getLogger("dist_amp"), Bench(world, options), torch.get_num_threads()
@@ -248,14 +261,16 @@ def measure_all(words: Sequence[str]) -> None:
         torch.set_num_threads(1 if options.reduced else threads)  # its models are too small to share
         gc.freeze()  # modules: they would be looked at in each of many collections
         try:
-            bench.run()
+            status = bench.run()
         finally:  # stopped by hand, too
             gc.unfreeze()
             torch.set_num_threads(threads)
             log.setLevel(level)
         banner = f"\n{REDUCED_BANNER.strip('*')}" if options.reduced else ""
         out = options.out
+        world.say(LEGEND + (f"\n{busy}" if (busy := busy_machine(bench.report)) else ""))
         world.say(f"{banner}\n{out}/amp.md, {out}/amp.json\ntensorboard --logdir {out}/tensorboard")
+        return status
 
 
 if __name__ == "__main__":

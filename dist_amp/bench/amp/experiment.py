@@ -11,7 +11,10 @@ from dist_amp.run import Config, load_config
 TRAIN, INFERENCE = "train", "inference"
 MODES = (TRAIN, INFERENCE)
 # What a report needs no files, evaluations or other processes for.
-UNDISTURBED = ("--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off")
+UNDISTURBED = (
+    *("--run.dir", "unused", "--run.resume", "never", "--parallel.strategy", "single"),
+    *("--eval.every", "off", "--checkpoint.every", "off"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class Experiment:
     def config(self, *more: str) -> Config:
         """The settings with `more` on top. Errors: ConfigError."""
         return load_config([*self.words, *more, *UNDISTURBED], self.environ)
+
+    def shards(self, *more: str) -> bool:
+        """Whether the settings ask for more than one process."""
+        asked = load_config([*self.words, *more], self.environ).parallel.strategy
+        return asked not in ("auto", "single")
 
     def reduced(self, settings: Mapping[str, Any], batches: Sequence[int] = ()) -> "Experiment":
         """A form for a CPU: what is published for the full one, and expected of it, says nothing of it."""

@@ -25,8 +25,8 @@ from dist_amp.bench.amp.roofline import count
 from dist_amp.bench.harness import median_interval
 from dist_amp.bench.loops import Loop
 from dist_amp.bench.timing import OUT_OF_MEMORY, fits, in_turns, release, timed_block, why_not
-from dist_amp.config import Failure
 from dist_amp.data import build_batches, build_split
+from dist_amp.memory import is_out_of_memory
 from dist_amp.run import Config
 from dist_amp.runtime import World
 from dist_amp.step import accumulation_steps
@@ -71,6 +71,7 @@ def measure(effort: Effort, experiment: Experiment, told: dict[str, Any]) -> Non
     left_out = [f"{name}, {lacks(name, effort.world.device)}" for name in asked if name not in names]
     if differs := differs_by_hand(config):
         left_out, by_hand = [*left_out, f"the loop by hand, which is written without {differs}"], []
+    left_out += ["parallel.strategy, since one process takes all steps"] if experiment.shards(*effort.words) else []
     told |= {
         "steps": config.train.steps,
         "micro_batch_size": config.train.micro_batch_size,
@@ -177,11 +178,9 @@ class Arena:
                     self.rows[mode][name] = self.warm(name, contender, mode)
         except NoTime:
             return "left out: no time"
-        except Failure as error:
-            if name == FP32 and self.learns:  # in the settings, the task or the data
-                raise
-            return why_not(error)
         except Exception as error:  # which is not kept: it would hold what is on the device
+            if name == FP32 and self.form == EAGER and not is_out_of_memory(error):  # the task's own, or the data's
+                raise
             return why_not(error)
         self.contenders[name] = contender
         return ""

@@ -19,7 +19,8 @@ from dist_amp.bench.amp.recipes import RECIPES
 WINDOWS = 10
 BAND = 10  # roundings
 NOISE = 2  # times what float32 drifts from itself
-Verdict = Literal["within", "drifts", "diverges", "nothing to compare"]
+WIDE = 0.25  # a band that tells nothing: assumed
+Verdict = Literal["within", "drifts", "diverges", "too noisy", "nothing to compare"]
 
 
 def windows(curve: Sequence[float]) -> list[float]:
@@ -70,4 +71,6 @@ def judged(name: str, curve: Sequence[float], reference: Sequence[float], again:
     apart = drift(curve, reference)
     if math.isnan(apart):
         return "nothing to compare"
-    return "within" if apart <= band(name, reference, again) else "drifts"
+    if apart > band(name, reference, again):
+        return "drifts"
+    return "within" if apart <= band(name) or band(name, reference, again) <= WIDE else "too noisy"

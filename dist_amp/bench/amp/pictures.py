@@ -36,7 +36,7 @@ def illustrate(
     """Write all of it; returns the pictures' paths, or why there are none."""
     name, files = told["name"], []
     out.mkdir(parents=True, exist_ok=True)
-    if told.get("groups"):
+    if any(row.get("seconds") for group in told.get("groups", ()) for row in group["rows"].values()):
         plots = {f"amp_{name}.png": lambda report, path: draw(report, experiment, path, reduced)}
         if drawn:
             plots[f"amp_{name}_drawn.png"] = lambda report, path: draw_drawn(drawn, path)
@@ -48,6 +48,8 @@ def illustrate(
 def write_board(told: Report, out: Path, files: Sequence[Path]) -> None:
     """The loss curves, a run of TensorBoard for each precision, so that they lie over one another; report, pictures."""
     name = told["name"]
+    for stale in (out / "tensorboard" / name).rglob("events.out.tfevents.*"):  # an earlier report's
+        stale.unlink()
     for precision, curve in told.get("curves", {}).items():
         board = Board(out / "tensorboard" / name / precision, 1)
         for step, loss in enumerate(curve, start=1):
@@ -94,8 +96,8 @@ def draw(told: Report, experiment: Experiment, path: Path, reduced: bool) -> Non
     for axes, label in ((times, "time, of float32's"), (memory, "peak memory, of float32's")):
         axes.set_ylabel(label)
         axes.set_xticks(range(len(places)), [f"{mode}\n{form}" for mode, form in places])
-        axes.margins(y=0.25)
-        axes.set_ylim(bottom=0)
+        highest = max((bar.get_height() for bar in axes.patches), default=1.0)
+        axes.set_ylim(0, 1.45 * max(highest, 1.0))  # an interval that is wider is cut
         axes.axhline(1, color="black", lw=0.5)
     draw_curves(curves, told)
     draw_apart(apart, told)
@@ -147,7 +149,7 @@ def bar(axes: Any, at: float, width: float, height: float, text: str, name: str,
         axes.errorbar(at, height, [[max(side, 0)] for side in sides], color="black", lw=1)
     top = height + max(sides[1], 0)
     style = {"textcoords": "offset points", "ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
-    axes.annotate(text, (at, top), (0, 4), **style)
+    axes.annotate(text, (at, min(top, 1.2 * height)), (0, 4), **style)
 
 
 def draw_curves(axes: Any, told: Report) -> None:
@@ -157,6 +159,7 @@ def draw_curves(axes: Any, told: Report) -> None:
     losses = [loss for curve in told["curves"].values() for loss in curve]
     if losses and min(losses) > 0 and max(losses) > 10 * min(losses):
         axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
 

@@ -13,6 +13,10 @@ from dist_amp.bench.harness import median_interval
 from dist_amp.bench.report import Report, interval, machine_line, rows_of_markdown
 from dist_amp.bench.report import save as save_report
 
+LEGEND = (
+    "ms/step: the median of the rounds; of fp32: the median of their ratios to float32's, with its 95 % interval;\n"
+    "loss: the mean of the last tenth of the steps, in inference with float32's weights"
+)
 REDUCED_BANNER = "**Reduced form, on a CPU: the timings mean nothing. The loss curves are real.**"
 TARGETS_ARE_FOR = "H200"
 MIB = 2**20
@@ -31,6 +35,7 @@ def markdown(report: Report, experiments: Sequence[Experiment]) -> str:
         REDUCED_BANNER if report["reduced"] else "",
         f"`{report['command']}`, {report['began']}, {report['seconds']:.0f} s",
         f"- {machine_line(report)}\n- reached: {ceilings_line(report)}",
+        busy_machine(report),
         HOW.format(rounds=report["rounds"]),
         precisions,
     ]
@@ -46,12 +51,13 @@ HOW = """\
 Every figure is of `train_step`, the main job's own; "by hand" is the loop that users write, for comparison. Each
 precision learns from the same weights on the same samples; then all take turns, {rounds} rounds in an order drawn anew,
 on micro-batches that lie on the device, between two waits for it. of fp32: the speed over float32's of the same round,
-median and 95 % interval. Inference is forward and loss in evaluation mode, without a graph; its loss is of float32's
-weights. Peak: of one step; in training with weights, gradients and moments, in inference with weights; without the
-batch, and without what libraries keep for themselves. Drift: the distance of the loss curve to float32's, as a share of
-its fall, and the band that it is to stay in: ten roundings of the precision, or one of the loss, or twice what float32
-drifts from itself when its weights begin a last place aside. What bounds a step is an estimate: operations, bytes and
-FLOPs as counted, at the rates that this device reached."""
+median and 95 % interval (of fewer than 6 rounds their range). loss: the mean of the last tenth of the steps. Inference
+is forward and loss in evaluation mode, without a graph; its loss is of float32's weights. Peak: of one step; in
+training with weights, gradients and moments, in inference with weights; without the batch, and without what libraries
+keep for themselves. Drift: the distance of the loss curve to float32's, as a share of its fall, and the band that it is
+to stay in: ten roundings of the precision, or one of the loss, or twice what float32 drifts from itself when its
+weights begin a last place aside. What bounds a step is an estimate: operations, bytes and FLOPs as counted, at the
+rates that this device reached."""
 
 
 def ceilings_line(report: Report) -> str:
@@ -59,6 +65,12 @@ def ceilings_line(report: Report) -> str:
     rates = ", ".join(f"{name} {si(rate, 'FLOP/s')}" for name, rate in reached["flops"].items())
     copies, launch = si(reached["bytes_per_second"], "B/s"), si(reached["launch_seconds"], "s")
     return f"{rates}, copies {copies}, one more operation {launch}"
+
+
+def busy_machine(report: Report) -> str:
+    """What to know of the machine before believing a time; "" where there is nothing."""
+    load, cores = report["machine"].get("load", [0.0])[0], report["machine"]["cores"]
+    return f"The machine was busy when it began: a load of {load:.1f} on {cores} cores." if load > cores / 2 else ""
 
 
 def chapter(told: Report, experiment: Experiment, report: Report) -> Iterator[str]:
@@ -125,7 +137,7 @@ def learned(told: Report, name: str) -> list[str]:
 def drift_text(parity: Report) -> str:
     if parity["verdict"] in ("diverges", "nothing to compare"):
         return str(parity["verdict"])
-    mark = "" if parity["verdict"] == "within" else " DRIFTS"
+    mark = {"within": "", "drifts": " DRIFTS", "too noisy": " too noisy"}[parity["verdict"]]
     return f"{100 * parity['drift']:.2g} % ({100 * parity['band']:.2g} %){mark}"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from dist_amp.bench.amp.experiment import INFERENCE, TRAIN, Experiment, Target
 from dist_amp.bench.amp.measure import COMPILED, EAGER
-from dist_amp.bench.amp.parity import band, drift, fall, judged
+from dist_amp.bench.amp.parity import NOISE, band, drift, fall, judged
 from dist_amp.bench.amp.recipes import BY_HAND, FP32, USUAL
 from dist_amp.bench.amp.roofline import BOUNDS, Ceilings
 from dist_amp.bench.harness import median_interval
@@ -114,15 +114,20 @@ def recommendation(told: Report, mode: str) -> str:
         refused = "; ".join(f"{other}: {why}" for other, why in others.items() if why)
         text = f"{mode}: fp32. No other precision is {WORTHWHILE_SPEED:g} times as fast, or smaller and no slower"
         text += f", of those that will do (not {refused})." if refused else "."
+        if not others:
+            text = f"{mode}: fp32 alone was measured."
+        if told["parity"].get(FP32, {}).get("verdict") == "diverges":
+            return f"{mode}: none can be recommended, since float32 itself diverges."
     else:
         saved = saving(rows[name], rows)
-        memory = "" if math.isnan(saved) else f" and {100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} memory"
-        text = f"{mode}: {name}. {speed(rows[name]):.2f} times the speed of fp32{memory}."
+        memory = "" if math.isnan(saved) else f", {100 * abs(saved):.0f} % {'less' if saved >= 0 else 'more'} memory"
+        noise = "" if median_interval(rows[name]["of_fp32"])[1] > 1 else ", which may be noise"
+        text = f"{mode}: {name}. {interval(rows[name]['of_fp32'])} times the speed of fp32{noise}{memory}."
     compiled = rows_of(told, mode, COMPILED).get(name, {})
     if compiled.get("seconds"):
         gain = median_interval(rows[name]["seconds"])[0] / median_interval(compiled["seconds"])[0]
-        helps = "makes it" if gain >= WORTHWHILE_SPEED else "does not help:"
-        text += f" Compiling {helps} {gain:.2f} times as fast (timed apart)."
+        change = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times as slow"
+        text += f" Compiling makes it {change} (timed apart)."
     return text
 
 
@@ -159,6 +164,9 @@ def called_out(told: Report) -> Iterator[str]:
             )
         if row["verdict"] == "diverges":
             yield f"{name} DIVERGES: its loss is not finite."
+        if row["verdict"] == "too noisy":
+            noise = 100 * row["band"] / NOISE
+            yield f"{name} can't be judged: float32 drifts from itself by {noise:.0f} %. Take more steps."
     if FP32 in told["curves"] and any(row["verdict"] == "nothing to compare" for row in told["parity"].values()):
         yield "The loss of float32 does not fall, so that there is no curve to compare with: take more steps."
     for name in rows_of(told, INFERENCE):
@@ -171,7 +179,7 @@ def called_out(told: Report) -> Iterator[str]:
 def about_scaler(told: Report) -> Iterator[str]:
     rows = rows_of(told, TRAIN)
     cost = over(rows, "fp16", "fp16_unscaled")
-    if cost:
+    if cost and told["parity"].get("fp16", {}).get("verdict") != "diverges":
         skipped = rows["fp16"].get("skipped_steps", 0)
         yield (
             f"fp16 runs at {interval(cost)} of its speed without the loss scaler, which skipped {skipped} "
