@@ -79,7 +79,7 @@ def chapter(told: Report, experiment: Experiment, report: Report) -> Iterator[st
     yield experiment.about.strip()
     if "cant" in told:
         yield told["cant"]
-    if not told.get("groups"):
+    if not has_rows(told):
         return
     yield (
         f"{told['model'].get('parameters', 0):,} parameters, {told['steps']} steps of {told['micro_batch_size']} x "
@@ -95,6 +95,10 @@ def chapter(told: Report, experiment: Experiment, report: Report) -> Iterator[st
         yield f"Expected{where}:\n\n{targets_table(told, experiment)}"
     for file in told.get("files", ()):
         yield f"![{told['name']}]({Path(file).name})" if file.endswith(".png") else file
+
+
+def has_rows(told: Report) -> bool:
+    return any(group["rows"] for group in told.get("groups", ()))
 
 
 def table(told: Report) -> str:
@@ -208,5 +212,5 @@ def remarks(told: Report) -> list[str]:
 def terminal(told: Report) -> str:
     """One experiment's table and verdict; Markdown too."""
     sentences = "\n".join(f"- {line}" for line in remarks(told))
-    parts = ["", told["name"], told.get("cant", ""), table(told) if told.get("groups") else "", sentences]
+    parts = ["", told["name"], told.get("cant", ""), table(told) if has_rows(told) else "", sentences]
     return "\n\n".join([parts[0], *filter(None, parts[1:])])
