@@ -136,7 +136,7 @@ def bars(
             bar(times, at, width, middle, text, name, (middle - high, low - middle))
         if not math.isnan(saved := saving(row, rows)):
             bar(memory, at, width, 1 - saved, f"{mebibytes(row['peak_bytes'])} MiB", name, (0, 0))
-        if name in printed:
+        if name in printed and name != FP32:
             times.plot(at, printed[name].seconds / printed[FP32].seconds, **PUBLISHED)
             if printed[name].peak_mb:
                 memory.plot(at, printed[name].peak_mb / printed[FP32].peak_mb, **PUBLISHED)
