@@ -17,6 +17,12 @@ UNDISTURBED = (
 )
 
 
+# The tutorials' optimizers, as they leave them: no decay, no schedule, nothing clipped.
+PLAIN = {"train.clip_by": "off", "optim.weight_decay": 0, "optim.schedule": "constant"}
+SGD = PLAIN | {"optim.name": "sgd", "optim.lr": 0.1, "optim.momentum": 0}
+ADAM = PLAIN | {"optim.name": "adamw", "optim.lr": 1e-3, "optim.betas": (0.9, 0.999)}
+
+
 @dataclass(frozen=True)
 class Published:
     """A figure that the tutorial behind an experiment prints, of its own device and loop."""

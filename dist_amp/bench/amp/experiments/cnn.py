@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dist_amp.bench.amp.experiment import TRAIN, Experiment, Published, words_of
+from dist_amp.bench.amp.experiment import ADAM, TRAIN, Experiment, Published, words_of
 
 CLASSES = 10
 
@@ -53,12 +53,7 @@ SETTINGS = {
     "task.target": "dist_amp.bench.amp.experiments.cnn:CNN",
     "train.steps": 100,
     "train.micro_batch_size": 64,
-    "train.clip_by": "off",
-    "optim.name": "adamw",  # Adam, without decay
-    "optim.lr": 1e-3,
-    "optim.betas": (0.9, 0.999),
-    "optim.weight_decay": 0,
-    "optim.schedule": "constant",
+    **ADAM,
 }
 FULL = Experiment(
     "cnn",

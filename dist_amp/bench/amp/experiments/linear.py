@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dist_amp.bench.amp.experiment import Experiment, words_of
+from dist_amp.bench.amp.experiment import SGD, Experiment, words_of
 
 
 class Linear:
@@ -33,12 +33,7 @@ SETTINGS = {
     "task.target": "dist_amp.bench.amp.experiments.linear:Linear",
     "train.steps": 15,
     "train.micro_batch_size": 4,
-    "train.clip_by": "off",
-    "optim.name": "sgd",
-    "optim.lr": 0.1,
-    "optim.momentum": 0,
-    "optim.weight_decay": 0,
-    "optim.schedule": "constant",
+    **SGD,
 }
 FULL = Experiment("linear", __doc__, words_of(SETTINGS))
 REDUCED = FULL

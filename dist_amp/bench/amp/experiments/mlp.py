@@ -6,14 +6,14 @@ tensor cores ask for.
 """
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
-from dist_amp.bench.amp.experiment import TRAIN, Experiment, Published, Target, words_of
+from dist_amp.bench.amp.experiment import SGD, TRAIN, Experiment, Published, Target, words_of
+from dist_amp.bench.amp.experiments.linear import Linear
 
 
-class MLP:
+class MLP(Linear):
     """Fit y = |x|. Batch: [x [B, width], y [B, width]] float32."""
 
     def __init__(self, width: int = 4096, samples: int = 25_600):
@@ -28,23 +28,12 @@ class MLP:
         x = torch.randn(self.samples, self.width, generator=torch.Generator().manual_seed(0))
         return TensorDataset(x, x.abs())
 
-    def loss_sum(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return F.mse_loss(model(batch[0]).float(), batch[1], reduction="sum")
-
-    def weight(self, batch: list[Tensor]) -> float:
-        return batch[1].numel()
-
 
 SETTINGS = {
     "task.target": "dist_amp.bench.amp.experiments.mlp:MLP",
     "train.steps": 150,
     "train.micro_batch_size": 512,
-    "train.clip_by": "off",
-    "optim.name": "sgd",
-    "optim.lr": 0.1,
-    "optim.momentum": 0,
-    "optim.weight_decay": 0,
-    "optim.schedule": "constant",
+    **SGD,
 }
 FULL = Experiment(
     "mlp",

@@ -4,7 +4,7 @@ Hidden width 256, 2 hidden layers, 134,145 parameters; frequencies 4 and 2, 4 le
 activations are 268 MB each in float32, so that the traffic to memory weighs as much as the arithmetic.
 """
 
-from dist_amp.bench.amp.experiment import INFERENCE, TRAIN, Experiment, Published, Target, words_of
+from dist_amp.bench.amp.experiment import ADAM, INFERENCE, TRAIN, Experiment, Published, Target, words_of
 
 SETTINGS = {
     "task.target": "dist_amp.tasks.sinusoid:Sinusoid",
@@ -13,12 +13,7 @@ SETTINGS = {
     "task.args.crops": 1,
     "train.steps": 512,
     "train.micro_batch_size": 1,
-    "train.clip_by": "off",
-    "optim.name": "adamw",  # Adam, without decay
-    "optim.lr": 1e-3,
-    "optim.betas": (0.9, 0.999),
-    "optim.weight_decay": 0,
-    "optim.schedule": "constant",
+    **ADAM,
 }
 FULL = Experiment(
     "sinusoid",
