@@ -101,7 +101,7 @@ def test_the_jobs_runtime_is_the_one_beside_it_and_starts_all_pods_again_when_on
     assert jobset["failurePolicy"]["maxRestarts"] >= 30, "a month, at an event a day"
     assert (job["template"]["spec"]["backoffLimit"], pods_of(RUNTIME)["restartPolicy"]) == (0, "Never")
     told = {variable["name"]: variable["value"] for variable in JOB["spec"]["trainer"]["env"]}
-    assert int(told["PET_SHUTDOWN_TIMEOUT"]) < pods_of(RUNTIME)["terminationGracePeriodSeconds"], "or it is killed first"
+    assert int(told["PET_SHUTDOWN_TIMEOUT"]) < pods_of(RUNTIME)["terminationGracePeriodSeconds"], "killed else"
 
 
 def test_tensorboard_listens_inside_its_pod_alone():
