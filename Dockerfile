@@ -12,6 +12,10 @@ RUN python3 -c 'import sys; found = sys.version.split()[0]; sys.version_info >= 
     && python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /app
+# launch/many_nodes.sh needs `ip`; of any version, as of the base. A BASE without apt must bring it, or do without.
+# hadolint ignore=DL3008
+RUN if ! command -v ip && command -v apt-get; then apt-get update \
+    && apt-get install -y --no-install-recommends iproute2 && rm -rf /var/lib/apt/lists/*; fi
 
 # From what seldom changes to what often does: an edited source file builds the last layer alone.
 COPY launch/constraints.txt launch/
@@ -24,8 +28,8 @@ RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb
     && pip install --no-cache-dir -c launch/constraints.txt -r /tmp/wanted.txt && rm /tmp/wanted.txt
 
 # Who trains is not root, and owns nothing here but runs/: a volume that is mounted there for the first time is theirs.
-# A number, so that Kubernetes' runAsNonRoot can tell.
-RUN useradd --uid 1000 --create-home trainer && install -d -o trainer -g trainer runs
+# A number, so that Kubernetes' runAsNonRoot can tell; Ubuntu has a user of that number already.
+RUN { getent passwd 1000 || useradd --uid 1000 --create-home trainer; } && install -d -o 1000 -g 1000 runs
 COPY . .
 USER 1000
 # DIST_AMP_PYTHON: demo.sh and test.sh take this Python as it stands.

@@ -8,6 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
 processes=$((gpus > 0 ? gpus : 2))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) > processes ? $(nproc) / processes : 1))}"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}" # seconds to save in after a signal
 
 # The address is named because a host name that does not resolve makes --standalone wait without a word.
 # The signals are passed on to the ranks, which save and leave; SIGUSR1 would end torchrun alone otherwise.

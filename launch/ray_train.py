@@ -42,7 +42,7 @@ try:
         sys.exit(f"error: --workers={given.workers} must be between 1 and {have}, the {kind}s of Ray's cluster")
     folder = str(run_folder(config.run, World()).absolute())  # one for all restarts
     job = {"words": [*words, "--run.dir", folder], "directory": os.getcwd()}
-    backend = TorchConfig("cpu:gloo,cuda:nccl" if kind == "GPU" else "gloo")
+    backend = TorchConfig("cpu:gloo,cuda:nccl" if kind == "GPU" else "gloo", timeout_s=int(config.run.timeout_seconds))
     scaling = ScalingConfig(num_workers=given.workers, use_gpu=kind == "GPU")
     where = RunConfig(storage_path=f"{folder}/ray", failure_config=FailureConfig(max_failures=given.restarts))
     TorchTrainer(rank, train_loop_config=job, torch_config=backend, scaling_config=scaling, run_config=where).fit()

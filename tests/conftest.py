@@ -9,6 +9,17 @@ import pytest
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+ENGINES = {"test_container", "test_kubernetes", "test_launch", "test_ray", "test_slurm"}
+"""What runs the files of launch/. DIST_AMP_ENGINES=required, as .ci/run sets it: a skipped test in these has failed."""
+REQUIRED = os.environ.pop("DIST_AMP_ENGINES", "") == "required"  # it is no setting of what the tests launch
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if REQUIRED and report.skipped and item.path.stem in ENGINES:
+        report.outcome, report.longrepr = "failed", f"DIST_AMP_ENGINES=required, and skipped: {report.longrepr[2]}"
+    return report
 
 
 @pytest.fixture(autouse=True)

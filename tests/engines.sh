@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
 
 packages=(
-    iproute2                           # network namespaces: two hosts on one machine
+    iproute2 procps                    # network namespaces: two hosts on one machine; pgrep, sysctl
     slurm-wlm munge                    # slurmctld and slurmd
     buildah mmdebstrap ca-certificates # the container: builds the Dockerfile, on a base of Debian's own packages
 )

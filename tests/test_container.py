@@ -113,7 +113,7 @@ def engine():
 
 
 def make_base(engine):
-    """This machine's release of Debian, with Python."""
+    """This machine's release of Debian, with Python, and with a user 1000 as Ubuntu has one."""
     folder = engine.folder / "base"
     folder.mkdir()
     codename = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.M).group(1)
@@ -122,7 +122,7 @@ def make_base(engine):
     wanted = "--include=python3-venv,ca-certificates"
     made = run("mmdebstrap", "--variant=minbase", wanted, codename, folder / "base.tar", source)
     assert made.returncode == 0, made.stdout
-    (folder / "Dockerfile").write_text("FROM scratch\nADD base.tar /\n")
+    (folder / "Dockerfile").write_text("FROM scratch\nADD base.tar /\nRUN useradd --uid 1000 --create-home ubuntu\n")
     assert engine("build", *ISOLATION, "--tag", "base", folder).returncode == 0
 
 
@@ -175,6 +175,11 @@ def test_the_compose_files_ports_are_this_machines_alone_and_its_services_share_
     assert all(service["volumes"][0].startswith("runs:/app/runs") for service in services.values())
 
 
+def test_a_run_that_compose_stops_may_save_before_docker_kills_it():
+    train = COMPOSE["services"]["train"]
+    assert (train["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], train["stop_grace_period"]) == ("110", "2m")
+
+
 def test_the_dockerfile_names_no_host_and_checks_no_health():
     text = (ROOT / "Dockerfile").read_text()
     assert "HEALTHCHECK" not in text
@@ -188,10 +193,11 @@ def test_the_dockerfile_names_no_host_and_checks_no_health():
 @needs_an_engine
 def test_the_image_holds_the_project_and_nothing_of_this_machine(engine):
     listed = engine.inside(
-        "sh", "-c", "id -u; cd /app; ls -A . runs; find . -name __pycache__; cat /etc/pip.conf"
+        "sh", "-c", "id -u; stat -c %u runs; command -v ip; ls -A . runs; find . -name __pycache__; cat /etc/pip.conf"
     ).stdout
-    user, *names = listed.splitlines()
-    assert user == "1000"
+    user, owner, ip, *names = listed.splitlines()
+    assert (user, owner) == ("1000", "1000")
+    assert ip.endswith("/ip"), "launch/many_nodes.sh needs it"
     assert {"dist_amp", "launch", "tests", "configs", "runs"} <= set(names)
     assert not {".venv", ".git", ".env", "old", "./dist_amp/__pycache__"} & set(names)
     assert "[global]" not in names, "pip's settings were lent, not kept"

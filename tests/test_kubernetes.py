@@ -24,26 +24,26 @@ MANIFESTS = [
     for name in ("kubernetes.yaml", "kubernetes_tensorboard.yaml")
     for document in yaml.safe_load_all((ROOT / "launch" / name).read_text())
 ]
-CLAIM, JOB, TENSORBOARD = MANIFESTS
+CLAIM, RUNTIME, JOB, TENSORBOARD = MANIFESTS
 TINY = ["--task.target", "tiny:Tiny", "--train.steps", "2", "--train.micro_batch_size", "2", "--eval.batches", "1"]
 
 
 def check(document):
     """Errors: whatever the schema's own package raises, or AssertionError for a key that it does not know."""
-    if document["kind"] == "TrainJob":
+    if document["kind"] in ("TrainJob", "TrainingRuntime"):
         models = pytest.importorskip("kubeflow_trainer_api.models", reason="bash tests/engines.sh brings it")
-        assert models.TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document  # it drops unknown keys
+        model = getattr(models, f"TrainerV1alpha1{document['kind']}")
+        assert model.from_dict(document).to_dict() == document  # it drops unknown keys
     else:
         schemas = pytest.importorskip("kubernetes_validate", reason="bash tests/engines.sh brings it")
         schemas.validate(document, schemas.latest_version(), strict=True)
 
 
 def pods_of(document):
-    """The pod's spec that a manifest makes, or patches."""
+    """The pod's spec that a manifest makes."""
     spec = document["spec"]
-    if document["kind"] == "TrainJob":
-        (patch,) = spec["runtimePatches"]
-        (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    if document["kind"] == "TrainingRuntime":
+        (job,) = spec["template"]["spec"]["replicatedJobs"]
         spec = job["template"]["spec"]
     return spec["template"]["spec"]
 
@@ -60,7 +60,8 @@ def test_a_manifest_is_what_its_schema_asks_for(document):
     [
         (JOB, ["spec", "trainer", "numNode"], 2),
         (JOB, ["spec", "trainer", "numNodes"], "two"),
-        (JOB, ["spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "replicatedJob"], []),
+        (RUNTIME, ["spec", "template", "spec", "failurePolicy", "maxRestart"], 30),
+        (RUNTIME, ["spec", "template", "spec", "replicatedJobs", 0, "template", "spec", "backoffLimit"], "none"),
         (TENSORBOARD, ["spec", "template", "spec", "volume"], []),
         (TENSORBOARD, ["spec", "replicas"], "one"),
         (CLAIM, ["spec", "accessModes"], "ReadWriteMany"),
@@ -78,7 +79,7 @@ def test_a_manifest_with_an_unknown_key_or_a_wrong_type_is_refused(document, pat
 
 
 def test_the_job_and_tensorboard_share_the_claim_where_the_image_keeps_runs():
-    for document in (JOB, TENSORBOARD):
+    for document in (RUNTIME, TENSORBOARD):
         pod = pods_of(document)
         (volume,) = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
         assert volume["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
@@ -89,6 +90,23 @@ def test_the_job_and_tensorboard_share_the_claim_where_the_image_keeps_runs():
     trainer = JOB["spec"]["trainer"]
     assert trainer["image"] == pods_of(TENSORBOARD)["containers"][0]["image"]
     assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+
+
+def test_the_jobs_runtime_is_the_one_beside_it_and_starts_all_pods_again_when_one_fails():
+    assert JOB["spec"]["runtimeRef"] == {"kind": RUNTIME["kind"], "name": RUNTIME["metadata"]["name"]}
+    jobset = RUNTIME["spec"]["template"]["spec"]
+    (job,) = jobset["replicatedJobs"]
+    assert job["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert (job["name"], pods_of(RUNTIME)["containers"][0]["name"]) == ("node", "node"), "the Trainer fills in these"
+    assert jobset["failurePolicy"]["maxRestarts"] >= 30, "a month, at an event a day"
+    assert (job["template"]["spec"]["backoffLimit"], pods_of(RUNTIME)["restartPolicy"]) == (0, "Never")
+    told = {variable["name"]: variable["value"] for variable in JOB["spec"]["trainer"]["env"]}
+    assert int(told["PET_SHUTDOWN_TIMEOUT"]) < pods_of(RUNTIME)["terminationGracePeriodSeconds"], "killed else"
+
+
+def test_tensorboard_listens_inside_its_pod_alone():
+    assert "--host" not in pods_of(TENSORBOARD)["containers"][0]["command"]
+    assert "--bind_all" not in pods_of(TENSORBOARD)["containers"][0]["command"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -105,14 +106,13 @@ def test_a_failure_of_the_ranks_is_rays_too(with_ray, start, tmp_path):
     assert json.loads((tmp_path / "run/summary.json").read_text())["exit_code"] == 70
 
 
-@pytest.mark.parametrize("workers", [0, 3_000])
+@pytest.mark.parametrize("workers", [0, 1_000_000])
 def test_a_number_of_workers_that_the_cluster_cannot_hold_is_refused(with_ray, start, workers):
     refused = start("--workers", workers, *SLOW)
     said, _ = refused.communicate(timeout=60)
     assert refused.returncode == 1
-    assert said.splitlines()[-1] == (
-        f"error: --workers={workers} must be between 1 and {os.cpu_count()}, the CPUs of Ray's cluster"
-    )
+    told = rf"error: --workers={workers} must be between 1 and \d+, the [CG]PUs of Ray's cluster"
+    assert re.fullmatch(told, said.splitlines()[-1])
 
 
 def test_a_setting_that_is_wrong_is_told_before_ray_starts_anything(with_ray, start):
