@@ -115,6 +115,27 @@ def test_a_machine_of_several_that_sees_no_gpu_says_so_unless_told_how_many_rank
     assert start(NPROC_PER_NODE="", CUDA_VISIBLE_DEVICES="") == (1, told)
 
 
+def stand_ins(folder, **scripts):
+    """A PATH on which these commands are shell scripts."""
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{ACTIVATED}"
+
+
+def test_a_machine_0_whose_own_name_is_127_0_1_1_gives_the_others_an_address_that_they_reach(tmp_path):
+    """As Debian's /etc/hosts has it; the time to save in is the user's."""
+    scripts = {"getent": "echo 127.0.1.1", "hostname": "echo 10.213.0.1 10.214.0.1", "python3": "echo 0"}
+    scripts["ip"] = 'echo "1 wire src 10.213.0.1 uid 0 $*"'
+    scripts["torchrun"] = 'echo "$GLOO_SOCKET_IFNAME $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"'
+    environ = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    environ |= {"PATH": stand_ins(tmp_path, **scripts), "NPROC_PER_NODE": "1"}
+    told = subprocess.check_output(["/bin/bash", ROOT / "launch/many_nodes.sh"], env=environ, text=True)
+    assert "machine 0 of 2 (10.213.0.1): " in told
+    assert "\nwire 600 " in told
+    assert "--local-addr 10.213.0.1 " in told
+
+
 def test_settings_are_refused_once_before_any_rank_starts():
     status, told = start("one_node.sh", "--optim.lrr", "1")
     assert (status, told) == (64, "error: unknown key optim.lrr on the command line; did you mean optim.lr?")
@@ -130,12 +151,13 @@ def chaos(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
-def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stopped_by_a_signal(chaos):
+def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stopped_by_a_signal(chaos, request):
     folder = chaos.new_folder()
     command = ["unshare", "--uts", "bash", "-c", 'hostname no.such.name; exec bash "$@"', "-"]
     command += [str(ROOT / "launch/one_node.sh"), *as_options(chaos.words)]
     environ = {"PATH": ACTIVATED, "NPROC_PER_NODE": "2"}
     job = Process(command, folder, environ)
+    request.addfinalizer(job.process.kill)  # where it fails before its end; its ranks go with it
     job.wait_for("step     60")
     rank = int(subprocess.check_output(["pgrep", "--parent", str(job.process.pid), "--newest"]))
     os.kill(rank, signal.SIGKILL)
