@@ -109,12 +109,6 @@ def test_a_rendezvous_port_that_is_in_use_is_named():
         assert start(NODE_RANK="0", MASTER_PORT=port) == (1, told)
 
 
-@needs_ip
-def test_a_machine_of_several_that_sees_no_gpu_says_so_unless_told_how_many_ranks():
-    told = "error: torch sees no GPU on this machine; mend that, or set NPROC_PER_NODE for ranks on the CPU"
-    assert start(NPROC_PER_NODE="", CUDA_VISIBLE_DEVICES="") == (1, told)
-
-
 def stand_ins(folder, **scripts):
     """A PATH on which these commands are shell scripts."""
     for name, script in scripts.items():
@@ -123,10 +117,17 @@ def stand_ins(folder, **scripts):
     return f"{folder}:{ACTIVATED}"
 
 
+@needs_ip
+def test_a_machine_of_several_that_sees_no_gpu_says_so_unless_told_how_many_ranks(tmp_path):
+    told = "error: torch sees no GPU on this machine; mend that, or set NPROC_PER_NODE for ranks on the CPU"
+    assert start(NPROC_PER_NODE="", PATH=stand_ins(tmp_path, python3="echo 0")) == (1, told)
+
+
 def test_a_machine_0_whose_own_name_is_127_0_1_1_gives_the_others_an_address_that_they_reach(tmp_path):
     """As Debian's /etc/hosts has it; the time to save in is the user's."""
     scripts = {"getent": "echo 127.0.1.1", "hostname": "echo 10.213.0.1 10.214.0.1", "python3": "echo 0"}
     scripts["ip"] = 'echo "1 wire src 10.213.0.1 uid 0 $*"'
+    scripts["timeout"] = "exit 1"  # nothing listens at machine 0's port
     scripts["torchrun"] = 'echo "$GLOO_SOCKET_IFNAME $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"'
     environ = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
     environ |= {"PATH": stand_ins(tmp_path, **scripts), "NPROC_PER_NODE": "1"}
