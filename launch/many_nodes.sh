@@ -33,7 +33,7 @@ GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -o address show to "$here" | awk 
 ((NODE_RANK > 0)) || ! answers "$head" || fail "MASTER_PORT=$MASTER_PORT on $MASTER_ADDR is in use; choose another" 1
 python3 -m dist_amp.train --print_config "$@" >/dev/null || exit # settings are refused here, not in each restart
 gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
-processes="${NPROC_PER_NODE:-$gpus}" cores="$(nproc)" numa=()
+processes="${NPROC_PER_NODE:-$gpus}" cores="$(nproc)" numa=() SECONDS=0
 ((processes > 0)) || fail "torch sees no GPU on this machine; mend that, or set NPROC_PER_NODE for ranks on the CPU" 1
 echo "machine $NODE_RANK of $NNODES ($here): waits at most $RDZV_TIMEOUT s for the others at $at"
 until ((NODE_RANK == 0)) || answers "$head"; do
