@@ -95,11 +95,11 @@ class Roll:
         return Failure(f"rank {names} {what} (rank {self._world.rank} was told: {shortened(error)})")
 
     def _cut_off(self, error: BaseException) -> Failure:
-        """For a rank that can reach neither its peers nor the store: the network between them is what they share."""
+        """For a rank that reaches neither its peers nor the store, which does not tell why."""
         store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return Failure(
-            f"rank {self._name(self._world.rank)} is cut off: neither its peers nor the store at {store} answer, where "
-            f"rank {self._name(0)} is; look at the network between them ({shortened(error)})"
+            f"rank {self._name(0)} and the store beside it at {store} do not answer: it is stopped, its machine is "
+            f"gone, or the network to it is down (rank {self._name(self._world.rank)} was told: {shortened(error)})"
         )
 
     def _name(self, rank: int) -> str:

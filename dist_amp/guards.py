@@ -33,6 +33,9 @@ from dist_amp.task import find_task
 if TYPE_CHECKING:
     from dist_amp.run import Run
 
+# What each machine may have its own of, out of resume's FREE_TO_CHANGE; the others there say who waits for whom, or
+# how much data there is.
+OWN_TO_A_MACHINE = ("data.path", "data.workers")
 LOCK_SECONDS = 10.0  # a run that was just killed may take so long to be gone
 
 
@@ -64,7 +67,9 @@ def check_alike(target: str, config_text: str, world: World) -> None:
     """
     if world.world_size == 1:
         return
-    mine = {"host": platform.node(), "has": code_of(target) | versions() | flat(config_text)}
+    settings = flat(config_text)
+    settings |= {key: "given" for key in OWN_TO_A_MACHINE if settings[key] != "off"}
+    mine = {"host": platform.node(), "has": code_of(target) | versions() | settings}
     text = json.dumps(mine["has"], sort_keys=True)
     if len(set(world.gather_texts(hashlib.sha256(text.encode()).hexdigest()))) == 1:
         return
@@ -93,9 +98,10 @@ def _difference(name: str, ranks: list[dict[str, Any]]) -> str:
 
 
 def code_of(target: str) -> dict[str, str]:
-    """A hash of each file of the package, and of the task's."""
+    """A hash of each file of the package, hidden ones (an editor's, a notebook's) left out, and of the task's."""
     package = Path(__file__).parent
-    files = {f"dist_amp/{path.relative_to(package).as_posix()}": path for path in sorted(package.rglob("*.py"))}
+    paths = {path.relative_to(package): path for path in sorted(package.rglob("*.py"))}
+    files = {f"dist_amp/{name.as_posix()}": path for name, path in paths.items() if "/." not in f"/{name.as_posix()}"}
     task = Path(getattr(sys.modules[find_task(target).__module__], "__file__", None) or __file__)
     if not task.is_relative_to(package):
         files[task.name] = task
@@ -103,8 +109,9 @@ def code_of(target: str) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes, and orders the data."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "datasets": version("datasets")}
+    """Of what computes, and orders the data; of Python without the patch level, which mends and changes neither."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return {"python": python, "torch": torch.__version__, "datasets": version("datasets")}
 
 
 @contextmanager

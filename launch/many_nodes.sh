@@ -7,44 +7,44 @@
 # Change, here or in the environment:
 #   NNODES, NODE_RANK   how many machines; which this one is, from 0
 #   MASTER_ADDR, MASTER_PORT   an address of machine 0 that all reach, and a port that is free there (29500)
-#   NPROC_PER_NODE      ranks of a machine (the GPUs there are, or 2)
+#   NPROC_PER_NODE      ranks of a machine (its GPUs; without any it must be given)
 #   MAX_RESTARTS        how often to start again (3)
 #   RDZV_TIMEOUT        seconds for the machines to find each other, at the start and after each restart (300)
 #   OMP_NUM_THREADS     CPU threads of a rank (the cores, divided by the ranks)
+#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds to save in after a signal (120; torch 2.11: always 30)
 set -euo pipefail
 
 fail() { echo "error: $1" >&2 && exit "${2:-64}"; }
 answers() { timeout 5 bash -c ": >/dev/tcp/$1/$MASTER_PORT" 2>/dev/null; }
 
-NNODES="${NNODES:-${SLURM_NNODES:-}}" NODE_RANK="${NODE_RANK:-${SLURM_NODEID:-}}"
-MASTER_ADDR="${MASTER_ADDR:-}" RDZV_TIMEOUT="${RDZV_TIMEOUT:-300}"
-export MASTER_PORT="${MASTER_PORT:-29500}"
+NNODES="${NNODES:-${SLURM_NNODES:-}}" NODE_RANK="${NODE_RANK:-${SLURM_NODEID:-}}" RDZV_TIMEOUT="${RDZV_TIMEOUT:-300}"
+MASTER_ADDR="${MASTER_ADDR:-}" MASTER_PORT="${MASTER_PORT:-29500}" at="$MASTER_ADDR:$MASTER_PORT"
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH; activate the environment that has torch"
+command -v ip >/dev/null || fail "ip is missing; install iproute2"
 [[ "$NNODES" =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$NNODES must be the number of machines, the same on all"
 [[ "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "$NNODES" ]] ||
     fail "NODE_RANK=$NODE_RANK must be this machine's number, from 0 to NNODES-1=$((NNODES - 1))"
-# Host names may not resolve, or to 127.0.1.1: the others are told the address that this machine reaches machine 0 from.
+# Not host names: the others may not know them, and Debian knows its own as 127.0.1.1. The way to machine 0 tells:
 head="$(getent ahosts "$MASTER_ADDR" | awk 'NR == 1 {print $1}')" || true
+[[ "$NODE_RANK $head" != "0 127."* || "$MASTER_ADDR" == 127.* ]] || head="$(hostname -I | awk '{print $1}')"
 here="$(ip -o route get "$head" | sed 's/.* src \([^ ]*\).*/\1/')" ||
     fail "MASTER_ADDR=$MASTER_ADDR must be an address of machine 0; from here there is no way to it" 1
 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -o address show to "$here" | awk 'NR == 1 {print $2}')}"
 ((NODE_RANK > 0)) || ! answers "$head" || fail "MASTER_PORT=$MASTER_PORT on $MASTER_ADDR is in use; choose another" 1
 python3 -m dist_amp.train --print_config "$@" >/dev/null || exit # settings are refused here, not in each restart
-echo "machine $NODE_RANK of $NNODES ($here): waits at most $RDZV_TIMEOUT s for the others at $MASTER_ADDR:$MASTER_PORT"
+gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
+processes="${NPROC_PER_NODE:-$gpus}" cores="$(nproc)" numa=() SECONDS=0
+((processes > 0)) || fail "torch sees no GPU on this machine; mend that, or set NPROC_PER_NODE for ranks on the CPU" 1
+echo "machine $NODE_RANK of $NNODES ($here): waits at most $RDZV_TIMEOUT s for the others at $at"
 until ((NODE_RANK == 0)) || answers "$head"; do
-    ((SECONDS < RDZV_TIMEOUT)) ||
-        fail "nothing answers at $MASTER_ADDR:$MASTER_PORT after $RDZV_TIMEOUT s; start machine 0, or open the port" 1
+    ((SECONDS < RDZV_TIMEOUT)) || fail "nothing answers at $at in $RDZV_TIMEOUT s; start machine 0, or open the port" 1
     sleep 1
 done
-
-gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
-processes="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 2))}" cores="$(nproc)" numa=()
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
 if ((gpus > 0)) && command -v numactl >/dev/null; then numa=(--numa-binding=node); fi # ranks beside their GPUs
-export GLOO_SOCKET_IFNAME OMP_NUM_THREADS
+export GLOO_SOCKET_IFNAME OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted ranks read the addresses of dead ones
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120   # seconds to save in after a signal (torch 2.11: always 30)
 exec torchrun --nnodes="$NNODES" --nproc-per-node="$processes" --max-restarts="${MAX_RESTARTS:-3}" \
-    --local-addr "$here" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" \
+    --local-addr "$here" --rdzv-backend c10d --rdzv-endpoint "$at" \
     --rdzv-id "${RDZV_ID:-dist_amp}" --rdzv-conf "is_host=$((NODE_RANK == 0)),join_timeout=$RDZV_TIMEOUT" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "${numa[@]}" -m dist_amp.train "$@"

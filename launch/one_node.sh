@@ -9,6 +9,7 @@
 #   NPROC_PER_NODE    ranks (the GPUs there are, or 2)
 #   MAX_RESTARTS      how often to start again (3)
 #   OMP_NUM_THREADS   CPU threads of a rank (the cores, divided by the ranks)
+#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds to save in after a signal (120; torch 2.11: always 30)
 set -euo pipefail
 
 fail() { echo "error: $1" >&2 && exit 64; }
@@ -20,7 +21,7 @@ processes="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 2))}" cores="$(nproc)" numa=()
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
 if ((gpus > 0)) && command -v numactl >/dev/null; then numa=(--numa-binding=node); fi # ranks beside their GPUs
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted ranks read the addresses of dead ones
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120   # seconds to save in after a signal (torch 2.11: always 30)
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 
 # The address is given because a host name that does not resolve makes --standalone wait without a word.
 exec torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node="$processes" --max-restarts="${MAX_RESTARTS:-3}" \

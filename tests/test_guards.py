@@ -23,6 +23,7 @@ from dist_amp.checkpoint import save
 from dist_amp.config import ConfigError, Failure
 from dist_amp.explain import Roll, explain_disk
 from dist_amp.guards import check_alike, check_free_space, check_restarts, only_live_run
+from dist_amp.resume import FREE_TO_CHANGE
 from dist_amp.run import load_config, to_toml
 from dist_amp.runtime import World
 
@@ -91,9 +92,13 @@ def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_va
 
 def told_of_alike(world, differs=None):
     """What check_alike says where rank 1 has something else."""
-    text = to_toml(load_config(["--task.target", "tiny:Tiny"], environ={}))
+    text = to_toml(load_config(["--task.target", "tiny:Tiny", "--data.path", "/disk"], environ={}))
     if world.rank == 1 and differs == "a setting":
         text = text.replace("lr = 0.0003", "lr = 0.001")
+    if world.rank == 1 and differs == "what a machine has of its own":
+        text = text.replace("workers = 0", "workers = 2").replace('path = "/disk"', 'path = "/scratch"')
+    if world.rank == 1 and differs == "data":
+        text = text.replace('path = "/disk"', 'path = "off"')
     if world.rank == 1 and differs == "a file":
         changed = guards.code_of("tiny:Tiny") | {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
         guards.code_of, real = lambda target: changed, guards.code_of
@@ -107,13 +112,19 @@ def told_of_alike(world, differs=None):
     return ""
 
 
-def test_ranks_that_were_started_alike_are_not_spoken_of():
-    assert on_ranks(2, told_of_alike) == ["", ""]
+@pytest.mark.parametrize("differs", [None, "what a machine has of its own"])
+def test_ranks_that_were_started_alike_are_not_spoken_of(differs):
+    assert on_ranks(2, told_of_alike, differs) == ["", ""]
+
+
+def test_what_a_machine_may_have_of_its_own_changes_nothing_of_the_mathematics():
+    assert all(name.startswith(FREE_TO_CHANGE) for name in guards.OWN_TO_A_MACHINE)
 
 
 @pytest.mark.parametrize(
     ("differs", "what"),
     [
+        ("data", "data.path is given on rank 0 (HOST) and 2 more, off on rank 1 (HOST)"),
         ("a setting", "optim.lr is 0.0003 on rank 0 (HOST) and 2 more, 0.001 on rank 1 (HOST)"),
         (
             "a file",
@@ -131,8 +142,16 @@ def test_ranks_with_other_code_or_settings_are_told_each_difference_with_both(di
 def test_the_file_of_a_users_task_is_compared_and_versions_are():
     assert "tiny.py" in guards.code_of("tiny:Tiny")
     assert "causal_lm.py" not in guards.code_of("dist_amp.tasks.causal_lm:CausalLM"), "the package's own has its path"
-    assert guards.versions() == {"python": platform.python_version(), "torch": torch.__version__,
+    assert guards.versions() == {"python": "{}.{}".format(*sys.version_info), "torch": torch.__version__,
                                  "datasets": datasets.__version__}  # fmt: skip
+
+
+def test_what_an_editor_or_a_notebook_leaves_beside_the_code_is_not_compared(tmp_path, monkeypatch):
+    for name in ("step.py", ".step.py", "tasks/own.py", ".ipynb_checkpoints/step-checkpoint.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(guards, "__file__", str(tmp_path / "guards.py"))
+    assert set(guards.code_of("tiny:Tiny")) == {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
 
 
 def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes(tmp_path, monkeypatch):
@@ -192,7 +211,7 @@ def test_a_failed_collective_names_the_rank_that_does_not_answer_and_leaves_the_
     assert told.startswith(said.format(pid=pid, host=platform.node()))
 
 
-def test_a_rank_whose_store_does_not_answer_is_named_as_cut_off(monkeypatch):
+def test_a_rank_whose_store_does_not_answer_names_rank_0_beside_it_and_what_may_be_wrong(monkeypatch):
     monkeypatch.setattr(explain, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(Roll, "_exchange", lambda *args: time.sleep(5))
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}.items():
@@ -201,8 +220,8 @@ def test_a_rank_whose_store_does_not_answer_is_named_as_cut_off(monkeypatch):
     roll._world, roll._processes = World(rank=1, world_size=2), [("host-a", 7), ("host-b", 8)]
     error = roll.explain(RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"))
     assert str(error).startswith(
-        "rank 1 (process 8 on host-b) is cut off: neither its peers nor the store at 10.0.0.1:29400 answer, where rank "
-        "0 (process 7 on host-a) is; look at the network between them ([gloo/unbound_buffer.cc:78] Timed out"
+        "rank 0 (process 7 on host-a) and the store beside it at 10.0.0.1:29400 do not answer: it is stopped, its "
+        "machine is gone, or the network to it is down (rank 1 (process 8 on host-b) was told: [gloo/unbound_buffer.cc"
     )
 
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,23 @@ def lacking():
         return "network namespaces take root"
     if missing := [tool for tool in ("ip", "unshare", "sysctl") if shutil.which(tool) is None]:
         return f"{missing[0]} is not there; bash tests/engines.sh installs it"
-    tried = subprocess.run(["ip", "netns", "add", "probe"], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "delete", "probe"], capture_output=True)
-    return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
+    probe = f"dist_amp_probe_{os.getpid()}"
+    tried = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if tried.returncode:
+        return f"no network namespaces here: {tried.stderr.strip()}"
+    ip("netns", "delete", probe)
+    return ""
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True)
+
+
+@pytest.fixture(scope="module")
+def namespaces():
+    """Not at import: what only collects the tests is to make no namespaces."""
+    if why := lacking():
+        pytest.skip(why)
 
 
 # ---- refused before anything starts ----
@@ -35,9 +50,10 @@ def lacking():
 
 def start(script="many_nodes.sh", *words, **environ):
     """(status, last line) of a script that is to refuse its environment or words."""
-    environ = {"PATH": ACTIVATED, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", **environ}
+    place = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
+    environ = {"PATH": ACTIVATED, **place, **environ}
     command = ["/bin/bash", ROOT / "launch" / script, *words]
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=90)
     return done.returncode, done.stderr.splitlines()[-1]
 
 
@@ -48,6 +64,11 @@ def test_a_machine_without_torchrun_is_told_so(script, tmp_path):
             (tmp_path / tool).symlink_to(shutil.which(tool))
     told = "error: torchrun is not on the PATH; activate the environment that has torch"
     assert start(script, PATH=str(tmp_path)) == (64, told)
+
+
+def test_a_machine_without_ip_is_told_so_and_not_that_the_network_is_down(tmp_path):
+    (tmp_path / "torchrun").touch(0o755)
+    assert start(PATH=str(tmp_path)) == (64, "error: ip is missing; install iproute2")
 
 
 @pytest.mark.parametrize(
@@ -76,10 +97,8 @@ def test_an_address_to_which_there_is_no_way_is_named():
 def test_a_rendezvous_at_which_nobody_answers_is_waited_for_so_long_and_named():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    began = time.monotonic()
-    told = f"error: nothing answers at 127.0.0.1:{port} after 1 s; start machine 0, or open the port"
-    assert start(MASTER_PORT=port, RDZV_TIMEOUT="1") == (1, told)
-    assert time.monotonic() - began < 10, "a second, and what two processes take to start"
+    told = f"error: nothing answers at 127.0.0.1:{port} in 1 s; start machine 0, or open the port"
+    assert start(MASTER_PORT=port, RDZV_TIMEOUT="1") == (1, told)  # `start` itself waits for a bounded time
 
 
 @needs_ip
@@ -88,6 +107,34 @@ def test_a_rendezvous_port_that_is_in_use_is_named():
         port = str(other.getsockname()[1])
         told = f"error: MASTER_PORT={port} on 127.0.0.1 is in use; choose another"
         assert start(NODE_RANK="0", MASTER_PORT=port) == (1, told)
+
+
+def stand_ins(folder, **scripts):
+    """A PATH on which these commands are shell scripts."""
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{ACTIVATED}"
+
+
+@needs_ip
+def test_a_machine_of_several_that_sees_no_gpu_says_so_unless_told_how_many_ranks(tmp_path):
+    told = "error: torch sees no GPU on this machine; mend that, or set NPROC_PER_NODE for ranks on the CPU"
+    assert start(NPROC_PER_NODE="", PATH=stand_ins(tmp_path, python3="echo 0")) == (1, told)
+
+
+def test_a_machine_0_whose_own_name_is_127_0_1_1_gives_the_others_an_address_that_they_reach(tmp_path):
+    """As Debian's /etc/hosts has it; the time to save in is the user's."""
+    scripts = {"getent": "echo 127.0.1.1", "hostname": "echo 10.213.0.1 10.214.0.1", "python3": "echo 0"}
+    scripts["ip"] = 'echo "1 wire src 10.213.0.1 uid 0 $*"'
+    scripts["timeout"] = "exit 1"  # nothing listens at machine 0's port
+    scripts["torchrun"] = 'echo "$GLOO_SOCKET_IFNAME $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"'
+    environ = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    environ |= {"PATH": stand_ins(tmp_path, **scripts), "NPROC_PER_NODE": "1"}
+    told = subprocess.check_output(["/bin/bash", ROOT / "launch/many_nodes.sh"], env=environ, text=True)
+    assert "machine 0 of 2 (10.213.0.1): " in told
+    assert "\nwire 600 " in told
+    assert "--local-addr 10.213.0.1 " in told
 
 
 def test_settings_are_refused_once_before_any_rank_starts():
@@ -104,13 +151,14 @@ def chaos(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(lacking() != "", reason=lacking())
-def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stopped_by_a_signal(chaos):
+@pytest.mark.usefixtures("namespaces")
+def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stopped_by_a_signal(chaos, request):
     folder = chaos.new_folder()
     command = ["unshare", "--uts", "bash", "-c", 'hostname no.such.name; exec bash "$@"', "-"]
     command += [str(ROOT / "launch/one_node.sh"), *as_options(chaos.words)]
     environ = {"PATH": ACTIVATED, "NPROC_PER_NODE": "2"}
     job = Process(command, folder, environ)
+    request.addfinalizer(job.process.kill)  # where it fails before its end; its ranks go with it
     job.wait_for("step     60")
     rank = int(subprocess.check_output(["pgrep", "--parent", str(job.process.pid), "--newest"]))
     os.kill(rank, signal.SIGKILL)
@@ -131,6 +179,8 @@ class Hosts:
 
     def __init__(self):
         self.space = {host: f"dist_amp_{host}_{os.getpid()}" for host in "ab"}
+
+    def open(self):
         for space in self.space.values():
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
@@ -140,7 +190,7 @@ class Hosts:
             ip("-n", space, "link", "set", "wire", "up")
 
     def give_up_soon(self):
-        """Have the kernel of host b give dead connections up after 25 s, not after a quarter of an hour."""
+        """Have the kernel of host b give dead connections up after some 25 s, not after a quarter of an hour."""
         ip("netns", "exec", self.space["b"], "sysctl", "-qw", "net.ipv4.tcp_retries2=6")
 
     def wire(self, state):
@@ -154,23 +204,23 @@ class Hosts:
         return Process(command, folder, {"PATH": ACTIVATED, "NPROC_PER_NODE": "1", **place, **environ})
 
     def close(self):
+        """End what runs on the hosts, and remove them: also what is there of them when `open` failed."""
         for space in self.space.values():
-            for pid in subprocess.check_output(["ip", "netns", "pids", space], text=True).split():
-                os.kill(int(pid), signal.SIGKILL)
-            ip("netns", "delete", space)
-
-
-def ip(*words):
-    subprocess.run(["ip", *words], check=True)
+            inside = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
+            for pid in inside.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True)
 
 
 @pytest.fixture
-def hosts():
-    if why := lacking():
-        pytest.skip(why)
+def hosts(namespaces):
     made = Hosts()
-    yield made
-    made.close()
+    try:
+        made.open()
+        yield made
+    finally:
+        made.close()
 
 
 def cut_in_training(hosts, chaos, folder, **environ):
@@ -186,12 +236,11 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides_and_all_go_on_once_it_is_
     folder = chaos.new_folder()
     a, b, cut = cut_in_training(hosts, chaos, folder)
     named = a.wait_for("error: rank 1 (process") - cut
-    alone = b.wait_for("error: rank 1 (process") - cut
+    alone = b.wait_for("error: rank 0 (process") - cut
     assert "on host-b) did not take part in a collective in time" in a.text
-    assert "on host-b) is cut off: neither its peers nor the store at 10.213.0.1:" in b.text
-    # run.timeout_seconds for the collective, twice 5 s for an answer of the rank's and the store's; 5 s to spare.
-    assert named < 5 + 10
-    assert alone < 5 + 15 + 5
+    assert "on host-a) and the store beside it at 10.213.0.1:" in b.text
+    # run.timeout_seconds for the collective, twice 5 s for an answer of the rank's and the store's; three times that.
+    assert max(named, alone) < 3 * (5 + 10)
     hosts.wire("up")
     assert [a.end(), b.end()] == [0, 0]
     assert "resumed from step" in a.text
@@ -202,10 +251,9 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides_and_all_go_on_once_it_is_
 def test_a_host_that_stays_away_ends_the_run_in_a_bounded_time_and_the_same_command_goes_on(hosts, chaos):
     folder = chaos.new_folder()
     hosts.give_up_soon()
-    a, b, cut = cut_in_training(hosts, chaos, folder, RDZV_TIMEOUT="15")
-    assert [a.end(60), b.end(60)] == [1, 1]
-    # 10 s until it is named, and then RDZV_TIMEOUT on a; 25 s until the kernel gives up, on b; the rest to spare.
-    assert time.monotonic() - cut < 10 + 15 + 15
+    a, b, _ = cut_in_training(hosts, chaos, folder, RDZV_TIMEOUT="40")
+    # 10 s until it is named, and then RDZV_TIMEOUT on a; 25 s until the kernel gives up, on b: 3 times that at most.
+    assert [a.end(150), b.end(150)] == [1, 1]
     assert "RendezvousTimeoutError" in a.text
     hosts.wire("up")
     time.sleep(1)
@@ -224,7 +272,7 @@ def test_hosts_with_other_code_settings_or_versions_are_told_both(hosts, chaos, 
     words, path = chaos.words | {"run.timeout_seconds": 60}, f"{other}:{ROOT / 'tests'}"
     a = hosts.start("a", folder, words, MAX_RESTARTS="0")
     b = hosts.start("b", folder, words | {"optim.lr": 1e-3}, MAX_RESTARTS="0", PYTHONPATH=path)
-    assert [a.end(60), b.end(60)] == [1, 1]
+    assert [a.end(90), b.end(90)] == [1, 1]
     (told,) = [line for _, line in a.lines + b.lines if line.startswith("error: the ranks are not alike")]
     assert "dist_amp/step.py is " in told
     assert "optim.lr is 0.0003 on rank 0 (host-a), 0.001 on rank 1 (host-b)" in told
@@ -234,11 +282,10 @@ def test_hosts_with_other_code_settings_or_versions_are_told_both(hosts, chaos, 
 
 @pytest.mark.slow
 def test_hosts_that_count_another_number_of_hosts_wait_so_long_and_have_said_for_what(hosts, chaos):
-    folder, began = chaos.new_folder(), time.monotonic()
+    folder = chaos.new_folder()
     a = hosts.start("a", folder, chaos.words, RDZV_TIMEOUT="5")
     b = hosts.start("b", folder, chaos.words, RDZV_TIMEOUT="5", NNODES="3")
-    assert [a.end(60), b.end(60)] == [1, 1]
-    assert time.monotonic() - began < 5 + 20, "RDZV_TIMEOUT, and what torchrun takes to start and end on two cores"
+    assert [a.end(90), b.end(90)] == [1, 1]  # RDZV_TIMEOUT, and what torchrun takes to start and end; 3 times that
     assert "machine 0 of 2 (10.213.0.1): waits at most 5 s for the others at 10.213.0.1:29500" in a.text
     assert "machine 1 of 3 (10.213.0.2): waits at most 5 s for the others at 10.213.0.1:29500" in b.text
     assert "RendezvousTimeoutError" in a.text

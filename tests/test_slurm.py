@@ -1,19 +1,20 @@
 """launch/slurm.sbatch on a real Slurm: slurmctld and two slurmd on this machine, started and stopped here."""
 
+import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from chaos import Chaos, as_options, differences
+from chaos import Chaos, as_options, differences, environment
 from conftest import ROOT
-from test_launch import ACTIVATED, WORDS
+from test_launch import ACTIVATED, WORDS, stand_ins
 
 CONFIG = """
 ClusterName=test
@@ -28,10 +29,10 @@ SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SchedulerParameters=sched_interval=2,bf_interval=2
-NodeName=n1 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=1
+NodeName=n1 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs={cores}
 NodeName=n2 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[2]} CPUs=1
 PartitionName=main Nodes=n1,n2 Default=YES
 """
@@ -45,21 +46,82 @@ def lacking():
     return f"{missing[0]} is not there; bash tests/engines.sh installs it" if missing else ""
 
 
+# ---- what becomes of a job, by its summary; commands of Slurm's are stand-ins ----
+
+
+def submit_to_stand_ins(folder, summary, requeue="true", **environ):
+    """(status, lines) of a job whose run leaves such a summary behind."""
+    run = folder / "run"
+    show = "echo '   NodeAddr=10.213.0.1 NodeHostName=n1'"
+    scripts = {
+        "srun": f"sleep 0.1; echo '{json.dumps(summary, indent=2)}' >{run}/summary.json; env; exit 1",
+        "scontrol": f'if [ "$1" = requeue ]; then echo requeue; {requeue}; else {show}; fi',
+    }
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1", "RUN_DIR": str(run)}
+    done = subprocess.run(
+        ["/bin/bash", ROOT / "launch/slurm.sbatch"],
+        env={"PATH": stand_ins(folder, **scripts), **slurm, **environ},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+SAVED = {"exit_code": 75, "steps": 20, "resumed_from_step": 10}
+
+
+@pytest.mark.parametrize("before", [10, 0, None])
+def test_a_job_that_was_saved_after_some_steps_is_queued_again_and_then_says_so(tmp_path, before):
+    status, lines = submit_to_stand_ins(tmp_path, SAVED | {"resumed_from_step": before})
+    assert (status, lines[-2:]) == (0, ["requeue", "job 42 was stopped and saved; it is queued again"])
+
+
+@pytest.mark.parametrize("steps", [{"steps": 0, "resumed_from_step": None}, {"resumed_from_step": 20}])
+def test_a_job_that_took_no_step_is_not_queued_again_for_ever(tmp_path, steps):
+    status, lines = submit_to_stand_ins(tmp_path, SAVED | steps)
+    told = "job 42 was stopped before its first step and is not queued again; give it more --time"
+    assert (status, lines[-1], "requeue" in lines) == (1, told, False)
+
+
+def test_a_cluster_that_does_not_queue_again_is_told_of_with_the_folder_to_go_on_in(tmp_path):
+    status, lines = submit_to_stand_ins(tmp_path, SAVED, requeue="false")
+    told = f"job 42 was stopped and saved, but not queued again; go on with RUN_DIR={tmp_path / 'run'} sbatch ..."
+    assert (status, lines[-2:]) == (1, ["requeue", told])
+
+
+def test_a_job_does_not_take_its_number_of_nodes_from_the_shell_and_has_most_of_the_warning_to_save_in(tmp_path):
+    _, lines = submit_to_stand_ins(tmp_path, {"exit_code": 1}, NNODES="4", NODE_RANK="3")
+    assert not [line for line in lines if line.startswith(("NNODES=", "NODE_RANK="))]
+    assert {"MASTER_ADDR=10.213.0.1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280"} <= set(lines)
+
+
+# ---- a Slurm ----
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
 class Slurm:
-    """A cluster of two nodes of one core each, of which no file is outside `folder`."""
+    """A cluster of two nodes with another number of cores each, of which no file is outside `folder`."""
 
     def __init__(self, folder: Path):
         self.folder, self.daemons = folder, []
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-        ports = [one.getsockname()[1] for one in sockets]
-        for one in sockets:
-            one.close()
+        self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def open(self):
+        folder, words = self.folder, {"host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))}
         (folder / "state").mkdir()
-        (folder / "slurm.conf").write_text(CONFIG.format(host=socket.gethostname(), folder=folder, ports=ports))
+        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=free_ports(3), **words))
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self.daemon("munged", "--force", "--foreground", *(f"--{k}={folder}/munge.{v}" for k, v in files.items()))
         wait_for((folder / "munge.socket").exists)
         self.daemon("slurmctld", "-D", "-c")
@@ -80,7 +142,7 @@ class Slurm:
         options = [f"--chdir={ROOT}", f"--output={run}.log", "--gpus-per-node=0", "--time=10"]
         settings = as_options({key: value for key, value in words.items() if key != "run.dir"})
         environ = {"PATH": ACTIVATED, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "RUN_DIR": str(run), "NPROC_PER_NODE": "1"}
-        environ |= {"OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "60"}
+        environ |= {"OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "60", "MASTER_PORT": str(free_ports(1)[0])}
         return self.ask("sbatch", *options, str(ROOT / "launch/slurm.sbatch"), *settings, **environ).split()[-1]
 
     def has(self, job):
@@ -103,11 +165,17 @@ class Slurm:
         return self.has(job)["JobState"]
 
     def close(self):
-        self.ask("scancel", "--user=root", check=False)
-        wait_for(lambda: not self.ask("squeue", "--noheader", check=False), 20)
+        """End all that `open` has started, however far it came."""
+        if len(self.daemons) > 1:
+            self.ask("scancel", "--user=root", check=False)
+            with suppress(AssertionError):
+                wait_for(lambda: not self.ask("squeue", "--noheader", check=False), 60)
         for daemon in reversed(self.daemons):
-            daemon.send_signal(signal.SIGTERM)
-            daemon.wait(20)
+            daemon.terminate()
+            try:
+                daemon.wait(60)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
 
 
 def wait_for(there, seconds=90.0):
@@ -123,8 +191,11 @@ def slurm():
         pytest.skip(why)
     with tempfile.TemporaryDirectory(prefix="slurm") as folder:  # a short path: it becomes that of sockets
         made = Slurm(Path(folder))
-        yield made
-        made.close()
+        try:
+            made.open()
+            yield made
+        finally:
+            made.close()
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +203,19 @@ def chaos(tmp_path_factory):
     return Chaos(tmp_path_factory.mktemp("slurm"), 0, **WORDS | {"run.timeout_seconds": 60})
 
 
+def affinities(job):
+    """The cores of each rank of a job."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    ranks = [pid for pid in pids if {"RANK", "SLURM_JOB_ID"} <= environment(pid).keys()]
+    return [os.sched_getaffinity(pid) for pid in ranks if environment(pid)["SLURM_JOB_ID"] == job]
+
+
 @pytest.mark.slow
 def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(slurm, chaos, tmp_path):
     run, log = tmp_path / "run", tmp_path / "run.log"
     job = slurm.submit(run, chaos.words)
     wait_for(lambda: log.exists() and "step     60" in log.read_text())
+    assert affinities(job) == [os.sched_getaffinity(0)] * 2
     slurm.ask("scancel", "--signal=USR1", job)  # as --signal does before the time limit: to srun's tasks
     wait_for(lambda: slurm.has(job)["JobState"] == "PENDING")
     assert "by SIGUSR1; go on with" in log.read_text()
