@@ -198,6 +198,8 @@ class Arena:
             assert again is not None
             nudge(again.parallel.module)
             self.again.extend(learn(again, len(self.curves[FP32]), math.inf, ends, seed=1))
+            del again
+            release(self.device)  # before anybody's memory is looked at
         if self.experiment.draws:
             with run.parallel.evaluating(), run.precision.autocast():
                 self.pictures[name] = run.task.sample(run.parallel.module)  # type: ignore[attr-defined]
