@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -65,3 +66,12 @@ def launch(tmp_path):
 
     run.start = start
     return run
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Two threads that wait for one another on a busy core take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -42,15 +42,8 @@ CPU = torch.device("cpu")
 CEILINGS = Ceilings({"fp32": 1e12, "tf32": 4e12, "bf16": 1e13, "fp16": 1e13}, 1e11, 1e-6)
 ASKED = ("fp32", "bf16", "fp16", "fp16_unscaled")
 ROUNDS = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the reduced form has it: two that wait for one another on a busy core take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+# As the reduced form has it.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

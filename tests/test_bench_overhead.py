@@ -17,15 +17,8 @@ from dist_amp.bench.report import PEERS
 from dist_amp.runtime import World
 
 TINY = Cell("tiny", "bf16", 1, "single")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the ranks of the command have it: two that wait for one another on a busy core take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+# As the ranks of the command have it.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ class Setup:
 
     config: Config
     world: World
-    task: Any  # of this file
+    task: Any  # with the mean loss besides, as those of this file have it
     fused: bool = True  # AdamW; else torch's own choice, one operation for many tensors
 
     @property

@@ -109,7 +109,7 @@ def learn(run: Run, most_steps: int, seconds: float, ends: float, seed: int = 0)
             for _ in range(MOST_SKIPS if run.precision.scales else 1):
                 if time.monotonic() > ends:
                     raise NoTime
-                seed_all(run.config.run.seed + (seed + 1) * number)
+                seed_all(run.config.run.seed + seed * most_steps + number)
                 report = train_step(run, tree_map(lambda part: part, micro_batches))
                 if bool(report.applied):
                     break
