@@ -17,44 +17,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-from dist_amp.config import Range
-from dist_amp.failure import in_one_line
-from dist_amp.runtime import DataError, World, die_with_parent, ignore_stop_signals, seed_all
+from dist_amp.errors import DataError, in_one_line
+from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
+from dist_amp.runtime.random_state import seed_all
+from dist_amp.settings import DataConfig
 from dist_amp.task import Task
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    name: str = "auto"
-    """A dataset on the Hugging Face hub, as user/name or user/name:configuration; auto: what the task ships with."""
-    path: str = "off"
-    """Local files in place of a name: a file, a folder or a glob of text, JSON lines, Parquet or CSV."""
-    split: str = "train"
-    """Which of the dataset's splits to train on."""
-    validation_split: str = "auto"
-    """Which split to evaluate on; auto: "validation" or "test" where there is one, else a part held out of `split`."""
-    validation_fraction: Annotated[float, Range(above=0, below=1)] = 0.05
-    """The part held out where no split is there to evaluate on."""
-    text_column: str = "text"
-    """Which column holds the text."""
-    workers: Annotated[int, Range(low=0)] = 0
-    """Loader processes per rank; 0: batches are made in the training process."""
-    shuffle: bool = True
-    """A new order every epoch; false: the dataset's own."""
-
+from dist_amp.world import World
 
 PLAIN = (str, bytes, int, float, bool, type(None))
-
 
 # A fork can leave a worker stuck before its first line: Python 3.11 takes a lock there that another thread of the
 # parent may just have held. Seen once in some thousand forks; so a worker that does not report is forked again.
 START_SECONDS = 20.0
+
 START_ATTEMPTS = 3
 
 
@@ -84,7 +65,7 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tens
     return torch.randperm(length, generator=generator)
 
 
-def deal(window: Sequence[int], world_size: int, micro_batch_size: int, rank: int) -> list[Share]:
+def shard_step(window: Sequence[int], world_size: int, micro_batch_size: int, rank: int) -> list[Share]:
     """One step's samples -> this rank's micro-batches: equally many on every rank, the last one dealt out evenly."""
     size = world_size * micro_batch_size
     shares = []
@@ -114,7 +95,10 @@ class Plan:
             while offset < self.length:
                 window = order[offset : offset + self.global_batch_size].tolist()
                 offset += len(window)
-                yield epoch * self.length + offset, deal(window, self.world_size, self.micro_batch_size, self.rank)
+                yield (
+                    epoch * self.length + offset,
+                    shard_step(window, self.world_size, self.micro_batch_size, self.rank),
+                )
             epoch, offset = epoch + 1, 0
 
     def requests(self, position: int, limit: int | None) -> Iterator[Request]:

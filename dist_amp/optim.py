@@ -6,41 +6,14 @@ applied steps. All of it is decided on the device, so that no step waits for it.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dist_amp.config import Range
-from dist_amp.fused import FusedAdamW, FusedSGD, local
+from dist_amp.fast.fused import FusedAdamW, FusedSGD, local
 from dist_amp.precision import Precision
-
-PositiveFloat = Annotated[float, Range(above=0)]
-Beta = Annotated[float, Range(low=0, below=1)]
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw: Loshchilov & Hutter 2019, arXiv:1711.05101; or sgd with momentum."""
-    lr: PositiveFloat = 3e-4
-    """The peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How lr falls, after the warm-up, until the last step."""
-    warmup_steps: Annotated[int, Range(low=0)] = 0
-    """Applied steps over which lr rises linearly from zero."""
-    min_lr_ratio: Annotated[float, Range(low=0, high=1)] = 0.1
-    """What share of lr the schedule ends at."""
-    weight_decay: Annotated[float, Range(low=0)] = 0.1
-    """Decoupled decay of matrices; vectors (biases, norms) get none. For sgd: added to the gradient."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's term for numerical stability."""
-    momentum: Beta = 0.9
-    """Momentum of sgd."""
-    fused: bool = True
-    """One kernel that unscales, clips, steps or skips; false: the textbook path, which reads once per step."""
+from dist_amp.settings import OptimConfig
 
 
 @dataclass(frozen=True)

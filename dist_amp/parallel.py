@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,40 +19,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_amp.blocks import Checkpointing
-from dist_amp.config import ConfigError, Range
-from dist_amp.fused import local
-from dist_amp.precision import DTYPES, Precision, PrecisionConfig
-from dist_amp.runtime import DataError, World
+from dist_amp.config.validate import replicas_of
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.fast.fused import local
+from dist_amp.precision import DTYPES, Precision
+from dist_amp.settings import ParallelConfig, Strategy
+from dist_amp.world import World
 
-Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 # float32 parameter, gradient and AdamW's two moments.
 BYTES_PER_PARAMETER = 16
+
 NOTHING = nullcontext()
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
-    """single: one process; ddp: a whole copy per rank; fsdp: one copy sharded over all ranks; hsdp: sharded within
-    each of `replicas` groups; auto: single for one process, else ddp where the training state fits in half of the
-    device's memory, else fsdp."""
-    replicas: Annotated[int, Range(low=1)] | Literal["auto"] = "auto"
-    """hsdp: how many copies there are, each sharded over world_size / replicas ranks; auto: one per machine, or two."""
-    param_dtype: Literal["fp32", "bf16"] = "fp32"
-    """fsdp, hsdp: what parameters and moments are stored and updated in; bf16 halves them and loses small updates."""
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """fsdp, hsdp: what gradients are summed over ranks in, and accumulated in."""
-    comm_dtype: Literal["off", "bf16", "fp16"] = "off"
-    """ddp: compress gradients to this while they travel; off: as they are."""
-    accumulate_reduce: Literal["last", "every"] = "last"
-    """fsdp, hsdp: reduce gradients after the last micro-batch only (holds 4 bytes per parameter unsharded on each
-    rank), or after every one (holds 4 / world_size bytes, and sends up to twice as much: docs/collectives.md)."""
-    activation_checkpointing: Checkpointing = "none"
-    """Blocks whose activations are not kept for backward but computed again in it: none, full (all), or every n-th.
-    full leaves one block's activations and the inputs of all, for about a third more computation."""
-    cpu_offload: bool = False
-    """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; costs a host read per step."""
 
 
 @dataclass(frozen=True)
@@ -246,49 +223,6 @@ def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> St
     state = f"weights, gradients and moments ({need / 2**30:.2f} GiB)"
     world.say(f"parallel.strategy=auto: {strategy}, because {state} {verb} {room}")
     return strategy
-
-
-def check_parallel(config: ParallelConfig, strategy: Strategy, precision: PrecisionConfig, world: World) -> None:
-    """Refuse settings that do not go together; each line says what would."""
-    on_cpu = world.device.type == "cpu"
-    if strategy in ("fsdp", "hsdp"):
-        dtypes = {name: getattr(config, name) for name in ("param_dtype", "reduce_dtype")}
-        half = next((f"parallel.{name}={dtype}" for name, dtype in dtypes.items() if dtype != "fp32"), None)
-        if half and not precision.use_amp:
-            raise ConfigError(f"{half} needs use_amp=true: use_amp=false is float32 everywhere; use fp32")
-        if half and precision.cast_by == "autocast":
-            raise ConfigError(f"{half} needs precision.cast_by=policy: autocast works on float32 parameters; use fp32")
-        if config.reduce_dtype == "fp16" and precision.name != "fp16":
-            raise ConfigError(
-                "parallel.reduce_dtype=fp16 needs precision.dtype=fp16: without its loss scaler small gradients become "
-                "zero; use fp32 or bf16"
-            )
-        if config.comm_dtype != "off":
-            world.warn(f"parallel.comm_dtype={config.comm_dtype} has no effect under {strategy}: use reduce_dtype")
-        if config.cpu_offload and on_cpu:
-            raise ConfigError(
-                "parallel.cpu_offload=true needs a GPU to offload from, and run.device is the CPU; use false"
-            )
-    if strategy == "hsdp" and world.world_size % (replicas := replicas_of(config, world)):
-        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
-        raise ConfigError(
-            f"parallel.replicas={replicas} does not divide {world.world_size} ranks; use one of {divisors}"
-        )
-    if strategy == "ddp" and config.comm_dtype == "fp16" and precision.name != "fp16":
-        raise ConfigError(
-            "parallel.comm_dtype=fp16 needs precision.dtype=fp16: without its loss scaler small gradients become zero; "
-            "use bf16 or off"
-        )
-    if strategy == "ddp" and config.comm_dtype == "bf16" and on_cpu:
-        raise ConfigError("parallel.comm_dtype=bf16 needs GPUs: on a CPU gloo does not sum bf16; use off")
-
-
-def replicas_of(config: ParallelConfig, world: World) -> int:
-    """How many copies of the model hsdp keeps."""
-    if config.replicas != "auto":
-        return config.replicas
-    machines = world.world_size // world.local_world_size
-    return machines if machines > 1 else 2
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:

@@ -12,52 +12,18 @@ Exactly one of two casts: `torch.autocast` chooses per operation and keeps the s
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dist_amp.config import ConfigError, Range
-from dist_amp.runtime import World
+from dist_amp.config.validate import check_dtype
+from dist_amp.errors import ConfigError
+from dist_amp.runtime.process import set_tf32
+from dist_amp.settings import PrecisionConfig, ScalerConfig
+from dist_amp.world import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-# (native from, works from): CUDA compute capabilities. Source: CUDA C++ programming guide, arithmetic instructions.
-# Between the two, arithmetic is emulated or runs at a fraction of float32's rate.
-CAPABILITY = {"bf16": ((8, 0), (5, 3)), "fp16": ((7, 0), (5, 3))}
-
-
-@dataclass(frozen=True)
-class ScalerConfig:
-    init_scale: Annotated[float, Range(above=0)] = 65536.0
-    """The loss is multiplied by this at the start, so that small gradients do not vanish in fp16."""
-    growth_factor: Annotated[float, Range(above=1)] = 2.0
-    """What the scale is multiplied by after growth_interval finite steps in a row."""
-    backoff_factor: Annotated[float, Range(above=0, below=1)] = 0.5
-    """What the scale is multiplied by after a step that was not finite."""
-    growth_interval: Annotated[int, Range(low=1)] = 2000
-    """Finite steps in a row before the scale grows."""
-    min_scale: Annotated[float, Range(above=0)] = 1.0
-    """End the run when the scale has fallen below this: gradients that no scale makes finite do not come from it."""
-
-
-@dataclass(frozen=True)
-class PrecisionConfig:
-    use_amp: bool = True
-    """Mixed precision; false computes everything in float32."""
-    dtype: Literal["bf16", "fp16"] = "bf16"
-    """What mixed precision computes in; fp16 comes with the loss scaler."""
-    cast_by: Literal["auto", "autocast", "policy"] = "auto"
-    """Who casts: autocast (any strategy) or FSDP2's policy (fsdp, hsdp); auto: the policy where there is one."""
-    tf32: bool = False
-    """Let CUDA round float32 products to TF32 (10 bits of mantissa) on the tensor cores."""
-    scaler: ScalerConfig = field(default_factory=ScalerConfig)
-    """The fp16 loss scaler; without effect in bf16 and float32."""
-
-    @property
-    def name(self) -> str:
-        return self.dtype if self.use_amp else "fp32"
 
 
 class Precision:
@@ -162,24 +128,3 @@ def build_precision(config: PrecisionConfig, sharded: bool, world: World) -> Pre
         return Precision(config, "nothing", world.device)
     by_policy = config.cast_by == "policy" or (config.cast_by == "auto" and sharded)
     return Precision(config, "policy" if by_policy else "autocast", world.device, sharded)
-
-
-def set_tf32(on: bool) -> None:
-    """CUDA's float32 products: TF32 or true float32, in matmuls and convolutions alike (torch's defaults differ)."""
-    torch.set_float32_matmul_precision("high" if on else "highest")
-    torch.backends.cudnn.allow_tf32 = on
-
-
-def check_dtype(config: PrecisionConfig, world: World) -> None:
-    """Refuse a dtype that the device can't compute in; warn of one that it only emulates."""
-    if world.device.type != "cuda" or not config.use_amp or torch.version.hip:
-        return  # CPUs and ROCm's GPUs compute in both
-    capability = torch.cuda.get_device_capability(world.device)
-    native, works = CAPABILITY[config.dtype]
-    device = f"{torch.cuda.get_device_name(world.device)} (compute capability {capability[0]}.{capability[1]})"
-    if capability < works:
-        can = [name for name, (_, since) in CAPABILITY.items() if capability >= since]
-        others = f"precision.dtype={' or '.join(can)}, or " if can else ""
-        raise ConfigError(f"precision.dtype={config.dtype}: {device} can't; use {others}--use_amp false")
-    if capability < native:
-        world.warn(f"{device} only emulates {config.dtype}: expect it to be slower than float32")

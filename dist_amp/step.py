@@ -6,79 +6,21 @@ where an epoch ends; a step is applied or skipped.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from dist_amp.config import ConfigError, Range
 from dist_amp.data import Padding
-from dist_amp.interval import StepReport
-from dist_amp.runtime import DataError
+from dist_amp.errors import DataError
+from dist_amp.run import Run
 from dist_amp.task import Task
+from dist_amp.telemetry.async_copy import StepReport
 
-if TYPE_CHECKING:
-    from dist_amp.run import Run
-
-Count = Annotated[int, Range(low=1)]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    steps: Annotated[int, Range(low=1, high=10_000_000)] = 100
-    """Optimizer steps, applied or skipped."""
-    micro_batch_size: Count = 8
-    """Samples in one forward and backward of one rank."""
-    accumulation_steps: Count | Literal["auto"] = "auto"
-    """Micro-batches in a step; auto: as global_batch_size asks for, else 1."""
-    global_batch_size: Count | Literal["auto"] = "auto"
-    """Samples in a step over all ranks: micro_batch_size x ranks x accumulation_steps; auto: that product."""
-    clip_by: Literal["norm", "value", "off"] = "norm"
-    """Limit the norm of all gradients together, or each of their elements, or nothing."""
-    max_grad_norm: Annotated[float, Range(above=0)] = 1.0
-    """The limit of clip_by=norm."""
-    max_grad_value: Annotated[float, Range(above=0)] = 1.0
-    """The limit of clip_by=value."""
-    max_skips_in_a_row: Count = 50
-    """End the run when so many steps in a row were skipped; looked at every metrics.log_every steps."""
-    gc_every: Count | Literal["off"] = 50
-    """Steps between Python's collections of garbage, on all ranks at once; off: whenever Python likes, which holds up
-    the other ranks for each rank's."""
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    every: Count | Literal["off"] = 100
-    """Steps between evaluations; there is one at the end as well. off: none at all."""
-    batches: Count | Literal["all"] = "all"
-    """How many micro-batches of each rank an evaluation takes."""
-
-
-def accumulation_steps(config: TrainConfig, world_size: int) -> int:
-    """Micro-batches per step, from whichever of accumulation_steps and global_batch_size is set."""
-    per_round = config.micro_batch_size * world_size
-    if config.global_batch_size == "auto":
-        return 1 if config.accumulation_steps == "auto" else config.accumulation_steps
-    wanted, rest = divmod(config.global_batch_size, per_round)
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    if rest:
-        near = max(1, round(config.global_batch_size / per_round)) * per_round
-        raise ConfigError(
-            f"train.global_batch_size={config.global_batch_size} is not a multiple of micro_batch_size "
-            f"{config.micro_batch_size} x {ranks} = {per_round}; use global_batch_size={near}"
-        )
-    if config.accumulation_steps not in ("auto", wanted):
-        product = per_round * config.accumulation_steps
-        raise ConfigError(
-            f"train.global_batch_size={config.global_batch_size} is not micro_batch_size {config.micro_batch_size} x "
-            f"{ranks} x accumulation_steps {config.accumulation_steps} = {product}; use accumulation_steps={wanted}"
-        )
-    return wanted
-
-
-def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
+def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     """Apply one optimizer step from this rank's micro-batches; nothing here waits for the device.
 
     Every rank calls it with equally many micro-batches; `Padding` counts for nothing.
@@ -102,7 +44,7 @@ def train_step(run: "Run", micro_batches: Sequence[Any]) -> StepReport:
     return StepReport(losses, totals.weight, totals.norm, applied)
 
 
-def evaluate(run: "Run", stop: Callable[[], bool] | None = None) -> dict[str, float]:
+def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
     """The held-out loss, and the task's own metrics: weighted means over all ranks, equal on every rank.
 
     Empty where the task holds nothing out, and where `stop`, called between batches, returned True on every rank.

@@ -14,19 +14,9 @@ No base class and no registry: `Task` only writes the methods down. Optional met
 A constructor parameter called `data` gets the `[data]` section; every other one is set by `--task.args.NAME VALUE`.
 """
 
-import importlib
-import inspect
-import sys
-from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
-from functools import cache, partial
-from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from typing import Any, Protocol
 
 from torch import Tensor, nn
-
-from dist_amp.config import ConfigError, nearest_name
 
 
 class Task(Protocol):
@@ -46,111 +36,3 @@ class Task(Protocol):
 
     def weight(self, batch: Any) -> float | Tensor:
         """What the loss is divided by, over all ranks and micro-batches: a number, or a scalar tensor of the device."""
-
-
-SIGNATURES = {
-    "build_model": "build_model(self) -> nn.Module",
-    "build_dataset": "build_dataset(self, split) -> dataset",
-    "loss_sum": "loss_sum(self, model, batch) -> Tensor",
-    "weight": "weight(self, batch) -> number",
-}
-INJECTED = "data"  # the one constructor parameter that is not a setting
-
-
-@dataclass(frozen=True)
-class TaskConfig:
-    target: str = "dist_amp.tasks.causal_lm:CausalLM"
-    """The task's class, as module:Class or path/to/file.py:Class."""
-    args: Any = field(default_factory=dict)
-    """The task's constructor arguments."""
-
-
-def find_task(target: str) -> type[Task]:
-    """The class that `target` names. Errors: ConfigError where it can't be imported, is missing or lacks a method."""
-    module_name, colon, class_name = target.partition(":")
-    if not (module_name and colon and class_name):
-        raise ConfigError(f"task.target={target} must be module:Class or path/to/file.py:Class")
-    cls = getattr(_import(module_name, target), class_name, None)
-    if not inspect.isclass(cls):
-        module = _dotted(module_name)
-        inside = vars(sys.modules[module]).items()
-        classes = [name for name, value in inside if inspect.isclass(value) and value.__module__ == module]
-        near = nearest_name(class_name, classes)
-        hint = f"; did you mean {near}?" if near else ""
-        raise ConfigError(f"task.target={target}: there is no class {class_name} in {module_name}{hint}")
-    for method, signature in SIGNATURES.items():
-        if not callable(getattr(cls, method, None)):
-            raise ConfigError(f"task.target={target} lacks the method {method}; add `def {signature}`")
-    return cls  # type: ignore[return-value]
-
-
-def _dotted(module_name: str) -> str:
-    return Path(module_name).stem if module_name.endswith(".py") else module_name
-
-
-def _import(module_name: str, target: str) -> Any:
-    folder = str(Path(module_name).parent.resolve()) if module_name.endswith(".py") else str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(_dotted(module_name))
-    except ModuleNotFoundError as error:
-        if not f"{_dotted(module_name)}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"task.target={target}: it imports {error.name}, which is missing; install that"
-            ) from error
-        raise ConfigError(
-            f"task.target={target}: there is no module {module_name} in {folder}, and none is installed"
-        ) from None
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"task.target={target}: importing it failed with {type(error).__name__}: {error}") from error
-    found = getattr(module, "__file__", None)
-    if module_name.endswith(".py") and (found is None or Path(found).resolve() != Path(module_name).resolve()):
-        raise ConfigError(
-            f"task.target={target}: another module is called {_dotted(module_name)} too ({found or 'built in'}); "
-            f"rename {module_name}"
-        )
-    return module
-
-
-@cache
-def args_dataclass(cls: type) -> type:
-    """A dataclass of the constructor's parameters, by which `task.args` is checked and shown in --help."""
-    constructor = vars(cls).get("__init__") or getattr(cls, "__init__")  # noqa: B009 (mypy doubts the plain form)
-    if constructor is object.__init__:
-        return make_dataclass("Args", [], frozen=True)
-    try:
-        hints = get_type_hints(constructor, include_extras=True)
-    except NameError as error:
-        raise ConfigError(f"{cls.__name__}: a type in its constructor is not known: {error}; import it") from error
-    items: list[Any] = []
-    for parameter in list(inspect.signature(cls).parameters.values()):
-        if parameter.name == INJECTED or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        default = parameter.default
-        if default is parameter.empty:
-            items.append((parameter.name, hints.get(parameter.name, int | float | str)))
-            continue
-        hint = hints.get(parameter.name, str | None if default is None else type(default))
-        made_by = vars(cls).get("__dataclass_fields__", {}).get(parameter.name, field()).default_factory
-        if made_by is MISSING and type(default).__hash__ is None:  # a list: every task gets its own
-            made_by = partial(deepcopy, default)
-        default_field: Any = field(default=default) if made_by is MISSING else field(default_factory=made_by)
-        items.append((parameter.name, hint, default_field))
-    required_first = sorted(items, key=len)
-    return make_dataclass("Args", required_first, frozen=True, namespace={"__doc__": inspect.getdoc(cls) or ""})
-
-
-def build_task(config: TaskConfig, data: Any) -> Task:
-    """Construct the task with its arguments, and with the data section if it asks for it."""
-    cls = find_task(config.target)
-    args: Mapping[str, Any] = config.args
-    if is_dataclass(args):
-        args = {item.name: getattr(args, item.name) for item in fields(args)}
-    known = inspect.signature(cls).parameters
-    if INJECTED in known:
-        args = {**args, INJECTED: data}
-    try:
-        return cls(**args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"task.target={config.target} refuses its task.args: {error}") from error

@@ -10,9 +10,11 @@ import argparse
 import os
 import sys
 
-from dist_amp.run import load_config
-from dist_amp.runtime import Failure, World, run_folder
+from dist_amp.config.load import load_config
+from dist_amp.errors import Failure
+from dist_amp.runtime.run_folder import run_folder
 from dist_amp.train import main
+from dist_amp.world import World
 
 try:
     import ray

@@ -27,9 +27,10 @@ import torch
 from restless import MAIN_ONLY, POINTS, STEPS_BETWEEN
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dist_amp.checkpoint_files import Reader, all_checkpoints, fault_of, read_into, read_manifest
-from dist_amp.resume import to_resume
-from dist_amp.runtime import World
+from dist_amp.checkpoint.format import all_checkpoints, fault_of, read_manifest
+from dist_amp.checkpoint.reader import Reader, read_into
+from dist_amp.checkpoint.resume import to_resume
+from dist_amp.world import World
 
 TESTS = Path(__file__).parent
 WORDS = {

@@ -71,7 +71,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from dist_amp.runtime import RunConfig, locate
+    from dist_amp.settings import RunConfig
+    from dist_amp.world import locate
 
     # Loader workers end when their parent does, and a forkserver's children have the server for a parent.
     multiprocessing.set_start_method("fork", force=True)

@@ -62,7 +62,8 @@ def die_at(point, step):
     """Make this process kill itself at a point of writing the checkpoint of `step`."""
     import shutil
 
-    from dist_amp import checkpoint, checkpoint_writing
+    from dist_amp.checkpoint import saver as checkpoint
+    from dist_amp.checkpoint import writer as checkpoint_writing
 
     def dying(module, name, after=False, calls=1, when=lambda *args: True):
         real, seen = getattr(module, name), []

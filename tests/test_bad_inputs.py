@@ -16,14 +16,15 @@ from ranks import on_ranks
 from tiny import Rows, Tiny, make_run, take_steps
 from torch import nn
 
-from dist_amp import runtime
-from dist_amp.config import Failure
-from dist_amp.explain import explain_data as explain
-from dist_amp.rendezvous import meet
-from dist_amp.run import load_config
-from dist_amp.runtime import DataError, RunConfig, World, start
+from dist_amp import world as runtime
+from dist_amp.config.load import load_config
+from dist_amp.errors import DataError, Failure
+from dist_amp.runtime.rendezvous import rendezvous
+from dist_amp.settings import RunConfig
 from dist_amp.step import evaluate, loss_of
+from dist_amp.supervise.explain import explain_data as explain
 from dist_amp.tasks import documents
+from dist_amp.world import World, start
 
 SMALL = ["--train.micro_batch_size", 4, "--data.shuffle", "false"]
 
@@ -108,7 +109,7 @@ def test_a_meeting_place_that_is_none_names_the_variable(join, given, name):
 
 def meets(port, rank, world_size, told):
     try:
-        meet(rank, world_size, 20)
+        rendezvous(rank, world_size, 20)
     except Failure as error:
         told[rank] = str(error)
 

@@ -33,9 +33,9 @@ from dist_amp.bench.amp.report import REDUCED_BANNER, markdown, mebibytes, publi
 from dist_amp.bench.amp.roofline import BOUNDS, Ceilings, Work, count
 from dist_amp.bench.amp.verdict import add_parity, best, si, verdict
 from dist_amp.bench.loops import Loop
-from dist_amp.config import ConfigError
-from dist_amp.interval import Clock
-from dist_amp.runtime import DataError, World
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.telemetry.async_copy import Clock
+from dist_amp.world import World
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from dist_amp.bench import gpu, gpu_cells
 from dist_amp.bench.gpu_report import draw, markdown, save, targets, targets_table
 from dist_amp.bench.loops import bare
 from dist_amp.bench.report import BARE
-from dist_amp.config import ConfigError
+from dist_amp.errors import ConfigError
 
 ONE_CELL = ("--smoke", "--models", "124m", "--modes", "eager", "--precisions", "bf16", "--rounds", "1")
 

@@ -14,7 +14,7 @@ from dist_amp.bench.harness import median_interval
 from dist_amp.bench.loops import bare
 from dist_amp.bench.overhead_report import OUR_UPDATE, TELEMETRY, UPDATE, Cell, verdict
 from dist_amp.bench.report import PEERS
-from dist_amp.runtime import World
+from dist_amp.world import World
 
 TINY = Cell("tiny", "bf16", 1, "single")
 # As the ranks of the command have it.

@@ -11,17 +11,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_amp import blocks
-from dist_amp.blocks import CompileConfig, check_compile
-from dist_amp.config import ConfigError
-from dist_amp.data import DataConfig
-from dist_amp.nonfinite import examine
-from dist_amp.proof.compare import capture
-from dist_amp.proof.reference import relative_error
-from dist_amp.run import load_config
-from dist_amp.runtime import World
+from dist_amp.config.load import load_config
+from dist_amp.diagnostics.nonfinite import examine
+from dist_amp.errors import ConfigError
+from dist_amp.fast.compile import as_compiled_so_far, check_compile
+from dist_amp.runtime import recompute
+from dist_amp.settings import CompileConfig, DataConfig
 from dist_amp.step import loss_of
 from dist_amp.tasks.causal_lm import CausalLM
+from dist_amp.verify.compare import capture
+from dist_amp.verify.reference import relative_error
+from dist_amp.world import World
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
 FP32, BF16 = ["--use_amp", "false"], ["--precision.dtype", "bf16"]
@@ -191,7 +191,7 @@ def test_what_is_recomputed_is_not_kept():
 
 def test_an_evaluation_recomputes_nothing(monkeypatch):
     run = bytes_run(World(), Bytes(), *FULL)
-    monkeypatch.setattr(blocks, "checkpoint", lambda *args, **kwargs: pytest.fail("an evaluation pays for it"))
+    monkeypatch.setattr(recompute, "checkpoint", lambda *args, **kwargs: pytest.fail("an evaluation pays for it"))
     with run.parallel.evaluating():
         run.task.loss_sum(run.model, next(run.data)[0])
 
@@ -216,7 +216,7 @@ def compilations(world, words):
             run.task.loss_sum(run.model, batch)
 
     def sample():
-        with run.parallel.evaluating(), blocks.as_compiled_so_far():
+        with run.parallel.evaluating(), as_compiled_so_far():
             run.task.sample_bytes = 10
             run.task.sample(run.parallel.module)
 

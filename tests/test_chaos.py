@@ -7,7 +7,7 @@ import chaos
 import pytest
 from chaos import LAYOUTS, Chaos, differences
 
-from dist_amp.checkpoint_files import all_checkpoints
+from dist_amp.checkpoint.format import all_checkpoints
 
 SHORT = {"train.steps": 30, "eval.every": 10}
 

@@ -10,10 +10,11 @@ from ranks import on_ranks
 from tiny import Overflow, Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.checkpoint import save
-from dist_amp.checkpoint_files import all_checkpoints, read_manifest
-from dist_amp.resume import to_resume
-from dist_amp.runtime import DataError, World
+from dist_amp.checkpoint.format import all_checkpoints, read_manifest
+from dist_amp.checkpoint.resume import to_resume
+from dist_amp.checkpoint.state import save
+from dist_amp.errors import DataError
+from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp"), (4, "hsdp")]
 ELASTIC = ["--train.global_batch_size", 12, "--train.micro_batch_size", 1, "--train.accumulation_steps", "auto"]

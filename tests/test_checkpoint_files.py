@@ -20,20 +20,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
-from dist_amp import checkpoint_files, checkpoint_writing
-from dist_amp.checkpoint import Saver, save
-from dist_amp.checkpoint_files import (
-    Manifest,
-    Reader,
-    all_checkpoints,
-    fault_of,
-    hash_files,
-    read_manifest,
-    set_aside_after,
-)
-from dist_amp.config import Failure
-from dist_amp.resume import to_resume
-from dist_amp.runtime import DataError, World
+from dist_amp.checkpoint import format as checkpoint_files
+from dist_amp.checkpoint import writer as checkpoint_writing
+from dist_amp.checkpoint.format import Manifest, all_checkpoints, fault_of, hash_files, quarantine_after, read_manifest
+from dist_amp.checkpoint.reader import Reader
+from dist_amp.checkpoint.resume import to_resume
+from dist_amp.checkpoint.saver import Saver
+from dist_amp.checkpoint.state import save
+from dist_amp.errors import DataError, Failure
+from dist_amp.world import World
 
 
 def two_checkpoints(folder):
@@ -262,7 +257,7 @@ def test_refused_checkpoints_are_set_aside_and_their_steps_saved_anew(tmp_path):
     (two_checkpoints(tmp_path)[-1] / "__0_0.distcp").write_bytes(b"damaged")
     (tmp_path / "checkpoints/.step_00000003.writing").mkdir()
     run = resumed(tmp_path)
-    assert [path.name for path in set_aside_after(tmp_path, run.step)] == ["refused_step_00000002"]
+    assert [path.name for path in quarantine_after(tmp_path, run.step)] == ["refused_step_00000002"]
     take_steps(run, 1)
     save(run)
     assert to_resume("auto", tmp_path, World()).name == "step_00000002"

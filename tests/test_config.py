@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from dist_amp.config import ConfigError, flat_values
-from dist_amp.parallel import ParallelConfig, check_parallel
-from dist_amp.precision import PrecisionConfig, ScalerConfig, build_precision
-from dist_amp.run import load_config, to_toml
-from dist_amp.runtime import World
-from dist_amp.step import TrainConfig, accumulation_steps
+from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.parse import flat_values
+from dist_amp.config.validate import accumulation_steps, check_parallel
+from dist_amp.errors import ConfigError
+from dist_amp.precision import build_precision
+from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, TrainConfig
 from dist_amp.train import main
+from dist_amp.world import World
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TWO_RANKS = World(world_size=2, local_world_size=2)

@@ -9,8 +9,9 @@ from ranks import on_ranks
 from tiny import EmptyDataset, Rows, Tiny, make_run
 
 from dist_amp import data
-from dist_amp.data import Batches, Padding, Plan, deal, epoch_order, to_device
-from dist_amp.runtime import DataError, World
+from dist_amp.data import Batches, Padding, Plan, epoch_order, shard_step, to_device
+from dist_amp.errors import DataError
+from dist_amp.world import World
 
 
 class Numbered:
@@ -71,12 +72,12 @@ def test_a_position_is_all_that_it_takes_to_go_on(workers):
 
 def test_the_end_of_an_epoch_is_dealt_out_evenly_and_padded_where_a_rank_has_none():
     window = list(range(10, 17))
-    shares = [deal(window, world_size=4, micro_batch_size=2, rank=rank) for rank in range(4)]
+    shares = [shard_step(window, world_size=4, micro_batch_size=2, rank=rank) for rank in range(4)]
     assert [[len(share.indices) for share in rank] for rank in shares] == [[2], [2], [2], [1]]
-    shares = [deal(window[:2], world_size=4, micro_batch_size=2, rank=rank) for rank in range(4)]
+    shares = [shard_step(window[:2], world_size=4, micro_batch_size=2, rank=rank) for rank in range(4)]
     assert [[share.counts for share in rank] for rank in shares] == [[True], [True], [False], [False]]
     for length in range(1, 40):
-        per_rank = [deal(range(length), 3, 4, rank) for rank in range(3)]
+        per_rank = [shard_step(range(length), 3, 4, rank) for rank in range(3)]
         assert len({len(rank) for rank in per_rank}) == 1, "every rank takes part equally often"
 
 

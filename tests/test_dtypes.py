@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from tiny import HalfLoss, Rows, Tiny
 from torch import Tensor, nn
 
-from dist_amp.proof.dtypes import dtype_report
-from dist_amp.run import load_config
-from dist_amp.runtime import World
+from dist_amp.config.load import load_config
+from dist_amp.verify.dtypes import dtype_report
+from dist_amp.world import World
 
 TINY_GPT = ["--task.args.width", 16, "--task.args.context", 8, "--task.args.layers", 3, "--train.micro_batch_size", 2]
 

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, load_model
 from tiny import Tiny, make_run, take_steps
 from torch import nn
 
-from dist_amp import export, sample
-from dist_amp.checkpoint import save
-from dist_amp.checkpoint_files import CONFIG, MANIFEST, hash_files, read_manifest
-from dist_amp.run import load_config
-from dist_amp.runtime import DataError, World
-from dist_amp.task import build_task
+from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
+from dist_amp.checkpoint.state import save
+from dist_amp.commands import export, sample
+from dist_amp.config.load import load_config
+from dist_amp.config.task_class import build_task
+from dist_amp.errors import DataError
+from dist_amp.world import World
 
 SMALL_GPT = ["--task.args.context", 8, "--task.args.width", 16, "--task.args.layers", 1, "--task.args.sample_bytes", 5]
 FEW_STEPS = ["--train.steps", 10, "--train.micro_batch_size", 2, "--use_amp", "false", "--optim.lr", 0.1]

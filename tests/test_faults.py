@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dist_amp.checks import Tripwires, scale_follows_the_counts
-from dist_amp.config import Failure
 from dist_amp.data import Padding
-from dist_amp.fused import local
-from dist_amp.interval import StepReport
+from dist_amp.diagnostics.consistency import Consistency, scale_follows_the_counts
+from dist_amp.errors import Failure, NumericsError
+from dist_amp.fast.fused import local
 from dist_amp.optim import Optimizer
-from dist_amp.runtime import NumericsError, World
 from dist_amp.step import loss_of, mark_last, total_weight, train_step
+from dist_amp.telemetry.async_copy import StepReport
+from dist_amp.world import World
 
 # ---- faults in the loop: verify's comparison finds them ----
 
@@ -136,9 +136,9 @@ def cleared_between_micro_batches(run, micro_batches):
 
 
 def verdict_of(world, strategy, precision, step, accumulation=4, **options):
-    from dist_amp.proof.compare import Cell, examine
-    from dist_amp.proof.reference import Exam
-    from dist_amp.run import load_config
+    from dist_amp.config.load import load_config
+    from dist_amp.verify.compare import Cell, examine
+    from dist_amp.verify.reference import Exam
 
     exam = Exam(load_config([], environ={}), world.device, Tiny(samples=300, uneven=True))
     cell = Cell(strategy, precision, accumulation=(accumulation,) * 5, **options)
@@ -225,7 +225,7 @@ class RanksRemember(Tiny):
 
 def failure_of(world, plant, task, *words):
     """What stops 8 steps of the main job after `plant(run)`; "" if they end well."""
-    from dist_amp.runtime import AgreedStop
+    from dist_amp.supervise.signals import AgreedStop
     from dist_amp.train import train
 
     small = ["--train.steps", 8, "--metrics.log_every", 2, "--debug.check_every", 2, "--train.micro_batch_size", 2]
@@ -509,7 +509,7 @@ def test_thousands_of_skips_are_followed_without_end_or_overflow():
 
 def buffers_after_training(world, check_every):
     """A run that is looked at, and one that is not, take the same steps."""
-    from dist_amp.runtime import AgreedStop
+    from dist_amp.supervise.signals import AgreedStop
     from dist_amp.train import train
 
     words = ["--train.steps", 7, "--metrics.log_every", 1, "--debug.check_every", check_every]
@@ -530,7 +530,7 @@ def test_tripwires_can_be_turned_off():
 def reads_of_tripwires(world):
     """(host reads of an ordinary step, of a log step that is not yet time to check at)."""
     run = make_run(world, Tiny(), "--debug.check_every", 10)
-    tripwires = Tripwires(run)
+    tripwires = Consistency(run)
     batches = [next(run.data) for _ in range(2)]
     for run.step in (1, 2):
         run.metrics.record(train_step(run, batches[run.step - 1]))

@@ -8,8 +8,9 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.fused import FusedAdamW, FusedSGD
-from dist_amp.optim import OptimConfig, build_torch_optimizer, make_state
+from dist_amp.fast.fused import FusedAdamW, FusedSGD
+from dist_amp.optim import build_torch_optimizer, make_state
+from dist_amp.settings import OptimConfig
 
 CONFIGS = {
     "adamw": OptimConfig(lr=0.01),

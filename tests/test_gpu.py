@@ -17,14 +17,15 @@ from tiny import Tiny, log, make_run, parameters_of, take_steps
 
 from dist_amp.bench.gpu import main as gpu_bench
 from dist_amp.bench.gpu_report import SAME, targets
-from dist_amp.checkpoint import Saver
-from dist_amp.checks import Tripwires
-from dist_amp.peaks import item_seconds_at_peak
-from dist_amp.profiling import memory_history
-from dist_amp.provenance import Provenance
-from dist_amp.run import load_config
-from dist_amp.runtime import RunConfig, World, locate
+from dist_amp.checkpoint.saver import Saver
+from dist_amp.config.load import load_config
+from dist_amp.diagnostics.consistency import Consistency
+from dist_amp.diagnostics.profiling import memory_history
+from dist_amp.diagnostics.replay import NonfiniteReplay
+from dist_amp.settings import RunConfig
 from dist_amp.step import train_step
+from dist_amp.telemetry.mfu import item_seconds_at_peak
+from dist_amp.world import World, locate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -75,7 +76,7 @@ def test_the_main_job_uses_every_gpu(launch, tmp_path, strategy):
 
 
 def test_a_checkpoint_of_a_gpu_is_read_on_a_cpu_and_back(tmp_path):
-    from dist_amp.checkpoint import save
+    from dist_amp.checkpoint.state import save
 
     words = ["--run.dir", tmp_path, "--precision.dtype", "fp16", "--precision.scaler.init_scale", 256]
     run = make_run(gpu(), Tiny(), *words)
@@ -100,7 +101,7 @@ def test_verify_proves_every_way_of_running_on_these_gpus(tmp_path):
 
 def test_tripwires_wait_for_the_device_only_at_their_checks():
     run = make_run(gpu(), Tiny())
-    tripwires, provenance = Tripwires(run), Provenance(run)
+    tripwires, provenance = Consistency(run), NonfiniteReplay(run)
     batches = [next(run.data) for _ in range(20)]
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -18,21 +18,23 @@ from ranks import on_ranks
 from test_train import TINY, wait_for
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp import explain, guards
-from dist_amp.checkpoint import save
-from dist_amp.config import ConfigError, Failure
-from dist_amp.explain import Roll, explain_disk
-from dist_amp.guards import check_alike, check_free_space, check_restarts, only_live_run
-from dist_amp.resume import FREE_TO_CHANGE
-from dist_amp.run import load_config, to_toml
-from dist_amp.runtime import World
+from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
+from dist_amp.checkpoint.state import save
+from dist_amp.config.load import load_config, to_toml
+from dist_amp.errors import ConfigError, Failure
+from dist_amp.supervise import preflight as guards
+from dist_amp.supervise import watchdog
+from dist_amp.supervise.explain import explain_disk
+from dist_amp.supervise.preflight import check_free_space, check_ranks_alike, check_restarts, only_live_run
+from dist_amp.supervise.watchdog import RankWatchdog
+from dist_amp.world import World
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from dist_amp.guards import only_live_run
-from dist_amp.run import load_config, to_toml
-from dist_amp.runtime import World
+from dist_amp.supervise.preflight import only_live_run
+from dist_amp.config.load import load_config, to_toml
+from dist_amp.world import World
 with only_live_run(Path(sys.argv[1]), World()):
     print("held", flush=True)
     time.sleep(60)
@@ -91,7 +93,7 @@ def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_va
 
 
 def told_of_alike(world, differs=None):
-    """What check_alike says where rank 1 has something else."""
+    """What check_ranks_alike says where rank 1 has something else."""
     text = to_toml(load_config(["--task.target", "tiny:Tiny", "--data.path", "/disk"], environ={}))
     if world.rank == 1 and differs == "a setting":
         text = text.replace("lr = 0.0003", "lr = 0.001")
@@ -103,7 +105,7 @@ def told_of_alike(world, differs=None):
         changed = guards.code_of("tiny:Tiny") | {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
         guards.code_of, real = lambda target: changed, guards.code_of
     try:
-        check_alike("tiny:Tiny", text, world)
+        check_ranks_alike("tiny:Tiny", text, world)
     except ConfigError as error:
         return str(error)
     finally:
@@ -150,7 +152,7 @@ def test_what_an_editor_or_a_notebook_leaves_beside_the_code_is_not_compared(tmp
     for name in ("step.py", ".step.py", "tasks/own.py", ".ipynb_checkpoints/step-checkpoint.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    monkeypatch.setattr(guards, "__file__", str(tmp_path / "guards.py"))
+    monkeypatch.setattr(guards, "__file__", str(tmp_path / "supervise" / "preflight.py"))
     assert set(guards.code_of("tiny:Tiny")) == {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
 
 
@@ -182,8 +184,8 @@ def test_a_full_or_read_only_disk_is_one_line_with_the_path(tmp_path, number, wo
 
 def what_ranks_say(world, of_rank_1, error):
     """Rank 0's collective failed; rank 1 failed by itself, or waited too, or says nothing."""
-    explain.ANSWER_SECONDS = 1.0
-    roll = Roll(world)
+    watchdog.ANSWER_SECONDS = 1.0
+    roll = RankWatchdog(world)
     world.barrier()
     told = None
     if world.rank == 0:
@@ -212,11 +214,11 @@ def test_a_failed_collective_names_the_rank_that_does_not_answer_and_leaves_the_
 
 
 def test_a_rank_whose_store_does_not_answer_names_rank_0_beside_it_and_what_may_be_wrong(monkeypatch):
-    monkeypatch.setattr(explain, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(Roll, "_exchange", lambda *args: time.sleep(5))
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(RankWatchdog, "_exchange", lambda *args: time.sleep(5))
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}.items():
         monkeypatch.setenv(name, value)
-    roll = Roll(World())
+    roll = RankWatchdog(World())
     roll._world, roll._processes = World(rank=1, world_size=2), [("host-a", 7), ("host-b", 8)]
     error = roll.explain(RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"))
     assert str(error).startswith(
@@ -232,7 +234,7 @@ def process_of(world):
 def who_waits(world):
     """Rank 1 comes to a barrier late: whether each rank's main thread was seen in it meanwhile."""
     seen = []
-    looker = threading.Timer(0.5, lambda: seen.append(explain.in_a_collective()))
+    looker = threading.Timer(0.5, lambda: seen.append(watchdog.in_a_collective()))
     looker.start()
     if world.rank == 1:
         time.sleep(1.0)

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from ranks import on_ranks
 
-from dist_amp.config import Failure
-from dist_amp.run import load_config
+from dist_amp.config.load import load_config
+from dist_amp.errors import Failure
 
 ROOT = Path(__file__).parent.parent
 TESTS = Path(__file__).parent

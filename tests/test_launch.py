@@ -14,7 +14,7 @@ import pytest
 from chaos import LAYOUTS, Chaos, Process, as_options, differences
 from conftest import ROOT
 
-from dist_amp.checkpoint_files import all_checkpoints
+from dist_amp.checkpoint.format import all_checkpoints
 
 WORDS = {"train.steps": 150, "metrics.log_every": 10, "eval.every": 50, "run.timeout_seconds": 5, **LAYOUTS["ddp"]}
 ACTIVATED = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as a user's shell has it

@@ -10,9 +10,9 @@ import pytest
 from ranks import on_ranks
 from tiny import Tiny
 
-from dist_amp.proof.compare import Cell, examine
-from dist_amp.proof.reference import STEPS, Exam
-from dist_amp.run import load_config
+from dist_amp.config.load import load_config
+from dist_amp.verify.compare import Cell, examine
+from dist_amp.verify.reference import STEPS, Exam
 
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp")
 RANKS = (1, 2, 4)

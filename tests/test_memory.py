@@ -7,11 +7,11 @@ import pytest
 import torch
 from tiny import Tiny, make_run
 
-from dist_amp.config import Failure
-from dist_amp.memory import Shortage, explain_memory, message, ways_out
-from dist_amp.run import load_config
-from dist_amp.runtime import World
+from dist_amp.config.load import load_config
+from dist_amp.errors import Failure
+from dist_amp.supervise.out_of_memory import Shortage, explain_memory, message, ways_out
 from dist_amp.train import main
+from dist_amp.world import World
 
 GIB = 2**30
 # A model of 400 million parameters, and activations of 2.3 GiB a sample, on one of eight 80 GB GPUs.

@@ -11,9 +11,10 @@ from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import NothingCounts, Overflow, Tiny, log, make_run, take_steps
 
-from dist_amp.runtime import DataError, NumericsError, World
+from dist_amp.diagnostics.limits import stop_if_hopeless
+from dist_amp.errors import DataError, NumericsError
 from dist_amp.step import evaluate
-from dist_amp.train import stop_if_hopeless
+from dist_amp.world import World
 
 EVERY_RANK = {
     "throughput/items_per_second",
@@ -141,7 +142,7 @@ def test_a_resumed_run_replaces_the_lines_of_the_steps_that_it_takes_again(tmp_p
 
 
 def test_memory_is_the_resident_set_on_a_cpu():
-    from dist_amp.metrics import memory_bytes
+    from dist_amp.telemetry.metrics import memory_bytes
 
     peak, now = memory_bytes(torch.device("cpu"))
     ballast = torch.ones(2**24)  # 64 MiB
@@ -278,7 +279,7 @@ def test_figures_that_are_read_later_are_those_of_when_they_were_begun():
 
 
 def test_the_figures_of_many_steps_are_added_up_one_after_the_other():
-    from dist_amp.interval import MOST_STEPS
+    from dist_amp.telemetry.async_copy import MOST_STEPS
 
     steps = MOST_STEPS + 5
     run = make_run(World(), Tiny(uneven=True, samples=steps * 4), "--train.micro_batch_size", 2,

@@ -14,12 +14,12 @@ from test_step import HostReads
 from tiny import Overflow, Rows, Tiny, log, make_run, moments_of, parameters_of
 from torch import nn
 
-from dist_amp.config import ConfigError
-from dist_amp.nonfinite import Fault
-from dist_amp.proof.replay import replay_file
-from dist_amp.provenance import MAX_FILES, Provenance
-from dist_amp.runtime import DataError, World
+from dist_amp.diagnostics.nonfinite import Fault
+from dist_amp.diagnostics.replay import MAX_FILES, NonfiniteReplay
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.step import train_step
+from dist_amp.verify.replay import replay_file
+from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
 FP32 = ["--use_amp", "false"]
@@ -139,7 +139,7 @@ def replayed(world, task, words, folder, steps=1, spoil=None):
     """(what each rank reports, what it says) after `steps` steps and a log step."""
     run = make_run(world, task, *words, "--run.dir", folder)
     said = []
-    watch = Provenance(run)
+    watch = NonfiniteReplay(run)
     object.__setattr__(run.world, "warn", said.append)
     if spoil:
         spoil(run)
@@ -252,7 +252,7 @@ def test_a_loss_that_is_infinite_while_the_outputs_are_finite_is_the_tasks(tmp_p
 
 
 def nan_in_the_last_parameter(run):
-    from dist_amp.fused import local
+    from dist_amp.fast.fused import local
 
     part = local(run.optimizer.parameters[0])
     if run.world.rank == run.world.world_size - 1:
@@ -294,7 +294,7 @@ def test_what_does_not_recur_is_said_in_one_line_with_the_way_to_catch_it(tmp_pa
 def ended(world, words):
     """All that a run ends with, and how many replays there were."""
     run = make_run(world, Mixed(), *words, "--metrics.log_every", 2, "--train.steps", 6)
-    watch = Provenance(run)
+    watch = NonfiniteReplay(run)
     for _ in range(6):
         report = train_step(run, next(run.data))
         run.step += 1
@@ -322,7 +322,7 @@ def test_a_run_with_replays_ends_bit_identical_to_one_without(tmp_path, monkeypa
 
 def test_a_log_step_without_skips_still_costs_one_read():
     run = make_run(World(), Tiny())
-    watch = Provenance(run)
+    watch = NonfiniteReplay(run)
     batches = next(run.data)
     with HostReads() as ordinary:
         report = train_step(run, batches)

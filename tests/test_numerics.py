@@ -12,12 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import Rows, Tiny, make_run, moments_of, parameters_of
 from torch import nn
 
-from dist_amp.config import ConfigError
-from dist_amp.metrics import RANK_FIGURES, LogRow
-from dist_amp.numerics import Numerics
-from dist_amp.runtime import NumericsError, World
+from dist_amp.diagnostics.limits import stop_if_hopeless
+from dist_amp.diagnostics.numerics import Numerics
+from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.step import train_step
-from dist_amp.train import stop_if_hopeless
+from dist_amp.telemetry.metrics import RANK_FIGURES, LogRow
+from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]
 FP16 = ["--precision.dtype", "fp16", "--precision.cast_by", "autocast", "--precision.scaler.init_scale", 256]

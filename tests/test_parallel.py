@@ -6,11 +6,12 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.config import ConfigError
-from dist_amp.parallel import ParallelConfig, check_parallel, find_blocks, pick_strategy
-from dist_amp.precision import PrecisionConfig
-from dist_amp.runtime import RunConfig, World, locate
+from dist_amp.config.validate import check_parallel
+from dist_amp.errors import ConfigError
+from dist_amp.parallel import find_blocks, pick_strategy
+from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig
 from dist_amp.tasks.causal_lm import GPT
+from dist_amp.world import World, locate
 
 TWO = World(world_size=2, local_world_size=2)
 

@@ -10,16 +10,16 @@ from ranks import on_ranks
 from test_metrics import recorded_steps, scalars
 from tiny import Tiny, log, make_run
 
-from dist_amp import peaks
-from dist_amp.config import ConfigError
-from dist_amp.data import DataConfig
-from dist_amp.metrics import console_line
-from dist_amp.peaks import count_flops, flops_per_item, item_seconds_at_peak, known_peak
-from dist_amp.run import load_config
-from dist_amp.runtime import DataError, World
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.settings import DataConfig
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.tasks.sinusoid import Sinusoid
-from dist_amp.train import closing_table, write_summary
+from dist_amp.telemetry import mfu as peaks
+from dist_amp.telemetry.metrics import console_line
+from dist_amp.telemetry.mfu import count_flops, flops_per_item, item_seconds_at_peak, known_peak
+from dist_amp.telemetry.summary import closing_table, write_summary
+from dist_amp.world import World
 
 
 class Counted(Tiny):
@@ -152,7 +152,7 @@ def test_on_a_gpu_what_is_missing_is_said_with_the_mend(on_a_gpu, capsys):
     assert on_a_gpu("NVIDIA Foo", Tiny()) == 0
     assert capsys.readouterr().out == (
         "mfu    not shown: the peak of NVIDIA Foo in bf16 is not known; set metrics.peak_flops, in FLOP/s; and "
-        "the task has no flops_per_item(model); dist_amp.peaks.count_flops tells what it should return\n"
+        "the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops tells what it should return\n"
     )
     assert on_a_gpu("Tesla T4", Counted()) == 0
     assert capsys.readouterr().out.endswith(

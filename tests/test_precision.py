@@ -6,9 +6,11 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
 from dist_amp import precision
-from dist_amp.config import ConfigError
-from dist_amp.precision import PrecisionConfig, ScalerConfig, build_precision, check_dtype
-from dist_amp.runtime import World
+from dist_amp.config.validate import check_dtype
+from dist_amp.errors import ConfigError
+from dist_amp.precision import build_precision
+from dist_amp.settings import PrecisionConfig, ScalerConfig
+from dist_amp.world import World
 
 
 def dtypes_inside(world, words):

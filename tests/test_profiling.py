@@ -17,8 +17,9 @@ from test_train import TINY, summary_of, wait_for
 from tiny import Tiny, make_run, parameters_of
 from torch._C._autograd import DeviceType
 
-from dist_amp.config import ConfigError, flat_values
-from dist_amp.profiling import (
+from dist_amp.config.load import load_config
+from dist_amp.config.parse import flat_values
+from dist_amp.diagnostics.profiling import (
     MAX_ALLOCATIONS,
     PARTS,
     Profile,
@@ -29,10 +30,10 @@ from dist_amp.profiling import (
     top,
     window,
 )
-from dist_amp.run import load_config
-from dist_amp.runtime import World
+from dist_amp.errors import ConfigError
 from dist_amp.step import train_step
 from dist_amp.train import main
+from dist_amp.world import World
 
 
 def steps_of(world, folder, steps, *words):

@@ -37,8 +37,8 @@ def test_the_readmes_task_trains_and_its_notebook_snippet_runs(tmp_path):
 
 
 def test_every_file_key_and_test_that_the_readme_names_is_there():
-    from dist_amp.config import flat_values
-    from dist_amp.run import load_config
+    from dist_amp.config.load import load_config
+    from dist_amp.config.parse import flat_values
 
     keys = dict(flat_values(load_config([], environ={})))
     for key in re.findall(r"--([a-z_]+\.[a-z_.]+)", README):

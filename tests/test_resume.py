@@ -9,13 +9,13 @@ from test_checkpoint import settings
 from tiny import Tiny, make_run, take_steps
 from torch import nn
 
-from dist_amp.checkpoint import save
-from dist_amp.checkpoint_files import read_manifest
-from dist_amp.config import ConfigError
+from dist_amp.checkpoint.compatibility import check_config
+from dist_amp.checkpoint.format import read_manifest
+from dist_amp.checkpoint.state import save
+from dist_amp.config.load import defaults_of, to_toml
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.optim import Optimizer
-from dist_amp.resume import check_config
-from dist_amp.run import defaults_of, to_toml
-from dist_amp.runtime import DataError, World
+from dist_amp.world import World
 
 
 @pytest.fixture

@@ -18,13 +18,14 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_amp.bench.collectives import Collective, Counting, compare, main, measure, tell
-from dist_amp.config import Failure
-from dist_amp.metrics import RANK_FIGURES
-from dist_amp.run import load_config
-from dist_amp.runtime import AgreedStop, World
+from dist_amp.config.load import load_config
+from dist_amp.config.task_class import build_task
+from dist_amp.errors import Failure
 from dist_amp.step import train_step
-from dist_amp.task import build_task
+from dist_amp.supervise.signals import AgreedStop
+from dist_amp.telemetry.metrics import RANK_FIGURES
 from dist_amp.train import train
+from dist_amp.world import World
 
 LOTS = 20_480  # samples: no epoch ends in ten steps of 1,024 ranks
 

@@ -11,10 +11,12 @@ from tiny import DetachedLoss, HalfLoss, Overflow, Tiny, VectorLoss, make_run, m
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.bench.harness import HostReads
-from dist_amp.config import ConfigError
+from dist_amp.config.validate import accumulation_steps
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.optim import learning_rate
-from dist_amp.runtime import DataError, World
-from dist_amp.step import TrainConfig, accumulation_steps, train_step
+from dist_amp.settings import TrainConfig
+from dist_amp.step import train_step
+from dist_amp.world import World
 
 STRATEGIES = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]
 
@@ -388,7 +390,7 @@ def whole_batches(world, steps):
 def test_garbage_is_collected_at_its_steps_alone():
     import gc
 
-    from dist_amp.runtime import scheduled_garbage
+    from dist_amp.runtime.garbage import scheduled_garbage
 
     collections = []
     gc.callbacks.append(lambda phase, info: collections.append(phase) if phase == "start" else None)
@@ -425,7 +427,7 @@ class CollectingRows:
 
 
 def test_a_loader_worker_collects_its_own_garbage():
-    from dist_amp.runtime import scheduled_garbage
+    from dist_amp.runtime.garbage import scheduled_garbage
 
     run = make_run(World(), SaysWhetherItCollects(), "--data.workers", 1)
     with scheduled_garbage(50):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_amp.config import ConfigError, Failure, flat_values
-from dist_amp.run import load_config, to_toml
-from dist_amp.runtime import DataError
-from dist_amp.task import build_task
+from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.parse import flat_values
+from dist_amp.config.task_class import build_task
+from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.tasks.causal_lm import GPT, rotary_table, rotate
 
 GPT_124M = Path(__file__).parent.parent / "configs" / "gpt_124m.toml"

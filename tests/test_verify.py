@@ -14,12 +14,13 @@ from conftest import ROOT
 from tiny import AlwaysNan, Tiny
 from torch import nn
 
-from dist_amp.proof.compare import Cell, config_of, examine
-from dist_amp.proof.findings import find
-from dist_amp.proof.reference import Exam
-from dist_amp.run import load_config
-from dist_amp.runtime import DataError, World
-from dist_amp.verify import rows_of as rows_in
+from dist_amp.config.load import load_config
+from dist_amp.errors import DataError
+from dist_amp.verify.__main__ import rows_of as rows_in
+from dist_amp.verify.compare import Cell, config_of, examine
+from dist_amp.verify.findings import find
+from dist_amp.verify.reference import Exam
+from dist_amp.world import World
 
 SMALL = {
     "dist_amp.tasks.causal_lm:CausalLM": ["context", "8", "width", "16", "layers", "1"],

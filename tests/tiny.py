@@ -118,7 +118,8 @@ class Slow(Tiny):
 
 def make_run(world, task, *words):
     """A run of `task` on `world`, with settings as on the command line: make_run(world, Tiny(), "--train.steps", 3)."""
-    from dist_amp.run import build_run, load_config
+    from dist_amp.config.load import load_config
+    from dist_amp.run import build_run
 
     quiet = ["--checkpoint.every", "off", "--eval.every", "off", "--run.dir", "unused", "--run.resume", "never"]
     return build_run(load_config([*quiet, *map(str, words)], environ={}), world, task)

@@ -17,8 +17,8 @@ from dist_amp.bench.collectives import main as collectives
 from dist_amp.bench.gpu import main as gpu
 from dist_amp.bench.overhead import main as overhead
 from dist_amp.bench.tripwires import main as tripwires
-from dist_amp.command import exit_status
-from dist_amp.config import ConfigError, nearest_name
+from dist_amp.commands.command_line import exit_status
+from dist_amp.errors import ConfigError, nearest_name
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "amp": amp,

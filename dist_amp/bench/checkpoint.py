@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dist_amp.bench.harness import on_a_run
-from dist_amp.checkpoint import Saver
-from dist_amp.checkpoint_files import all_checkpoints, read_manifest
-from dist_amp.config import Failure
+from dist_amp.checkpoint.format import all_checkpoints, read_manifest
+from dist_amp.checkpoint.saver import Saver
+from dist_amp.errors import Failure
 from dist_amp.run import Run
 from dist_amp.step import train_step
 

@@ -20,15 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.bench.harness import on_a_run
-from dist_amp.command import Parser, exit_status
-from dist_amp.config import ConfigError, Failure
-from dist_amp.parallel import ParallelConfig, Strategy, find_blocks, replicas_of
+from dist_amp.commands.command_line import Parser, exit_status
+from dist_amp.config.load import load_config
+from dist_amp.config.task_class import build_task
+from dist_amp.config.validate import accumulation_steps, replicas_of
+from dist_amp.errors import ConfigError, Failure
+from dist_amp.parallel import find_blocks
 from dist_amp.precision import DTYPES, Precision, build_precision
-from dist_amp.rendezvous import environment_number
-from dist_amp.run import Config, Run, load_config
-from dist_amp.runtime import World
-from dist_amp.step import accumulation_steps, train_step
-from dist_amp.task import Task, build_task
+from dist_amp.run import Run
+from dist_amp.runtime.rendezvous import environment_number
+from dist_amp.settings import Config, ParallelConfig, Strategy
+from dist_amp.step import train_step
+from dist_amp.task import Task
+from dist_amp.world import World
 
 RANKS_PER_MACHINE = 8  # of a world that is only imagined
 # DDP's buckets, in bytes. Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
@@ -210,7 +214,7 @@ def count_or_compare(words: Sequence[str]) -> int:
 
 
 def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[str]:
-    """Lines: what a step of each strategy sends on so many ranks; of hsdp where its replicas divide them.
+    """JsonlWriter: what a step of each strategy sends on so many ranks; of hsdp where its replicas divide them.
 
     Without the step's own sums, which are a few bytes.
     """

@@ -36,18 +36,18 @@ from dist_amp.bench.loops import Loop, RandomTokens, Setup
 from dist_amp.bench.machine import about, clocks
 from dist_amp.bench.report import BARE
 from dist_amp.bench.timing import OUT_OF_MEMORY, fits, in_turns, prime, release, timed_block, why_not
-from dist_amp.blocks import uncompiled
-from dist_amp.command import Parser, exit_status
-from dist_amp.config import ConfigError
-from dist_amp.data import DataConfig
-from dist_amp.failure import in_one_line
-from dist_amp.metrics import memory_bytes
-from dist_amp.peaks import flops_per_item, known_peak
+from dist_amp.commands.command_line import Parser, exit_status
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError, in_one_line
+from dist_amp.fast.compile import uncompiled
 from dist_amp.precision import DTYPES
-from dist_amp.run import build_run, load_config
-from dist_amp.runtime import RunConfig, World, start
+from dist_amp.run import build_run
+from dist_amp.settings import DataConfig, RunConfig
 from dist_amp.step import train_step
 from dist_amp.tasks.causal_lm import CausalLM
+from dist_amp.telemetry.metrics import memory_bytes
+from dist_amp.telemetry.mfu import flops_per_item, known_peak
+from dist_amp.world import World, start
 
 # Whose versions are told; Fabric comes in three packages.
 PACKAGES = ("accelerate", "lightning-fabric", "lightning", "pytorch-lightning", "triton", "matplotlib")

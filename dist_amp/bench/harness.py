@@ -14,9 +14,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_amp.command import exit_status
-from dist_amp.run import Run, build_run, load_config
-from dist_amp.runtime import RunConfig, die_with_parent, start
+from dist_amp.commands.command_line import exit_status
+from dist_amp.config.load import load_config
+from dist_amp.run import Run, build_run
+from dist_amp.runtime.process import die_with_parent
+from dist_amp.settings import RunConfig
+from dist_amp.world import start
 
 
 def on_a_run(bench: Callable[[Run], None], argv: Sequence[str] | None) -> int:

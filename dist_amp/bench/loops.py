@@ -19,13 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_amp.config.validate import accumulation_steps
 from dist_amp.optim import learning_rate, parameter_groups
 from dist_amp.parallel import find_blocks
 from dist_amp.precision import DTYPES
-from dist_amp.run import Config, Run, build_run
-from dist_amp.runtime import World, seed_all
-from dist_amp.step import accumulation_steps, mark_last, train_step
+from dist_amp.run import Run, build_run
+from dist_amp.runtime.random_state import seed_all
+from dist_amp.settings import Config
+from dist_amp.step import mark_last, train_step
 from dist_amp.tasks.causal_lm import CausalLM
+from dist_amp.world import World
 
 SAMPLES = 1024
 Step = Callable[[Sequence[Any]], object]

@@ -45,14 +45,14 @@ from dist_amp.bench.machine import about
 from dist_amp.bench.overhead_report import AGAIN, HEADER, OUR_UPDATE, TELEMETRY, UPDATE, Cell, base, line, rows_of
 from dist_amp.bench.peers import accelerate, fabric
 from dist_amp.bench.report import BARE, OURS, PEERS, save
-from dist_amp.command import Parser, exit_status
-from dist_amp.config import ConfigError
-from dist_amp.data import DataConfig, build_batches, build_split
-from dist_amp.failure import first_line
-from dist_amp.fused import local
+from dist_amp.commands.command_line import Parser, exit_status
+from dist_amp.config.load import load_config
+from dist_amp.data import build_batches, build_split
+from dist_amp.errors import ConfigError, first_line
+from dist_amp.fast.fused import local
 from dist_amp.precision import DTYPES
-from dist_amp.run import load_config
-from dist_amp.runtime import World
+from dist_amp.settings import DataConfig
+from dist_amp.world import World
 
 BLOCK = 10  # steps; with all figures logged every so many
 ACCUMULATION = 4

@@ -8,8 +8,8 @@ from typing import Any
 
 from dist_amp.bench.harness import median_interval
 from dist_amp.bench.machine import MISSING
-from dist_amp.failure import in_one_line
-from dist_amp.metrics_files import plain_json
+from dist_amp.errors import in_one_line
+from dist_amp.telemetry.writers import plain_json
 
 # The names of loops, in every table.
 BARE, OURS = "bare", "dist_amp"

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dist_amp.bench.loops import Loop
-from dist_amp.failure import first_line
-from dist_amp.interval import Clock
-from dist_amp.memory import is_out_of_memory
-from dist_amp.runtime import World
+from dist_amp.errors import first_line
+from dist_amp.supervise.out_of_memory import is_out_of_memory
+from dist_amp.telemetry.async_copy import Clock
+from dist_amp.world import World
 
 FILLED = 0.9  # what part of the memory loops may fill together
 OUT_OF_MEMORY = "out of memory; use smaller micro-batches"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dist_amp.bench.harness import on_a_run
-from dist_amp.checks import Tripwires
+from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.run import Run
 from dist_amp.step import train_step
 
@@ -38,7 +38,7 @@ def measure(run: Run) -> tuple[float, float]:
         wait()
         return time.perf_counter() - began
 
-    tripwires = Tripwires(run)
+    tripwires = Consistency(run)
     began = time.perf_counter()
     for micro_batches in run.data:
         run.metrics.record(train_step(run, micro_batches))

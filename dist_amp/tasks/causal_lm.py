@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_amp.config import Range
-from dist_amp.data import DataConfig
-from dist_amp.runtime import DataError
+from dist_amp.errors import DataError
+from dist_amp.settings import DataConfig, Range
 from dist_amp.tasks.documents import load_split, pick_split
 
 log = logging.getLogger(__name__)

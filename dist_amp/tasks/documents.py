@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from dist_amp.data import DataConfig
-from dist_amp.rendezvous import in_time
-from dist_amp.runtime import DataError
+from dist_amp.errors import DataError
+from dist_amp.runtime.rendezvous import in_time
+from dist_amp.settings import DataConfig
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")

@@ -49,10 +49,11 @@ from dist_amp.bench.amp.verdict import add_parity, verdict
 from dist_amp.bench.machine import about
 from dist_amp.bench.report import rows_of_markdown
 from dist_amp.bench.timing import prime, release, why_not
-from dist_amp.command import Parser, exit_status
-from dist_amp.config import ConfigError, Failure, nearest_name
-from dist_amp.rendezvous import environment_number
-from dist_amp.runtime import RunConfig, World, start
+from dist_amp.commands.command_line import Parser, exit_status
+from dist_amp.errors import ConfigError, Failure, nearest_name
+from dist_amp.runtime.rendezvous import environment_number
+from dist_amp.settings import RunConfig
+from dist_amp.world import World, start
 
 EXPERIMENTS = {"linear": linear, "mlp": mlp, "sinusoid": sinusoid, "cnn": cnn, "gpt": gpt}
 DTYPES = "dtypes"

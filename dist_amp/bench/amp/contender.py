@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_map
 
 from dist_amp.bench.amp.recipes import BY_HAND, RECIPES, set_scaler
 from dist_amp.bench.loops import Loop, Setup, bare
-from dist_amp.precision import set_tf32
-from dist_amp.run import Config, Run, build_run
-from dist_amp.runtime import World, seed_all
+from dist_amp.run import Run, build_run
+from dist_amp.runtime.process import set_tf32
+from dist_amp.runtime.random_state import seed_all
+from dist_amp.settings import Config
 from dist_amp.step import train_step
+from dist_amp.world import World
 
 MOST_SKIPS = 20  # in a row; a scale of 2^16 is below 1 by then
 LEAST_STEPS = 10  # of a curve

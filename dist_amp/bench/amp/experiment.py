@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dist_amp.config import ConfigError
-from dist_amp.run import Config, load_config
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
+from dist_amp.settings import Config
 
 TRAIN, INFERENCE = "train", "inference"
 MODES = (TRAIN, INFERENCE)

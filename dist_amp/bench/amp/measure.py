@@ -25,12 +25,12 @@ from dist_amp.bench.amp.roofline import count
 from dist_amp.bench.harness import median_interval
 from dist_amp.bench.loops import Loop
 from dist_amp.bench.timing import OUT_OF_MEMORY, fits, in_turns, release, timed_block, why_not
+from dist_amp.config.task_class import build_task
+from dist_amp.config.validate import accumulation_steps
 from dist_amp.data import build_batches, build_split
-from dist_amp.memory import is_out_of_memory
-from dist_amp.run import Config
-from dist_amp.runtime import World
-from dist_amp.step import accumulation_steps
-from dist_amp.task import build_task
+from dist_amp.settings import Config
+from dist_amp.supervise.out_of_memory import is_out_of_memory
+from dist_amp.world import World
 
 STEPS_OF_DATA = 4  # that lie on the device, again and again
 LEARNING = 0.4  # of the time that is left, at most, for the curves of an experiment

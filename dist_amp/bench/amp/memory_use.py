@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_amp.proof.dtypes import tensors_in
 from dist_amp.run import Run
+from dist_amp.verify.dtypes import tensors_in
 
 
 def peak_in_training(device: torch.device, run: Run | None, before: int, step: Callable[[], object]) -> int | None:

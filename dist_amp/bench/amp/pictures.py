@@ -16,7 +16,7 @@ from dist_amp.bench.amp.report import mebibytes, terminal
 from dist_amp.bench.amp.verdict import digits, is_eager_training, per_second, rows_of, saving
 from dist_amp.bench.harness import median_interval
 from dist_amp.bench.report import OKABE_ITO, Report, picture
-from dist_amp.metrics_files import Board
+from dist_amp.telemetry.writers import TensorBoardWriter
 
 COLOURS = {
     FP32: OKABE_ITO["grey"],
@@ -51,11 +51,11 @@ def write_board(told: Report, out: Path, files: Sequence[Path]) -> None:
     for stale in (out / "tensorboard" / name).rglob("events.out.tfevents.*"):  # an earlier report's
         stale.unlink()
     for precision, curve in told.get("curves", {}).items():
-        board = Board(out / "tensorboard" / name / precision, 1)
+        board = TensorBoardWriter(out / "tensorboard" / name / precision, 1)
         for step, loss in enumerate(curve, start=1):
             board.write_scalars({f"loss/{name}": loss}, step)
         board.close()
-    board = Board(out / "tensorboard" / name, 0)  # in place of what an earlier report left
+    board = TensorBoardWriter(out / "tensorboard" / name, 0)  # in place of what an earlier report left
 
     def show(writer: Any) -> None:
         writer.add_text(name, terminal(told).strip())

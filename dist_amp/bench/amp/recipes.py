@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dist_amp.run import Config, Run
+from dist_amp.run import Run
+from dist_amp.settings import Config
 
 
 @dataclass(frozen=True)

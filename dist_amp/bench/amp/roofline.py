@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.bench.timing import release
-from dist_amp.interval import Clock
-from dist_amp.precision import DTYPES, set_tf32
-from dist_amp.proof.dtypes import FORMULAS, SHORT, tensors_in
-from dist_amp.runtime import World
+from dist_amp.precision import DTYPES
+from dist_amp.runtime.process import set_tf32
+from dist_amp.telemetry.async_copy import Clock
+from dist_amp.verify.dtypes import FORMULAS, SHORT, tensors_in
+from dist_amp.world import World
 
 BOUNDS = {"products": "matrix-bound", "traffic": "bandwidth-bound", "launches": "launch-bound"}
 REPEATS = 5  # the fastest counts

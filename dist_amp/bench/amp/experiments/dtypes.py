@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from dist_amp.bench.timing import why_not
-from dist_amp.config import Failure
+from dist_amp.errors import Failure
 from dist_amp.precision import DTYPES
-from dist_amp.proof.dtypes import SHORT, dtype_report
-from dist_amp.run import Config
-from dist_amp.runtime import World
+from dist_amp.settings import Config
+from dist_amp.verify.dtypes import SHORT, dtype_report
+from dist_amp.world import World
 
 
 def demonstrate(device: torch.device) -> list[dict[str, str]]:

@@ -1,0 +1,91 @@
+"""Settings that do not go together are refused here, before anything is built; each error says what would work."""
+
+import torch
+
+from dist_amp.errors import ConfigError
+from dist_amp.settings import ParallelConfig, PrecisionConfig, Strategy, TrainConfig
+from dist_amp.world import World
+
+# (native from, works from): CUDA compute capabilities. Source: CUDA C++ programming guide, arithmetic instructions.
+# Between the two, arithmetic is emulated or runs at a fraction of float32's rate.
+CAPABILITY = {"bf16": ((8, 0), (5, 3)), "fp16": ((7, 0), (5, 3))}
+
+
+def check_dtype(config: PrecisionConfig, world: World) -> None:
+    """Refuse a dtype that the device can't compute in; warn of one that it only emulates."""
+    if world.device.type != "cuda" or not config.use_amp or torch.version.hip:
+        return  # CPUs and ROCm's GPUs compute in both
+    capability = torch.cuda.get_device_capability(world.device)
+    native, works = CAPABILITY[config.dtype]
+    device = f"{torch.cuda.get_device_name(world.device)} (compute capability {capability[0]}.{capability[1]})"
+    if capability < works:
+        can = [name for name, (_, since) in CAPABILITY.items() if capability >= since]
+        others = f"precision.dtype={' or '.join(can)}, or " if can else ""
+        raise ConfigError(f"precision.dtype={config.dtype}: {device} can't; use {others}--use_amp false")
+    if capability < native:
+        world.warn(f"{device} only emulates {config.dtype}: expect it to be slower than float32")
+
+
+def check_parallel(config: ParallelConfig, strategy: Strategy, precision: PrecisionConfig, world: World) -> None:
+    """Refuse settings that do not go together; each line says what would."""
+    on_cpu = world.device.type == "cpu"
+    if strategy in ("fsdp", "hsdp"):
+        dtypes = {name: getattr(config, name) for name in ("param_dtype", "reduce_dtype")}
+        half = next((f"parallel.{name}={dtype}" for name, dtype in dtypes.items() if dtype != "fp32"), None)
+        if half and not precision.use_amp:
+            raise ConfigError(f"{half} needs use_amp=true: use_amp=false is float32 everywhere; use fp32")
+        if half and precision.cast_by == "autocast":
+            raise ConfigError(f"{half} needs precision.cast_by=policy: autocast works on float32 parameters; use fp32")
+        if config.reduce_dtype == "fp16" and precision.name != "fp16":
+            raise ConfigError(
+                "parallel.reduce_dtype=fp16 needs precision.dtype=fp16: without its loss scaler small gradients become "
+                "zero; use fp32 or bf16"
+            )
+        if config.comm_dtype != "off":
+            world.warn(f"parallel.comm_dtype={config.comm_dtype} has no effect under {strategy}: use reduce_dtype")
+        if config.cpu_offload and on_cpu:
+            raise ConfigError(
+                "parallel.cpu_offload=true needs a GPU to offload from, and run.device is the CPU; use false"
+            )
+    if strategy == "hsdp" and world.world_size % (replicas := replicas_of(config, world)):
+        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+        raise ConfigError(
+            f"parallel.replicas={replicas} does not divide {world.world_size} ranks; use one of {divisors}"
+        )
+    if strategy == "ddp" and config.comm_dtype == "fp16" and precision.name != "fp16":
+        raise ConfigError(
+            "parallel.comm_dtype=fp16 needs precision.dtype=fp16: without its loss scaler small gradients become zero; "
+            "use bf16 or off"
+        )
+    if strategy == "ddp" and config.comm_dtype == "bf16" and on_cpu:
+        raise ConfigError("parallel.comm_dtype=bf16 needs GPUs: on a CPU gloo does not sum bf16; use off")
+
+
+def replicas_of(config: ParallelConfig, world: World) -> int:
+    """How many copies of the model hsdp keeps."""
+    if config.replicas != "auto":
+        return config.replicas
+    machines = world.world_size // world.local_world_size
+    return machines if machines > 1 else 2
+
+
+def accumulation_steps(config: TrainConfig, world_size: int) -> int:
+    """Micro-batches per step, from whichever of accumulation_steps and global_batch_size is set."""
+    per_round = config.micro_batch_size * world_size
+    if config.global_batch_size == "auto":
+        return 1 if config.accumulation_steps == "auto" else config.accumulation_steps
+    wanted, rest = divmod(config.global_batch_size, per_round)
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    if rest:
+        near = max(1, round(config.global_batch_size / per_round)) * per_round
+        raise ConfigError(
+            f"train.global_batch_size={config.global_batch_size} is not a multiple of micro_batch_size "
+            f"{config.micro_batch_size} x {ranks} = {per_round}; use global_batch_size={near}"
+        )
+    if config.accumulation_steps not in ("auto", wanted):
+        product = per_round * config.accumulation_steps
+        raise ConfigError(
+            f"train.global_batch_size={config.global_batch_size} is not micro_batch_size {config.micro_batch_size} x "
+            f"{ranks} x accumulation_steps {config.accumulation_steps} = {product}; use accumulation_steps={wanted}"
+        )
+    return wanted

@@ -1,0 +1,49 @@
+"""Random numbers: one place that seeds, saves and restores every generator."""
+
+import math
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    pass
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, the device's too."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The states of the generators of Python, NumPy, torch and the device, as tensors."""
+    _, numbers, gauss = random.getstate()
+    twister: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002 (a task may draw from it)
+    _, keys, position, has_gauss, cached = twister
+    state = {
+        "python": torch.tensor(numbers),
+        "python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype(numpy.int64)),
+        "numpy_gauss": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    gauss = state["python_gauss"].item()
+    random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
+    position, has_gauss, cached = state["numpy_gauss"].tolist()
+    keys = state["numpy"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

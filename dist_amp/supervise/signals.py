@@ -1,0 +1,66 @@
+"""A signal to any rank stops all ranks after the same step."""
+
+import signal
+import threading
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from dist_amp.runtime.process import STOP_SIGNALS
+from dist_amp.world import World
+
+
+class AgreedStop:
+    """A signal to any rank stops all ranks at one and the same step.
+
+    The handler only sets a flag. `poll`, called by every rank once a step, starts the exchange of the flags on the
+    host and returns what the previous exchange agreed: it overlaps the step, so a stop comes one step late.
+    """
+
+    def __init__(self, world: World):
+        self.requested_by = ""  # the first signal's name
+        self.agreed = False  # what the last poll returned
+        self._requested_at = 0.0
+        self._world = world
+        self._flag = torch.zeros(1)
+        self._flag_on_host = self._flag.numpy()
+        self._exchange: dist.Work | None = None
+        self._previous_handlers: dict[int, object] = {}
+
+    def __enter__(self) -> "AgreedStop":
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
+            for number in STOP_SIGNALS:
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._exchange is not None and error[0] is None:
+            self._exchange.wait()
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again = time.monotonic() - self._requested_at > 2  # torchrun passes on a Ctrl-C that the rank had already
+        if number == signal.SIGINT and self.requested_by == "SIGINT" and again:
+            raise KeyboardInterrupt  # the second Ctrl-C means now
+        if not self.requested_by:
+            self.requested_by, self._requested_at = signal.Signals(number).name, time.monotonic()
+
+    def poll(self) -> bool:
+        """True on every rank, at the same step, once any rank was asked to stop."""
+        if self._world.control is None:
+            self.agreed = bool(self.requested_by)
+            return self.agreed
+        if self._exchange is not None:
+            self._exchange.wait()
+            self.agreed = bool(self._flag_on_host[0])
+        self._flag_on_host[0] = bool(self.requested_by)
+        self._exchange = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+        return self.agreed
+
+    def poll_now(self) -> bool:
+        """The same without the delay of a step: for where the ranks wait for each other anyway."""
+        self.poll()
+        return self.poll()

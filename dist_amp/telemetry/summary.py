@@ -1,0 +1,95 @@
+"""What a run says at its start and end: the banner, RUN/summary.json and the closing table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_amp.run import Run
+from dist_amp.runtime.files import write_synced
+from dist_amp.telemetry.writers import plain_json
+
+
+def introduce(run: Run) -> None:
+    """Say what is about to run."""
+    world, plan, precision = run.world, run.data.plan, run.precision
+    parameters = sum(p.numel() for p in run.parallel.module.parameters())
+    accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
+    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    cast = f" cast by {precision.cast_by}" if precision.cast_by != "nothing" else ""
+    begin, source = ", from step 0: it holds no checkpoint", run.resumed_from
+    if source is not None:
+        own = source.resolve().is_relative_to(run.folder.resolve())
+        begin = f", resumed from step {run.step}" + ("" if own else f" ({source})")
+        if own and run.config.run.resume not in ("auto", "never", str(source)):
+            begin += f"; it has gone on since it began from run.resume={run.config.run.resume}"
+    held_out = run.validation.plan.length if run.validation else 0
+    world.say(
+        f"run    {run.folder}{begin}\n"
+        f"model  {parameters:,} parameters, {run.parallel.strategy} on {world.world_size} x {where}, "
+        f"{precision.name}{cast}\n"
+        f"batch  {plan.global_batch_size} samples = {plan.micro_batch_size} x {plan.world_size} ranks x "
+        f"{accumulation} micro-batches\n"
+        f"data   {plan.length:,} samples to train on, {held_out:,} held out\n"
+        f"watch  tensorboard --logdir {run.folder}/tensorboard"
+    )
+
+
+def is_completed(folder: Path) -> bool:
+    """Whether its summary says so; a run that was killed after its last checkpoint still owes one."""
+    try:
+        return bool(json.loads((folder / "summary.json").read_text())["stopped_by"] == "completed")
+    except (OSError, ValueError, LookupError):
+        return False
+
+
+def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int, cause: str) -> dict[str, Any]:
+    """RUN/summary.json, from the figures of the last log step, so that rank 0 alone can write it."""
+    summary: dict[str, Any] = {"stopped_by": stopped_by, "exit_code": exit_code, "cause": cause}
+    if run is not None:
+        logged, ranks = run.metrics.logged, run.metrics.rank_table()
+        summary |= {
+            "steps": run.step,
+            "world_size": run.world.world_size,
+            "strategy": run.parallel.strategy,
+            "precision": run.precision.name,
+            "resumed_from_step": run.resumed_from_step,
+            "items_per_second": sum(rank["items_per_second"] for rank in ranks),
+            "ranks": ranks,
+            "evaluation": run.metrics.evaluation,
+            "best_evaluation": run.metrics.best,
+        }
+        if ranks and all("mfu" in rank for rank in ranks):
+            summary["mfu"] = sum(rank["mfu"] for rank in ranks) / len(ranks)
+        if logged:
+            summary |= {
+                "applied_steps": int(logged["step"] - logged["amp/skipped_steps"]),
+                "skipped_steps": int(logged["amp/skipped_steps"]),
+                "final_loss": logged["train/loss"],
+                "loss_scale": logged["amp/loss_scale"],
+            }
+    fresh = folder / ".summary.json.writing"
+    write_synced(fresh, json.dumps(plain_json(summary), indent=2) + "\n")
+    fresh.replace(folder / "summary.json")
+    return summary
+
+
+def closing_table(summary: dict[str, Any], folder: Path) -> str:
+    """Each rank's throughput and memory, and where the rest is."""
+    with_mfu = "mfu" in summary
+    lines = [
+        f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10} {'tokens/s':>12}" + f"{'mfu':>11}" * with_mfu
+    ]
+    for rank in summary["ranks"]:
+        lines.append(
+            f"{rank['rank']:>4}  {rank['host']:<20} {rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB "
+            f"{rank['items_per_second']:>10,.1f} {rank['tokens_per_second']:>12,.0f}"
+            + (f" {100 * rank['mfu']:>8.3g} %" if with_mfu else "")
+        )
+    held_out = "".join(f", held-out {name} {value:.4f}" for name, value in summary["evaluation"].items())
+    done = f"{summary['steps']} steps"
+    if "final_loss" in summary:  # not where an evaluation alone was owed, and the figures before it are gone
+        done += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
+        done += f", loss {float(summary['final_loss']):.4f}"
+    return "\n".join([*lines, f"done: {done}{held_out}", f"all of it is in {folder}"])

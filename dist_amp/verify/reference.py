@@ -1,0 +1,319 @@
+"""The reference: five steps of one process with the whole batch, in plain torch and float32.
+
+It shares no line with step.py: the whole batch at once, `backward`, `clip_grad_norm_`, `optimizer.step()`. Learning
+rates, clipping limits and AdamW's eps are scaled to the task's own gradients, so that every step moves the parameters
+by about 1 %, the limits bite, and AdamW's division does not magnify rounding to a whole step.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
+
+from dist_amp.config.task_class import build_task
+from dist_amp.data import epoch_order, to_device
+from dist_amp.errors import DataError
+from dist_amp.optim import learning_rate
+from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
+from dist_amp.settings import Config, OptimConfig
+from dist_amp.task import Task
+from dist_amp.world import World
+
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-12, "bf16": 2.0**-9}
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+STEPS = 5
+
+# Samples of a step: 1, 2 and 4 ranks x 1, 3 and 4 micro-batches all divide it, so every cell takes the same steps.
+GLOBAL_BATCH = 48
+
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What is scaled to the task's own gradients: learning rates, AdamW's eps, clipping limits, decay."""
+
+    lr: dict[str, float]
+    eps: float
+    max_grad_norm: float
+    max_grad_value: float
+    weight_decay: float
+
+
+class Prepared:
+    """The user's task made comparable: `length` samples that are the same whenever they are read, dropout off.
+
+    quiet: names of modules that stay in evaluation mode. spoilt: this rank's next loss is infinite.
+    """
+
+    def __init__(self, task: Task, world: World, length: int, quiet: frozenset[str] = frozenset()):
+        self._task = task
+        self._world = world
+        self._dataset: Any = None
+        self.length = self._needed = length
+        self.quiet = quiet
+        self.spoilt = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def build_model(self) -> nn.Module:
+        model = self._task.build_model()
+        if not any(part.training for part in model.modules()):
+            model.train()
+        for name, module in model.named_modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+            if name in self.quiet:
+                module.eval()
+        return model
+
+    def build_dataset(self, split: str) -> Any:
+        if self._dataset is None:
+            before = random_state(self._world.device)
+            seed_all(0)  # a dataset that is drawn is the same in every process, whatever was drawn before
+            self._dataset = self._task.build_dataset("train")
+            set_random_state(before, self._world.device)
+            have = 0 if self._dataset is None else len(self._dataset)
+            if have < self._needed:
+                raise DataError(
+                    f"the training dataset has {have} samples; the comparison takes {STEPS} steps of "
+                    f"{self._needed // STEPS} = {self._needed}; use more data, or repeat them in build_dataset"
+                )
+        return self
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        before = random_state(self._world.device)
+        seed_all(index)  # so that a random augmentation is the same on every reading
+        try:
+            return self._dataset[int(index)]
+        finally:
+            set_random_state(before, self._world.device)
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = self._task.loss_sum(model, batch)
+        return loss * math.inf if self.spoilt else loss
+
+
+@dataclass(frozen=True)
+class State:
+    """What an optimizer finds: parameters before its step, and unscaled gradients before clipping."""
+
+    parameters: Values
+    gradients: Values
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The reference's steps, and the parameters after the last."""
+
+    states: list[State]
+    end: Values
+
+
+class Exam:
+    """The reference of one task on one device, and the settings that all cells share."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        task: Task | None = None,
+        quiet: frozenset[str] = frozenset(),
+        shared: dict[str, Any] | None = None,
+        global_batch: int = GLOBAL_BATCH,
+    ):
+        """quiet: modules to keep in evaluation mode. shared: another exam's `shared()`, so that all ranks set alike."""
+        self.config = config
+        self.device = device
+        self.global_batch = global_batch
+        task = build_task(config.task, config.data) if task is None else task
+        self.task = Prepared(task, World(device=device), STEPS * global_batch, quiet)
+        self._trajectories: dict[tuple[str, str, bool], Trajectory] = {}
+        self._bounds: dict[str, float] = {}
+        vars(self).update(shared or {})  # the cached properties
+
+    def shared(self, precisions: Iterable[str]) -> dict[str, Any]:
+        """What is measured on the task, for these formats, and must be the same on all ranks."""
+        bounds = {precision: self.bound(precision) for precision in precisions}
+        scale = {"init_scale": self.init_scale} if "fp16" in precisions else {}
+        return {"scaled": self.scaled, "_bounds": bounds, "global_batch": self.global_batch, **scale}
+
+    def model(self, parameters: Values | None = None) -> nn.Module:
+        """The model with its initial weights, as every rank of every cell has it; or with those given."""
+        seed_all(self.config.run.seed)
+        model = self.task.build_model().to(self.device)
+        with torch.no_grad():
+            for name, value in (parameters or {}).items():
+                model.get_parameter(name).copy_(value)
+        return model
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        collate = getattr(self.task, "collate", default_collate)
+        dataset = self.task.build_dataset("train")
+        return to_device(collate([dataset[index] for index in indices]), self.device)
+
+    def epoch(self, partial: bool) -> int:
+        """Samples in an epoch; a partial one ends in the fourth step, with neither whole micro-batches nor rounds."""
+        return 3 * self.global_batch + 2 * self.global_batch // 5 if partial else STEPS * self.global_batch
+
+    def windows(self, partial: bool) -> list[list[int]]:
+        """The samples of each step, in their order."""
+        length, size = self.epoch(partial), self.global_batch
+        orders = [epoch_order(length, self.config.run.seed, epoch, True).tolist() for epoch in range(2)]
+        return [order[n : n + size] for order in orders for n in range(0, length, size)][:STEPS]
+
+    @cached_property
+    def scaled(self) -> Scaled:
+        """Errors: DataError where the first gradient is zero or not finite."""
+        model = self.model()
+        mean_loss(self.task, model, self.batch(self.windows(True)[0])).backward()
+        gradient = torch.cat([g.flatten() for g in gradients_of(model).values()])
+        norm, most = gradient.norm().item(), gradient.abs().max().item()
+        if not (math.isfinite(norm) and norm):
+            raise DataError("the gradient of the first batch is zero or not finite in float32; check the task's loss")
+        rms = norm / math.sqrt(gradient.numel())
+        weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+        step = 0.01 * weights.norm().item()
+        lr = {"sgd": step / norm, "adamw": step / (gradient / (gradient.abs() + rms)).norm().item()}
+        # At most 1 % of the weights per step as well: lr x weight_decay above 2 would make them grow without bound.
+        decay = min(self.config.optim.weight_decay, 0.01 / max(lr.values()))
+        return Scaled(lr, rms, 0.4 * norm, 0.4 * most, decay)
+
+    @cached_property
+    def init_scale(self) -> float:
+        """A thirty-second of the largest scale at which the first step is finite: it doubles twice in five steps."""
+        scale = 2.0**16
+        while scale > 2.0**-10:
+            model = self.model()
+            with self.autocast("fp16"):
+                loss = mean_loss(self.task, model, self.batch(self.windows(True)[0]))
+            (loss * scale).backward()
+            if all(g.isfinite().all() for g in gradients_of(model).values()):
+                break
+            scale /= 2
+        return scale / 32
+
+    @cached_property
+    def rounding(self) -> float:
+        """n x u of float32: what its roundings add up to along one forward and backward."""
+        return self._first_gradients("fp32", parts=1)[1] * UNIT_ROUNDOFF["fp32"]
+
+    def bound(self, precision: str) -> float:
+        """The gradients' bound in one format: n x u + 4 e, as compare.py has it; below a half, a factor of two's."""
+        if precision not in self._bounds:
+            truth = self._first_gradients("fp32", parts=1)[0]
+            whole, roundings = self._first_gradients(precision, parts=1)
+            split, _ = self._first_gradients(precision, parts=12)
+            error = max(relative_error(gradients, truth) for gradients in (whole, split))
+            self._bounds[precision] = min(roundings * UNIT_ROUNDOFF[precision] + 4 * error, 0.45)
+        return self._bounds[precision]
+
+    def _first_gradients(self, precision: str, parts: int) -> tuple[Values, int]:
+        """(the first step's gradients by plain torch in a format, how many results were rounded in one part of it)."""
+        model, window = self.model(), self.windows(True)[0]
+        weight, scale = self.task.weight(self.batch(window)), self.init_scale if precision == "fp16" else 1.0
+        for part in torch.tensor(window).chunk(parts):
+            with Roundings() as seen:
+                with self.autocast(precision):
+                    loss = self.task.loss_sum(model, self.batch(part.tolist()))
+                (loss * (scale / weight)).backward()
+        return {name: gradient / scale for name, gradient in gradients_of(model).items()}, seen.count
+
+    def autocast(self, precision: str) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=HALF.get(precision), enabled=precision in HALF)
+
+    def trajectory(self, optimizer: str, clip_by: str, partial: bool) -> Trajectory:
+        key = (optimizer, clip_by, partial)
+        if key not in self._trajectories:
+            self._trajectories[key] = self._follow(*key)
+        return self._trajectories[key]
+
+    def _follow(self, name: str, clip_by: str, partial: bool) -> Trajectory:
+        """One process, the whole batch, float32, by the book."""
+        model, optim = self.model(), self.config.optim
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        groups = [
+            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": self.scaled.weight_decay},
+            {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(groups, lr=1.0, momentum=optim.momentum)
+            if name == "sgd"
+            else torch.optim.AdamW(groups, lr=1.0, betas=optim.betas, eps=self.scaled.eps)
+        )
+        states = []
+        for step, window in enumerate(self.windows(partial)):
+            optimizer.zero_grad()
+            mean_loss(self.task, model, self.batch(window)).backward()
+            states.append(State(copies(trained), copies(gradients_of(model))))
+            if clip_by == "norm":
+                nn.utils.clip_grad_norm_(trained.values(), self.scaled.max_grad_norm)
+            if clip_by == "value":
+                nn.utils.clip_grad_value_(trained.values(), self.scaled.max_grad_value)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.optim_of(name), step, STEPS)
+            optimizer.step()
+        return Trajectory(states, trained)
+
+    def optim_of(self, name: str, fused: bool = True) -> OptimConfig:
+        scaled = self.scaled
+        config = replace(
+            self.config.optim, lr=scaled.lr[name], eps=scaled.eps, weight_decay=scaled.weight_decay, fused=fused
+        )
+        return replace(config, name=name, schedule="cosine", warmup_steps=2)  # type: ignore[arg-type]
+
+
+class Roundings(TorchDispatchMode):
+    """Counts the operations that make new floating-point values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        views = any(value.alias_info is not None for value in function._schema.returns)
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        self.count += isinstance(first, Tensor) and first.is_floating_point() and not views
+        return out
+
+
+def mean_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:
+    return task.loss_sum(model, batch) / task.weight(batch)
+
+
+def gradients_of(model: nn.Module) -> Values:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def copies(values: Values) -> Values:
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def difference(a: Values, b: Values) -> Values:
+    missing = next((name for name in b if name not in a), None)
+    if missing is not None:
+        raise DataError(f"the parameter {missing} gets no gradient; use it in the loss, or set requires_grad=False")
+    return {name: a[name] - b[name] for name in b}
+
+
+def largest(values: Values) -> float:
+    return max(value.detach().abs().max().item() for value in values.values())
+
+
+def relative_error(values: Values, truth: Values) -> float:
+    """The largest error, relative to the largest element."""
+    return largest(difference(values, truth)) / largest(truth)

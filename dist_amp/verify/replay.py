@@ -1,0 +1,124 @@
+"""Replay a micro-batch that a run kept because it was not finite: python -m dist_amp.verify --replay FILE."""
+
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from dist_amp.checkpoint.format import Refused, all_checkpoints, read_manifest
+from dist_amp.checkpoint.reader import Reader, read_into
+from dist_amp.config.load import load_config
+from dist_amp.config.task_class import build_task
+from dist_amp.data import Padding, to_device
+from dist_amp.diagnostics.nonfinite import Fault, examine
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.precision import build_precision
+from dist_amp.runtime.random_state import seed_all, set_random_state
+from dist_amp.settings import Config
+from dist_amp.world import locate
+
+
+def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
+    """Replay a kept micro-batch in this process; print what is found; return 0 if the fault is met again, else 1.
+
+    argv: settings over those of the run, as on the command line. A policy's casts become autocast's.
+    Errors: DataError for what is not such a file, ConfigError for a config or task that can't be had any more.
+    """
+    path = Path(path)
+    kept = read_kept(path)
+    report = Fault.from_json(kept["report"])
+    config = _config_of(kept["config"], path, argv)
+    world = locate(config.run)
+    try:
+        task = build_task(config.task, config.data)
+    except ConfigError as error:
+        raise ConfigError(f"{path} needs its task: {error}; start where the run was, or give --task.target") from error
+    seed_all(config.run.seed)
+    model = task.build_model()
+    if not any(module.training for module in model.modules()):
+        model.train()
+    world.say(f"replaying step {report.step} of {path} with {_set_weights(model, kept['weights'], path)}")
+    model = model.to(world.device)
+    precision = build_precision(replace(config.precision, cast_by="auto"), sharded=False, world=world)
+    on_cpu = world.device.type == "cpu"
+    random = {name: state for name, state in kept["random"].items() if not (on_cpu and name == "cuda")}
+    set_random_state(random, world.device)
+    batch = to_device(kept["batch"], world.device)
+    share = torch.tensor(kept["share"], device=world.device)
+    fault = examine(task, model, Padding(batch) if kept["padding"] else batch, share, precision)
+    if fault is None:
+        world.say(f"all is finite in {precision.name} on {world.device.type}; in the run it was on {report}")
+        return 1
+    of = replace(fault, step=report.step, rank=report.rank, micro_batch=report.micro_batch, samples=report.samples)
+    world.say(f"not finite: on {of}")
+    return 0
+
+
+def read_kept(path: Path) -> dict[str, Any]:
+    """What a run kept. Errors: DataError, in one line. Nothing but plain data and tensors is unpickled."""
+    mend = "give a file of RUN/nonfinite"
+    try:
+        with path.open("rb") as file:
+            begins_well = file.read(4) == b"PK\x03\x04"  # torch saves zip archives
+    except OSError as error:
+        raise DataError(f"--replay {path} can't be read ({error.strerror}); {mend}") from None
+    if not begins_well:
+        raise DataError(f"--replay {path} is not a kept micro-batch; {mend}")
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"--replay {path} is cut short: its end is missing; copy it again, or {mend}")
+    try:
+        kept = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if "weights_only" in str(error) or "Weights only" in str(error):
+            raise DataError(
+                f"--replay {path} holds more than tensors, numbers and text ({_refused(error)}), and loading that "
+                "could run code; let the task's collate return tensors in dicts, lists or tuples"
+            ) from error
+        raise DataError(f"--replay {path} is damaged ({error}); copy it again, or {mend}") from error
+    if not isinstance(kept, Mapping) or kept.get("dist_amp") != "nonfinite":
+        raise DataError(f"--replay {path} is not a kept micro-batch; {mend}")
+    return dict(kept)
+
+
+def _refused(error: Exception) -> str:
+    """The type that torch refused to load, from its long message."""
+    words = str(error).split("GLOBAL ")
+    return words[1].split()[0] if len(words) > 1 else "a type of the task's own"
+
+
+def _config_of(text: str, path: Path, argv: Sequence[str]) -> Config:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.toml"
+        file.write_text(text)
+        try:
+            return load_config(["--config", str(file), *argv])
+        except ConfigError as error:
+            why = str(error).replace(str(file), "its config")
+            raise ConfigError(f"--replay {path}: {why}; start it where the run was started") from error
+
+
+def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path) -> str:
+    """Load the kept weights, else the newest checkpoint's of the run that the file lies in; say which."""
+    if weights is not None:
+        named, whose = dict(weights), "the weights that it keeps"
+    elif checkpoints := all_checkpoints(path.parent.parent):
+        named, whose = get_model_state_dict(model), f"the weights of {checkpoints[-1].name}"
+        try:
+            reader = Reader(checkpoints[-1], read_manifest(checkpoints[-1]).files)
+            read_into({"model": named}, reader, alone=True)
+        except Refused as error:
+            raise DataError(f"--replay {path} needs the weights of {checkpoints[-1]}: {error}") from None
+    else:
+        return "initial weights: it keeps none, and the run's folder holds no checkpoint"
+    try:
+        set_model_state_dict(model, named)
+    except (RuntimeError, ValueError) as error:
+        why = str(error).strip().splitlines()[-1].strip()
+        raise DataError(f"--replay {path} does not fit the task's model: {why}; use the task as it was") from error
+    return whose
