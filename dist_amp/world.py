@@ -91,6 +91,14 @@ class World:
         dist.all_gather(list(rows.unbind()), row, group=None if row.is_cuda else self.control)
         return rows
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks of a tensor on the device, on every rank; the tensor itself is left as it is."""
+        if self.world_size == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
     @contextmanager
     def one_per_node_first(self) -> Iterator[None]:
         """Let each node's first rank through before its others: it fills the caches that they then read."""

@@ -21,8 +21,8 @@ def dtypes_inside(world, words):
     layer.register_forward_hook(lambda module, inputs, output: seen.update(output=str(output.dtype)))
     run.parallel.module.register_forward_hook(lambda module, inputs, output: seen.update(model=str(output.dtype)))
     take_steps(run, 1)
-    seen["stored"] = str(run.optimizer.parameters[0].dtype)
-    return {**seen, "cast_by": run.precision.cast_by, "scale": run.precision.scale.item()}
+    seen["stored"] = str(run.parallel.parameters[0].dtype)
+    return {**seen, "cast_by": run.precision.cast_by, "scale": run.scaler.scale_tensor.item()}
 
 
 @pytest.mark.parametrize(
