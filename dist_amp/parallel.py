@@ -19,15 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.validate import replicas_of
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.fast.all_reduce import AllReduce
 from dist_amp.fast.fused import local
 from dist_amp.fast.kernels import norms_of
+from dist_amp.fast.process_group import all_reduce_sum, reduce_options
 from dist_amp.precision import DTYPES, Precision, Scaler
 from dist_amp.runtime.batch_statistics import averaged_statistics, batch_statistics, set_statistics
 from dist_amp.settings import ParallelConfig, Strategy
 from dist_amp.world import World
 
-BYTES_PER_PARAMETER = 16  # float32 parameter, gradient and AdamW's two moments
 NOTHING = nullcontext()
 CARRIER = "dist_amp_weight_carrier"
 Sync = Callable[[bool], AbstractContextManager[Any]]
@@ -134,7 +133,7 @@ class Parallel:
         self.state_device = state_device or world.device
         self.carrier = carrier
         self.parameters = [p for p in model.parameters() if p.requires_grad]  # walking the modules costs 160 us
-        self._all_reduce = AllReduce() if world.world_size > 1 else None
+        self._reduce_options = reduce_options() if world.world_size > 1 else None
         self._all_checked = False
         # On the device: a number from the host costs an operation more than what it computes.
         self._ranks = torch.tensor([replicas, world.world_size], dtype=torch.float32, device=world.device)
@@ -160,11 +159,12 @@ class Parallel:
         norms = norms_of([local(gradient) for gradient in gradients] if self.sharded else gradients)
         if self.carrier is not None:
             normalizer.finish_from_carrier(scaler)
-        elif self._all_reduce is None:
+        elif self._reduce_options is None:
             normalizer.finish_alone()
         else:
             norms = norms.to(self.world.device)  # from the host, under CPU offload
-            sums = self._all_reduce.sum_(torch.stack((norms.dot(norms), normalizer.own_weight)))
+            sums = torch.stack((norms.dot(norms), normalizer.own_weight))
+            all_reduce_sum(sums, self._reduce_options)
             square, mean_weight = (sums / self._ranks).unbind()
             normalizer.finish(sums[1], mean_weight)
             return square.sqrt()
@@ -191,36 +191,6 @@ class Parallel:
         finally:
             for module, mode in modes:
                 module.training = mode
-
-
-def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> Strategy:
-    """The strategy for this model in this world; says what "auto" picked, and why."""
-    if world.world_size == 1:
-        if config.strategy not in ("auto", "single"):
-            world.warn(f"parallel.strategy={config.strategy} needs more than one process; running as single")
-        return "single"
-    if config.strategy == "single":
-        raise ConfigError(
-            f"parallel.strategy=single is for one process, but there are {world.world_size}; "
-            "use auto, ddp, fsdp or hsdp"
-        )
-    if config.strategy != "auto":
-        return config.strategy
-    need = BYTES_PER_PARAMETER * sum(p.numel() for p in module.parameters())
-    have = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else 0
-    strategy: Strategy = "fsdp" if have and need > have / 2 else "ddp"
-    room = f"half of the device's {have / 2**30:.1f} GiB" if have else "the host's memory"
-    verb = "do not fit in" if strategy == "fsdp" else "fit in"
-    state = f"weights, gradients and moments ({need / 2**30:.2f} GiB)"
-    world.say(f"parallel.strategy=auto: {strategy}, because {state} {verb} {room}")
-    return strategy
-
-
-def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The units to shard when the task names none: the members of the longest list of layers in the model."""
-    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    longest = max(lists, key=len, default=None)
-    return [child for child in longest if any(True for _ in child.parameters())] if longest is not None else []
 
 
 def build_parallel(

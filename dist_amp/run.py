@@ -9,13 +9,14 @@ from torch import nn
 from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.checkpoint.resume import to_resume
 from dist_amp.checkpoint.state import load
+from dist_amp.config.auto import find_blocks, pick_strategy
 from dist_amp.config.load import defaults_of, load_config, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import accumulation_steps, check_parallel
 from dist_amp.data import Batches, build_batches, build_split, build_validation
 from dist_amp.fast.compile import check_compile, prepare_blocks
 from dist_amp.optim import Schedule, build_optimizer
-from dist_amp.parallel import LossNormalizer, Parallel, build_parallel, find_blocks, pick_strategy
+from dist_amp.parallel import LossNormalizer, Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
 from dist_amp.runtime.process import set_determinism
 from dist_amp.runtime.random_state import seed_all

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_amp.config.auto import find_blocks
 from dist_amp.config.validate import accumulation_steps
 from dist_amp.optim import learning_rate, parameter_groups
-from dist_amp.parallel import find_blocks
 from dist_amp.precision import DTYPES
 from dist_amp.run import Run, build_run
 from dist_amp.runtime.random_state import seed_all

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from dist_amp.checkpoint.compatibility import check_data, check_fit, config_hash
+from dist_amp.checkpoint.fingerprint import fingerprint
 from dist_amp.checkpoint.format import Manifest, Refused, fault_of, quarantine, read_manifest, reason
 from dist_amp.checkpoint.reader import Reader, read_into
 from dist_amp.checkpoint.writer import Snapshot, write
@@ -94,7 +95,7 @@ def take(run: Resumable, copy: bool) -> Snapshot:
         seed=run.config.run.seed,
         global_batch_size=plan.global_batch_size,
         data_length=plan.length,
-        data_fingerprint=_fingerprint(run),
+        data_fingerprint=fingerprint(run.data, run.world),
         optimizer=_groups(run),
         config_hash=config_hash(run.config_text),
         evaluation=run.metrics.evaluation,
@@ -133,7 +134,14 @@ def load(run: Resumable, path: Path) -> None:
         manifest = read_manifest(path)
         reader = Reader(path, manifest.files)
         metadata = reader.read_metadata()
-        check_data(path, manifest, run.data.plan.length, _fingerprint(run), run.config.run.allow_config_change, world)
+        check_data(
+            path,
+            manifest,
+            run.data.plan.length,
+            fingerprint(run.data, run.world),
+            run.config.run.allow_config_change,
+            world,
+        )
         if manifest.step:  # before its first step, a run's buckets are not yet settled either
             _settle_buckets(run)
         for own in run.optimizer.state.values():
@@ -178,15 +186,6 @@ def _set_state(run: Resumable, manifest: Manifest, state: dict[str, Any], same_w
         set_random_state(own["random"], run.world.device)
     else:  # ranks without a past: not seeded as at the start, or dropout would draw its first masks again
         seed_all((run.config.run.seed + 1 + run.world.rank + 1_000_003 * run.step) % 2**63)
-
-
-def _fingerprint(run: Resumable) -> str:
-    """Rank 0's, on every rank; made once, with the generators left as they are."""
-    if not run.data.agreed_fingerprint:
-        random_numbers = random_state(run.world.device)
-        run.data.agreed_fingerprint = run.world.from_main(run.data.fingerprint() if run.world.is_main else "")
-        set_random_state(random_numbers, run.world.device)
-    return run.data.agreed_fingerprint
 
 
 def _groups(run: Resumable) -> dict[str, int]:
