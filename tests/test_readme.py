@@ -119,3 +119,12 @@ def test_every_setting_path_and_test_that_a_page_names_exists(page):
 def test_every_core_file_is_in_the_readmes_reading_order():
     listed = set(re.findall(r"\b(\w+\.py)\b", README.split("## Reading order")[1]))
     assert listed == {path.name for path in (ROOT / "dist_amp").glob("*.py")} - {"__init__.py"}
+
+
+def test_every_file_that_the_architecture_page_names_exists():
+    rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    folders = {path.name for path in (ROOT / "dist_amp").iterdir() if (path / "__init__.py").exists()}
+    assert {folder for folder, _ in rows} == folders
+    for folder, text in rows:
+        for name in re.findall(r"`([a-z_]+)`", text):
+            assert (ROOT / "dist_amp" / folder / f"{name}.py").exists(), f"{folder}/{name}"
