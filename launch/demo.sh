@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on the embedded default, on every GPU there is, or on two CPU processes. Arguments go to dist_amp.train:
+# Train on the embedded dataset, on all GPUs of this machine, or on two CPU processes. Arguments go to dist_amp.train:
 #   bash launch/demo.sh --train.steps 50 --precision.dtype fp16
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
@@ -8,10 +8,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
 processes=$((gpus > 0 ? gpus : 2))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) > processes ? $(nproc) / processes : 1))}"
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}" # seconds to save in after a signal
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}" # seconds for saving after a signal
 
-# The address is named because a host name that does not resolve makes --standalone wait without a word.
-# The signals are passed on to the ranks, which save and leave; SIGUSR1 would end torchrun alone otherwise.
+# --local-addr, because --standalone hangs without a message if the host name does not resolve.
+# --signals-to-handle forwards the signals to the ranks, which save and exit; SIGUSR1 would otherwise end only torchrun.
 exec "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node="$processes" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     -m dist_amp.train --config "$root/configs/demo.toml" "$@"
