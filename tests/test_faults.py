@@ -16,7 +16,7 @@ from dist_amp.data import Padding
 from dist_amp.diagnostics.consistency import Consistency, scale_follows_the_counts
 from dist_amp.errors import Failure, NumericsError
 from dist_amp.fast.fused import local
-from dist_amp.optim import Optimizer
+from dist_amp.optim import build_optimizer, learning_rate
 from dist_amp.step import loss_of, mark_last, total_weight, train_step
 from dist_amp.telemetry.async_copy import StepReport
 from dist_amp.world import World
@@ -24,26 +24,35 @@ from dist_amp.world import World
 # ---- faults in the loop: verify's comparison finds them ----
 
 
-def loop(run, micro_batches, share=None, backward=None, before_apply=None):
+def loop(run, micro_batches, share=None, backward=None, before_update=None):
     """A copy of train_step, with the places in which a fault is planted."""
-    task, device, parallel = run.task, run.world.device, run.parallel
+    task, device, normalizer = run.task, run.world.device, run.normalizer
     own_weight = total_weight(task, micro_batches, device)
-    weight = parallel.sum(own_weight)
-    loss_sum = parallel.zero()
+    weight = run.world.sum(own_weight)
+    normalizer.load_state_dict({"weights": torch.stack((weight, weight))})  # so that nothing is left to correct
+    normalizer.begin(own_weight)
+    losses = []
     for is_last, batch in mark_last(micro_batches):
-        factor = parallel.world_size / weight if share is None else share(run, micro_batches, batch, weight)
-        with parallel.gradient_sync(is_last):
+        with run.parallel.gradient_sync(is_last):
             with run.precision.autocast():
                 loss = loss_of(task, run.model, batch, device)
+            losses.append(loss.detach())
+            part = normalizer.normalize(loss, is_last)
+            if share is not None:
+                part = part + loss * share(run, micro_batches, batch, weight) - loss * (run.world.world_size / weight)
             if backward is None:
-                run.precision.backward(loss * factor)
+                run.scaler.scale(part).backward()
         if backward is not None:
-            backward(run, loss * factor)
-        loss_sum += loss.detach()
-    if before_apply is not None:
-        before_apply(run)
-    totals = parallel.totals(own_weight, weight / parallel.world_size, run.precision)
-    return StepReport([loss_sum], weight, totals.norm, run.optimizer.apply(totals.norm, totals.divisor, run.precision))
+            backward(run, part)
+    if before_update is not None:
+        before_update(run)
+    norm = run.parallel.global_grad_norm(normalizer, run.scaler)
+    norm = run.scaler.unscale_and_clip(run.optimizer, norm, normalizer.correction, run.clip)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.schedule.step(run.scaler.applied)
+    run.optimizer.zero_grad(set_to_none=True)
+    return StepReport(losses, normalizer.weight, norm, run.scaler.applied)
 
 
 def weight_of(task, batch):
@@ -73,18 +82,18 @@ def local_normalisation(run, micro_batches):
 def clip_before_unscale(run, micro_batches):
     def clip(run):
         # The limit is meant for gradients that the loss scale has been taken out of; so are the parameters' own norms.
-        one = torch.ones(())
-        norm = run.parallel.totals(one, one, run.precision).norm * run.scaler.scale_tensor
+        norm = torch.nn.utils.get_total_norm([p.grad for p in run.parallel.parameters])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         for p in run.parallel.parameters:
             local(p.grad).mul_((run.config.train.max_grad_norm / norm).clamp(max=1))
 
-    return loop(run, micro_batches, before_apply=clip)
+    return loop(run, micro_batches, before_update=clip)
 
 
 def no_sync_around_forward_only(run, micro_batches):
     def backward(run, loss):
         run.model.set_requires_gradient_sync(True)
-        run.precision.backward(loss)
+        run.scaler.scale(loss).backward()
 
     return loop(run, micro_batches, backward=backward)
 
@@ -94,7 +103,7 @@ def no_sync_around_backward_only(run, micro_batches):
 
     def backward(run, loss):
         with sync(False):
-            run.precision.backward(loss)
+            run.scaler.scale(loss).backward()
 
     try:
         return loop(run, micro_batches, backward=backward)
@@ -104,7 +113,7 @@ def no_sync_around_backward_only(run, micro_batches):
 
 def second_update(run, micro_batches):
     report = loop(run, micro_batches)
-    run.scaler.update(1.0 - report.applied.float())
+    run.scaler.update()
     return report
 
 
@@ -130,7 +139,7 @@ def no_reduction_at_all(run, micro_batches):
 def cleared_between_micro_batches(run, micro_batches):
     def backward(run, loss):
         run.model.zero_grad()
-        run.precision.backward(loss)
+        run.scaler.scale(loss).backward()
 
     return loop(run, micro_batches, backward=backward)
 
@@ -261,7 +270,7 @@ def nothing(run):
 
 def optimizer_built_before_sharding(run):
     config, model = run.config, run.task.build_model()
-    run.optimizer = Optimizer(config.optim, run.optimizer.clip, model, config.train.steps, run.world.device)
+    run.optimizer = build_optimizer(model, config.optim)
 
 
 def same_shard_on_all_ranks(run):
@@ -274,31 +283,27 @@ def parameter_differs(run):
 
 
 def buffers_are_never_averaged(run):
-    run.parallel.average_buffers = lambda: None
+    run.parallel.average_batch_statistics = lambda: None
 
 
 def schedule_steps_on_a_skip(run):
-    apply = run.optimizer.apply
+    step = run.schedule.step
 
-    def moved(*args):
-        applied = apply(*args)
+    def moved(applied):
+        step(applied)
         run.schedule.applied_steps += ~applied
-        return applied
 
-    run.optimizer.apply = moved
+    run.schedule.step = moved
 
 
 def schedule_follows_all_steps(run):
-    apply = run.optimizer.apply
+    step = run.schedule.step
 
-    def moved(*args):
-        kept = run.schedule.applied_steps.clone()
-        run.schedule.applied_steps.fill_(run.step)
-        applied = apply(*args)
-        run.schedule.applied_steps.copy_(kept + applied)
-        return applied
+    def moved(applied):
+        step(applied)
+        run.schedule.lr.fill_(learning_rate(run.config.optim, run.step + 1, run.config.train.steps))
 
-    run.optimizer.apply = moved
+    run.schedule.step = moved
 
 
 def scaler_differs(run):
@@ -306,13 +311,13 @@ def scaler_differs(run):
 
 
 def two_updates(run):
-    update = run.precision.update
+    update = run.scaler.update
 
-    def twice(found_inf):
-        update(found_inf)
-        update(found_inf)
+    def twice():
+        update()
+        update()
 
-    run.precision.update = twice
+    run.scaler.update = twice
 
 
 def same_dropout_everywhere(run):

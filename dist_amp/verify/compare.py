@@ -75,10 +75,11 @@ def examine(world: World, exam: Exam, cell: Cell, step: Callable[..., Any] = tra
     exam.task.length = exam.epoch(cell.partial)
     run = build_run(config_of(exam, cell, world), world, exam.task)
     checks.at_start(run)
-    captured = capture(run)
     micro_batches, _ = micro_batches_at(run, exam, max(cell.accumulation), 0)
     faults = by_rank(world.gather_texts(skip_changes_something(run, exam, micro_batches, step)))
-    captured.clear()
+    if faults:  # start again, so that what follows is not off for that reason alone
+        run = build_run(config_of(exam, cell, world), world, exam.task)
+    captured = capture(run)
     position, reductions = 0, []
     for accumulation in cell.accumulation:
         micro_batches, position = micro_batches_at(run, exam, accumulation, position)
