@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import RankFailed, on_ranks
 from test_step import HostReads
 from tiny import Rows, Tiny, make_run
 from torch import nn
@@ -144,12 +144,12 @@ def cleared_between_micro_batches(run, micro_batches):
     return loop(run, micro_batches, backward=backward)
 
 
-def verdict_of(world, strategy, precision, step, accumulation=4, **options):
+def verdict_of(world, strategy, precision, step, uneven=True, accumulation=4, **options):
     from dist_amp.config.load import load_config
     from dist_amp.verify.compare import Cell, examine
     from dist_amp.verify.reference import Exam
 
-    exam = Exam(load_config([], environ={}), world.device, Tiny(samples=300, uneven=True))
+    exam = Exam(load_config([], environ={}), world.device, Tiny(samples=300, uneven=uneven))
     cell = Cell(strategy, precision, accumulation=(accumulation,) * 5, **options)
     return examine(world, exam, cell, step).cause
 
@@ -177,7 +177,7 @@ def test_a_fault_in_the_loop_is_named_by_the_comparison(strategy, fault, precisi
 
 
 def test_gradients_that_never_travel_are_named():
-    told = on_ranks(2, verdict_of, "ddp", "fp32", no_reduction_at_all)[0]
+    told = on_ranks(2, verdict_of, "ddp", "fp32", no_reduction_at_all, False)[0]
     assert "rank 0 used its own gradients alone" in told
     assert "not the same on ranks 0 and 1" in told
 
@@ -188,14 +188,16 @@ def test_gradients_that_are_cleared_between_micro_batches_are_named():
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "fault"), [("fsdp", no_sync_around_forward_only), ("ddp", no_sync_around_backward_only)]
-)
-def test_no_sync_that_does_not_surround_forward_and_backward_is_named(strategy, fault):
-    # The other way round each strategy computes and sends what it should: DDP reads its flag in the forward alone,
-    # FSDP2 in the backward alone.
-    told = on_ranks(2, verdict_of, strategy, "fp32", fault)[0]
-    assert "no_sync around its forward and its backward" in told, told
+# The other way round each strategy computes and sends what it should: DDP reads its flag in the forward alone, FSDP2 in
+# the backward alone.
+def test_no_sync_around_the_forward_only_is_named_under_fsdp():
+    said = on_ranks(2, verdict_of, "fsdp", "fp32", no_sync_around_forward_only)[0]
+    assert "no_sync around its forward and its backward" in said, said
+
+
+def test_no_sync_around_the_backward_only_is_an_error_of_ddp():
+    with pytest.raises(RankFailed, match="Expected to have finished reduction in the prior iteration"):
+        on_ranks(2, verdict_of, "ddp", "fp32", no_sync_around_backward_only)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
