@@ -163,14 +163,14 @@ LOOP_FAULTS = [
 @pytest.mark.parametrize(("fault", "precision", "cause"), LOOP_FAULTS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_fault_in_the_loop_is_named_by_the_comparison(strategy, fault, precision, cause):
-    told = on_ranks(2, verdict_of, strategy, precision, fault)[0]
-    assert cause in told, told
+    message = on_ranks(2, verdict_of, strategy, precision, fault)[0]
+    assert cause in message, message
 
 
 def test_gradients_that_never_travel_are_named():
-    told = on_ranks(2, verdict_of, "ddp", "fp32", no_reduction_at_all)[0]
-    assert "rank 0 used its own gradients alone" in told
-    assert "not the same on ranks 0 and 1" in told
+    message = on_ranks(2, verdict_of, "ddp", "fp32", no_reduction_at_all)[0]
+    assert "rank 0 used its own gradients alone" in message
+    assert "not the same on ranks 0 and 1" in message
 
 
 def test_gradients_that_are_cleared_between_micro_batches_are_named():
@@ -185,8 +185,8 @@ def test_gradients_that_are_cleared_between_micro_batches_are_named():
 def test_no_sync_that_does_not_surround_forward_and_backward_is_named(strategy, fault):
     # The other way round each strategy computes and sends what it should: DDP reads its flag in the forward alone,
     # FSDP2 in the backward alone.
-    told = on_ranks(2, verdict_of, strategy, "fp32", fault)[0]
-    assert "no_sync around its forward and its backward" in told, told
+    message = on_ranks(2, verdict_of, strategy, "fp32", fault)[0]
+    assert "no_sync around its forward and its backward" in message, message
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -365,9 +365,9 @@ RUN_FAULTS = [
 
 @pytest.mark.parametrize(("fault", "strategy", "task", "words", "cause"), RUN_FAULTS)
 def test_a_fault_in_a_run_stops_it_with_rank_and_cause(fault, strategy, task, words, cause):
-    for told in on_ranks(2, failure_of, fault, task, "--parallel.strategy", strategy, *words):
-        assert cause in told, told
-        assert "rank" in told, told
+    for message in on_ranks(2, failure_of, fault, task, "--parallel.strategy", strategy, *words):
+        assert cause in message, message
+        assert "rank" in message, message
 
 
 @pytest.mark.parametrize(
@@ -386,8 +386,8 @@ def test_the_same_run_without_a_fault_is_silent(strategy, task, words):
 
 
 def test_a_parameter_that_differs_between_replicas_of_shards_is_named():
-    told = on_ranks(4, failure_of, parameter_differs, Tiny(), "--parallel.strategy", "hsdp")
-    assert all("the parameter 0.0.weight is not the same on ranks 1 and 3" in text for text in told), told
+    message = on_ranks(4, failure_of, parameter_differs, Tiny(), "--parallel.strategy", "hsdp")
+    assert all("the parameter 0.0.weight is not the same on ranks 1 and 3" in text for text in message), message
 
 
 class Caches(nn.Module):
@@ -484,8 +484,8 @@ class Permuted(Tiny):
 
 
 def test_a_buffer_that_differs_in_order_alone_is_named():
-    told = on_ranks(2, failure_of, order_differs, Permuted())
-    assert all("the buffer places is not the same on ranks 0 and 1" in text for text in told)
+    message = on_ranks(2, failure_of, order_differs, Permuted())
+    assert all("the buffer places is not the same on ranks 0 and 1" in text for text in message)
 
 
 def one_rank_has_another_buffer(run):
@@ -494,8 +494,8 @@ def one_rank_has_another_buffer(run):
 
 
 def test_a_buffer_that_exists_on_one_rank_only_is_named():
-    told = on_ranks(2, failure_of, one_rank_has_another_buffer, Tiny())
-    assert all("ranks 0 and 1 do not have the same parameters and buffers: late" in text for text in told)
+    message = on_ranks(2, failure_of, one_rank_has_another_buffer, Tiny())
+    assert all("ranks 0 and 1 do not have the same parameters and buffers: late" in text for text in message)
 
 
 def test_thousands_of_skips_are_checked_without_overflow():

@@ -435,11 +435,11 @@ def damaged(kept, path, how):
 )
 def test_a_bad_file_is_rejected_in_one_line_that_names_it(kept, tmp_path, how, error, words):
     path = damaged(kept, tmp_path / "file.pt", how)
-    with pytest.raises(error) as refused:
+    with pytest.raises(error) as rejected:
         replay_file(path)
-    assert words in str(refused.value)
-    assert str(path) in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert words in str(rejected.value)
+    assert str(path) in str(rejected.value)
+    assert "\n" not in str(rejected.value)
 
 
 def test_a_report_survives_being_sent_between_ranks():

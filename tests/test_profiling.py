@@ -196,12 +196,12 @@ class OfAGpu:
 
     def events(self):
         label = (DeviceType.CUDA, True, 0, 20000)
-        told = [(DeviceType.CPU, False, 0, 30000), label, *((DeviceType.CUDA, False, *span) for span in self.kernels)]
+        events = [(DeviceType.CPU, False, 0, 30000), label, *((DeviceType.CUDA, False, *span) for span in self.kernels)]
         return [
             SimpleNamespace(
                 device_type=device, is_user_annotation=label, time_range=SimpleNamespace(start=start, end=end)
             )
-            for device, label, start, end in told
+            for device, label, start, end in events
         ]
 
 
@@ -235,9 +235,9 @@ def test_kernels_that_overlap_count_once():
     ],
 )  # fmt: skip
 def test_ranks_that_do_not_exist_and_a_snapshot_of_cpu_memory_are_rejected(words, world, said):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         check_debug(load_config(words, environ={}).debug, world)
-    assert str(refused.value).startswith(said)
+    assert str(rejected.value).startswith(said)
 
 
 @pytest.fixture

@@ -75,11 +75,6 @@ class NonFinite:
         return cls(**values | {"tensors": [TensorStats(**stats) for stats in values["tensors"]]})
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """Identifies repetitions of one fault."""
-        return self.module, self.phase, self.rank
-
-    @property
     def where(self) -> str:
         """Rank, micro-batch, samples, phase and module."""
         samples = ", ".join(map(str, self.samples[:8])) + (", ..." if len(self.samples) > 8 else "")

@@ -7,8 +7,8 @@
 Measuring changes no step.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,11 @@ class Numerics(Observer):
         self._before: dict[Tensor, Tensor] = {}  # this rank's parameters before the update
         self._hooks: list[Any] = []
         self._scale = 1.0  # before the step
+        self._in_bf16 = {
+            name
+            for name, group in zip(self.names, self.groups, strict=True)
+            if any(p.dtype == torch.bfloat16 for p in group["params"])
+        }
         self._warned: set[tuple[str, str]] = set()
         if run.config.debug.numerics and run.precision.scales and run.precision.cast_by == "policy":
             raise ConfigError(
@@ -60,13 +65,14 @@ class Numerics(Observer):
     def _warn_of_bf16_storage(self) -> None:
         """Warn if bf16 storage will lose AdamW's updates, whose size is about lr; one host read."""
         optim = self.run.config.optim
-        if optim.name != "adamw" or not any(map(_stores_bf16, self.groups)):
+        if optim.name != "adamw" or not self._in_bf16:
             return
         counts = self._zeros()
         for row, group in zip(counts, self.groups, strict=True):
-            for p in filter(_is_bf16, group["params"]):
-                value = local(p).detach().float()
-                _add(row, value.abs() * SURELY_LOST > optim.lr, torch.ones_like(value, dtype=torch.bool))
+            for p in group["params"]:
+                if p.dtype == torch.bfloat16:
+                    value = local(p).detach().float()
+                    _add(row, value.abs() * SURELY_LOST > optim.lr, torch.ones_like(value, dtype=torch.bool))
         self._warn(self._shares({"lost_update_share": counts}), optim.lr)
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
@@ -114,29 +120,21 @@ class Numerics(Observer):
         """
         run = self.run
         weight = run.parallel.sum(total_weight(run.task, micro_batches, run.world.device))
-        factor, batch = run.parallel.world_size / weight, micro_batches[0]
-        zero = self._replay(batch, factor, run.precision.autocast(), run.precision.backward, lambda g: g == 0)
-        nonzero = self._replay(batch, factor, nullcontext(), Tensor.backward, lambda g: g != 0)
+        factor = run.parallel.world_size / weight
+        nonzero_in_fp16 = self._nonzero_gradients(micro_batches[0], factor * run.precision.scale, fp16=True)
+        nonzero = self._nonzero_gradients(micro_batches[0], factor, fp16=False)
         for row, group in zip(self._counts["underflow_share"], self.groups, strict=True):
-            for p in group["params"]:
-                if p in zero and p in nonzero:
-                    _add(row, zero[p] & nonzero[p], nonzero[p])
+            for p in nonzero.keys() & nonzero_in_fp16.keys() & set(group["params"]):
+                _add(row, nonzero[p] & ~nonzero_in_fp16[p], nonzero[p])
 
-    def _replay(
-        self,
-        batch: Any,
-        factor: Tensor,
-        casting: AbstractContextManager[Any],
-        backward: Callable[[Tensor], None],
-        mask_of: Callable[[Tensor], Tensor],
-    ) -> dict[Tensor, Tensor]:
-        """Forward and backward of one micro-batch, changing no state: `mask_of` each parameter's gradient."""
+    def _nonzero_gradients(self, batch: Any, factor: Tensor, fp16: bool) -> dict[Tensor, Tensor]:
+        """A mask per parameter, from one forward and backward that changes no state. factor: of the loss."""
         run = self.run
         with as_it_was(run), as_compiled_so_far(), run.parallel.gradient_sync(run.parallel.sharded):
-            with casting:
+            with run.precision.autocast() if fp16 else nullcontext():
                 loss = loss_of(run.task, run.model, batch, run.world.device)
-            backward(loss * factor)
-            return {p: mask_of(local(p.grad)) for p in run.optimizer.parameters if p.grad is not None}
+            (loss * factor).backward()
+            return {p: local(p.grad) != 0 for p in run.optimizer.parameters if p.grad is not None}
 
     def _keep_parameters(self, *_: Any) -> None:
         """Right before the update, when it is known which parameters have a gradient."""
@@ -169,7 +167,6 @@ class Numerics(Observer):
 
     def _warn(self, shares: dict[tuple[str, str], float], lr: float) -> None:
         """Warn about shares above their limits, once per measure and group."""
-        in_bf16 = {name for name, group in zip(self.names, self.groups, strict=True) if _stores_bf16(group)}
         for (measure, group), share in shares.items():
             if measure == "underflow_share":
                 limit = UNDERFLOW_LIMIT
@@ -178,7 +175,7 @@ class Numerics(Observer):
                     "precision.scaler.init_scale, or precision.dtype=bf16"
                 )
             else:
-                limit = LOST_UPDATE_LIMIT if group in in_bf16 else 1.0
+                limit = LOST_UPDATE_LIMIT if group in self._in_bf16 else 1.0
                 text = (
                     f"updates of {group} are lost to rounding: bf16 storage keeps 8 bits and lr {lr:g} moves less; "
                     "use parallel.param_dtype=fp32 or a higher optim.lr"
@@ -191,11 +188,3 @@ class Numerics(Observer):
 def _add(row: Tensor, lost: Tensor, of: Tensor) -> None:
     """Add the counts of two masks to a row [2]."""
     row += torch.stack([lost.sum(), of.sum()]).to(row.device)
-
-
-def _is_bf16(parameter: Tensor) -> bool:
-    return parameter.dtype == torch.bfloat16
-
-
-def _stores_bf16(group: dict[str, Any]) -> bool:
-    return any(map(_is_bf16, group["params"]))

@@ -8,7 +8,7 @@ from dist_amp.telemetry.metrics import LogRow
 
 
 class Observer:
-    """Watches a run from beside the loop; each method is called on every rank, at the same step, in the tuple's order.
+    """Watches a run from outside the step; each method is called on every rank, at the same step, in the tuple's order.
 
     Deleting an observer's file and its entry in train.py deletes the feature; a run takes the same steps without it.
     """

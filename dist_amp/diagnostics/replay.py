@@ -46,7 +46,7 @@ class KeptMicroBatch:
 
 
 class NonfiniteReplay(Observer):
-    """Costs nothing per step but a note on the host; a read and a replay on all ranks only in intervals with a skip.
+    """Replays on all ranks, and reads the device, only in intervals with a skip; other steps are noted on the host.
 
     With debug.nonfinite=step, it reads every step's outcome and replays with the parameters exactly as they were.
     """
@@ -149,15 +149,15 @@ class NonfiniteReplay(Observer):
 
     def _report(self, found: NonFinite, kept: KeptMicroBatch | None) -> None:
         """To reports.jsonl each time, to the console once per module, phase and rank. Every rank calls it."""
-        world = self.run.world
+        world, key = self.run.world, (found.module, found.phase, found.rank)
         self.found.append(found)
-        self._repetitions[found.key] += 1
+        self._repetitions[key] += 1
         if world.is_main and self._has_folder:
-            line = {**asdict(found), "met": self._repetitions[found.key]}
+            line = {**asdict(found), "met": self._repetitions[key]}
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / "reports.jsonl").open("a") as file:
                 file.write(json.dumps(plain_json(line)) + "\n")
-        if self._repetitions[found.key] > 1:
+        if self._repetitions[key] > 1:
             return
         file_note = f"; {MAX_FILES} micro-batches are kept already" if self._has_folder else ""
         if self._has_folder and self._files < MAX_FILES:
