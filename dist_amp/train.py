@@ -6,7 +6,7 @@ Train the task for train.steps steps; evaluate, save and report on the way; leav
 import itertools
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -15,8 +15,9 @@ from dist_amp.checkpoint.saver import Saver
 from dist_amp.checkpoint.state import rewind_point
 from dist_amp.config.load import load_config, show_help, to_toml
 from dist_amp.diagnostics.consistency import Consistency
-from dist_amp.diagnostics.limits import stop_if_hopeless
+from dist_amp.diagnostics.limits import Limits
 from dist_amp.diagnostics.numerics import Numerics
+from dist_amp.diagnostics.observer import Observer
 from dist_amp.diagnostics.profiling import Profile, check_debug, memory_history
 from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import SAVED_AND_STOPPED, Failure, in_one_line
@@ -65,14 +66,21 @@ def train(run: Run, stop: AgreedStop) -> str:
                 rewind()
             else:
                 run.metrics.write_evaluation(run.step, values)
-                tripwires.after_averaging()
+                for observer in observers:
+                    observer.after_evaluation()
         return stop.agreed
 
     def owes_evaluation() -> bool:
         return run.validation is not None and due(config.eval.every) and run.metrics.evaluated_step < run.step
 
-    tripwires, provenance, numerics = Consistency(run), NonfiniteReplay(run), Numerics(run)
-    with Saver(run) as saver, Profile(run) as profile, scheduled_garbage(config.train.gc_every) as collect_garbage:
+    nonfinite = NonfiniteReplay(run)
+    # Consistency first: the others assume that all ranks skipped the same steps.
+    observers: tuple[Observer, ...] = (
+        Consistency(run), nonfinite, Limits(run, nonfinite), Numerics(run), Profile(run)
+    )  # fmt: skip
+    with Saver(run) as saver, ExitStack() as entered, scheduled_garbage(config.train.gc_every) as collect_garbage:
+        for observer in observers:
+            entered.enter_context(observer)
 
         def save(wait: bool) -> None:
             with run.metrics.off_the_clock():
@@ -83,9 +91,8 @@ def train(run: Run, stop: AgreedStop) -> str:
             if (row := run.metrics.read()) is None:
                 return
             run.metrics.write(row, last)
-            tripwires.look(row)  # first: what follows takes it that all ranks skipped the same steps
-            provenance.look(row)
-            stop_if_hopeless(row, config, provenance.where(row))
+            for observer in observers:
+                observer.on_log(row)
             saver.look()
 
         stopping = stop.poll_now()  # a signal in the warm-up
@@ -93,19 +100,19 @@ def train(run: Run, stop: AgreedStop) -> str:
             stopping = run_evaluation()
         while not stopping and run.step < last:
             micro_batches = next(run.data)
-            if numerics.on:  # it writes a line of its own
+            if any(observer.reads_before_step for observer in observers):
                 look()
-            with numerics.measuring(micro_batches):
-                report = train_step(run, micro_batches)
+            for observer in observers:
+                observer.before_step(micro_batches)
+            report = train_step(run, micro_batches)
             run.step += 1
             run.metrics.record(report)
-            tripwires.after_step(micro_batches)
-            provenance.after_step(report)
+            for observer in observers:
+                observer.after_step(report, micro_batches)
             stopping = stop.poll()
             look()  # at the figures of the step before, if it was a log step
             if due(config.metrics.log_every):
                 run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
-            profile.after_step()
             saves = due(config.checkpoint.every)
             if stopping or saves or owes_evaluation() or run.step == last:
                 look()  # what waits for the device anyway, or is to be kept, comes after it

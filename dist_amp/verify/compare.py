@@ -74,7 +74,7 @@ def examine(world: World, exam: Exam, cell: Cell, step: Callable[..., Any] = tra
     """
     exam.task.length = exam.epoch(cell.partial)
     run = build_run(config_of(exam, cell, world), world, exam.task)
-    checks.at_start(run)
+    checks.check_start(run)
     captured = capture(run)
     micro_batches, _ = micro_batches_at(run, exam, max(cell.accumulation), 0)
     faults = by_rank(world.gather_texts(skip_changes_something(run, exam, micro_batches, step)))
@@ -86,7 +86,7 @@ def examine(world: World, exam: Exam, cell: Cell, step: Callable[..., Any] = tra
             step(run, micro_batches)
         run.step += 1
         reductions.append(seen.count)
-    counts, faults = scale_and_counts(run), [*faults, checks.disagreement(run)]
+    counts, faults = scale_and_counts(run), [*faults, checks.find_mismatch(run)]
     if cell.accumulate_reduce == "last" and len(set(reductions)) > 1:
         faults.append(
             f"sums over ranks: {reductions} in steps of {cell.accumulation} micro-batches, not equally many; gradients "
