@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dist_amp.data import Padding
-from dist_amp.diagnostics.consistency import Consistency, scale_follows_the_counts
+from dist_amp.diagnostics.consistency import Consistency, check_loss_scale
 from dist_amp.errors import Failure, NumericsError
 from dist_amp.fast.fused import local
 from dist_amp.optim import build_optimizer, learning_rate
@@ -172,8 +172,8 @@ LOOP_FAULTS = [
 @pytest.mark.parametrize(("fault", "precision", "cause"), LOOP_FAULTS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_fault_in_the_loop_is_named_by_the_comparison(strategy, fault, precision, cause):
-    told = on_ranks(2, verdict_of, strategy, precision, fault)[0]
-    assert cause in told, told
+    message = on_ranks(2, verdict_of, strategy, precision, fault)[0]
+    assert cause in message, message
 
 
 def test_gradients_that_never_travel_are_named():
@@ -207,7 +207,7 @@ def test_the_loop_as_it_is_and_its_copy_without_a_fault_are_silent(strategy, pre
     assert on_ranks(2, verdict_of, strategy, precision, loop)[0] == ""
 
 
-# ---- faults in a run: the main job's tripwires find them ----
+# ---- faults in a run: the main job's consistency checks find them ----
 
 
 class Noisy(Tiny):
@@ -364,7 +364,7 @@ RUN_FAULTS = [
     (scaler_differs, "ddp", Tiny(), GROWING, "step 4: loss_scale is 512.0 on rank 1 and 1024.0 on rank 0"),
     (two_updates, "ddp", OneBadRow(), (*FP16, *ORDERED), "update() must run exactly once per step"),
     (two_updates, "fsdp", Tiny(), GROWING, "exactly once per step"),
-    (two_meshes, "ddp", Tiny(), (), "the parameters live on two meshes: 0.0.weight on"),
+    (two_meshes, "ddp", Tiny(), (), "the parameters are on two meshes: 0.0.weight on"),
     (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
     (shorter_data_on_one_rank, "ddp", Tiny(), (), "64 + 0 on rank 0, 63 + 0 on rank 1"),
 ]  # fmt: skip
@@ -372,9 +372,9 @@ RUN_FAULTS = [
 
 @pytest.mark.parametrize(("fault", "strategy", "task", "words", "cause"), RUN_FAULTS)
 def test_a_fault_in_a_run_stops_it_with_rank_and_cause(fault, strategy, task, words, cause):
-    for told in on_ranks(2, failure_of, fault, task, "--parallel.strategy", strategy, *words):
-        assert cause in told, told
-        assert "rank" in told, told
+    for message in on_ranks(2, failure_of, fault, task, "--parallel.strategy", strategy, *words):
+        assert cause in message, message
+        assert "rank" in message, message
 
 
 @pytest.mark.parametrize(
@@ -393,8 +393,8 @@ def test_the_same_run_without_a_fault_is_silent(strategy, task, words):
 
 
 def test_a_parameter_that_differs_between_replicas_of_shards_is_named():
-    told = on_ranks(4, failure_of, parameter_differs, Tiny(), "--parallel.strategy", "hsdp")
-    assert all("the parameter 0.0.weight is not the same on ranks 1 and 3" in text for text in told), told
+    message = on_ranks(4, failure_of, parameter_differs, Tiny(), "--parallel.strategy", "hsdp")
+    assert all("the parameter 0.0.weight is not the same on ranks 1 and 3" in text for text in message), message
 
 
 class Caches(nn.Module):
@@ -414,7 +414,7 @@ class RanksCache(Tiny):
         return nn.Sequential(Caches(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def test_a_cache_that_is_no_state_may_differ():
+def test_a_non_persistent_buffer_may_differ():
     assert on_ranks(2, failure_of, nothing, RanksCache()) == ["", ""]
 
 
@@ -434,7 +434,7 @@ class FourKinds(Tiny):
 
 
 @pytest.mark.parametrize("task", [AllAlike(), FourKinds()])
-def test_data_that_are_alike_by_nature_are_no_fault(task):
+def test_data_with_many_equal_samples_is_no_fault(task):
     words = ["--train.steps", 60, "--train.micro_batch_size", 1]
     assert on_ranks(4, failure_of, nothing, task, *words) == [""] * 4
 
@@ -491,8 +491,8 @@ class Permuted(Tiny):
 
 
 def test_a_buffer_that_differs_in_order_alone_is_named():
-    told = on_ranks(2, failure_of, order_differs, Permuted())
-    assert all("the buffer places is not the same on ranks 0 and 1" in text for text in told)
+    message = on_ranks(2, failure_of, order_differs, Permuted())
+    assert all("the buffer places is not the same on ranks 0 and 1" in text for text in message)
 
 
 def one_rank_has_another_buffer(run):
@@ -500,22 +500,22 @@ def one_rank_has_another_buffer(run):
         run.parallel.module.register_buffer("late", torch.zeros(1))
 
 
-def test_a_buffer_that_is_there_on_one_rank_alone_is_named():
-    told = on_ranks(2, failure_of, one_rank_has_another_buffer, Tiny())
-    assert all("ranks 0 and 1 do not have the same parameters and buffers: late" in text for text in told)
+def test_a_buffer_that_exists_on_one_rank_only_is_named():
+    message = on_ranks(2, failure_of, one_rank_has_another_buffer, Tiny())
+    assert all("ranks 0 and 1 do not have the same parameters and buffers: late" in text for text in message)
 
 
-def test_thousands_of_skips_are_followed_without_end_or_overflow():
+def test_thousands_of_skips_are_checked_without_overflow():
     run = make_run(World(), Tiny(), "--precision.dtype", "fp16")
     row = run.metrics.log(0, run.schedule, run.scaler, run.data)
     ranks = [{**row.ranks[0], "skipped_steps": 5000, "applied_steps": 10_000_000, "loss_scale": 65536.0}]
-    scale_follows_the_counts(run, replace(row, ranks=ranks), 65536.0, 0, 0)
+    check_loss_scale(run, replace(row, ranks=ranks), 65536.0, 0, 0)
     with pytest.raises(NumericsError, match="does not follow from 65536"):
-        scale_follows_the_counts(run, replace(row, ranks=[{**ranks[0], "applied_steps": 2000}]), 65536.0, 0, 0)
+        check_loss_scale(run, replace(row, ranks=[{**ranks[0], "applied_steps": 2000}]), 65536.0, 0, 0)
 
 
 def buffers_after_training(world, check_every):
-    """A run that is looked at, and one that is not, take the same steps."""
+    """The final state of a run."""
     from dist_amp.supervise.signals import AgreedStop
     from dist_amp.train import train
 
@@ -530,24 +530,25 @@ def test_a_run_that_is_checked_is_bit_identical_to_one_that_is_not():
     assert on_ranks(2, buffers_after_training, 2) == on_ranks(2, buffers_after_training, "off")
 
 
-def test_tripwires_can_be_turned_off():
+def test_consistency_checks_can_be_turned_off():
     assert on_ranks(2, failure_of, same_shard_on_all_ranks, Tiny(), "--debug.check_every", "off") == ["", ""]
 
 
-def reads_of_tripwires(world):
+def reads_of_consistency_checks(world):
     """(host reads of an ordinary step, of a log step that is not yet time to check at)."""
     run = make_run(world, Tiny(), "--debug.check_every", 10)
-    tripwires = Consistency(run)
+    consistency = Consistency(run)
     batches = [next(run.data) for _ in range(2)]
     for run.step in (1, 2):
-        run.metrics.record(train_step(run, batches[run.step - 1]))
+        report = train_step(run, batches[run.step - 1])
+        run.metrics.record(report)
         row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
         with HostReads() as ordinary:
-            tripwires.after_step(batches[run.step - 1])
+            consistency.after_step(report, batches[run.step - 1])
         with HostReads() as logging:
-            tripwires.look(row)  # at step 1 for the first time, then at step 11
+            consistency.on_log(row)  # at step 1 for the first time, then at step 11
     return ordinary.count, logging.count
 
 
-def test_tripwires_read_nothing_between_their_checks():
-    assert on_ranks(2, reads_of_tripwires) == [(0, 0)] * 2
+def test_consistency_checks_read_nothing_between_checks():
+    assert on_ranks(2, reads_of_consistency_checks) == [(0, 0)] * 2

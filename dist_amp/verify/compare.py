@@ -87,7 +87,7 @@ def examine(world: World, exam: Exam, cell: Cell, step: Callable[..., Any] = tra
             step(run, micro_batches)
         run.step += 1
         reductions.append(seen.count)
-    counts, faults = scale_and_counts(run), [*faults, checks.disagreement(run)]
+    counts, faults = scale_and_counts(run), [*faults, checks.find_mismatch(run)]
     if cell.accumulate_reduce == "last" and len(set(reductions)) > 1:
         faults.append(
             f"sums over ranks: {reductions} in steps of {cell.accumulation} micro-batches, not equally many; gradients "
