@@ -17,6 +17,7 @@ from dist_amp.errors import DataError, NumericsError
 from dist_amp.fast.fused import local
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run
+from dist_amp.runtime.batch_statistics import batch_statistics
 from dist_amp.telemetry.async_copy import StepReport
 from dist_amp.telemetry.metrics import LogRow
 from dist_amp.telemetry.observer import Observer
