@@ -165,6 +165,7 @@ class Batches:
         self, dataset: Any, task: Task, plan: Plan, workers: int, device: torch.device, split: str = "training"
     ):
         self.plan = plan
+        self.split = split  # its name, for messages
         self.position = 0  # samples consumed by the steps that were handed out
         self.device = device
         self.items = 0

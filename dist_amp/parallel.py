@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dist_amp.config.validate import replicas_of
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.fast.fused import local
+from dist_amp.fast.process_group import all_reduce_sum, reduce_options
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.settings import ParallelConfig, Strategy
 from dist_amp.world import World
@@ -74,8 +75,7 @@ class Parallel:
         self._last_weights = (torch.zeros((), device=world.device),) * 2
         self._expects = False
         self._world = torch.full((), float(world.world_size), device=world.device)
-        self._at_once = dist.AllreduceOptions()
-        self._at_once.asyncOp = False
+        self._reduce_options = reduce_options()
         # On the device: a number from the host costs an operation more than what it computes.
         self._ranks = torch.tensor([replicas, world.world_size], dtype=torch.float32, device=world.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]  # walking the modules costs 160 us
@@ -145,10 +145,7 @@ class Parallel:
             norm = torch.linalg.vector_norm(norms)
             return Totals(norm / precision.scale if precision.scales else norm, own_weight, precision.scale)
         sums = torch.stack((norms.dot(norms), own_weight))
-        # By the group itself: what torch.distributed.all_reduce does besides takes as long as the step's arithmetic.
-        work = dist.distributed_c10d._get_default_group().allreduce([sums], self._at_once)
-        if work is not None:
-            work.wait()
+        all_reduce_sum(sums, self._reduce_options)
         _, weight = sums.unbind()
         square, mean_weight = (sums / self._ranks).unbind()
         divisor = mean_weight / expected

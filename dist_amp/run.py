@@ -13,6 +13,7 @@ from dist_amp.config.load import defaults_of, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import accumulation_steps, check_parallel
 from dist_amp.data import Batches, build_batches, build_split, build_validation
+from dist_amp.errors import error_context
 from dist_amp.fast.compile import check_compile, prepare_blocks
 from dist_amp.optim import Clip, Optimizer
 from dist_amp.parallel import Parallel, build_parallel, find_blocks, pick_strategy
@@ -80,8 +81,10 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
     blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
-    parallel = build_parallel(config.parallel, strategy, module, blocks, precision, world)
-    optimizer = Optimizer(config.optim, _clip(config.train), parallel.model, config.train.steps, parallel.state_device)
+    with error_context(parameters=sum(p.numel() for p in module.parameters()), strategy=strategy):
+        parallel = build_parallel(config.parallel, strategy, module, blocks, precision, world)
+        clip, steps = _clip(config.train), config.train.steps
+        optimizer = Optimizer(config.optim, clip, parallel.model, steps, parallel.state_device)
     data = build_batches(
         config.data,
         task,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dist_amp.data import Padding
-from dist_amp.errors import DataError
+from dist_amp.errors import DataError, error_context
 from dist_amp.run import Run
 from dist_amp.task import Task
 from dist_amp.telemetry.async_copy import StepReport
@@ -44,6 +44,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     return StepReport(losses, totals.weight, totals.norm, applied)
 
 
+@error_context(evaluation=True)
 def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
     """The held-out loss, and the task's own metrics: weighted means over all ranks, equal on every rank.
 
@@ -60,7 +61,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                 return {}
             for batch in micro_batches:
                 content, share = (batch.batch, 0.0) if isinstance(batch, Padding) else (batch, 1.0)
-                with run.precision.autocast():
+                with run.precision.autocast(), error_context(batch=batch):
                     values = metrics(run.model, content) if metrics else {}
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
@@ -93,7 +94,8 @@ def scalar(value: float | Tensor, what: str, device: torch.device) -> Tensor:
 
 def loss_of(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> Tensor:
     """The task's loss sum of a micro-batch, checked by what the host knows of it: shape, dtype, device, gradient."""
-    loss = task.loss_sum(model, batch.batch if isinstance(batch, Padding) else batch)
+    with error_context(batch=batch):
+        loss = task.loss_sum(model, batch.batch if isinstance(batch, Padding) else batch)
     if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.dtype != torch.float32:
         what = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise DataError(

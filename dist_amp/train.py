@@ -6,7 +6,6 @@ Train the task for train.steps steps; evaluate, save and report on the way; leav
 import itertools
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -24,24 +23,21 @@ from dist_amp.fast.compile import as_compiled_so_far
 from dist_amp.run import Run, build_run
 from dist_amp.runtime.garbage import scheduled_garbage
 from dist_amp.runtime.run_folder import run_folder
-from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise.explain import explain_data, explain_disk
 from dist_amp.supervise.failure import report_failure
-from dist_amp.supervise.out_of_memory import explain_memory
 from dist_amp.supervise.preflight import (
     check_free_space,
-    check_ranks_alike,
+    check_ranks_agree,
     check_restarts,
     die_with_torchrun,
     make_folder,
     only_live_run,
 )
+from dist_amp.supervise.report import supervised
 from dist_amp.supervise.signals import AgreedStop
-from dist_amp.supervise.watchdog import RankWatchdog
 from dist_amp.telemetry.mfu import item_seconds_at_peak
 from dist_amp.telemetry.summary import closing_table, introduce, is_completed, write_summary
-from dist_amp.world import World, start
+from dist_amp.world import start
 
 
 def train(run: Run, stop: AgreedStop) -> str:
@@ -120,7 +116,7 @@ def train(run: Run, stop: AgreedStop) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status. A process group that is there already is used and left."""
+    """Run the command line; return the exit status. A process group that exists already is used and left as it is."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if {"-h", "--help"} & set(argv):
@@ -133,62 +129,41 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         check_restarts()
         die_with_torchrun()
-        with start(config.run) as world:
-            return run_and_report(config, world)
-    except Failure as error:  # found before this process joined the others
+        with start(config.run) as world, supervised(config, world) as job:
+            check_ranks_agree(config.task.target, to_toml(config), world)  # first: what follows takes equal configs
+            check_debug(config.debug, world)
+            folder = job.folder = run_folder(config.run, world)
+            config = replace(config, run=replace(config.run, dir=str(folder)))
+            make_folder(folder, config, world)
+            recording = memory_history(config.debug, folder, world)
+            # From here on a signal stops the run after a step; one that comes in the warm-up, before the first step.
+            with only_live_run(folder, world), recording, AgreedStop(world) as stop:
+                run = job.run = build_run(config, world)
+                if is_finished(run):
+                    return 0
+                open_run(run)
+                return close_run(run, stop, train(run, stop))
+    except Failure as error:  # before this process joined the others
         return report_failure(error, None)[0]
     except SystemExit as reported:
         return int(reported.code or 0)
 
 
-def run_and_report(config: Config, world: World) -> int:
-    """Train, and leave a summary whatever happens; return the exit status.
-
-    A failure is reported here, while the store that tells the ranks who is first is still there.
-    """
-    run, roll, folder = None, RankWatchdog(world), None
-    try:
-        check_ranks_alike(config.task.target, to_toml(config), world)  # before the config decides who waits for whom
-        check_debug(config.debug, world)
-        folder = run_folder(config.run, world)
-        config = replace(config, run=replace(config.run, dir=str(folder)))
-        make_folder(folder, config, world)
-        # The signals are heard from here on: one in the warm-up stops the run before its first step.
-        recording = memory_history(config.debug, folder, world)
-        with only_live_run(folder, world), recording, AgreedStop(world) as stop:
-            run = build_run(config, world)
-            return run_to_the_end(run, stop)
-    except BaseException as raised:
-        batches = [one for one in (run.data, run.validation) if one is not None] if run is not None else []
-        if run is not None:
-            with suppress(Exception):
-                run.metrics.rescue(config.train.steps)
-        told = explain_memory(explain_data(raised, world.rank, batches), config, world, run)
-        error = roll.explain(told if folder is None else explain_disk(told, folder))
-        status, first = report_failure(error, world)
-        with suppress(OSError):  # a folder that may not be entered can't even be looked for
-            kept = run is None and folder is not None and (folder / "summary.json").exists()  # what it holds stays
-            if first and folder is not None and folder.is_dir() and not kept:
-                cause = str(error) if isinstance(error, Failure) else f"rank {world.rank}: {in_one_line(error)}"
-                write_summary(folder, run, "failed", status, cause)
-        raise SystemExit(status) from raised  # through the with-block of `start`: the others are not waited for
-    finally:
-        roll.close()
-        if run is not None:
-            run.data.close()
-            run.metrics.close()
+def is_finished(run: Run) -> bool:
+    """Whether the run has no steps left and its summary is written; says so."""
+    # Without checkpoints of its own, it was to start from another run's, which has no steps left.
+    finished = run.step >= run.config.train.steps and (is_completed(run.folder) or not all_checkpoints(run.folder))
+    if run.world.from_main(str(finished)) != "True":
+        return False
+    run.world.say(
+        f"{run.folder} is finished: it took {run.step} of train.steps={run.config.train.steps}; raise train.steps to "
+        "go on"
+    )
+    return True
 
 
-def run_to_the_end(run: Run, stop: AgreedStop) -> int:
-    """Take the run's steps, then show and summarise what came of them; return the exit status."""
-    steps = run.config.train.steps
-    # Without checkpoints of its own: it was to begin from another run's, which has no steps left.
-    finished = run.step >= steps and (is_completed(run.folder) or not all_checkpoints(run.folder))
-    if run.world.from_main(str(finished)) == "True":
-        run.world.say(
-            f"{run.folder} is finished: it took {run.step} of train.steps={steps}; raise train.steps to go on"
-        )
-        return 0
+def open_run(run: Run) -> None:
+    """Print what is about to run, and open its files."""
     introduce(run)
     run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
     check_free_space(run)
@@ -197,11 +172,14 @@ def run_to_the_end(run: Run, stop: AgreedStop) -> int:
             run.world.warn(f"{path} was refused: it is kept under this name, and its steps are taken again")
         (run.folder / "config.toml").write_text(run.config_text)
     run.metrics.open(run.folder, run.step, run.config_text)
-    stopped_by = train(run, stop)
+
+
+def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
+    """Write the summary, and a sample of a completed run; return the exit status."""
     if stopped_by == "preempted":
         cause = stop.requested_by or "a signal to another rank"
         saved = run.config.checkpoint.every != "off"
-        status = SAVED_AND_STOPPED if saved else 1  # what was not saved would begin anew each time it is started
+        status = SAVED_AND_STOPPED if saved else 1  # 75 would restart it, each time from the beginning
         if run.world.is_main:
             write_summary(run.folder, run, stopped_by, status, cause)
         then = f"go on with --run.dir {run.folder}" if saved else "checkpoint.every=off, so nothing was saved"

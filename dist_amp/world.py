@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_amp.errors import ConfigError
-from dist_amp.runtime.process import _quiet_all_but_rank_0
+from dist_amp.fast.process_group import abort_process_groups
+from dist_amp.runtime.process import configure_logging
 from dist_amp.runtime.rendezvous import environment_number, joined, rendezvous
 from dist_amp.settings import RunConfig
 
@@ -159,7 +160,7 @@ def start(config: RunConfig) -> Iterator[World]:
     One process needs no process group and gets none; one that is there already is used and left as it was.
     """
     place = _place(config)
-    _quiet_all_but_rank_0(place.rank)
+    configure_logging(place.rank)
     ours = not dist.is_initialized() and place.world_size > 1
     if ours:
         on_gpu = place.device.type == "cuda"
@@ -181,7 +182,7 @@ def start(config: RunConfig) -> Iterator[World]:
         world.barrier()
     except BaseException:
         if ours and place.device.type == "cuda":
-            dist.distributed_c10d._abort_process_group()  # destroying would wait for collectives that never end
+            abort_process_groups()  # destroying would wait for collectives that never end
             ours = False
         raise
     finally:
