@@ -14,6 +14,7 @@ from dist_amp.config.load import defaults_of, load_config, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import accumulation_steps, check_parallel
 from dist_amp.data import Batches, build_batches, build_split, build_validation
+from dist_amp.errors import error_context
 from dist_amp.fast.compile import check_compile, prepare_blocks
 from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import LossNormalizer, Parallel, build_parallel
@@ -119,7 +120,8 @@ def build_model(config: Config, task: Task, micro_batches: int, world: World) ->
     precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
     blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
-    return precision, build_parallel(config.parallel, strategy, module, blocks, precision, world)
+    with error_context(parameters=sum(p.numel() for p in module.parameters()), strategy=strategy):
+        return precision, build_parallel(config.parallel, strategy, module, blocks, precision, world)
 
 
 def build_data(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Batches, Batches | None]:

@@ -100,7 +100,12 @@ def run_evaluation(
     """Evaluate and write the values; return whether a stop interrupted it: the resumed run then evaluates again."""
     with run.metrics.off_the_clock():
         rewind, batches = rewind_point(run), itertools.count(1)
-        values = evaluate(run, lambda: collect_garbage(next(batches)) or stop.poll())
+
+        def interrupted() -> bool:
+            collect_garbage(next(batches))
+            return stop.poll()
+
+        values = evaluate(run, interrupted)
         if stop.agreed:
             rewind()
             return True

@@ -1,4 +1,4 @@
-"""Compiling blocks, recomputing them in backward, and a loss in chunks: other ways to the same gradients."""
+"""Compiled blocks, recomputed blocks and a loss in chunks give the same gradients."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.config.load import load_config
-from dist_amp.diagnostics.nonfinite import find_nonfinite
+from dist_amp.diagnostics.nonfinite import examine
 from dist_amp.errors import ConfigError
 from dist_amp.fast.compile import as_compiled_so_far, check_compile
 from dist_amp.runtime import recompute
@@ -276,14 +276,14 @@ def run_many_shapes(*words):
         run.model(torch.randn(rows, 8)).sum().backward()
 
 
-def test_shapes_without_end_stop_being_compiled_and_that_is_told(capsys):
+def test_shapes_without_end_stop_being_compiled_with_a_warning(capsys):
     run_many_shapes()
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(said) == 1
-    assert "0 met more than 16 shapes, or values that it depends on: try compile.dynamic=true; from" in said[0]
+    assert "0 got more than 16 shapes, or values that it depends on: try compile.dynamic=true; from" in said[0]
     run_many_shapes("--compile.dynamic", "true", "--compile.fullgraph", "true")
     assert "warning: " not in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="0 met more than 16 shapes"):
+    with pytest.raises(ConfigError, match="0 got more than 16 shapes"):
         run_many_shapes("--compile.fullgraph", "true")
 
 
@@ -312,7 +312,7 @@ def first_fault(world, words):
     run = make_run(world, Spoilt(), *FP32, *words)
     take_steps(run, 1)  # it is compiled by now
     with run.parallel.gradient_sync(True):
-        return find_nonfinite(run.task, run.parallel.module, next(run.data)[0], torch.ones(()), run.precision)
+        return examine(run.task, run.parallel.module, next(run.data)[0], torch.ones(()), run.precision)
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
@@ -399,7 +399,7 @@ class NoBlocks(Tiny):
         (Tiny(), ["--parallel.activation_checkpointing", "half"], "is not a whole number or one of none, full"),
         (Tiny(), ["--compile.mode", "fast"], "compile.mode=fast on the command line is not one of default, reduce-"),
         (Tiny(), ["--compile.fullgraph", "maybe"], "fullgraph=maybe on the command line is not true or false or"),
-        (Tiny(), [*INDUCTOR, "--compile.backend", "inducter"], "=inducter is not known to torch"),
+        (Tiny(), [*INDUCTOR, "--compile.backend", "inducter"], "=inducter is unknown to torch"),
         (Tiny(), [*INDUCTOR, "--compile.backend", "nvcc"], "; use one of "),
         (Tiny(), [*COMPILED, "--compile.mode", "max-autotune"], "max-autotune is inductor's, and compile.backend=aot"),
     ],
@@ -443,7 +443,7 @@ def test_cuda_graphs_of_gathered_parameters_are_refused(mode):
         check_compile(CompileConfig(blocks=True, mode=mode), "fsdp", 1, World())
 
 
-def test_settings_without_effect_are_told_of(capsys):
+def test_settings_without_effect_get_a_warning(capsys):
     make_run(World(), Tiny(), "--compile.mode", "max-autotune")
     check_compile(CompileConfig(blocks=True, mode="reduce-overhead"), "single", 1, World())
     make_run(World(), NoBlocks(), *COMPILED)

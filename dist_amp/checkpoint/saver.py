@@ -10,10 +10,12 @@ import torch.distributed as dist
 from dist_amp.checkpoint.state import Resumable, _is_there, take
 from dist_amp.checkpoint.writer import Snapshot, write
 from dist_amp.errors import Failure
+from dist_amp.telemetry.metrics import LogRow
+from dist_amp.telemetry.observer import Observer
 from dist_amp.world import World
 
 
-class Saver:
+class Saver(Observer):
     """The main job's checkpoints: one at a time, in the background if checkpoint.async_save says so."""
 
     def __init__(self, run: Resumable):
@@ -22,6 +24,10 @@ class Saver:
 
     def save(self, wait: bool) -> None:
         """Save the run as it stands; every rank calls it. wait: until it is written, and fail if it can't be."""
+        with self._run.metrics.off_the_clock():
+            self._save(wait)
+
+    def _save(self, wait: bool) -> None:
         self._finish()
         in_background = self._run.config.checkpoint.async_save and not wait
         snapshot = take(self._run, copy=in_background)
@@ -35,7 +41,7 @@ class Saver:
             _write(snapshot, self._run.world, self._pending)
             self._finish(must=wait)
 
-    def look(self) -> None:
+    def on_log(self, row: LogRow) -> None:
         """At a log step: whether a save has ended, and how; every rank calls it, and learns the same."""
         if self._pending is None:
             return
@@ -56,14 +62,12 @@ class Saver:
                 raise
             self._run.world.warn(f"{error}; checkpoint.on_failure=go_on tries again at the next one")
 
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Let a save that is under way end; not for long where ranks may have parted, since all must take part."""
+        kind = error[0]
         if self._pending is not None:
             # Half of what the others' collectives wait for this rank, if it alone has failed.
-            together = kind is None or issubclass(kind, Failure)
+            together = kind is None or (isinstance(kind, type) and issubclass(kind, Failure))
             with suppress(Exception):
                 self._pending.result(timeout=self._run.config.run.timeout_seconds / 2 if together else 5.0)
 
