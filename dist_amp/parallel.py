@@ -39,8 +39,8 @@ class LossNormalizer:
     weights, and the forward does not wait for that: losses are divided by the expected weight, the larger of the last
     two steps' totals, which keeps fp16 in its range; `correction`, what is left, joins the loss scale.
 
-    own_weight: this rank's, weight: the last step's total, scalar float32. correction: the factor by which the gradients
-    are still too large, scalar float32; None for one process, which knows its weight at once.
+    own_weight, weight: this rank's and the total of the last step, scalar float32. correction: the factor by which the
+    gradients are still too large, scalar float32; None for one process, which knows its weight at once.
     carrier: under DDP, a scalar parameter outside module, optimizer and checkpoint. Its gradient is this rank's weight,
     so the sum over ranks travels in DDP's own buckets and costs no collective.
     """

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dist_amp.checkpoint.compatibility import check_config
-from dist_amp.checkpoint.resume import to_resume
+from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import find_blocks, pick_strategy
 from dist_amp.config.load import defaults_of, load_config, to_toml
@@ -73,7 +73,7 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     micro_batches = accumulation_steps(config.train, world.world_size)
     folder = run_folder(config.run, world)
-    checkpoint = to_resume(config.run.resume, folder, world)
+    checkpoint = checkpoint_to_resume(config.run.resume, folder, world)
     if checkpoint is not None:
         samples = config.train.micro_batch_size * micro_batches * world.world_size
         check_config(checkpoint, to_toml(config), samples, world, defaults_of(config))

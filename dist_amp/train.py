@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from dist_amp.checkpoint.saver import Saver
-from dist_amp.checkpoint.state import rewind_point
+from dist_amp.checkpoint.state import restore_point
 from dist_amp.config.load import load_config, show_help, to_toml
 from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.diagnostics.limits import Limits
@@ -99,7 +99,7 @@ def run_evaluation(
 ) -> bool:
     """Evaluate and write the values; return whether a stop interrupted it: the resumed run then evaluates again."""
     with run.metrics.off_the_clock():
-        rewind, batches = rewind_point(run), itertools.count(1)
+        rewind, batches = restore_point(run), itertools.count(1)
 
         def interrupted() -> bool:
             collect_garbage(next(batches))

@@ -27,9 +27,9 @@ import torch
 from restless import MAIN_ONLY, POINTS, STEPS_BETWEEN
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dist_amp.checkpoint.format import all_checkpoints, fault_of, read_manifest
+from dist_amp.checkpoint.format import all_checkpoints, integrity_error, read_manifest
 from dist_amp.checkpoint.reader import Reader, read_into
-from dist_amp.checkpoint.resume import to_resume
+from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.world import World
 
 TESTS = Path(__file__).parent
@@ -157,7 +157,7 @@ def is_there(pid: int) -> bool:
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, by its name."""
-    reader = Reader(checkpoint, read_manifest(checkpoint).files)
+    reader = Reader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
     assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "tensors alone"
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
@@ -321,9 +321,11 @@ def flips(chaos: Chaos, bits: int, cuts: int):
             files = sorted(path for path in newest.iterdir())
             path = files[number % len(files)]
             with spoilt(path, chaos.random, flip=what == "a flipped bit"):
-                refused = fault_of(newest)
+                refused = integrity_error(newest)
                 with redirect_stderr(StringIO()):
-                    falls_back = number % 50 or to_resume("auto", folder, World()) == all_checkpoints(folder)[-2]
+                    falls_back = (
+                        number % 50 or checkpoint_to_resume("auto", folder, World()) == all_checkpoints(folder)[-2]
+                    )
             row.add([] if refused and falls_back else [f"{path.name} {number}"])
         yield row
     row = Row("... and the run falls back, and ends bit-identical")

@@ -94,7 +94,7 @@ def die_at(point, step):
         "after this rank's shard": (writer, "write_data", {"when": of_the_step, "after": True}),
         "before the metadata": (writer, "finish", {"when": of_the_step}),
         "before the hashes": (checkpoint_writing, "hash_files", {"calls": step // STEPS_BETWEEN}),
-        "before the manifest": (checkpoint_writing, "make_valid", {"when": of_the_step}),
+        "before the manifest": (checkpoint_writing, "publish", {"when": of_the_step}),
         "before the rename": (os, "rename", {"when": whole_folder}),
         "after the rename": (os, "rename", {"when": whole_folder, "after": True}),
         "while an old one is removed": (shutil, "rmtree", {"when": lambda path, *_, **__: "/step_" in str(path)}),

@@ -76,7 +76,7 @@ def test_the_main_job_uses_every_gpu(launch, tmp_path, strategy):
 
 
 def test_a_checkpoint_of_a_gpu_is_read_on_a_cpu_and_back(tmp_path):
-    from dist_amp.checkpoint.state import save
+    from dist_amp.checkpoint.saver import save
 
     words = ["--run.dir", tmp_path, "--precision.dtype", "fp16", "--precision.scaler.init_scale", 256]
     run = make_run(gpu(), Tiny(), *words)
@@ -120,7 +120,7 @@ def test_mfu_is_measured_where_the_peak_of_the_gpu_is_known():
         pytest.skip(f"{torch.cuda.get_device_name()} is not in the table of peaks")
     for report in take_steps(run, 3):
         run.metrics.record(report)
-    assert 0 < log(run).of_rank(0)["throughput/mfu"] < 1
+    assert 0 < log(run).rank_tags(0)["throughput/mfu"] < 1
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -19,7 +19,7 @@ from test_train import TINY, wait_for
 from tiny import Tiny, make_run, take_steps
 
 from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
-from dist_amp.checkpoint.state import save
+from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.supervise import preflight as guards

@@ -17,7 +17,7 @@ from dist_amp.diagnostics.numerics import Numerics
 from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.step import train_step
-from dist_amp.telemetry.metrics import RANK_FIGURES, LogRow
+from dist_amp.telemetry.metrics import RANK_METRICS, LogRow
 from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]
@@ -99,8 +99,8 @@ def measurements(world, task, words, steps=1):
 
 
 def log_row(**values):
-    usual = {"least_weight": 1.0, "loss_scale": 1.0, "skips_in_a_row": 0.0}
-    return LogRow(10, [{**dict.fromkeys(RANK_FIGURES, 0.0), **usual, **values}])
+    usual = {"min_weight": 1.0, "loss_scale": 1.0, "skips_in_a_row": 0.0}
+    return LogRow(10, [{**dict.fromkeys(RANK_METRICS, 0.0), **usual, **values}])
 
 
 def limits_of(run):

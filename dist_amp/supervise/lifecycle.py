@@ -7,7 +7,7 @@ from dist_amp.run import Run
 from dist_amp.supervise.preflight import check_free_space
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.mfu import item_seconds_at_peak
-from dist_amp.telemetry.summary import closing_table, introduce, is_completed, write_summary
+from dist_amp.telemetry.summary import closing_table, is_completed, print_banner, write_summary
 
 
 def is_finished(run: Run) -> bool:
@@ -25,7 +25,7 @@ def is_finished(run: Run) -> bool:
 
 def open_run(run: Run) -> None:
     """Print what is about to run, and open its files."""
-    introduce(run)
+    print_banner(run)
     run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
     check_free_space(run)
     if run.world.is_main:

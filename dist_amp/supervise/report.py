@@ -51,7 +51,7 @@ def _report(error: BaseException, job: Supervised, watchdog: RankWatchdog) -> in
     splits = [run.data, run.validation] if run is not None else []
     if run is not None:
         with suppress(Exception):
-            run.metrics.rescue(run.config.train.steps)
+            run.metrics.write_pending(run.config.train.steps)
     error = explain_data(error, world.rank, [split for split in splits if split is not None])
     error = explain_memory(error, job.config, world, run)
     if folder is not None:
