@@ -342,7 +342,7 @@ def flips(chaos: Chaos, bits: int, cuts: int):
     for checkpoint in all_checkpoints(job.run):
         (checkpoint / "manifest.json").unlink()
     stopped = chaos.finish(job, **LAYOUTS["fsdp"])
-    said = "none of the checkpoints is whole" in stopped.text
+    said = "none of the checkpoints is valid" in stopped.text
     row.add([] if said and stopped.process.returncode else [stopped.text[-2000:]])
     yield row
 

@@ -88,7 +88,7 @@ def die_at(point, step):
 
     writer = dcp.FileSystemWriter
     points = {
-        "before it is taken": (checkpoint, "take", {"when": lambda run, **_: run.step == step}),
+        "before it is taken": (checkpoint, "take_snapshot", {"when": lambda run, **_: run.step == step}),
         "before the first byte": (checkpoint, "write", {"when": of_the_step}),
         "before this rank's shard": (writer, "write_data", {"when": of_the_step}),
         "after this rank's shard": (writer, "write_data", {"when": of_the_step, "after": True}),

@@ -205,7 +205,7 @@ def test_figures_of_a_run_whose_checkpoints_are_gone_are_kept(launch, tmp_path):
     assert launch(0, *words).returncode == 0
     before = (tmp_path / "run/metrics.jsonl").read_text()
     again = launch(0, *words)
-    assert "warning: run had figures but no checkpoint: they are kept in run/metrics_before.jsonl" in again.stderr
+    assert "warning: run had metrics but no checkpoint: they are kept in run/metrics_before.jsonl" in again.stderr
     assert (tmp_path / "run/metrics_before.jsonl").read_text() == before
 
 
