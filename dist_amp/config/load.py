@@ -10,6 +10,7 @@ from typing import Any
 import tomli_w
 
 from dist_amp.config import parse as settings
+from dist_amp.config import sources
 from dist_amp.config.task_class import args_dataclass, find_task
 from dist_amp.settings import (
     Config,
@@ -38,17 +39,17 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
 
     Errors: ConfigError for what is unknown, mistyped or out of range, and for a task that can't be found.
     """
-    given = settings.collect(argv, environ, ALIASES)
+    given = sources.collect(argv, environ, ALIASES)
     return settings.build(schema(_target(given)), given)
 
 
 def show_help(argv: Sequence[str], prog: str, description: str) -> str:
     """The text of --help, with the arguments of the task that `argv` names."""
     words = [word for word in argv if word not in ("-h", "--help")]
-    return settings.show_help(schema(_target(settings.collect(words, aliases=ALIASES))), prog, description)
+    return settings.show_help(schema(_target(sources.collect(words, aliases=ALIASES))), prog, description)
 
 
-def _target(given: settings.Settings) -> str:
+def _target(given: sources.Settings) -> str:
     words = given["task.target"].words if "task.target" in given else (TaskConfig.target,)
     return words[0] if words else ""
 
