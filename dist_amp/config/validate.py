@@ -1,5 +1,7 @@
 """Settings that do not go together are refused here, before anything is built; each error says what would work."""
 
+from functools import cache
+
 import torch
 
 from dist_amp.errors import ConfigError
@@ -13,11 +15,8 @@ def check_dtype(config: PrecisionConfig, world: World) -> None:
     if not config.use_amp or torch.version.hip:  # ROCm's GPUs compute in both
         return
     if world.device.type == "cpu":
-        if world.is_main and (slowdown := cpu_slowdown(config.dtype)) >= EMULATED:
-            world.warn(
-                f"this CPU only emulates {config.dtype}: a matrix product takes {slowdown:.0f} times as long as in "
-                "float32; use --use_amp false"
-            )
+        if world.is_main:
+            warn_if_emulated(config.dtype, world)
         return
     capability = torch.cuda.get_device_capability(world.device)
     native, works = CAPABILITY[config.dtype]
@@ -29,6 +28,16 @@ def check_dtype(config: PrecisionConfig, world: World) -> None:
     if capability < native:
         instead = "--precision.dtype fp16" if capability >= CAPABILITY["fp16"][0] else "--use_amp false"
         world.warn(f"{device} only emulates {config.dtype}, which is slower than float32; use {instead}")
+
+
+@cache  # a process that builds several runs warns once
+def warn_if_emulated(dtype: str, world: World) -> None:
+    """Warn about a dtype in which this CPU is slower than in float32, with the cost and what to use."""
+    if (slowdown := cpu_slowdown(dtype)) >= EMULATED:
+        world.warn(
+            f"this CPU only emulates {dtype}: a matrix product takes {slowdown:.0f} times as long as in float32; "
+            "use --use_amp false"
+        )
 
 
 def check_parallel(config: ParallelConfig, strategy: Strategy, precision: PrecisionConfig, world: World) -> None:
