@@ -1,54 +1,39 @@
 """Data: a dataset's samples as this rank's micro-batches, in an order that is a pure function of seed and position.
 
 The samples of all epochs form one sequence. A step takes the next `global_batch_size` of them, or what is left of the
-epoch, and deals them out to ranks and micro-batches: the step's set of samples is the same at every world size, and
+epoch, and shards them over ranks and micro-batches: the step's set of samples is the same at every world size, and
 resuming needs one number, how many samples were consumed.
 """
 
-import gc
-import hashlib
 import math
-import multiprocessing
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from dist_amp.errors import DataError, in_one_line
-from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
+from dist_amp.runtime import loader
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
 from dist_amp.world import World
 
-PLAIN = (str, bytes, int, float, bool, type(None))
-
-# A fork can leave a worker stuck before its first line: Python 3.11 takes a lock there that another thread of the
-# parent may just have held. Seen once in some thousand forks; so a worker that does not report is forked again.
-START_SECONDS = 20.0
-
-START_ATTEMPTS = 3
-
 
 class Padding:
-    """A micro-batch that counts for nothing: for a rank with no sample left, so that all ranks take part alike."""
+    """A micro-batch that counts for nothing: for a rank with no sample left, so that all ranks run the same steps."""
 
     def __init__(self, batch: Any):
         self.batch = batch
 
 
 @dataclass(frozen=True)
-class Share:
-    """One micro-batch of one rank, by the samples' indices."""
+class Shard:
+    """One micro-batch of one rank, by its samples' indices."""
 
     indices: tuple[int, ...]
     counts: bool = True  # False: padding
@@ -65,14 +50,14 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tens
     return torch.randperm(length, generator=generator)
 
 
-def shard_step(window: Sequence[int], world_size: int, micro_batch_size: int, rank: int) -> list[Share]:
-    """One step's samples -> this rank's micro-batches: equally many on every rank, the last one dealt out evenly."""
+def shard_step(window: Sequence[int], world_size: int, micro_batch_size: int, rank: int) -> list[Shard]:
+    """One step's samples -> this rank's micro-batches: the same number on every rank, the last one split evenly."""
     size = world_size * micro_batch_size
-    shares = []
+    shards = []
     for start in range(0, len(window), size):
         mine = tuple(window[start : start + size][rank::world_size])
-        shares.append(Share(mine) if mine else Share((window[start],), counts=False))
-    return shares
+        shards.append(Shard(mine) if mine else Shard((window[start],), counts=False))
+    return shards
 
 
 @dataclass(frozen=True)
@@ -87,7 +72,7 @@ class Plan:
     seed: int
     shuffle: bool
 
-    def steps(self, position: int) -> Iterator[tuple[int, list[Share]]]:
+    def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
         """(samples consumed after the step, micro-batches) from `position` on, epoch after epoch without end."""
         epoch, offset = divmod(position, self.length)
         while True:
@@ -95,21 +80,19 @@ class Plan:
             while offset < self.length:
                 window = order[offset : offset + self.global_batch_size].tolist()
                 offset += len(window)
-                yield (
-                    epoch * self.length + offset,
-                    shard_step(window, self.world_size, self.micro_batch_size, self.rank),
-                )
+                shards = shard_step(window, self.world_size, self.micro_batch_size, self.rank)
+                yield epoch * self.length + offset, shards
             epoch, offset = epoch + 1, 0
 
     def requests(self, position: int, limit: int | None) -> Iterator[Request]:
-        """Each micro-batch of the next `limit` steps: what to seed random augmentations with, and the samples."""
-        for consumed, shares in islice(self.steps(position), limit):
-            for number, share in enumerate(shares):
-                yield hash((self.seed, consumed, number, self.rank)) % 2**63, share.indices
+        """Each micro-batch of the next `limit` steps: the seed of its random augmentations, and its samples."""
+        for consumed, shards in islice(self.steps(position), limit):
+            for number, shard in enumerate(shards):
+                yield hash((self.seed, consumed, number, self.rank)) % 2**63, shard.indices
 
 
-class _Fetch:
-    """Map-style view whose items are whole micro-batches, so that a loader worker collates what it reads.
+class Fetch:
+    """Map-style view of a dataset by micro-batches, so that a loader worker collates what it reads.
 
     A sample that can't be read gives a DataError in the micro-batch's place, for the rank to raise: what a worker
     raises reaches it as text, with the traceback in it.
@@ -126,7 +109,7 @@ class _Fetch:
             # A worker's own random numbers would depend on how many workers there are and when they were started.
             seed_all(seed)
         try:
-            samples = self._read(indices)
+            samples = self.read(indices)
         except Exception as error:
             return self._unreadable(indices, error)
         try:
@@ -137,85 +120,89 @@ class _Fetch:
                 "all samples the same keys, shapes and types, or the task a collate(samples)"
             )
 
-    def _read(self, indices: tuple[int, ...]) -> list[Any]:
+    def read(self, indices: tuple[int, ...]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
             return self.dataset.__getitems__(list(indices))
         return [self.dataset[index] for index in indices]
 
     def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
-        """What to say of samples that can't be read: the first that can't be by itself."""
+        """The error for samples that can't be read; it names the first that can't be read alone."""
         for index in indices:
             try:
-                self._read((index,))
-            except Exception as its_own:
-                indices, error = (index,), its_own
+                self.read((index,))
+            except Exception as own_error:
+                indices, error = (index,), own_error
                 break
         what = f"{samples_text(indices)} of the {self.split} split"
-        return DataError(f"{what} could not be read: {in_one_line(error)}; mend or remove it")
+        return DataError(f"{what} could not be read: {in_one_line(error)}; fix or remove it")
 
 
 class Batches:
     """This rank's micro-batches, one list per step, on the device. Iterate it; set `position` first to resume.
 
-    `items`, `tokens` and `wait_seconds` add up what was handed out and how long the loop waited for it; `handed_out`
-    is the last step's micro-batches with their samples' indices.
+    `items`, `tokens` and `wait_seconds` add up what was yielded and how long the loop waited for it; `handed_out` is
+    the last step's micro-batches with their samples' indices.
     """
 
     def __init__(
         self, dataset: Any, task: Task, plan: Plan, workers: int, device: torch.device, split: str = "training"
     ):
         self.plan = plan
-        self.position = 0  # samples consumed by the steps that were handed out
+        self.position = 0  # samples consumed by the steps that were yielded
         self.device = device
         self.items = 0
         self.tokens = 0
         self.wait_seconds = 0.0
         self.handed_out: list[tuple[Any, tuple[int, ...]]] = []
-        self.agreed_fingerprint = ""  # of rank 0, once checkpoint.py has asked for it
+        self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
+        self.fetch = Fetch(dataset, task, split)
+        self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
         self._count_tokens = getattr(task, "tokens", None)
-        self._fetch = _Fetch(dataset, task, split)
         self._workers = workers
         self._batches: Iterator[Any] | None = None
-        self._steps: Iterator[tuple[int, list[Share]]] = iter(())
-        self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
+        self._steps: Iterator[tuple[int, list[Shard]]] = iter(())
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> list[Any]:
         if self._batches is None:
-            self._batches = self._open(limit=None)
-        position, shares = next(self._steps)
+            self._open(limit=None)
+        position, shards = next(self._steps)
         step = []
-        for share in shares:
+        for shard in shards:
             started = time.perf_counter()
             batch = self.receive()
             self.wait_seconds += time.perf_counter() - started
-            step.append(self._hand_out(batch, share))
+            if shard.counts:
+                self.items += len(shard.indices)
+                self.tokens += self._count_tokens(batch) if self._count_tokens else 0
+            batch = to_device(batch, self.device)
+            step.append(batch if shard.counts else Padding(batch))
         self.position = position
-        self.handed_out = [(batch, share.indices) for batch, share in zip(step, shares, strict=True)]
+        self.handed_out = [(batch, shard.indices) for batch, shard in zip(step, shards, strict=True)]
         return step
 
     def receive(self) -> Any:
         """Wait for the next micro-batch. Errors: DataError for a sample that can't be read."""
         assert self._batches is not None
         try:
-            return self._sound(next(self._batches))
-        except (OSError, EOFError):  # a worker died as it sent: the signal that tells of it raises what explains it
+            return self._checked(next(self._batches))
+        except (OSError, EOFError):  # a worker died as it sent: the signal that reports it raises the better error
             time.sleep(1)
             raise
 
-    def _sound(self, batch: Any) -> Any:
+    def _checked(self, batch: Any) -> Any:
         if isinstance(batch, DataError):
             raise DataError(f"rank {self.plan.rank}: {batch}")
         return batch
 
     def one_epoch(self, limit: int | Literal["all"]) -> Iterator[list[Any]]:
         """The steps of the first epoch, at most `limit` of them: for evaluation, in the same order each time."""
-        whole = math.ceil(self.plan.length / self.plan.global_batch_size)
-        steps = whole if limit == "all" else min(limit, whole)
+        steps = math.ceil(self.plan.length / self.plan.global_batch_size)
+        steps = steps if limit == "all" else min(limit, steps)
         self.position = 0
-        self._batches = self._open(steps)
+        self._open(steps)
         try:
             for _ in range(steps):
                 yield next(self)
@@ -224,93 +211,28 @@ class Batches:
             self.close()
 
     def at(self, position: int) -> list[tuple[Any, tuple[int, ...]]]:
-        """The micro-batches of the step that begins at `position`, each with its samples' indices, fetched anew here.
+        """The micro-batches of the step that begins at `position`, with their samples' indices, fetched here again.
 
-        The running loader and the figures stay as they are; random augmentations draw from this process's generators.
+        The running loader and the counts are left alone; random augmentations draw from this process's generators.
         """
-        _, shares = next(self.plan.steps(position))
+        _, shards = next(self.plan.steps(position))
         step = []
-        for share, (seed, indices) in zip(shares, self.plan.requests(position, 1), strict=True):
+        for shard, (seed, indices) in zip(shards, self.plan.requests(position, 1), strict=True):
             if self._workers:
                 seed_all(seed)  # as the worker did
-            batch = to_device(self._sound(self._fetch[seed, indices]), self.device)
-            step.append((batch if share.counts else Padding(batch), indices))
+            batch = to_device(self._checked(self.fetch[seed, indices]), self.device)
+            step.append((batch if shard.counts else Padding(batch), indices))
         return step
 
-    def fingerprint(self) -> str:
-        """A hash of 64 samples evenly spread over the dataset: by it a resumed run knows its data again."""
-        digest = hashlib.sha256()
-        length = self.plan.length
-        for index in sorted({round(i * (length - 1) / 63) for i in range(64)}):
-            seed_all(index)  # random augmentations are the same ones then
-            try:
-                sample = self._fetch._read((index,))
-            except Exception:  # the step that needs it will say so
-                sample = ["can't be read"]
-            for leaf in tree_leaves(sample):
-                if isinstance(leaf, torch.Tensor):
-                    digest.update(leaf.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-                elif hasattr(leaf, "tobytes"):  # arrays and pictures
-                    digest.update(leaf.tobytes())
-                else:
-                    digest.update((repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__name__).encode())
-        return digest.hexdigest()[:16]
-
-    def _open(self, limit: int | None) -> Iterator[Any]:
+    def _open(self, limit: int | None) -> None:
         """Start loading from `position`, for at most `limit` steps."""
         self._steps = self.plan.steps(self.position)
-        if not self._workers:
-            return iter(self._loader(limit, None))
-        for _ in range(START_ATTEMPTS):
-            up = multiprocessing.Semaphore(0)
-            batches = iter(self._loader(limit, up))
-            if all(up.acquire(timeout=START_SECONDS) for _ in range(self._workers)):
-                # They ignore SIGTERM, by which Python would end them when it exits: they must be told in time.
-                self.close = weakref.finalize(self, _shut_down, batches)
-                return batches
-            _shut_down(batches)
-            for worker in batches._workers:  # type: ignore[attr-defined]
-                worker.kill()
-        raise DataError(
-            f"rank {self.plan.rank}: the loader workers do not start; use data.workers=0, or look at the machine's load"
+        requests = self.plan.requests(self.position, limit)
+        pin_memory = self.device.type == "cuda"
+        self._batches, close = loader.load(
+            self.fetch, requests, self._workers, pin_memory, self.plan.seed, self.plan.rank
         )
-
-    def _hand_out(self, batch: Any, share: Share) -> Any:
-        if share.counts:
-            self.items += len(share.indices)
-            self.tokens += self._count_tokens(batch) if self._count_tokens else 0
-        batch = to_device(batch, self.device)
-        return batch if share.counts else Padding(batch)
-
-    def _loader(self, limit: int | None, up: Any) -> DataLoader[Any]:
-        return DataLoader(
-            self._fetch,  # type: ignore[arg-type]
-            sampler=self.plan.requests(self.position, limit),  # type: ignore[arg-type]
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=self._workers,
-            worker_init_fn=partial(_start_worker, up),
-            pin_memory=self.device.type == "cuda",
-            # The loader draws a number when it starts; from its own generator, or it would move dropout's.
-            generator=torch.Generator().manual_seed(self.plan.seed),
-        )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _shut_down(batches: Any) -> None:
-    with suppress(RuntimeError):  # that a worker has died, which is none too early any more
-        batches._shutdown_workers()
-
-
-def _start_worker(up: Any, worker: int) -> None:
-    gc.enable()  # the rank may collect at its own steps, which a worker has none of
-    ignore_stop_signals()
-    # It holds its rank's sockets as well: while it lived, no other rank would notice that this one is dead.
-    die_with_parent(signal.SIGKILL)
-    up.release()
+        self.close = weakref.finalize(self, close)  # also at exit: workers ignore the SIGTERM that Python sends
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

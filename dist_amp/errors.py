@@ -1,27 +1,23 @@
-"""The errors that end a run, their exit statuses, and how any error is told in one line."""
+"""The errors that end a run, their exit statuses, and the facts and the one line that describe an error."""
 
 import difflib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be started again (EX_TEMPFAIL)
 
 
 class Failure(Exception):
-    """Something the user can mend: one line that names the value, the rule and the mend."""
+    """Something the user can fix; its message is one line that names the value, the rule and the fix."""
 
     exit_code = 1
 
 
 class ConfigError(Failure):
     exit_code = 64
-
-
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like `name`, or an empty string."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
-
-
-SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be started again (EX_TEMPFAIL)
 
 
 class DataError(Failure):
@@ -36,7 +32,31 @@ class NumericsError(Failure):
     exit_code = 70
 
 
+@contextmanager
+def error_context(**facts: Any) -> Iterator[None]:
+    """Attach facts to any error that leaves this block, for the code that explains it: see `context_of`.
+
+    Nested blocks add up; of two values the innermost stays. Also works as a decorator.
+    """
+    try:
+        yield
+    except BaseException as error:
+        error.dist_amp_context = {**facts, **context_of(error)}  # type: ignore[attr-defined]
+        raise
+
+
+def context_of(error: BaseException) -> dict[str, Any]:
+    """The facts that `error_context` attached to an error."""
+    return getattr(error, "dist_amp_context", {})
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The known name most similar to `name`, or an empty string."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
+
+
 def first_line(error: BaseException) -> str:
+    """The first line of the error's message."""
     return next(iter(str(error).strip().splitlines()), "")
 
 

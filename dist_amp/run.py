@@ -9,26 +9,29 @@ from torch import nn
 from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.checkpoint.resume import to_resume
 from dist_amp.checkpoint.state import load
-from dist_amp.config.load import defaults_of, to_toml
+from dist_amp.config.auto import find_blocks, pick_strategy
+from dist_amp.config.load import defaults_of, load_config, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import accumulation_steps, check_parallel
 from dist_amp.data import Batches, build_batches, build_split, build_validation
 from dist_amp.fast.compile import check_compile, prepare_blocks
-from dist_amp.optim import Clip, Optimizer
-from dist_amp.parallel import Parallel, build_parallel, find_blocks, pick_strategy
-from dist_amp.precision import Precision, build_precision
+from dist_amp.optim import Schedule, build_optimizer
+from dist_amp.parallel import LossNormalizer, Parallel, build_parallel
+from dist_amp.precision import Clip, Precision, Scaler, build_precision
 from dist_amp.runtime.process import set_determinism
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.runtime.run_folder import run_folder
-from dist_amp.settings import Config, TrainConfig
+from dist_amp.settings import Config
 from dist_amp.task import Task
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
 
+__all__ = ["Run", "build_run", "load_config"]
+
 
 @dataclass
 class Run:
-    """All that a step, an evaluation or a checkpoint needs; `step` counts the steps taken."""
+    """Everything that one run needs; `step` counts the steps taken, applied or skipped."""
 
     config: Config
     world: World
@@ -36,7 +39,11 @@ class Run:
     task: Task
     precision: Precision
     parallel: Parallel
-    optimizer: Optimizer
+    normalizer: LossNormalizer
+    scaler: Scaler
+    clip: Clip
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
     data: Batches
     validation: Batches | None
     metrics: Metrics
@@ -57,52 +64,69 @@ class Run:
 def build_run(config: Config, world: World | None = None, task: Task | None = None) -> Run:
     """Assemble a run, resumed if there is something to resume; it writes nothing to disk.
 
-    world: from `runtime.start`; without one, the process group that is there already, or this process alone.
+    world: from `world.start`; without one, the process group that exists already, or this process alone.
     task: an object in place of `task.target`.
     """
     world = locate(config.run) if world is None else world
     set_determinism(config.run.deterministic)
+    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     micro_batches = accumulation_steps(config.train, world.world_size)
     folder = run_folder(config.run, world)
-    resume = to_resume(config.run.resume, folder, world)
-    if resume is not None:
+    checkpoint = to_resume(config.run.resume, folder, world)
+    if checkpoint is not None:
         samples = config.train.micro_batch_size * micro_batches * world.world_size
-        check_config(resume, to_toml(config), samples, world, defaults_of(config))
+        check_config(checkpoint, to_toml(config), samples, world, defaults_of(config))
     task = build_task(config.task, config.data) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere
+    precision, parallel = build_model(config, task, micro_batches, world)
+    scaler = Scaler(config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device)
+    optimizer = build_optimizer(parallel.model, config.optim)
+    schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device)
+    data, validation = build_data(config, task, micro_batches, world)
+
+    seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
+    run = Run(
+        config,
+        world,
+        folder,
+        task,
+        precision,
+        parallel,
+        LossNormalizer(world, parallel.carrier),
+        scaler,
+        Clip(config.train.clip_by, config.train.clip_limit),
+        optimizer,
+        schedule,
+        data,
+        validation,
+        Metrics(config.metrics, world),
+    )
+    if checkpoint is not None:
+        load(run, checkpoint)
+        run.resumed_from_step, run.resumed_from = run.step, checkpoint
+    return run
+
+
+def build_model(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Precision, Parallel]:
+    """The task's model in its precision, laid out over the ranks."""
     module = task.build_model()
     if not any(part.training for part in module.modules()):
-        module.train()  # as a pretrained model comes: wholly in evaluation mode
+        module.train()  # pretrained models come in evaluation mode
     strategy = pick_strategy(config.parallel, module, world)
     check_parallel(config.parallel, strategy, config.precision, world)
     check_compile(config.compile, strategy, micro_batches, world)
     precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
     blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
-    parallel = build_parallel(config.parallel, strategy, module, blocks, precision, world)
-    optimizer = Optimizer(config.optim, _clip(config.train), parallel.model, config.train.steps, parallel.state_device)
+    return precision, build_parallel(config.parallel, strategy, module, blocks, precision, world)
+
+
+def build_data(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Batches, Batches | None]:
+    """(training batches, validation batches or None)."""
+    size = config.train.micro_batch_size
     data = build_batches(
-        config.data,
-        task,
-        build_split(task, "train", world),
-        config.train.micro_batch_size,
-        micro_batches,
-        config.run.seed,
-        world,
+        config.data, task, build_split(task, "train", world), size, micro_batches, config.run.seed, world
     )
     held_out = build_split(task, "validation", world) if config.eval.every != "off" else None
-    validation = build_validation(config.data, task, held_out, config.train.micro_batch_size, world)
-
-    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
-    seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
-    metrics = Metrics(config.metrics, world)
-    run = Run(config, world, folder, task, precision, parallel, optimizer, data, validation, metrics)
-    if resume is not None:
-        load(run, resume)
-        run.resumed_from_step, run.resumed_from = run.step, resume
-    return run
-
-
-def _clip(config: TrainConfig) -> Clip:
-    return Clip(config.clip_by, config.max_grad_value if config.clip_by == "value" else config.max_grad_norm)
+    return data, build_validation(config.data, task, held_out, size, world)

@@ -188,6 +188,10 @@ class TrainConfig:
     """Steps between Python's collections of garbage, on all ranks at once; off: whenever Python likes, which holds up
     the other ranks for each rank's."""
 
+    @property
+    def clip_limit(self) -> float:
+        return self.max_grad_value if self.clip_by == "value" else self.max_grad_norm
+
 
 @dataclass(frozen=True)
 class EvalConfig:

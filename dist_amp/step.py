@@ -21,27 +21,28 @@ T = TypeVar("T")
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
-    """Apply one optimizer step from this rank's micro-batches; nothing here waits for the device.
+    """Apply one optimizer step from this rank's micro-batches, or skip it on all ranks; nothing waits for the device.
 
-    Every rank calls it with equally many micro-batches; `Padding` counts for nothing.
+    Every rank calls it with equally many micro-batches; `Padding` counts for nothing. Apart from the loss normalizer
+    and the norm that all ranks agree on, these are the lines of torch's AMP tutorial.
     """
-    # A mean of means is biased when masks or tails are uneven: normalise once, by what counts on all ranks. That is
-    # known only when the gradients are; the small difference to what was expected is divided out with the loss scale.
-    own_weight = total_weight(run.task, micro_batches, run.world.device)
-    # The strategies average gradients over ranks, so that the mean over ranks is what a rank's losses are divided by.
-    expected = run.parallel.expected_weight(own_weight)
-    factor = run.precision.scale / expected
+    run.normalizer.begin(total_weight(run.task, micro_batches, run.world.device))
     losses = []
-    with run.precision.weights_cast_once(len(micro_batches)):
+    with run.precision.cast_weights_once(len(micro_batches), run.parallel.sharded):
         for is_last, batch in mark_last(micro_batches):
-            with run.parallel.gradient_sync(is_last):
+            with run.parallel.gradient_sync(is_last):  # DDP's no_sync, FSDP2's set_requires_gradient_sync
                 with run.precision.autocast():
                     loss = loss_of(run.task, run.model, batch, run.world.device)
-                (loss * factor).backward()
-            losses.append(loss.detach())
-    totals = run.parallel.totals(own_weight, expected, run.precision)
-    applied = run.optimizer.apply(totals.norm, totals.divisor, run.precision)
-    return StepReport(losses, totals.weight, totals.norm, applied)
+                losses.append(loss.detach())
+                loss = run.normalizer.normalize(loss, is_last)
+                run.scaler.scale(loss).backward()
+    norm = run.parallel.global_grad_norm(run.normalizer, run.scaler)
+    norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.normalizer.correction, run.clip)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.schedule.step(run.scaler.applied)
+    run.optimizer.zero_grad(set_to_none=True)
+    return StepReport(losses, run.normalizer.weight, norm, run.scaler.applied)
 
 
 def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
@@ -52,7 +53,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
     if run.validation is None:
         return {}
     metrics = getattr(run.task, "metrics", None)
-    weight = run.parallel.zero().double()
+    weight = torch.zeros((), dtype=torch.float64, device=run.world.device)
     sums: dict[str, Tensor] = {}
     with run.parallel.evaluating():
         for micro_batches in run.validation.one_epoch(run.config.eval.batches):
@@ -68,7 +69,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                     value = scalar(value, f"the task's metrics() gave {name}", run.world.device)
                     sums[name] = sums.get(name, 0.0) + value.detach().double() * share
                 weight += scalar(run.task.weight(content), "the task's weight() returned", run.world.device) * share
-    totals = run.parallel.sum(torch.stack([weight, *sums.values()])).tolist()
+    totals = run.world.sum(torch.stack([weight, *sums.values()])).tolist()
     return {name: total / totals[0] if totals[0] else math.nan for name, total in zip(sums, totals[1:], strict=True)}
 
 

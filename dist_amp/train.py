@@ -83,7 +83,7 @@ def train(run: Run, stop: AgreedStop) -> str:
             if (row := run.metrics.read()) is None:
                 return
             run.metrics.write(row, last)
-            tripwires.look(row)  # first: what follows takes it that all ranks skipped the same steps
+            tripwires.on_log(row)  # first: what follows takes it that all ranks skipped the same steps
             provenance.look(row)
             stop_if_hopeless(row, config, provenance.where(row))
             saver.look()
@@ -104,7 +104,7 @@ def train(run: Run, stop: AgreedStop) -> str:
             stopping = stop.poll()
             look()  # at the figures of the step before, if it was a log step
             if due(config.metrics.log_every):
-                run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
+                run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
             profile.after_step()
             saves = due(config.checkpoint.every)
             if stopping or saves or owes_evaluation() or run.step == last:

@@ -1,9 +1,8 @@
-"""The process and its world: ranks, device, seed, exit statuses, and the stop that all ranks agree on.
+"""The ranks of a job: who this process is, its device, the process groups, and what the hosts tell each other.
 
 Words as torchrun defines them: rank, local_rank, world_size. Nothing here knows about models or data.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dist_amp.errors import ConfigError
-from dist_amp.runtime.process import _quiet_all_but_rank_0
-from dist_amp.runtime.rendezvous import environment_number, joined, rendezvous
+from dist_amp.fast.process_group import abort_process_groups
+from dist_amp.runtime.environment import place_of
+from dist_amp.runtime.process import configure_logging
+from dist_amp.runtime.rendezvous import joined, rendezvous
 from dist_amp.settings import RunConfig
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all: fixed for its life."""
+    """This process's place among the ranks: fixed for its life."""
 
     rank: int = 0
     local_rank: int = 0
@@ -33,7 +33,7 @@ class World:
     device: torch.device = torch.device("cpu")
     # A gloo group for what the hosts agree on (stop, paths): it never waits for the device.
     control: dist.ProcessGroup | None = field(default=None, compare=False)
-    # A gloo group for what is saved while training goes on: on a shared one the two would wait for each other.
+    # A gloo group for saving while training continues: on a shared one the two would wait for each other.
     background: dist.ProcessGroup | None = field(default=None, compare=False)
     _meshes: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False)
 
@@ -42,7 +42,7 @@ class World:
         return self.rank == 0
 
     def wait_for_device(self) -> None:
-        """Let all that was queued on the device finish: for reading clocks."""
+        """Wait for all queued work on the device: before reading a clock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -91,9 +91,17 @@ class World:
         dist.all_gather(list(rows.unbind()), row, group=None if row.is_cuda else self.control)
         return rows
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks of a tensor on the device, on every rank; the tensor itself is left as it is."""
+        if self.world_size == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
     @contextmanager
     def one_per_node_first(self) -> Iterator[None]:
-        """Let each node's first rank through before its others: it fills the caches that they then read."""
+        """Let each node's first rank run first: it fills the caches that the others then read."""
         if self.local_rank != 0:
             self.wait_long()
         yield
@@ -101,7 +109,7 @@ class World:
             self.wait_long()
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """All ranks in a grid; made once, since its groups cost threads and sockets, for all runs in this world."""
+        """All ranks in a grid; made once per shape, since its groups cost threads and sockets."""
         if (shape, names) not in self._meshes:
             self._meshes[shape, names] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         return self._meshes[shape, names]
@@ -112,57 +120,28 @@ class World:
             dist.barrier(group=self.background)
 
 
-def _place(config: RunConfig) -> World:
-    """This process's ranks and device, as torchrun or an existing process group has them; no group is made."""
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    else:
-        missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
-        if len(missing) == 1:
-            raise ConfigError(f"{missing[0]} is not set although its partner is; start with torchrun, or unset both")
-        rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
-    if rank >= world_size:
-        raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device=cuda, but torch finds no GPU; use run.device=cpu")
-    on_gpu = config.device != "cpu" and torch.cuda.is_available()
-    gpus = torch.cuda.device_count() if on_gpu else 0
-    # Launchers other than torchrun may not say how the ranks fall on machines: then one rank per GPU.
-    local_world_size = environment_number("LOCAL_WORLD_SIZE", min(world_size, gpus or world_size))
-    local_rank = environment_number("LOCAL_RANK", rank % local_world_size)
-    # Some show each process one GPU, its own; torchrun shows all of them to all.
-    if on_gpu and local_world_size > gpus and (gpus > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
-        raise ConfigError(
-            f"{local_world_size} processes on this machine (nproc_per_node) are more than its {gpus} GPUs; "
-            f"use --nproc_per_node={gpus}, or --run.device cpu"
-        )
-    device = torch.device("cuda", local_rank % gpus) if on_gpu else torch.device("cpu")
-    return World(rank, local_rank, world_size, local_world_size, device)
-
-
 def locate(config: RunConfig) -> World:
-    """This process's World: alone, or in the process group that is already there; every rank calls it."""
-    world = _place(config)
+    """This process's World: alone, or in the process group that exists already; every rank calls it."""
+    world = World(*place_of(config))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if not dist.is_initialized() or world.world_size == 1:
         return world
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
-    # Without a timeout: a large checkpoint takes the slowest rank as long as it takes.
+    # No timeout: a large checkpoint takes the slowest rank as long as it takes.
     return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=timedelta(days=1)))
 
 
 @contextmanager
 def start(config: RunConfig) -> Iterator[World]:
-    """Join the world for the length of a with-block; whatever happens in it, leave nothing running.
+    """Join the other ranks for the length of a with-block; whatever happens in it, leave nothing running.
 
-    One process needs no process group and gets none; one that is there already is used and left as it was.
+    One process needs no process group and gets none; one that exists already is used and left as it was.
     """
-    place = _place(config)
-    _quiet_all_but_rank_0(place.rank)
-    ours = not dist.is_initialized() and place.world_size > 1
+    place = place_of(config)
+    configure_logging(place.rank)
+    on_gpu, ours = place.device.type == "cuda", not dist.is_initialized() and place.world_size > 1
     if ours:
-        on_gpu = place.device.type == "cuda"
         store = rendezvous(place.rank, place.world_size, config.timeout_seconds)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -172,7 +151,7 @@ def start(config: RunConfig) -> Iterator[World]:
             rank=place.rank,
             world_size=place.world_size,
         )
-        store.delete_key(joined(place.rank))  # all are here; torchrun may keep the store for its next attempt
+        store.delete_key(joined(place.rank))  # all have joined; torchrun may keep the store for its next attempt
     try:
         world = locate(config)
         yield world
@@ -180,8 +159,8 @@ def start(config: RunConfig) -> Iterator[World]:
         # Measured without the barrier: 8 of 24 two-rank runs; with it: none.
         world.barrier()
     except BaseException:
-        if ours and place.device.type == "cuda":
-            dist.distributed_c10d._abort_process_group()  # destroying would wait for collectives that never end
+        if ours and on_gpu:
+            abort_process_groups()  # destroying would wait for collectives that never end
             ours = False
         raise
     finally:

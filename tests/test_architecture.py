@@ -23,7 +23,15 @@ FLOORS = [
     {"verify", "bench", "commands", "tasks"},
 ]
 # These stand on `world`, and `world` on other files of their folders.
-ON_THE_WORLD = {"config.load", "config.task_class", "config.validate", "runtime.run_folder", "fast.compile"}
+ON_THE_WORLD = {
+    "config.auto",
+    "runtime.batch_statistics",
+    "config.load",
+    "config.task_class",
+    "config.validate",
+    "runtime.run_folder",
+    "fast.compile",
+}
 # These read a whole run, and train.py alone names them.
 ON_THE_RUN = {"telemetry.mfu", "telemetry.summary"}
 HEAVY = {

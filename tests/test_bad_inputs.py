@@ -52,7 +52,7 @@ def test_neither_a_static_graph_nor_fp16_without_its_scaler_can_be_asked_for(key
 @pytest.fixture
 def join(monkeypatch):
     """join(rank, ...): what one of two ranks is told that waits for the other for a second."""
-    monkeypatch.setattr(runtime, "_quiet_all_but_rank_0", lambda rank: None)
+    monkeypatch.setattr(runtime, "configure_logging", lambda rank: None)
 
     def joined(rank, host="127.0.0.1", port=None, status=1):
         if port is None:

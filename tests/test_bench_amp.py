@@ -430,10 +430,10 @@ def own(tmp_path_factory):
     step = contending.train_step
 
     def train_step(run, micro_batches):
-        scale = float(run.precision.scale)
+        scale = float(run.scaler.scale_tensor)
         calls.append(
             argparse.Namespace(
-                way=(run.precision.name, run.precision.scales),
+                way=(run.precision.name, run.scaler.scales),
                 timed=Watched.timing,
                 scale=scale,
                 others=(run.config.precision.tf32, run.config.compile.blocks),
@@ -610,7 +610,7 @@ def test_a_precision_sets_its_scaler(way):
     run = make_run(World(), Tiny(), *RECIPES[way].words)
     set_scaler(run, RECIPES[way])
     scaled = way in ("fp16", "fp32_scaled")
-    assert (run.precision.scales, float(run.precision.scale)) == (scaled, 65536.0 if scaled else 1.0)
+    assert (run.scaler.scales, float(run.scaler.scale_tensor)) == (scaled, 65536.0 if scaled else 1.0)
 
 
 def test_a_run_that_is_stopped_leaves_the_experiments_that_it_has_whole(tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def settings(folder, strategy, dtype, *more):
 def state_of(run):
     """All that a run is, for comparing bit by bit."""
     buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
-    tensors = [*parameters_of(run).values(), *buffers, *moments_of(run), run.optimizer.counters, run.precision.scale]
+    tensors = [*parameters_of(run).values(), *buffers, *moments_of(run), run.schedule.counters, run.scaler.scale_tensor]
     return [*tensors, torch.get_rng_state(), torch.tensor([random.random(), run.step, run.data.position])]
 
 
@@ -68,7 +68,7 @@ def logged_steps(run, steps):
         run.metrics.record(report)
         losses.append(report.loss_sum.item())
         if run.step % 3 == 0:
-            losses.append(run.metrics.log(run.step, run.optimizer, run.precision, run.data).loss)
+            losses.append(run.metrics.log(run.step, run.schedule, run.scaler, run.data).loss)
     return losses
 
 
@@ -122,7 +122,7 @@ def losses_of(run, steps):
     for _ in range(steps):
         begun = run.data.position
         report = take_steps(run, 1)[0]
-        losses.append((run.parallel.sum(report.loss_sum) / report.weight).item())
+        losses.append((run.world.sum(report.loss_sum) / report.weight).item())
         mine = [index for _, indices in run.data.at(begun) for index in indices]
         samples.append(sorted(index for text in run.world.gather_texts(repr(mine)) for index in eval(text)))
     return losses, samples
@@ -132,12 +132,12 @@ def save_after_two_steps(world, folder, strategy, dtype):
     run = make_run(world, Tiny(samples=60), *settings(folder, strategy, dtype, *ELASTIC))
     take_steps(run, 2)
     save(run)
-    return parameters_of(run), moments_of(run), run.optimizer.counters, *losses_of(run, 5)
+    return parameters_of(run), moments_of(run), run.schedule.counters, *losses_of(run, 5)
 
 
 def resume_elsewhere(world, folder, strategy, dtype):
     run = make_run(world, Tiny(samples=60), *settings(folder, strategy, dtype, *ELASTIC, "--run.resume", "auto"))
-    return parameters_of(run), moments_of(run), run.optimizer.counters.clone(), *losses_of(run, 5)
+    return parameters_of(run), moments_of(run), run.schedule.counters.clone(), *losses_of(run, 5)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def rates_around_a_resume(world, folder):
         take_steps(resumed, 1)
         rates.append(resumed.optimizer.lr.item())
         parameters.append(parameters_of(resumed))
-    live = all(group["lr"] is resumed.optimizer.lr for group in resumed.optimizer.torch_optimizer.param_groups)
+    live = all(group["lr"] is resumed.optimizer.lr for group in resumed.optimizer.param_groups)
     return rates, live
 
 
@@ -286,7 +286,7 @@ def test_counts_of_steps_that_have_parted_are_resumed_each(tmp_path):
     take_steps(through, 3)
     save(through)
     resumed = make_run(World(), Rests(), *words, "--run.resume", "auto")
-    counts = [[run.optimizer.torch_optimizer.state[p]["step"].item() for p in run.optimizer.parameters]
+    counts = [[run.optimizer.state[p]["step"].item() for p in run.parallel.parameters]
               for run in (through, resumed)]  # fmt: skip
     assert counts[0] == counts[1]
     assert set(counts[0]) == {2.0, 3.0}

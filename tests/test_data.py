@@ -8,9 +8,9 @@ import torch
 from ranks import on_ranks
 from tiny import EmptyDataset, Rows, Tiny, make_run
 
-from dist_amp import data
 from dist_amp.data import Batches, Padding, Plan, epoch_order, shard_step, to_device
 from dist_amp.errors import DataError
+from dist_amp.runtime import loader
 from dist_amp.world import World
 
 
@@ -157,7 +157,7 @@ def test_random_augmentations_differ_from_epoch_to_epoch():
 
 @pytest.mark.parametrize("stuck", [1, 9])
 def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, stuck):
-    real, begun = data._start_worker, multiprocessing.Value("i", 0)
+    real, begun = loader._start_worker, multiprocessing.Value("i", 0)
 
     def start(up, worker):
         with begun.get_lock():
@@ -167,8 +167,8 @@ def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, 
             time.sleep(3600)
         real(up, worker)
 
-    monkeypatch.setattr(data, "_start_worker", start)
-    monkeypatch.setattr(data, "START_SECONDS", 0.5)
+    monkeypatch.setattr(loader, "_start_worker", start)
+    monkeypatch.setattr(loader, "START_SECONDS", 0.5)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     run = make_run(World(), Tiny(), "--data.workers", 1)
     if stuck > 3:

@@ -74,8 +74,8 @@ def clip_before_unscale(run, micro_batches):
     def clip(run):
         # The limit is meant for gradients that the loss scale has been taken out of; so are the parameters' own norms.
         one = torch.ones(())
-        norm = run.parallel.totals(one, one, run.precision).norm * run.precision.scale
-        for p in run.optimizer.parameters:
+        norm = run.parallel.totals(one, one, run.precision).norm * run.scaler.scale_tensor
+        for p in run.parallel.parameters:
             local(p.grad).mul_((run.config.train.max_grad_norm / norm).clamp(max=1))
 
     return loop(run, micro_batches, before_apply=clip)
@@ -104,20 +104,20 @@ def no_sync_around_backward_only(run, micro_batches):
 
 def second_update(run, micro_batches):
     report = loop(run, micro_batches)
-    run.precision.update(1.0 - report.applied.float())
+    run.scaler.update(1.0 - report.applied.float())
     return report
 
 
 def schedule_moved_on_a_skip(run, micro_batches):
     report = loop(run, micro_batches)
-    run.optimizer.applied_steps += ~report.applied
+    run.schedule.applied_steps += ~report.applied
     return report
 
 
 def one_rank_has_a_scale_of_its_own(run, micro_batches):
     report = loop(run, micro_batches)
     if run.world.rank == 1:
-        run.precision.scale.mul_(0.5)
+        run.scaler.scale_tensor.mul_(0.5)
     return report
 
 
@@ -269,7 +269,7 @@ def same_shard_on_all_ranks(run):
 
 
 def parameter_differs(run):
-    parameter = local(run.optimizer.parameters[0])
+    parameter = local(run.parallel.parameters[0])
     after_three_steps(run, lambda: parameter.view(-1)[0].add_(1e-6 * (run.world.rank == run.world.world_size - 1)))
 
 
@@ -282,7 +282,7 @@ def schedule_steps_on_a_skip(run):
 
     def moved(*args):
         applied = apply(*args)
-        run.optimizer.applied_steps += ~applied
+        run.schedule.applied_steps += ~applied
         return applied
 
     run.optimizer.apply = moved
@@ -292,17 +292,17 @@ def schedule_follows_all_steps(run):
     apply = run.optimizer.apply
 
     def moved(*args):
-        kept = run.optimizer.applied_steps.clone()
-        run.optimizer.applied_steps.fill_(run.step)
+        kept = run.schedule.applied_steps.clone()
+        run.schedule.applied_steps.fill_(run.step)
         applied = apply(*args)
-        run.optimizer.applied_steps.copy_(kept + applied)
+        run.schedule.applied_steps.copy_(kept + applied)
         return applied
 
     run.optimizer.apply = moved
 
 
 def scaler_differs(run):
-    after_three_steps(run, lambda: run.precision.scale.mul_(0.5 if run.world.rank else 1))
+    after_three_steps(run, lambda: run.scaler.scale_tensor.mul_(0.5 if run.world.rank else 1))
 
 
 def two_updates(run):
@@ -500,7 +500,7 @@ def test_a_buffer_that_is_there_on_one_rank_alone_is_named():
 
 def test_thousands_of_skips_are_followed_without_end_or_overflow():
     run = make_run(World(), Tiny(), "--precision.dtype", "fp16")
-    row = run.metrics.log(0, run.optimizer, run.precision, run.data)
+    row = run.metrics.log(0, run.schedule, run.scaler, run.data)
     ranks = [{**row.ranks[0], "skipped_steps": 5000, "applied_steps": 10_000_000, "loss_scale": 65536.0}]
     scale_follows_the_counts(run, replace(row, ranks=ranks), 65536.0, 0, 0)
     with pytest.raises(NumericsError, match="does not follow from 65536"):
@@ -534,7 +534,7 @@ def reads_of_tripwires(world):
     batches = [next(run.data) for _ in range(2)]
     for run.step in (1, 2):
         run.metrics.record(train_step(run, batches[run.step - 1]))
-        row = run.metrics.log(run.step, run.optimizer, run.precision, run.data)
+        row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
         with HostReads() as ordinary:
             tripwires.after_step(batches[run.step - 1])
         with HostReads() as logging:

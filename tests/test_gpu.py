@@ -50,7 +50,7 @@ def test_fifty_steps_never_wait_for_the_device(words, clip, optimizer):
             run.metrics.record(train_step(run, step))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert run.optimizer.counters.sum() == 53
+    assert run.schedule.counters.sum() == 53
 
 
 def test_float32_steps_are_those_of_the_cpu():
@@ -136,7 +136,7 @@ def test_a_checkpoint_written_in_the_background_is_resumed_bit_for_bit(tmp_path,
     torch.use_deterministic_algorithms(False)
     for name, parameter in parameters_of(through).items():
         assert torch.equal(parameters_of(resumed)[name], parameter)
-    assert torch.equal(resumed.optimizer.counters, through.optimizer.counters)
+    assert torch.equal(resumed.schedule.counters, through.schedule.counters)
 
 
 def test_log_steps_wait_for_nothing_and_their_time_is_the_devices(tmp_path):
@@ -149,13 +149,13 @@ def test_log_steps_wait_for_nothing_and_their_time_is_the_devices(tmp_path):
     try:
         for batch in batches:
             run.metrics.record(train_step(run, batch))
-        run.metrics.begin(23, run.optimizer, run.precision, run.data)
+        run.metrics.begin(23, run.schedule, run.scaler, run.data)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     row = run.metrics.read()
     assert row.ranks[0]["applied_steps"] == 23
     assert 0 < row.ranks[0]["seconds"] < 60
-    expected = run.metrics.log(23, run.optimizer, run.precision, run.data)
+    expected = run.metrics.log(23, run.schedule, run.scaler, run.data)
     assert expected["lr"] == row["lr"]
 
 

@@ -114,7 +114,7 @@ def evaluate_in_pieces(world, samples):
     rows = run.task.build_dataset("validation")[:]
     whole = run.task.loss_sum(run.parallel.module, rows) / run.task.weight(rows)
     assert torch.equal(before, torch.get_rng_state())
-    assert all(p.grad is None for p in run.optimizer.parameters)
+    assert all(p.grad is None for p in run.parallel.parameters)
     return mean, whole.item()
 
 
@@ -171,8 +171,8 @@ def test_a_total_weight_that_is_no_number_is_named(weight):
 
 def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
     run = make_run(World(), Tiny(), "--train.max_skips_in_a_row", 3)
-    run.optimizer.counters[:] = torch.tensor([5, 4, 3])
-    row = run.metrics.log(8, run.optimizer, run.precision, run.data)
+    run.schedule.counters[:] = torch.tensor([5, 4, 3])
+    row = run.metrics.log(8, run.schedule, run.scaler, run.data)
     with pytest.raises(NumericsError, match=r"3 steps in a row .*max_skips_in_a_row=3; try a lower optim.lr") as error:
         stop_if_hopeless(row, run.config)
     assert error.value.exit_code == 70
@@ -183,7 +183,7 @@ def test_building_and_stepping_a_run_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(World(), Tiny(), "--run.dir", "auto")
     recorded_steps(run, 2)
-    run.metrics.log(2, run.optimizer, run.precision, run.data)
+    run.metrics.log(2, run.schedule, run.scaler, run.data)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -265,7 +265,7 @@ def begun_and_read_later(world):
     for later in (False, True):
         run = make_run(world, Tiny(uneven=True), "--train.micro_batch_size", 2)
         recorded_steps(run, 3)
-        run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
+        run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
         if later:
             recorded_steps(run, 2)
         rows.append(run.metrics.read())
@@ -289,7 +289,7 @@ def test_the_figures_of_many_steps_are_added_up_one_after_the_other():
     for report in reports:
         loss += sum(one.item() for one in report.losses)
         weight += report.weight.item()
-    row = run.metrics.log(steps, run.optimizer, run.precision, run.data)
+    row = run.metrics.log(steps, run.schedule, run.scaler, run.data)
     assert (row.total("loss_sum"), row["weight_sum"]) == (loss, weight), "in float64, bit for bit"
     assert row["grad_norm"] == reports[-1].norm.item()
 

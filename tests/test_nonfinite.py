@@ -149,7 +149,7 @@ def replayed(world, task, words, folder, steps=1, spoil=None):
             run.step += 1
             run.metrics.record(report)
             watch.after_step(report)
-        watch.look(run.metrics.log(run.step, run.optimizer, run.precision, run.data))
+        watch.look(run.metrics.log(run.step, run.schedule, run.scaler, run.data))
     finally:
         object.__delattr__(run.world, "warn")
     return watch.faults, said
@@ -254,7 +254,7 @@ def test_a_loss_that_is_infinite_while_the_outputs_are_finite_is_the_tasks(tmp_p
 def nan_in_the_last_parameter(run):
     from dist_amp.fast.fused import local
 
-    part = local(run.optimizer.parameters[0])
+    part = local(run.parallel.parameters[0])
     if run.world.rank == run.world.world_size - 1:
         with torch.no_grad():
             part[-1] = torch.nan
@@ -301,7 +301,7 @@ def ended(world, words):
         run.metrics.record(report)
         watch.after_step(report)
         if run.step % 2 == 0:
-            watch.look(run.metrics.log(run.step, run.optimizer, run.precision, run.data))
+            watch.look(run.metrics.log(run.step, run.schedule, run.scaler, run.data))
     buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
     state = [*parameters_of(run).values(), *moments_of(run), *buffers, torch.get_rng_state()]
     return len(watch.faults), run.data.position, state

@@ -153,10 +153,10 @@ def changed_by_measuring(world, words):
     for on in ("true", "false"):
         run, written, _ = measured_steps(world, Restless(), [*words, *MEASURED, "--debug.numerics", on], steps=3)
         assert len(written) == (3 if on == "true" else 0)
-        assert all(p.grad is None for p in run.optimizer.parameters)
+        assert all(p.grad is None for p in run.parallel.parameters)
         moments = {f"moment {number}": value for number, value in enumerate(moments_of(run))}
         buffers = {name: value.clone() for name, value in run.parallel.module.named_buffers()}
-        rest = {"scale": run.precision.scale, "random": torch.get_rng_state(), "counters": run.optimizer.counters}
+        rest = {"scale": run.scaler.scale_tensor, "random": torch.get_rng_state(), "counters": run.schedule.counters}
         ends.append(parameters_of(run) | moments | buffers | rest)
     return [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
 

@@ -261,7 +261,7 @@ def test_a_task_that_counts_by_running_its_model_does_not_change_the_run():
     # Three layers, without the gradient of what goes in.
     assert item_seconds_at_peak(run) == 2 * (3 * (64 + 64 + 8) - 64) / 1e12
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(p.grad is None for p in run.optimizer.parameters)
+    assert all(p.grad is None for p in run.parallel.parameters)
 
 
 @pytest.mark.parametrize(

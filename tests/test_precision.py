@@ -1,11 +1,11 @@
-"""One policy table: who computes in what, who casts, and what is rejected."""
+"""One policy table: who computes in what, who casts, and what is refused."""
 
 import pytest
 import torch
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.runtime import native_precision
+from dist_amp.config import validate
 from dist_amp.config.validate import check_dtype
 from dist_amp.errors import ConfigError
 from dist_amp.precision import build_precision
@@ -21,8 +21,8 @@ def dtypes_inside(world, words):
     layer.register_forward_hook(lambda module, inputs, output: seen.update(output=str(output.dtype)))
     run.parallel.module.register_forward_hook(lambda module, inputs, output: seen.update(model=str(output.dtype)))
     take_steps(run, 1)
-    seen["stored"] = str(run.optimizer.parameters[0].dtype)
-    return {**seen, "cast_by": run.precision.cast_by, "scale": run.precision.scale.item()}
+    seen["stored"] = str(run.parallel.parameters[0].dtype)
+    return {**seen, "cast_by": run.precision.cast_by, "scale": run.scaler.scale_tensor.item()}
 
 
 @pytest.mark.parametrize(
@@ -58,24 +58,24 @@ def build(**settings):
     return build_precision(PrecisionConfig(**settings), False, World())
 
 
-def test_a_policy_without_shards_is_rejected():
+def test_a_policy_without_shards_is_refused():
     with pytest.raises(ConfigError, match="precision.cast_by=policy needs parallel.strategy fsdp or hsdp"):
         build(cast_by="policy")
 
 
-def test_a_cast_with_use_amp_false_is_rejected():
+def test_a_cast_with_use_amp_false_is_refused():
     with pytest.raises(ConfigError, match="use_amp=false computes in float32"):
         build(cast_by="autocast", use_amp=False)
 
 
-def test_scaler_settings_without_fp16_are_reported_to_have_no_effect(capsys):
+def test_scaler_settings_without_fp16_are_said_to_have_no_effect(capsys):
     build(dtype="bf16", scaler=ScalerConfig(init_scale=8.0))
     assert "precision.scaler has no effect in bf16" in capsys.readouterr().err
 
 
-def test_the_scaler_has_all_four_settings_and_keeps_its_state():
-    settings = ScalerConfig(init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
-    one = build(dtype="fp16", scaler=settings)
+def test_the_scaler_has_all_four_knobs_and_keeps_its_state():
+    knobs = ScalerConfig(init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
+    one = build(dtype="fp16", scaler=knobs)
     fine, overflow = torch.zeros(()), torch.ones(())
     one.update(fine)
     one.update(fine)
@@ -83,15 +83,15 @@ def test_the_scaler_has_all_four_settings_and_keeps_its_state():
     one.update(overflow)
     one.update(fine)
     assert one.scale == 64.0
-    other = build(dtype="fp16", scaler=settings)
+    other = build(dtype="fp16", scaler=knobs)
     other.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
     other.update(fine)
-    assert other.scale == 256.0, "the count of finite steps is restored too"
+    assert other.scale == 256.0, "the count of finite steps came along"
 
 
 @pytest.fixture
 def gpu_of(monkeypatch):
-    """A World whose GPU has a given compute capability, as far as check_dtype can see."""
+    """A World whose GPU has a given compute capability, as far as check_dtype looks."""
 
     def world(major, minor):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
@@ -102,7 +102,7 @@ def gpu_of(monkeypatch):
 
 
 def test_a_dtype_that_the_gpu_does_not_support_is_rejected_with_those_that_it_does(gpu_of, monkeypatch):
-    monkeypatch.setitem(native_precision.CAPABILITY, "bf16", ((8, 0), (7, 5)))
+    monkeypatch.setitem(validate.CAPABILITY, "bf16", ((8, 0), (7, 5)))
     with pytest.raises(ConfigError) as error:
         check_dtype(PrecisionConfig(dtype="bf16"), gpu_of(6, 1))
     assert str(error.value) == (
@@ -130,7 +130,7 @@ def test_a_dtype_that_a_gpu_only_emulates_is_warned_about_with_what_to_use(gpu_o
     assert bool(warning) == bool(instead)
 
 
-def test_tf32_is_set_for_matrix_products_and_convolutions():
+def test_tf32_is_set_for_products_and_convolutions_alike():
     for on, name in ((True, "high"), (False, "highest")):
         build(tf32=on)
         assert torch.get_float32_matmul_precision() == name

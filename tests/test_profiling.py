@@ -85,7 +85,7 @@ def test_each_part_of_each_recorded_step_is_a_range_in_the_trace(tmp_path, capsy
     assert "ms per step on the host: data wait " in said
     assert f"{name}.json.gz opens in ui.perfetto.dev" in said
     for owner, names in ((run.parallel, ["totals"]), (run.precision, ["autocast"]), (run.data, ["receive"]),
-                         (run.optimizer, ["apply"]), (run.optimizer.torch_optimizer, ["step"])):  # fmt: skip
+                         (run.optimizer, ["apply"]), (run.optimizer, ["step"])):  # fmt: skip
         assert not set(names) & set(vars(owner)), "what was wrapped is as it was"
 
 
@@ -157,7 +157,7 @@ def test_a_failure_in_a_recorded_step_is_told_as_it_is(monkeypatch, tmp_path):
         if run.step == 13:
             raise ZeroDivisionError
 
-    run.optimizer.torch_optimizer.register_step_pre_hook(fail_in_step_14)
+    run.optimizer.register_step_pre_hook(fail_in_step_14)
     with pytest.raises(ZeroDivisionError), Profile(run) as profile:
         take(run, profile, 20)
     assert run.step == 13

@@ -200,7 +200,7 @@ def log_step(world):
     run = run_of(world, "tiny")
     take_steps(run, 1)
     with Counting() as logging:
-        run.metrics.log(1, run.optimizer, run.precision, run.data)
+        run.metrics.log(1, run.schedule, run.scaler, run.data)
     with AgreedStop(world) as stop, Counting() as polling:
         stop.poll()
     return logging.collectives, polling.collectives

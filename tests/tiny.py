@@ -138,7 +138,7 @@ def take_steps(run, steps):
 
 def log(run):
     """Read the interval's figures and write them, as the main job does at a log step."""
-    row = run.metrics.log(run.step, run.optimizer, run.precision, run.data)
+    row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
     run.metrics.write(row, run.config.train.steps)
     return row
 
@@ -156,5 +156,5 @@ def parameters_of(run):
 
 def moments_of(run):
     """Every tensor of the optimizer's state, in the order of the parameters."""
-    state = run.optimizer.torch_optimizer.state
-    return [whole(value) for p in run.optimizer.parameters for value in state[p].values()]
+    state = run.optimizer.state
+    return [whole(value) for p in run.parallel.parameters for value in state[p].values()]

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from dist_amp.bench.harness import on_a_run
 from dist_amp.commands.command_line import Parser, exit_status
+from dist_amp.config.auto import find_blocks
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import accumulation_steps, replicas_of
 from dist_amp.errors import ConfigError, Failure
-from dist_amp.parallel import find_blocks
 from dist_amp.precision import DTYPES, Precision, build_precision
 from dist_amp.run import Run
 from dist_amp.runtime.rendezvous import environment_number

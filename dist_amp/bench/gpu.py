@@ -194,7 +194,7 @@ def free_steps(bench: "Bench", precision: str) -> dict[str, Any]:
         step()
         run.metrics.read()  # those begun a step before
         if run.step % LOG_EVERY == 0:
-            run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
+            run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
 
     def what_waits(step: Callable[[], None], reads: int) -> str:
         try:
@@ -207,11 +207,11 @@ def free_steps(bench: "Bench", precision: str) -> dict[str, Any]:
 
     for _ in range(3):
         step()
-    run.metrics.log(run.step, run.optimizer, run.precision, run.data)
+    run.metrics.log(run.step, run.schedule, run.scaler, run.data)
     told: dict[str, Any] = {"steps": steps, "waits": what_waits(step, 0)}
     # On a CPU its own memory is what a log step reads; on a GPU what was sent there, and has arrived.
     told["waits_when_logged"] = what_waits(step_with_figures, steps // LOG_EVERY)
-    return {**told, "applied": int(run.optimizer.applied_steps), "taken": run.step}
+    return {**told, "applied": int(run.schedule.applied_steps), "taken": run.step}
 
 
 def measure(bench: "Bench", cell: Cell) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_amp.config.auto import find_blocks
 from dist_amp.config.validate import accumulation_steps
 from dist_amp.optim import learning_rate, parameter_groups
-from dist_amp.parallel import find_blocks
 from dist_amp.precision import DTYPES
 from dist_amp.run import Run, build_run
 from dist_amp.runtime.random_state import seed_all
@@ -237,7 +237,7 @@ def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
             with redirect_stdout(nowhere):
                 run.metrics.write(row, run.config.train.steps)
         if run.step % log_every == 0:
-            run.metrics.begin(run.step, run.optimizer, run.precision, run.data)
+            run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
 
     return Loop(run.parallel.module, step)
 
@@ -264,8 +264,15 @@ def update_of_dist_amp(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
 
 def update(run: Run) -> None:
     one = torch.ones((), device=run.world.device)
-    totals = run.parallel.totals(one, one, run.precision)
-    run.optimizer.apply(totals.norm, totals.divisor, run.precision)
+    run.normalizer.begin(one)
+    if run.parallel.carrier is not None:
+        run.parallel.carrier.grad = one.clone()
+    norm = run.parallel.global_grad_norm(run.normalizer, run.scaler)
+    run.scaler.unscale_and_clip(run.optimizer, norm, run.normalizer.correction, run.clip)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.schedule.step(run.scaler.applied)
+    run.optimizer.zero_grad(set_to_none=True)
 
 
 def _update_alone(module: nn.Module, gradients: Sequence[Tensor | None], update: Callable[[], object]) -> Loop:

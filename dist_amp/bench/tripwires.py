@@ -45,7 +45,7 @@ def measure(run: Run) -> tuple[float, float]:
         run.step += 1
         spent += timed(tripwires.after_step, micro_batches)
         if run.step % run.config.metrics.log_every == 0:
-            row = run.metrics.log(run.step, run.optimizer, run.precision, run.data)
+            row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
             spent += timed(tripwires.look, row)
         if run.step == run.config.train.steps:
             break

@@ -17,14 +17,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from dist_amp.checkpoint.compatibility import check_data, check_fit, config_hash
+from dist_amp.checkpoint.fingerprint import fingerprint
 from dist_amp.checkpoint.format import Manifest, Refused, fault_of, quarantine, read_manifest, reason
 from dist_amp.checkpoint.reader import Reader, read_into
 from dist_amp.checkpoint.writer import Snapshot, write
 from dist_amp.data import Batches
 from dist_amp.errors import DataError
-from dist_amp.optim import Optimizer
-from dist_amp.parallel import Parallel
-from dist_amp.precision import Precision
+from dist_amp.optim import Schedule
+from dist_amp.parallel import LossNormalizer, Parallel
+from dist_amp.precision import Precision, Scaler
+from dist_amp.runtime.batch_statistics import averaged_statistics, batch_statistics, set_statistics
 from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
 from dist_amp.settings import Config
 from dist_amp.task import Task
@@ -41,7 +43,10 @@ class Resumable(Protocol):
     task: Task
     precision: Precision
     parallel: Parallel
-    optimizer: Optimizer
+    normalizer: LossNormalizer
+    scaler: Scaler
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
     data: Batches
     metrics: Metrics
     step: int
@@ -74,7 +79,7 @@ def _is_there(snapshot: Snapshot, world: World) -> bool:
 def take(run: Resumable, copy: bool) -> Snapshot:
     """The state of the run now; every rank calls it. copy: into the host's memory, so that training may go on."""
     state = _state(run)
-    state["model"] |= run.parallel.averaged_statistics()
+    state["model"] |= averaged_statistics(run.parallel.module, run.world)
     state["interval"] = run.world.gather(run.metrics.interval)
     state = _my_share(state, run.world)
     if copy:
@@ -90,7 +95,7 @@ def take(run: Resumable, copy: bool) -> Snapshot:
         seed=run.config.run.seed,
         global_batch_size=plan.global_batch_size,
         data_length=plan.length,
-        data_fingerprint=_fingerprint(run),
+        data_fingerprint=fingerprint(run.data, run.world),
         optimizer=_groups(run),
         config_hash=config_hash(run.config_text),
         evaluation=run.metrics.evaluation,
@@ -129,10 +134,17 @@ def load(run: Resumable, path: Path) -> None:
         manifest = read_manifest(path)
         reader = Reader(path, manifest.files)
         metadata = reader.read_metadata()
-        check_data(path, manifest, run.data.plan.length, _fingerprint(run), run.config.run.allow_config_change, world)
+        check_data(
+            path,
+            manifest,
+            run.data.plan.length,
+            fingerprint(run.data, run.world),
+            run.config.run.allow_config_change,
+            world,
+        )
         if manifest.step:  # before its first step, a run's buckets are not yet settled either
             _settle_buckets(run)
-        for own in run.optimizer.torch_optimizer.state.values():
+        for own in run.optimizer.state.values():
             if "step" in own:  # AdamW's may be one tensor for all parameters, and is read for each
                 own["step"] = own["step"].clone()
         state = _state(run)
@@ -154,46 +166,31 @@ def load(run: Resumable, path: Path) -> None:
 
 
 def _set_state(run: Resumable, manifest: Manifest, state: dict[str, Any], same_world: bool) -> None:
-    groups = get_optimizer_state_dict(run.model, run.optimizer.torch_optimizer)["param_groups"]
+    groups = get_optimizer_state_dict(run.model, run.optimizer)["param_groups"]
     set_state_dict(
         run.model,
-        run.optimizer.torch_optimizer,
+        run.optimizer,
         model_state_dict=state["model"],
         optim_state_dict={"state": state["optimizer"], "param_groups": groups},
     )
-    run.optimizer.bind_learning_rate()
+    run.schedule.load_counters(state["counters"])
     if "scaler" in state:
-        run.precision.load_state_dict(state["scaler"])
-    if (weights := state.get("expected_weights")) is not None and torch.fmax(*weights) > 0:
-        run.parallel.expect(weights)
+        run.scaler.load_state_dict(state["scaler"])
+    if "expected_weights" in state:
+        run.normalizer.load_state_dict({"weights": state["expected_weights"]})
     run.step, run.data.position = manifest.step, manifest.samples
     run.metrics.resume(manifest.evaluation, manifest.evaluated_step, manifest.best, state["interval"], same_world)
     if same_world:
         own = state["ranks"][str(run.world.rank)]
-        _set_statistics(run, own["statistics"])
+        set_statistics(run.parallel.module, own["statistics"])
         set_random_state(own["random"], run.world.device)
     else:  # ranks without a past: not seeded as at the start, or dropout would draw its first masks again
         seed_all((run.config.run.seed + 1 + run.world.rank + 1_000_003 * run.step) % 2**63)
 
 
-def _set_statistics(run: Resumable, statistics: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, statistic in run.parallel.batch_statistics().items():
-            statistic.copy_(statistics[name])
-
-
-def _fingerprint(run: Resumable) -> str:
-    """Rank 0's, on every rank; made once, with the generators left as they are."""
-    if not run.data.agreed_fingerprint:
-        random_numbers = random_state(run.world.device)
-        run.data.agreed_fingerprint = run.world.from_main(run.data.fingerprint() if run.world.is_main else "")
-        set_random_state(random_numbers, run.world.device)
-    return run.data.agreed_fingerprint
-
-
 def _groups(run: Resumable) -> dict[str, int]:
-    groups = run.optimizer.torch_optimizer.param_groups
-    return {f"{run.optimizer.config.name} {group['name']}": len(group["params"]) for group in groups}
+    groups = run.optimizer.param_groups
+    return {f"{run.config.optim.name} {group['name']}": len(group["params"]) for group in groups}
 
 
 def _settle_buckets(run: Resumable) -> None:
@@ -210,22 +207,24 @@ def _settle_buckets(run: Resumable) -> None:
         for _ in range(2):
             with run.precision.autocast():
                 loss = run.task.loss_sum(run.model, batch)
-            run.precision.backward(loss)
+            if (carrier := run.parallel.carrier) is not None:  # it is in a bucket too
+                loss = loss + carrier
+            run.scaler.scale(loss).backward()
 
 
 def _state(run: Resumable) -> dict[str, Any]:
     """All that a step depends on, as tensors: the state to save, or the places that a load fills."""
-    model, optimizer = get_state_dict(run.model, run.optimizer.torch_optimizer)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
     statistics = {
-        name: own.clone() for name, own in run.parallel.batch_statistics().items()
+        name: own.clone() for name, own in batch_statistics(run.parallel.module).items()
     }  # the model's are averages
     own = {"random": random_state(run.world.device), "statistics": statistics}
     return {
         "model": model,
         "optimizer": optimizer["state"],  # its groups' settings come from the config
-        "counters": run.optimizer.counters,
-        "expected_weights": run.parallel.weights,
-        "scaler": run.precision.state_dict(),
+        "counters": run.schedule.counters,
+        "expected_weights": run.normalizer.state_dict()["weights"],
+        "scaler": run.scaler.state_dict(),
         "ranks": {str(run.world.rank): own},
     }
 
@@ -233,10 +232,10 @@ def _state(run: Resumable) -> dict[str, Any]:
 def rewind_point(run: Resumable) -> Callable[[], None]:
     """Note the generators and batch statistics; what is returned puts them back."""
     random_numbers = random_state(run.world.device)
-    statistics = {name: own.clone() for name, own in run.parallel.batch_statistics().items()}
+    statistics = {name: own.clone() for name, own in batch_statistics(run.parallel.module).items()}
 
     def rewind() -> None:
-        _set_statistics(run, statistics)
+        set_statistics(run.parallel.module, statistics)
         set_random_state(random_numbers, run.world.device)
 
     return rewind
@@ -251,7 +250,9 @@ def as_it_was(run: Resumable) -> Iterator[None]:
     try:
         yield
     finally:
-        run.optimizer.torch_optimizer.zero_grad(set_to_none=True)
+        run.optimizer.zero_grad(set_to_none=True)
+        if run.parallel.carrier is not None:
+            run.parallel.carrier.grad = None
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer

@@ -6,7 +6,7 @@ import torch
 
 from dist_amp.errors import ConfigError
 from dist_amp.runtime.native_precision import CAPABILITY, EMULATED, cpu_slowdown
-from dist_amp.settings import ParallelConfig, PrecisionConfig, Strategy, TrainConfig
+from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, Strategy, TrainConfig
 from dist_amp.world import World
 
 
@@ -103,3 +103,21 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
             f"{ranks} x accumulation_steps {config.accumulation_steps} = {product}; use accumulation_steps={wanted}"
         )
     return wanted
+
+
+def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> None:
+    """Refuse a precision that the device, the strategy or its own settings rule out."""
+    check_dtype(config, world)
+    if config.cast_by == "policy" and not sharded:
+        raise ConfigError(
+            "precision.cast_by=policy needs parallel.strategy fsdp or hsdp; use precision.cast_by=autocast"
+        )
+    if config.cast_by != "auto" and not config.use_amp:
+        raise ConfigError(f"precision.cast_by={config.cast_by} casts, but use_amp=false computes in float32; use auto")
+    if config.scaler != ScalerConfig() and config.name != "fp16":
+        world.warn(f"precision.scaler has no effect in {config.name}: only fp16 needs a loss scaler")
+    if config.scaler.init_scale < config.scaler.min_scale and config.name == "fp16":
+        raise ConfigError(
+            f"precision.scaler.init_scale={config.scaler.init_scale:g} is below precision.scaler.min_scale="
+            f"{config.scaler.min_scale:g}, at which the run ends; raise the one or lower the other"
+        )

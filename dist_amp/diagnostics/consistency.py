@@ -51,14 +51,14 @@ class Consistency:
             return
         at_start(run)
         self._generators = generator_states(run)
-        self._begin = (run.precision.scale.item(), *run.optimizer.counters.tolist()[:2])
+        self._begin = (run.scaler.scale_tensor.item(), *run.schedule.counters.tolist()[:2])
 
     def after_step(self, micro_batches: Iterable[Any]) -> None:
         """Note what the first steps of an interval were fed; reads nothing."""
         if self._every != "off" and len(self._samples) < WATCHED_STEPS:
             self._samples.append(samples_hash(micro_batches, self._run.world.device))
 
-    def look(self, row: LogRow) -> None:
+    def on_log(self, row: LogRow) -> None:
         """The figures of this log step; and, where it is time, the state itself."""
         if self._every == "off":
             return
@@ -103,7 +103,7 @@ def check_state(run: Run) -> None:
 
 def optimizer_owns_live_parameters(run: Run) -> str:
     """Which parameter a step would not move, because the optimizer holds other tensors; "" if none."""
-    owned = {id(p) for p in run.optimizer.parameters}
+    owned = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
     lost = [name for name, p in run.parallel.module.named_parameters() if p.requires_grad and id(p) not in owned]
     if not lost:
         return ""
@@ -196,7 +196,7 @@ def scale_follows_the_counts(run: Run, row: LogRow, scale: float, applied: int, 
 
     scale, applied, skipped: where they stood when the run began.
     """
-    if not run.precision.scales:
+    if not run.scaler.scales:
         return
     knobs = run.config.precision.scaler
     backed_off = row["skipped_steps"] - skipped

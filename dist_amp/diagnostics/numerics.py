@@ -40,11 +40,11 @@ class Numerics:
 
     def __init__(self, run: Run):
         self.run = run
-        self.groups = run.optimizer.torch_optimizer.param_groups
+        self.groups = run.optimizer.param_groups
         self.names = [group.get("name", f"group {number}") for number, group in enumerate(self.groups)]
         self.on = run.config.debug.numerics
         self._warned: set[tuple[str, str]] = set()
-        if self.on and run.precision.scales and run.precision.cast_by == "policy":
+        if self.on and run.scaler.scales and run.precision.cast_by == "policy":
             raise ConfigError(
                 "debug.numerics=true compares fp16 to float32, which FSDP's policy can't compute in beside; use "
                 "precision.cast_by=autocast"
@@ -71,15 +71,15 @@ class Numerics:
             yield
             return
         measured = {}
-        if run.precision.scales:
+        if run.scaler.scales:
             with run.metrics.off_the_clock():
                 measured["underflow_share"] = self._underflow(micro_batches)
-        scale, applied_before = run.precision.scale.clone(), run.optimizer.applied_steps.clone()
+        scale, applied_before = run.scaler.scale_tensor.clone(), run.schedule.applied_steps.clone()
         with self._counting_lost_updates() as counts:
             yield
         with run.metrics.off_the_clock():
             # The fused kernel is called for a skipped step too, which loses nothing.
-            measured["lost_update_share"] = counts * (run.optimizer.applied_steps - applied_before).to(counts.device)
+            measured["lost_update_share"] = counts * (run.schedule.applied_steps - applied_before).to(counts.device)
             shares = dict(zip(measured, self._shares(list(measured.values())), strict=True))
             tags = {
                 f"numerics/{measure}/{group}": share
@@ -89,7 +89,7 @@ class Numerics:
             if tags:
                 run.metrics.write_scalars(step, tags)
             for measure, of_groups in shares.items():
-                self._judge(measure, of_groups, float(run.optimizer.lr), float(scale))
+                self._judge(measure, of_groups, float(run.schedule.last_lr), float(scale))
 
     def _underflow(self, micro_batches: Sequence[Any]) -> Tensor:
         """[groups, 2]: elements that are zero in fp16 alone, elements that are not zero in float32; this rank's.
@@ -97,9 +97,11 @@ class Numerics:
         Under FSDP of gradients summed over ranks, as its shards are; else of the rank's own.
         """
         run = self.run
-        weight = run.parallel.sum(total_weight(run.task, micro_batches, run.world.device))
-        factor, batch = run.parallel.world_size / weight, micro_batches[0]
-        zero = self._replay(batch, factor, run.precision.autocast(), run.precision.backward, lambda g: g == 0)
+        weight = run.world.sum(total_weight(run.task, micro_batches, run.world.device))
+        factor, batch = run.world.world_size / weight, micro_batches[0]
+        zero = self._replay(
+            batch, factor, run.precision.autocast(), lambda loss: run.scaler.scale(loss).backward(), lambda g: g == 0
+        )
         some = self._replay(batch, factor, nullcontext(), Tensor.backward, lambda g: g != 0)
         counts = self._zeros()
         for row, group in enumerate(self.groups):
@@ -122,7 +124,7 @@ class Numerics:
             with casting:
                 loss = loss_of(run.task, run.model, batch, run.world.device)
             backward(loss * factor)
-            return {p: look(local(p.grad)) for p in run.optimizer.parameters if p.grad is not None}
+            return {p: look(local(p.grad)) for p in run.parallel.parameters if p.grad is not None}
 
     @contextmanager
     def _counting_lost_updates(self) -> Iterator[Tensor]:
@@ -132,7 +134,7 @@ class Numerics:
 
         def keep(*_: Any) -> None:
             with run.metrics.off_the_clock():
-                before.update({p: local(p).detach().clone() for p in run.optimizer.parameters if p.grad is not None})
+                before.update({p: local(p).detach().clone() for p in run.parallel.parameters if p.grad is not None})
 
         def compare(*_: Any) -> None:
             with run.metrics.off_the_clock():
@@ -142,7 +144,7 @@ class Numerics:
                             some = local(p.grad) != 0
                             _add(counts[row], some & (local(p).detach() == before.pop(p)), some)
 
-        optimizer = run.optimizer.torch_optimizer
+        optimizer = run.optimizer
         hooks = optimizer.register_step_pre_hook(keep), optimizer.register_step_post_hook(compare)
         try:
             yield counts
@@ -156,7 +158,7 @@ class Numerics:
     def _shares(self, counts: list[Tensor]) -> list[dict[str, float]]:
         """Per measure {group: lost / all} over all ranks, without groups that have none; one read."""
         # HSDP's replicas count alike, so the ratios are those of one.
-        totals = self.run.parallel.sum(torch.stack(counts)).tolist()
+        totals = self.run.world.sum(torch.stack(counts)).tolist()
         return [{name: lost / of for name, (lost, of) in zip(self.names, rows, strict=True) if of} for rows in totals]
 
     def _judge(self, measure: str, shares: dict[str, float], lr: float, scale: float = 1.0) -> None:

@@ -32,7 +32,7 @@ WARM_UP_STEPS = 2  # that the profiler records and drops, since its own beginnin
 
 ROWS, TOP_ROWS = 40, 5  # of the table: in the file, on the console
 
-PARTS = ("data wait", "forward", "backward", "totals", "update")  # of a step, one after the other
+PARTS = ("data wait", "forward", "backward", "gradient norm", "update")  # of a step, one after the other
 
 # Of the allocator, the newest are kept; at several KB of host memory each, by torch's documentation.
 MAX_ALLOCATIONS = 100_000
@@ -200,13 +200,13 @@ def labelled(run: Run) -> Iterator[None]:
         for ranges in after_forward[-1:]:  # none where it is no step
             ranges.enter_context(record_function("backward"))  # to the micro-batch's end
 
-    optimizer = run.optimizer.torch_optimizer
+    optimizer = run.optimizer
     with ExitStack() as undo:
         swap(undo, run.parallel, "gradient_sync", micro_batch)
         swap(undo, run.precision, "autocast", forward)
         swap(undo, run.data, "receive", ranged("data wait", run.data.receive))
-        swap(undo, run.parallel, "totals", ranged("totals", run.parallel.totals))
-        swap(undo, run.optimizer, "apply", ranged("update", run.optimizer.apply))
+        swap(undo, run.parallel, "global_grad_norm", ranged("gradient norm", run.parallel.global_grad_norm))
+        swap(undo, run.scaler, "step", ranged("update", run.scaler.step))
         if isinstance(optimizer, FusedAdamW | FusedSGD):  # torch's own have this range already
             label = f"Optimizer.step#{type(optimizer).__name__}.step"
             swap(undo, optimizer, "step", ranged(label, optimizer.step))

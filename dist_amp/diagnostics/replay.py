@@ -56,7 +56,7 @@ class NonfiniteReplay:
         self.faults: list[Fault] = []
         self._notes: list[tuple[int, int, Tensor]] = []  # step, samples consumed before it, applied
         self._position = run.data.position
-        self._skipped = int(run.optimizer.skipped_steps)
+        self._skipped = int(run.schedule.skipped_steps)
         self._met: Counter[tuple[str, str, int]] = Counter()
         self._folder = run.folder / "nonfinite"
         # A run that is stepped by hand has no folder, and gets none.
@@ -84,7 +84,7 @@ class NonfiniteReplay:
             return
         applied = torch.stack([one for _, _, one in notes]).tolist()
         skipped = [(step, position) for (step, position, _), good in zip(notes, applied, strict=True) if not good]
-        for step, position in skipped[: MAX_REPLAYS if self.run.precision.scales else 1]:
+        for step, position in skipped[: MAX_REPLAYS if self.run.scaler.scales else 1]:
             if self._replay(step, position):
                 return
 
@@ -116,8 +116,8 @@ class NonfiniteReplay:
         fetched = run.data.at(position)
         if self._random is not None and run.config.data.workers:  # their draws were not this process's
             set_random_state(self._random, run.world.device)
-        weight = run.parallel.sum(total_weight(run.task, [batch for batch, _ in fetched], run.world.device))
-        share = run.parallel.world_size / weight
+        weight = run.world.sum(total_weight(run.task, [batch for batch, _ in fetched], run.world.device))
+        share = run.world.world_size / weight
         mine, failure = None, ""
         for number, (batch, samples) in enumerate(fetched):
             random = random_state(run.world.device)
@@ -128,7 +128,7 @@ class NonfiniteReplay:
                 if run.parallel.sharded:
                     raise  # the other ranks are in a collective of this forward
                 fault, failure = None, f"{type(error).__name__}: {error}"
-            run.optimizer.torch_optimizer.zero_grad(set_to_none=True)
+            run.optimizer.zero_grad(set_to_none=True)
             if fault is not None and mine is None:
                 fault = replace(fault, step=step, rank=run.world.rank, micro_batch=number, samples=list(samples))
                 mine = Offender(fault, batch, share.item(), random)
@@ -138,7 +138,7 @@ class NonfiniteReplay:
         """fp16's scale was too high, as in its normal cycle; in another precision, say what it may have been."""
         if failures:
             self.run.world.warn(f"step {step} was skipped, and replaying it failed on {'; '.join(failures)}")
-        elif not self.run.precision.scales:
+        elif not self.run.scaler.scales:
             exact = "" if self.when == "step" else "; debug.nonfinite=step looks with the parameters as they were"
             self.run.world.warn(
                 f"step {step} was skipped, but replayed it is finite: the parameters have moved on, it was a random "
@@ -178,7 +178,7 @@ class NonfiniteReplay:
             "batch": _on_host(mine.batch.batch if padding else mine.batch),
             "padding": padding,
             "share": mine.share,
-            "scale": self.run.precision.scale.item(),
+            "scale": self.run.scaler.scale_tensor.item(),
             "random": mine.random,
             "config": to_toml(self.run.config),
             "weights": weights,

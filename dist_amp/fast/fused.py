@@ -1,8 +1,9 @@
 """torch's AdamW and SGD with their fused kernels called on lists that are made once.
 
-The kernels and the state are torch's own, and an optimizer's hooks are called. torch's `step` gathers parameters,
-moments and counts anew each time, sorts them by device and dtype, counts each parameter's steps apart, and under FSDP2
-sends all of it through DTensor. Measured per step on a CPU: see `python -m dist_amp.bench overhead`.
+The kernels and the optimizer state are torch's own, and hooks are called. torch's `step` gathers parameters, moments
+and step counts anew each time, sorts them by device and dtype, counts each parameter's steps separately, and under
+FSDP2 dispatches all of it through DTensor. What that costs per step: `python -m dist_amp.bench overhead`. Where a
+release of torch lacks the kernels, `optimizer_class` gives torch's own optimizers.
 """
 
 from dataclasses import dataclass
@@ -13,15 +14,30 @@ from torch import Tensor
 
 from dist_amp.errors import ConfigError
 
+_adamw_kernel: Any = getattr(torch, "_fused_adamw_", None)
+_sgd_kernel: Any = getattr(torch, "_fused_sgd_", None)
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, sharing its memory; an ordinary tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() divides by `optimizer.grad_scale` and skips where `optimizer.found_inf` is 1, as fused ones do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def optimizer_class(name: str, fused: bool) -> Any:
+    """The class for "adamw" or "sgd"."""
+    ours: dict[str, Any] = {"adamw": FusedAdamW if _adamw_kernel else None, "sgd": FusedSGD if _sgd_kernel else None}
+    own = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    return ours[name] if fused and ours[name] is not None else own[name]
+
+
 @dataclass(frozen=True)
 class Bundle:
-    """What one call of a kernel updates: parameters of one group, device and dtype, with their state by its names."""
+    """What one kernel call updates: parameters of one group, device and dtype, with their state by its names."""
 
     group: dict[str, Any]
     parameters: list[Tensor]
@@ -34,7 +50,7 @@ class Bundle:
         state = {name: [values[index] for index in there] for name, values in self.state.items()}
         return Bundle(self.group, [self.parameters[index] for index in there], state, self.sharded)
 
-    def own(self) -> tuple[list[Tensor], list[Any]]:
+    def locals(self) -> tuple[list[Tensor], list[Any]]:
         """(parameters, gradients): this rank's shards. FSDP2 may replace a shard's tensor, so they are not kept."""
         gradients = [p.grad for p in self.parameters]
         if not self.sharded:
@@ -42,22 +58,21 @@ class Bundle:
         return [local(p) for p in self.parameters], [local(g) for g in gradients]  # type: ignore[arg-type]
 
 
-class _OnLists(torch.optim.Optimizer):
+class _Bundled(torch.optim.Optimizer):
     """`grad_scale` and `found_inf` as torch's fused optimizers take them: scalars on the device, or None.
 
-    grad_scale: what the gradients are divided by. found_inf: 1 where nothing is to change, else 0. `applied`, if set,
-    is the opposite of found_inf.
+    grad_scale: what the gradients are divided by. found_inf: 1 where nothing is to change, else 0.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    applied: Tensor | None = None
+    _step_supports_amp_scaling = True  # by which torch's GradScaler knows such optimizers too
 
     def bind(self) -> None:
-        """Make the lists: once the state is there. A state that is loaded is bound by itself."""
+        """Make the lists, once the state exists; called again by itself when a state is loaded."""
         for group in self.param_groups:
             if option := next((name for name in ("amsgrad", "dampening") if group.get(name)), ""):
-                raise ConfigError(f"{option}={group[option]} is not for the fused path; use optim.fused=false with it")
+                raise ConfigError(f"{option}={group[option]} is not supported by the fused path; use optim.fused=false")
         if not hasattr(self, "_bundles"):
             self.register_load_state_dict_post_hook(lambda _: self.bind())
         kinds: dict[tuple[Any, ...], tuple[dict[str, Any], list[Tensor]]] = {}
@@ -81,7 +96,7 @@ class _OnLists(torch.optim.Optimizer):
             before(self, (), {})
         bundles = self._bundles
         if any(p.grad is None for p in self._all):
-            self._count_apart()
+            self._count_separately()
             bundles = [part for bundle in bundles if (part := bundle.with_gradients()).parameters]
         self._update(bundles)
         for after in self._optimizer_step_post_hooks.values():
@@ -90,20 +105,26 @@ class _OnLists(torch.optim.Optimizer):
     # torch would wrap it to call hooks and to open a profiler's range, which costs more than all the rest of it.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _count_apart(self) -> None:
-        """Called before a step in which some parameters stay as they are."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+        for p in self._all if set_to_none else ():
+            p.grad = None
+
+    def _count_separately(self) -> None:
+        """Called before a step in which some parameters have no gradient."""
 
     def _update(self, bundles: list[Bundle]) -> None:
         raise NotImplementedError
 
 
-class FusedSGD(_OnLists, torch.optim.SGD):
+class FusedSGD(_Bundled, torch.optim.SGD):
     """torch's own takes no learning rate on the device for sharded parameters."""
 
     def _update(self, bundles: list[Bundle]) -> None:
         for bundle in bundles:
-            parameters, gradients = bundle.own()
-            torch._fused_sgd_(
+            parameters, gradients = bundle.locals()
+            _sgd_kernel(
                 parameters,
                 gradients,
                 bundle.state.get("momentum_buffer", []),
@@ -119,7 +140,7 @@ class FusedSGD(_OnLists, torch.optim.SGD):
             )
 
 
-class FusedAdamW(_OnLists, torch.optim.AdamW):
+class FusedAdamW(_Bundled, torch.optim.AdamW):
     """One count of steps serves all parameters, as long as they have all taken equally many."""
 
     def bind(self) -> None:
@@ -128,26 +149,28 @@ class FusedAdamW(_OnLists, torch.optim.AdamW):
             for state in self.state.values():
                 state["step"] = counts[0]
         super().bind()
-        self._note_counts()
+        self._collect_counts()
 
-    def _note_counts(self) -> None:
+    def _collect_counts(self) -> None:
         self._counts = list({id(count): count for bundle in self._bundles for count in bundle.state["step"]}.values())
 
-    def _count_apart(self) -> None:
+    def _count_separately(self) -> None:
         if len(self._counts) == 1 < len(self._all):
             for bundle in self._bundles:
                 for index, p in enumerate(bundle.parameters):
                     bundle.state["step"][index] = self.state[p]["step"] = self._counts[0].clone()
-            self._note_counts()
+            self._collect_counts()
 
     def _update(self, bundles: list[Bundle]) -> None:
         whole = bundles is self._bundles
         for count in self._counts if whole else [count for bundle in bundles for count in bundle.state["step"]]:
-            count.add_(1 if self.applied is None else self.applied)
+            count.add_(1)
+            if self.found_inf is not None:
+                count.sub_(self.found_inf)
         for bundle in bundles:
-            parameters, gradients = bundle.own()
+            parameters, gradients = bundle.locals()
             beta1, beta2 = bundle.group["betas"]
-            torch._fused_adamw_(
+            _adamw_kernel(
                 parameters,
                 gradients,
                 bundle.state["exp_avg"],

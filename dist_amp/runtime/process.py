@@ -8,12 +8,12 @@ import sys
 
 import torch
 
-from dist_amp.runtime.rendezvous import environment_number
+from dist_amp.runtime.environment import environment_number
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def _quiet_all_but_rank_0(rank: int) -> None:
+def configure_logging(rank: int) -> None:
     """Tasks log to "dist_amp..."; rank 0 shows it. The datasets library's bars are for one rank on a terminal."""
     if rank != 0 or not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

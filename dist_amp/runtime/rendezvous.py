@@ -13,17 +13,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from dist_amp.errors import ConfigError, Failure
+from dist_amp.runtime.environment import environment_number
 
 T = TypeVar("T")
-
-
-def environment_number(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not text.isdigit():
-        raise ConfigError(f"{name}={text!r} in the environment is not a whole number; start with torchrun, or unset it")
-    return int(text)
 
 
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]

@@ -224,7 +224,7 @@ def state_of(run: Run) -> dict[str, Any]:
         own = [local(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
         return sum(t.numel() * t.element_size() for t in own if t.device == run.world.device)
 
-    trained, module = run.optimizer.parameters, run.parallel.module
+    trained, module = run.parallel.parameters, run.parallel.module
     frozen = [p for p in module.parameters() if not p.requires_grad]
     gradients = on_device(trained)
     # DDP's buckets are there from the start, and gradients are views of them.
@@ -232,7 +232,7 @@ def state_of(run: Run) -> dict[str, Any]:
     return {
         "parameters": on_device([*trained, *frozen, *module.buffers()]),
         "gradients": gradients,
-        "moments": on_device(tree_leaves(dict(run.optimizer.torch_optimizer.state))),
+        "moments": on_device(tree_leaves(dict(run.optimizer.state))),
         "gradients_there": there,
     }
 

@@ -156,7 +156,7 @@ def check_free_space(run: Run) -> None:
     """Errors: Failure where the checkpoints to come do not fit on the disk."""
     if run.config.checkpoint.every == "off":
         return
-    tensors = [*run.parallel.module.state_dict().values(), *tree_leaves(dict(run.optimizer.torch_optimizer.state))]
+    tensors = [*run.parallel.module.state_dict().values(), *tree_leaves(dict(run.optimizer.state))]
     size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
     most = run.config.checkpoint.keep + 2  # the best one, and the one that is being written
     there = len(all_checkpoints(run.folder))

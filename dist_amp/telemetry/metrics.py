@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dist_amp.data import Batches
-from dist_amp.optim import Optimizer
-from dist_amp.precision import Precision
+from dist_amp.optim import Schedule
+from dist_amp.precision import Scaler
 from dist_amp.settings import MetricsConfig
 from dist_amp.telemetry.async_copy import Clock, Interval, StepReport, Sums
 from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
@@ -194,13 +194,13 @@ class Metrics:
         yield
         self._clock.go_on()
 
-    def begin(self, step: int, optimizer: Optimizer, precision: Precision, data: Batches) -> None:
+    def begin(self, step: int, schedule: Schedule, scaler: Scaler, data: Batches) -> None:
         """Begin to copy the interval's figures to the host; waits for nothing. Every rank calls it at the same step."""
         device, interval = self.world.device, self._interval
         spans = self._clock.lap()  # first: what has arrived below is later than its end
         interval.send(
-            torch.stack((optimizer.lr.to(device), precision.scale)),
-            optimizer.counters.to(device),  # float32 holds them exactly up to 2^24, of which train.steps is short
+            torch.stack((schedule.last_lr.to(device), scaler.scale_tensor)),
+            schedule.counters.to(device),  # float32 holds them exactly up to 2^24, of which train.steps is short
         )
         memory = memory_bytes(device)
         on_host = (interval.steps, data.items, data.tokens, data.wait_seconds, *memory, self.item_seconds_at_peak)
@@ -221,9 +221,9 @@ class Metrics:
             total.update({name: rank[name] for name in ("items", "tokens", "seconds")})
         return self.last
 
-    def log(self, step: int, optimizer: Optimizer, precision: Precision, data: Batches) -> LogRow:
+    def log(self, step: int, schedule: Schedule, scaler: Scaler, data: Batches) -> LogRow:
         """The figures of the interval up to now, of all ranks, read at once."""
-        self.begin(step, optimizer, precision, data)
+        self.begin(step, schedule, scaler, data)
         row = self.read()
         assert row is not None
         return row

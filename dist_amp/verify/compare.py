@@ -143,17 +143,18 @@ def config_of(exam: Exam, cell: Cell, world: World) -> Config:
 def capture(run: Run) -> list[State]:
     """What every step's optimizer is about to take: whole, in float32, on rank 0 alone."""
     captured: list[State] = []
-    apply = run.optimizer.apply
+    unscale_and_clip = run.scaler.unscale_and_clip
 
-    def watched(norm: Tensor, divisor: Tensor, precision: Any) -> Tensor:
+    def watched(optimizer: Any, norm: Tensor, correction: Tensor | None, clip: Any) -> Tensor:
+        divisor = run.scaler.scale_tensor * (1.0 if correction is None else correction)
         trained = {name: p for name, p in run.parallel.module.named_parameters() if p.requires_grad}
         gradients = {name: whole(p.grad).float() / divisor for name, p in trained.items() if p.grad is not None}
         parameters = {name: whole(p) for name, p in trained.items()}
         if run.world.is_main:
             captured.append(State(parameters, gradients))
-        return apply(norm, divisor, precision)
+        return unscale_and_clip(optimizer, norm, correction, clip)
 
-    run.optimizer.apply = watched  # type: ignore[method-assign]
+    run.scaler.unscale_and_clip = watched  # type: ignore[method-assign]
     return captured
 
 
@@ -170,13 +171,13 @@ def skip_changes_something(run: Run, exam: Exam, micro_batches: list[Any], step:
     """Take a step whose loss is infinite on the last rank alone. Returns what it changed on this rank, or ""."""
 
     def state() -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {"the learning rate": run.optimizer.lr}
+        tensors: dict[str, Tensor] = {"the learning rate": run.schedule.lr}
         for name, parameter in run.parallel.module.named_parameters():
-            moments = run.optimizer.torch_optimizer.state.get(parameter, {}).items()
+            moments = run.optimizer.state.get(parameter, {}).items()
             tensors |= {name: parameter, **{f"{kind} of {name}": moment for kind, moment in moments}}
         return {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
 
-    before, scale = state(), run.precision.scale.clone()
+    before, scale = state(), run.scaler.scale_tensor.clone()
     exam.task.spoilt = run.world.rank == run.world.world_size - 1
     report = step(run, micro_batches)
     exam.task.spoilt = False
@@ -185,11 +186,12 @@ def skip_changes_something(run: Run, exam: Exam, micro_batches: list[Any], step:
     after = state()
     if changed := [name for name in before if not torch.equal(before[name], after[name])]:
         return f"it changed {changed[0]}; a skipped step must change nothing"
-    if (counted := run.optimizer.counters.tolist()) != [0, 1, 1]:
+    if (counted := run.schedule.counters.tolist()) != [0, 1, 1]:
         return f"it counted as {counted[0]} applied, {counted[1]} skipped; the schedule follows applied steps alone"
-    backed_off = scale * (run.config.precision.scaler.backoff_factor if run.precision.scales else 1)
-    if run.precision.scale != backed_off:
-        return f"it left the loss scale at {run.precision.scale:g}, not {backed_off:g}; update() must run once per step"
+    backed_off = scale * (run.config.precision.scaler.backoff_factor if run.scaler.scales else 1)
+    if run.scaler.scale_tensor != backed_off:
+        left = run.scaler.get_scale()
+        return f"it left the loss scale at {left:g}, not {backed_off:g}; update() must run once per step"
     return ""
 
 
@@ -212,11 +214,11 @@ def scale_and_counts(run: Run) -> str:
     optim, scaler = run.config.optim, run.config.precision.scaler
     growths, left = divmod(STEPS, scaler.growth_interval)
     expected = {
-        "the learning rate": (run.optimizer.lr, learning_rate(optim, STEPS - 1, STEPS), "it follows applied steps"),
-        "applied_steps": (run.optimizer.applied_steps, STEPS, "the optimizer must be applied once per step"),
-        "skipped_steps": (run.optimizer.skipped_steps, 1, "the optimizer must be applied once per step"),
+        "the learning rate": (run.schedule.last_lr, learning_rate(optim, STEPS - 1, STEPS), "it follows applied steps"),
+        "applied_steps": (run.schedule.applied_steps, STEPS, "the optimizer must be applied once per step"),
+        "skipped_steps": (run.schedule.skipped_steps, 1, "the optimizer must be applied once per step"),
     }
-    if state := run.precision.state_dict():
+    if state := run.scaler.state_dict():
         scale = scaler.init_scale * scaler.backoff_factor * scaler.growth_factor**growths
         expected["the loss scale"] = (state["scale"], scale, "update() must run once per step")
         expected["the growth tracker"] = (state["growth_tracker"], left, "update() must run once per step")

@@ -108,7 +108,7 @@ def learn(run: Run, most_steps: int, seconds: float, ends: float, seed: int = 0)
             if number >= LEAST_STEPS and time.monotonic() - began > seconds:
                 break
             micro_batches = next(run.data)
-            for _ in range(MOST_SKIPS if run.precision.scales else 1):
+            for _ in range(MOST_SKIPS if run.scaler.scales else 1):
                 if time.monotonic() > ends:
                     raise NoTime
                 seed_all(run.config.run.seed + seed * most_steps + number)

@@ -218,7 +218,7 @@ class Arena:
             row["resident_bytes"] = torch.cuda.memory_allocated(device) - contender.held_before
             contender.seconds[mode] = timed_block(world, loop, self.data, len(self.data))  # with nothing to compile
         if run is not None and mode == TRAIN:
-            row["skipped_steps"] = int(run.optimizer.skipped_steps)
+            row["skipped_steps"] = int(run.schedule.skipped_steps)
         if run is not None and mode == INFERENCE and self.form == EAGER:
             weights = self.contenders[FP32].run if FP32 in self.contenders else run
             assert weights is not None

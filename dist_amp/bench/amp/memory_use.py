@@ -23,7 +23,7 @@ def peak_in_training(device: torch.device, run: Run | None, before: int, step: C
         return highest_on_gpu(device, step) - before
     if run is None:
         return None
-    moments = size_of(run.optimizer.torch_optimizer.state.values())
+    moments = size_of(run.optimizer.state.values())
     return size_of_model(run.parallel.module) + moments + rise_on_host(step)
 
 

@@ -63,5 +63,5 @@ def set_scaler(run: Run, recipe: Recipe) -> None:
     """Take the loss scaler away, or give one to float32: the main job has neither, since neither is of use."""
     if recipe.scaler is None:
         return
-    run.precision.scales = recipe.scaler
-    run.precision.scale.fill_(run.config.precision.scaler.init_scale if recipe.scaler else 1.0)
+    run.scaler.scales = recipe.scaler
+    run.scaler.scale_tensor.fill_(run.config.precision.scaler.init_scale if recipe.scaler else 1.0)

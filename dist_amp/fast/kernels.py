@@ -1,0 +1,37 @@
+"""torch's private kernels for many tensors at once, each with a public fallback that gives the same numbers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_foreach_norm = getattr(torch, "_foreach_norm", None)
+_amp_update_scale = getattr(torch, "_amp_update_scale_", None)
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Each tensor's L2 norm: [len(tensors)] float32, in one call for all of them.
+
+    torch.nn.utils.get_total_norm does the same behind a sort by device and dtype, which costs a tiny step 20 us.
+    """
+    if _foreach_norm is None:
+        return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
+    return torch.stack(_foreach_norm(tensors, 2, dtype=torch.float32))
+
+
+def update_scale(
+    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """GradScaler's rule, in place and without a host read: back off if found_inf, grow after `interval` finite steps.
+
+    scale, found_inf: scalar float32; tracker: scalar int32, the finite steps since the scale last changed.
+    """
+    if _amp_update_scale is not None:
+        _amp_update_scale(scale, tracker, found_inf, growth, backoff, interval)
+        return
+    tracker.add_(1)
+    grows = (tracker == interval) & (found_inf == 0)
+    grown = torch.where(grows, scale * growth, scale)
+    grown = torch.where(grown.isfinite(), grown, scale)
+    scale.copy_(torch.where(found_inf > 0, scale * backoff, grown))
+    tracker.mul_(~(grows | (found_inf > 0)))

@@ -1,0 +1,30 @@
+"""Batch norm's running statistics, which each rank gathers from its own batches: found, and averaged over the ranks."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dist_amp.world import World
+
+
+def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
+    """The running means and variances of batch norm, and of what works like it, by their names in the state."""
+    return {
+        f"{path}.{name}".lstrip("."): statistic
+        for path, part in module.named_modules()
+        for name in ("running_mean", "running_var")
+        if (statistic := dict(part.named_buffers(recurse=False)).get(name)) is not None
+    }
+
+
+@torch.no_grad()
+def averaged_statistics(module: nn.Module, world: World) -> dict[str, Tensor]:
+    """The same, averaged over all ranks; the module's own are left alone."""
+    return {name: world.sum(own) / world.world_size for name, own in batch_statistics(module).items()}
+
+
+@torch.no_grad()
+def set_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> None:
+    for name, own in batch_statistics(module).items():
+        own.copy_(statistics[name])
