@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dist_amp.config.task_class import as_scalar, check_loss
 from dist_amp.data import Padding
-from dist_amp.errors import DataError
+from dist_amp.errors import error_context
 from dist_amp.run import Run
 from dist_amp.task import Task
 from dist_amp.telemetry.async_copy import StepReport
@@ -45,6 +46,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     return StepReport(losses, run.normalizer.weight, norm, run.scaler.applied)
 
 
+@error_context(evaluation=True)
 def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
     """The held-out loss, and the task's own metrics: weighted means over all ranks, equal on every rank.
 
@@ -60,15 +62,15 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
             if stop is not None and stop():
                 return {}
             for batch in micro_batches:
-                content, share = (batch.batch, 0.0) if isinstance(batch, Padding) else (batch, 1.0)
-                with run.precision.autocast():
+                content, counts = (batch.batch, 0.0) if isinstance(batch, Padding) else (batch, 1.0)
+                with run.precision.autocast(), error_context(batch=batch):
                     values = metrics(run.model, content) if metrics else {}
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                 for name, value in values.items():
-                    value = scalar(value, f"the task's metrics() gave {name}", run.world.device)
-                    sums[name] = sums.get(name, 0.0) + value.detach().double() * share
-                weight += scalar(run.task.weight(content), "the task's weight() returned", run.world.device) * share
+                    value = as_scalar(value, f"metrics() gave {name}", run.world.device)
+                    sums[name] = sums.get(name, 0.0) + value.detach().double() * counts
+                weight += as_scalar(run.task.weight(content), "weight() returned", run.world.device) * counts
     totals = run.world.sum(torch.stack([weight, *sums.values()])).tolist()
     return {name: total / totals[0] if totals[0] else math.nan for name, total in zip(sums, totals[1:], strict=True)}
 
@@ -79,35 +81,16 @@ def total_weight(task: Task, micro_batches: Sequence[Any], device: torch.device)
     total = torch.full((), float(sum(w for w in weights if not isinstance(w, Tensor))), device=device)
     for weight in weights:
         if isinstance(weight, Tensor):
-            total += scalar(weight, "the task's weight() returned", device)
+            total += as_scalar(weight, "weight() returned", device)
     return total
 
 
-def scalar(value: float | Tensor, what: str, device: torch.device) -> Tensor:
-    """The value as a scalar tensor. Errors: DataError for a tensor of another shape."""
-    if not isinstance(value, Tensor):
-        return torch.full((), float(value), device=device)
-    if value.ndim != 0:
-        raise DataError(f"{what} a tensor of shape {list(value.shape)}, not a number or a scalar tensor; sum it up")
-    return value
-
-
-def loss_of(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> Tensor:
-    """The task's loss sum of a micro-batch, checked by what the host knows of it: shape, dtype, device, gradient."""
-    loss = task.loss_sum(model, batch.batch if isinstance(batch, Padding) else batch)
-    if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.dtype != torch.float32:
-        what = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise DataError(
-            f"the task's loss_sum returned {what}, not a float32 scalar; sum over all elements, and compute the loss "
-            "in float32, as in `logits.float()`"
-        )
-    if loss.device != device:
-        raise DataError(f"the task's loss_sum returned a loss on {loss.device}, not on {device} where its batch is")
-    if not loss.requires_grad:
-        raise DataError(
-            "the task's loss_sum returned a loss without a gradient; it must depend on the model's parameters"
-        )
-    return loss * 0.0 if isinstance(batch, Padding) else loss
+def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> Tensor:
+    """The task's loss sum of a micro-batch, checked by what the host knows of it; 0 times the loss for padding."""
+    padding = isinstance(batch, Padding)
+    with error_context(batch=batch):
+        loss = check_loss(task.loss_sum(model, batch.batch if padding else batch), device)
+    return loss * 0.0 if padding else loss
 
 
 def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:

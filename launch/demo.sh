@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on the embedded default, on every GPU there is, or on two CPU processes. Arguments go to dist_amp.train:
+# Train on the embedded dataset, on all GPUs of this machine, or on two CPU processes. Arguments go to dist_amp.train:
 #   bash launch/demo.sh --train.steps 50 --precision.dtype fp16
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
@@ -20,10 +20,10 @@ esac
 
 processes=$((gpus > 0 ? gpus : 2))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) > processes ? $(nproc) / processes : 1))}"
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}" # seconds to save in after a signal
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}" # seconds for saving after a signal
 
-# The address is given because --standalone hangs on a host name that does not resolve.
-# torchrun passes these signals on to the ranks, which save and exit; by default SIGUSR1 would end torchrun alone.
+# --local-addr, because --standalone hangs without a message if the host name does not resolve.
+# --signals-to-handle forwards the signals to the ranks, which save and exit; SIGUSR1 would otherwise end only torchrun.
 exec "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node="$processes" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     -m dist_amp.train --config "$root/configs/demo.toml" "${precision[@]}" "$@"

@@ -9,7 +9,7 @@ from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
 from dist_amp.fast.fused import FusedAdamW, FusedSGD
-from dist_amp.optim import build_torch_optimizer, make_state
+from dist_amp.optim import build_optimizer
 from dist_amp.settings import OptimConfig
 
 CONFIGS = {
@@ -23,8 +23,9 @@ def two_of_them(config):
     """(model, ours), (model, torch's): equal models, and each one's optimizer."""
     ours = Tiny().build_model()
     theirs = copy.deepcopy(ours)
-    mine = build_torch_optimizer(ours, config, lr=torch.tensor(config.lr))
-    make_state(mine, config)
+    mine = build_optimizer(ours, config)
+    for group in mine.param_groups:
+        group["lr"] = torch.tensor(config.lr)
     groups = [
         {"params": [p for p in theirs.parameters() if (p.ndim >= 2) == decays], "weight_decay": 0.1 * decays}
         for decays in (True, False)

@@ -6,9 +6,9 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 
+from dist_amp.config.auto import find_blocks, pick_strategy
 from dist_amp.config.validate import check_parallel
 from dist_amp.errors import ConfigError
-from dist_amp.config.auto import find_blocks, pick_strategy
 from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig
 from dist_amp.tasks.causal_lm import GPT
 from dist_amp.world import World, locate

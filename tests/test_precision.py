@@ -8,7 +8,8 @@ from tiny import Tiny, make_run, take_steps
 from dist_amp.config import validate
 from dist_amp.config.validate import check_dtype
 from dist_amp.errors import ConfigError
-from dist_amp.precision import build_precision
+from dist_amp.fast import kernels
+from dist_amp.precision import Scaler, build_precision
 from dist_amp.settings import PrecisionConfig, ScalerConfig
 from dist_amp.world import World
 
@@ -73,20 +74,57 @@ def test_scaler_settings_without_fp16_are_said_to_have_no_effect(capsys):
     assert "precision.scaler has no effect in bf16" in capsys.readouterr().err
 
 
-def test_the_scaler_has_all_four_knobs_and_keeps_its_state():
-    knobs = ScalerConfig(init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
-    one = build(dtype="fp16", scaler=knobs)
-    fine, overflow = torch.zeros(()), torch.ones(())
-    one.update(fine)
-    one.update(fine)
-    assert one.scale == 256.0
-    one.update(overflow)
-    one.update(fine)
-    assert one.scale == 64.0
-    other = build(dtype="fp16", scaler=knobs)
+def scaler_of(config, scales=True):
+    return Scaler(config, scales, torch.device("cpu"), torch.device("cpu"))
+
+
+def update(scaler, found_inf):
+    scaler.found_inf.fill_(found_inf)
+    scaler.update()
+
+
+def test_the_scaler_is_torchs_own_kind_and_can_be_given_a_scale():
+    scaler = scaler_of(ScalerConfig(init_scale=8.0))
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert scaler.is_enabled()
+    assert scaler.scale(torch.tensor(3.0)) == 24.0
+    scaler.update(16.0)
+    assert scaler.get_scale() == 16.0
+
+
+def test_without_fp16_the_scale_is_1_and_stays_so():
+    scaler = scaler_of(ScalerConfig(), scales=False)
+    update(scaler, found_inf=1)
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+
+
+@pytest.mark.parametrize("found", [[0, 0, 0, 1, 0, 0, 1, 1, 0], [1] * 5, [0] * 7])
+def test_the_scale_without_torchs_private_kernel_is_the_same(found, monkeypatch):
+    config = ScalerConfig(init_scale=2.0**125, growth_interval=2)  # grows past float32's range, where it stays
+    ours, fallback = scaler_of(config), scaler_of(config)
+    for found_inf in found:
+        update(ours, found_inf)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_amp_update_scale", None)
+            update(fallback, found_inf)
+        assert ours.get_scale() == fallback.get_scale()
+        assert ours.growth_tracker == fallback.growth_tracker
+
+
+def test_the_scaler_has_all_four_config_and_keeps_its_state():
+    config = ScalerConfig(init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
+    one = scaler_of(config)
+    update(one, found_inf=0)
+    update(one, found_inf=0)
+    assert one.get_scale() == 256.0
+    update(one, found_inf=1)
+    update(one, found_inf=0)
+    assert one.get_scale() == 64.0
+    other = scaler_of(config)
     other.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
-    other.update(fine)
-    assert other.scale == 256.0, "the count of finite steps came along"
+    update(other, found_inf=0)
+    assert other.get_scale() == 256.0, "the count of finite steps came along"
 
 
 @pytest.fixture
@@ -130,7 +168,7 @@ def test_a_dtype_that_a_gpu_only_emulates_is_warned_about_with_what_to_use(gpu_o
     assert bool(warning) == bool(instead)
 
 
-def test_tf32_is_set_for_products_and_convolutions_alike():
+def test_tf32_is_set_for_matrix_products_and_convolutions():
     for on, name in ((True, "high"), (False, "highest")):
         build(tf32=on)
         assert torch.get_float32_matmul_precision() == name

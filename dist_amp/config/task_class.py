@@ -10,7 +10,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dist_amp.errors import ConfigError, nearest_name
+import torch
+from torch import Tensor
+
+from dist_amp.errors import ConfigError, DataError, nearest_name
 from dist_amp.settings import TaskConfig
 from dist_amp.task import Task
 
@@ -113,3 +116,31 @@ def build_task(config: TaskConfig, data: Any) -> Task:
         return cls(**args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"task.target={config.target} refuses its task.args: {error}") from error
+
+
+def as_scalar(value: float | Tensor, what: str, device: torch.device) -> Tensor:
+    """The value as a scalar tensor. Errors: DataError for a tensor of another shape."""
+    if not isinstance(value, Tensor):
+        return torch.full((), float(value), device=device)
+    if value.ndim != 0:
+        raise DataError(
+            f"the task's {what} a tensor of shape {list(value.shape)}, not a number or a scalar tensor; sum it up"
+        )
+    return value
+
+
+def check_loss(loss: Any, device: torch.device) -> Tensor:
+    """The loss, if it is a float32 scalar with a gradient on the device. Errors: DataError; nothing is read back."""
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.dtype != torch.float32:
+        what = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise DataError(
+            f"the task's loss_sum returned {what}, not a float32 scalar; sum over all elements, and compute the loss "
+            "in float32, as in `logits.float()`"
+        )
+    if loss.device != device:
+        raise DataError(f"the task's loss_sum returned a loss on {loss.device}, not on {device} where its batch is")
+    if not loss.requires_grad:
+        raise DataError(
+            "the task's loss_sum returned a loss without a gradient; it must depend on the model's parameters"
+        )
+    return loss

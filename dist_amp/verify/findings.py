@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
 from dist_amp.runtime.random_state import seed_all
-from dist_amp.step import scalar
+from dist_amp.config.task_class import as_scalar
 from dist_amp.verify.dtypes import tensors_in
 from dist_amp.verify.reference import Exam, Values, copies, gradients_of
 
@@ -146,7 +146,7 @@ def _sums(exam: Exam, indices: list[int]) -> list[Finding]:
             f"the task's loss_sum of {len(indices)} samples is {whole:.6g}, and {sum(halves):.6g} for its halves added "
             "up: it must be a sum over samples, not a mean (reduction=\"sum\")", fails=True))  # fmt: skip
     whole, *halves = [
-        scalar(exam.task.weight(exam.batch(part)), "weight", exam.device).cpu() for part in (indices, *parts)
+        as_scalar(exam.task.weight(exam.batch(part)), "weight", exam.device).cpu() for part in (indices, *parts)
     ]
     if not torch.isclose(whole, halves[0] + halves[1], rtol=1e-6):
         findings.append(Finding(
