@@ -6,30 +6,23 @@ each step and the final parameters are compared with plain torch in one process:
 """
 
 import argparse
-import logging
 import math
-import multiprocessing
-import os
-import socket
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from multiprocessing.process import BaseProcess
-from multiprocessing.queues import Queue
-from queue import Empty
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
 
 from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError, Failure, nearest_name
+from dist_amp.errors import ConfigError, nearest_name
 from dist_amp.settings import Config, ParallelConfig, Strategy
-from dist_amp.verify.compare import Cell, Verdict, check_cell
+from dist_amp.verify.compare import Verdict
 from dist_amp.verify.findings import Finding, inspect_task
+from dist_amp.verify.ranks import Row, compare_on_ranks
 from dist_amp.verify.reference import GLOBAL_BATCH, STEPS, Reference
-from dist_amp.world import World, locate, start
+from dist_amp.world import locate
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -37,11 +30,9 @@ HEADER = (
     f"{'ranks':>5}  {'strategy':<8}  {'precision':<9}  {'gradients':>9}  {'bound':>7}  {'parameters':>10}  {'bound':>7}"
 )
 
-Row = tuple[int, str, str]
-
 EPILOG = """\
-All other options are settings of dist_amp.train: --task.target my_file:MyTask, --task.args.width 32, --config FILE.toml,
---run.device cpu ... A small model and short samples are enough: the comparison does not depend on their size.
+All other options are settings of dist_amp.train: --task.target my_file:MyTask, --task.args.width 32, --run.device cpu,
+--config FILE.toml ... A small model and short samples are enough: the comparison does not depend on their size.
 Exit status: 0 all pass, 1 something fails, 64 a wrong setting, 65 wrong data."""
 
 
@@ -177,78 +168,6 @@ def table_row(row: Row, verdicts: list[Verdict]) -> str:
         f"{parameters.parameter_error:>10.1e}  {parameters.parameter_bound:>7.0e}  {'FAIL' if causes else 'pass'}"
     )
     return "\n".join([text.replace("nan", "  -"), *(f"{'':7}{cause}" for cause in causes)])
-
-
-def compare_on_ranks(
-    size: int, argv: Sequence[str], rows: list[Row], reference: Reference
-) -> Iterator[tuple[Row, list[Verdict]]]:
-    """Compare the rows on `size` new processes, yielding each row when it is done; after a crash, its cause."""
-    spawn = multiprocessing.get_context("spawn")
-    results: Queue[list[Verdict] | str] = spawn.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    measured = reference.measured({precision for _, _, precision in rows})
-    shared = (list(argv), rows, reference.task.eval_modules, measured, results)
-    ranks = [spawn.Process(target=_rank, args=(rank, size, port, *shared)) for rank in range(size if rows else 0)]
-    for process in ranks:
-        process.start()
-    try:
-        for number, row in enumerate(rows):
-            result = _next_result(results, ranks)
-            if isinstance(result, str):
-                yield row, [Verdict(cause=result)]
-                yield from ((row, [Verdict(cause="not run: a rank failed before")]) for row in rows[number + 1 :])
-                return
-            yield row, result
-        for process in ranks:
-            process.join()
-    finally:
-        for process in ranks:
-            process.kill()
-
-
-def _next_result(results: "Queue[list[Verdict] | str]", ranks: Sequence[BaseProcess]) -> list[Verdict] | str:
-    """The next verdicts, or the error of the first rank that fails."""
-    while True:
-        try:
-            return results.get(timeout=0.5)
-        except Empty:
-            for rank, process in enumerate(ranks):
-                if process.exitcode not in (None, 0):
-                    return f"rank {rank} ended with exit status {process.exitcode} and no error message"
-
-
-def _rank(rank: int, size: int, port: int, argv: list[str], rows: list[Row], eval_modules: frozenset[str],
-          measured: dict[str, Any], results: "Queue[list[Verdict] | str]") -> None:  # fmt: skip
-    """One rank's process: compare the rows together with the others; rank 0 sends the verdicts."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in variables.items()}}
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    try:
-        config = load_config(argv)
-        with start(config.run) as world, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="torch")  # only the numbers decide
-            logging.getLogger("dist_amp").setLevel(logging.ERROR)  # the first process has logged the data already
-            reference = Reference(config, world.device, eval_modules=eval_modules, measured=measured)
-            for _, strategy, precision in rows:
-                verdicts = [verdict_of(world, reference, strategy, precision, name) for name in ("sgd", "adamw")]
-                if world.is_main:
-                    results.put(verdicts)
-    except Exception as error:
-        results.put(f"rank {rank}: {type(error).__name__}: {error}")
-        raise
-
-
-def verdict_of(world: World, reference: Reference, strategy: Any, precision: Any, optimizer: Any) -> Verdict:
-    """Check one cell, with clipping, optimizer path and reduction of the user's config."""
-    config = reference.config
-    reduce = config.parallel.accumulate_reduce
-    cell = Cell(strategy, precision, optimizer, config.train.clip_by, config.optim.fused, accumulate_reduce=reduce)
-    try:
-        return check_cell(world, reference, cell)
-    except Failure as error:  # raised on every rank
-        return Verdict(cause=str(error))
 
 
 if __name__ == "__main__":

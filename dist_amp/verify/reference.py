@@ -195,7 +195,7 @@ class Reference:
 
     @cached_property
     def init_scale(self) -> float:
-        """1/32 of the largest loss scale at which the first step is finite, as the scale doubles twice in five steps."""
+        """1/32 of the largest loss scale at which the first step is finite: it doubles twice in five steps."""
         scale = 2.0**16
         while scale > 2.0**-10:
             model = self.model()
