@@ -63,7 +63,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 class Schedule:
     """The learning rate by applied steps, and the steps' counts, all on the device.
 
-    applied_steps, skipped_steps, skips_in_a_row: scalar int64. lr: the coming step's learning rate, scalar float32.
+    applied_steps, skipped_steps, skips_in_a_row: scalar int64. lr: the next step's learning rate, last_lr: the last
+    step's; scalar float32.
     """
 
     def __init__(self, config: OptimConfig, optimizer: torch.optim.Optimizer, total_steps: int, device: torch.device):
@@ -78,14 +79,8 @@ class Schedule:
         # A table: the formula stays plain Python, and looking a rate up needs no host.
         rates = [learning_rate(config, step, total_steps) for step in range(total_steps + 1)]
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
-        self.lr = self._rates[0].clone()
+        self.lr, self.last_lr = self._rates[0].clone(), self._rates[0].clone()
         self.bind()
-
-    @property
-    def last_lr(self) -> Tensor:
-        """The learning rate of the last step, scalar float32."""
-        before = self.applied_steps - (self.skips_in_a_row == 0).long()
-        return torch.take(self._rates, before.clamp(0, len(self._rates) - 1))
 
     @torch.no_grad()
     def step(self, applied: Tensor) -> None:
@@ -93,6 +88,7 @@ class Schedule:
         applied = applied.to(self.counters.device)
         moved_on = torch.addcmul(self._if_applied, self.counters, self._keeps)
         torch.where(applied, moved_on, self.counters + self._if_skipped, out=self.counters)
+        self.last_lr.copy_(self.lr)
         torch.take(self._rates, self.applied_steps.clamp(max=len(self._rates) - 1), out=self.lr)
         if not self._device_lr:
             self.bind()

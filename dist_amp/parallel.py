@@ -178,11 +178,15 @@ class Parallel:
                     "every step, or set requires_grad=False"
                 )
 
+    def average_batch_statistics(self) -> None:
+        """Make batch norm's running statistics equal on all ranks."""
+        if self.world.world_size > 1:
+            set_statistics(self.module, averaged_statistics(self.module, self.world))
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode, without gradients, with batch statistics averaged over the ranks."""
-        if self.world.world_size > 1 and batch_statistics(self.module):
-            set_statistics(self.module, averaged_statistics(self.module, self.world))
+        self.average_batch_statistics()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:

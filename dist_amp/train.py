@@ -5,122 +5,121 @@ Train the task for train.steps steps; evaluate, save and report on the way; leav
 
 import itertools
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal
 
-from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.checkpoint.state import rewind_point
 from dist_amp.config.load import load_config, show_help, to_toml
 from dist_amp.diagnostics.consistency import Consistency
-from dist_amp.diagnostics.limits import stop_if_hopeless
+from dist_amp.diagnostics.limits import Limits
 from dist_amp.diagnostics.numerics import Numerics
 from dist_amp.diagnostics.profiling import Profile, check_debug, memory_history
 from dist_amp.diagnostics.replay import NonfiniteReplay
-from dist_amp.errors import SAVED_AND_STOPPED, Failure, in_one_line
-from dist_amp.fast.compile import as_compiled_so_far
+from dist_amp.errors import Failure
 from dist_amp.run import Run, build_run
 from dist_amp.runtime.garbage import scheduled_garbage
 from dist_amp.runtime.run_folder import run_folder
-from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise.explain import explain_data, explain_disk
 from dist_amp.supervise.failure import report_failure
-from dist_amp.supervise.out_of_memory import explain_memory
+from dist_amp.supervise.lifecycle import close_run, is_finished, open_run
 from dist_amp.supervise.preflight import (
-    check_free_space,
-    check_ranks_alike,
+    check_ranks_agree,
     check_restarts,
     die_with_torchrun,
     make_folder,
     only_live_run,
 )
+from dist_amp.supervise.report import supervised
 from dist_amp.supervise.signals import AgreedStop
-from dist_amp.supervise.watchdog import RankWatchdog
-from dist_amp.telemetry.mfu import item_seconds_at_peak
-from dist_amp.telemetry.summary import closing_table, introduce, is_completed, write_summary
-from dist_amp.world import World, start
+from dist_amp.telemetry.observer import Observer
+from dist_amp.world import start
+
+StoppedBy = Literal["completed", "preempted"]
 
 
-def train(run: Run, stop: AgreedStop) -> str:
-    """Take the steps that are left; return "completed" or "preempted". Every rank takes the same way through."""
+def observers_of(run: Run) -> tuple[Observer, ...]:
+    """What watches the run from beside the loop, in order. To delete a feature, delete its file and its entry here."""
+    nonfinite = NonfiniteReplay(run)
+    # Consistency first: the others assume that all ranks skipped the same steps.
+    return Consistency(run), nonfinite, Limits(run, nonfinite), Numerics(run), Profile(run)
+
+
+def train(run: Run, stop: AgreedStop) -> StoppedBy:
+    """Take the remaining steps. Every rank takes the same path through this loop."""
     config, last = run.config, run.config.train.steps
-
-    def due(every: int | Literal["off"]) -> bool:
-        return every != "off" and (run.step % every == 0 or run.step == last)
-
-    def run_evaluation() -> bool:
-        """Evaluate; return whether a stop came in between, and it is to be done anew."""
-        with run.metrics.off_the_clock():
-            rewind, batches = rewind_point(run), itertools.count(1)
-
-            def between_batches() -> bool:
-                collect_garbage(next(batches))
-                return stop.poll()
-
-            values = evaluate(run, between_batches)
-            if stop.agreed:
-                rewind()
-            else:
-                run.metrics.write_evaluation(run.step, values)
-                tripwires.after_averaging()
-        return stop.agreed
-
-    def owes_evaluation() -> bool:
-        return run.validation is not None and due(config.eval.every) and run.metrics.evaluated_step < run.step
-
-    tripwires, provenance, numerics = Consistency(run), NonfiniteReplay(run), Numerics(run)
-    with Saver(run) as saver, Profile(run) as profile, scheduled_garbage(config.train.gc_every) as collect_garbage:
-
-        def save(wait: bool) -> None:
-            with run.metrics.off_the_clock():
-                saver.save(wait)
-
-        def look() -> None:
-            """Read, write and judge the figures that were begun at a log step."""
-            if (row := run.metrics.read()) is None:
-                return
-            run.metrics.write(row, last)
-            tripwires.on_log(row)  # first: what follows takes it that all ranks skipped the same steps
-            provenance.look(row)
-            stop_if_hopeless(row, config, provenance.where(row))
-            saver.look()
-
+    with ExitStack() as contexts:
+        saver = Saver(run)
+        observers = tuple(contexts.enter_context(observer) for observer in (*observers_of(run), saver))
+        collect_garbage = contexts.enter_context(scheduled_garbage(config.train.gc_every))
         stopping = stop.poll_now()  # a signal in the warm-up
-        if not stopping and run.step and owes_evaluation():  # stopped in the midst of it
-            stopping = run_evaluation()
+        if not stopping and run.step and evaluation_is_due(run):  # the run was stopped before or in its evaluation
+            stopping = run_evaluation(run, stop, observers, collect_garbage)
         while not stopping and run.step < last:
             micro_batches = next(run.data)
-            if numerics.on:  # it writes a line of its own
-                look()
-            with numerics.measuring(micro_batches):
-                report = train_step(run, micro_batches)
+            if any(observer.reads_before_step for observer in observers):
+                read_metrics(run, observers)
+            for observer in observers:
+                observer.before_step(micro_batches)
+            report = train_step(run, micro_batches)
             run.step += 1
             run.metrics.record(report)
-            tripwires.after_step(micro_batches)
-            provenance.after_step(report)
+            for observer in observers:
+                observer.after_step(report, micro_batches)
             stopping = stop.poll()
-            look()  # at the figures of the step before, if it was a log step
-            if due(config.metrics.log_every):
+            read_metrics(run, observers)  # of the step before, if it was a log step: they have arrived by now
+            if is_due(config.metrics.log_every, run):
                 run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
-            profile.after_step()
-            saves = due(config.checkpoint.every)
-            if stopping or saves or owes_evaluation() or run.step == last:
-                look()  # what waits for the device anyway, or is to be kept, comes after it
-            if not stopping and owes_evaluation():
-                stopping = run_evaluation()
+            saves, evaluates = is_due(config.checkpoint.every, run), evaluation_is_due(run)
+            if stopping or saves or evaluates or run.step == last:
+                read_metrics(run, observers)  # what waits for the device anyway, or is kept, comes after the checks
+            if evaluates and not stopping:
+                stopping = run_evaluation(run, stop, observers, collect_garbage)
             if saves and not stopping:
-                save(wait=run.step == last)
+                saver.save(wait=run.step == last)
             collect_garbage(run.step)
         if stopping and config.checkpoint.every != "off":
-            save(wait=True)
+            saver.save(wait=True)
     return "preempted" if stopping else "completed"
 
 
+def is_due(every: int | Literal["off"], run: Run) -> bool:
+    """Whether something that happens every so many steps, and at the last one, happens after this step."""
+    return every != "off" and (run.step % every == 0 or run.step == run.config.train.steps)
+
+
+def evaluation_is_due(run: Run) -> bool:
+    return run.validation is not None and is_due(run.config.eval.every, run) and run.metrics.evaluated_step < run.step
+
+
+def run_evaluation(
+    run: Run, stop: AgreedStop, observers: Sequence[Observer], collect_garbage: Callable[[int], None]
+) -> bool:
+    """Evaluate and write the values; return whether a stop interrupted it: the resumed run then evaluates again."""
+    with run.metrics.off_the_clock():
+        rewind, batches = rewind_point(run), itertools.count(1)
+        values = evaluate(run, lambda: collect_garbage(next(batches)) or stop.poll())
+        if stop.agreed:
+            rewind()
+            return True
+        run.metrics.write_evaluation(run.step, values)
+        for observer in observers:
+            observer.after_evaluation()
+    return False
+
+
+def read_metrics(run: Run, observers: Sequence[Observer]) -> None:
+    """Read, write and check the metrics of a log step, if there are any pending."""
+    if (row := run.metrics.read()) is not None:
+        run.metrics.write(row, run.config.train.steps)
+        for observer in observers:
+            observer.on_log(row)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status. A process group that is there already is used and left."""
+    """Run the command line; return the exit status. A process group that exists already is used and left as it is."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if {"-h", "--help"} & set(argv):
@@ -133,92 +132,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         check_restarts()
         die_with_torchrun()
-        with start(config.run) as world:
-            return run_and_report(config, world)
-    except Failure as error:  # found before this process joined the others
+        with start(config.run) as world, supervised(config, world) as job:
+            check_ranks_agree(config.task.target, to_toml(config), world)  # first: the rest assumes equal configs
+            check_debug(config.debug, world)
+            folder = job.folder = run_folder(config.run, world)
+            config = replace(config, run=replace(config.run, dir=str(folder)))
+            make_folder(folder, config, world)
+            recording = memory_history(config.debug, folder, world)
+            # From here on a signal stops the run after a step; one that comes earlier, before the first step.
+            with only_live_run(folder, world), recording, AgreedStop(world) as stop:
+                run = job.run = build_run(config, world)
+                if is_finished(run):
+                    return 0
+                open_run(run)
+                return close_run(run, stop, train(run, stop))
+    except Failure as error:  # before this process joined the others
         return report_failure(error, None)[0]
     except SystemExit as reported:
         return int(reported.code or 0)
-
-
-def run_and_report(config: Config, world: World) -> int:
-    """Train, and leave a summary whatever happens; return the exit status.
-
-    A failure is reported here, while the store that tells the ranks who is first is still there.
-    """
-    run, roll, folder = None, RankWatchdog(world), None
-    try:
-        check_ranks_alike(config.task.target, to_toml(config), world)  # before the config decides who waits for whom
-        check_debug(config.debug, world)
-        folder = run_folder(config.run, world)
-        config = replace(config, run=replace(config.run, dir=str(folder)))
-        make_folder(folder, config, world)
-        # The signals are heard from here on: one in the warm-up stops the run before its first step.
-        recording = memory_history(config.debug, folder, world)
-        with only_live_run(folder, world), recording, AgreedStop(world) as stop:
-            run = build_run(config, world)
-            return run_to_the_end(run, stop)
-    except BaseException as raised:
-        batches = [one for one in (run.data, run.validation) if one is not None] if run is not None else []
-        if run is not None:
-            with suppress(Exception):
-                run.metrics.rescue(config.train.steps)
-        told = explain_memory(explain_data(raised, world.rank, batches), config, world, run)
-        error = roll.explain(told if folder is None else explain_disk(told, folder))
-        status, first = report_failure(error, world)
-        with suppress(OSError):  # a folder that may not be entered can't even be looked for
-            kept = run is None and folder is not None and (folder / "summary.json").exists()  # what it holds stays
-            if first and folder is not None and folder.is_dir() and not kept:
-                cause = str(error) if isinstance(error, Failure) else f"rank {world.rank}: {in_one_line(error)}"
-                write_summary(folder, run, "failed", status, cause)
-        raise SystemExit(status) from raised  # through the with-block of `start`: the others are not waited for
-    finally:
-        roll.close()
-        if run is not None:
-            run.data.close()
-            run.metrics.close()
-
-
-def run_to_the_end(run: Run, stop: AgreedStop) -> int:
-    """Take the run's steps, then show and summarise what came of them; return the exit status."""
-    steps = run.config.train.steps
-    # Without checkpoints of its own: it was to begin from another run's, which has no steps left.
-    finished = run.step >= steps and (is_completed(run.folder) or not all_checkpoints(run.folder))
-    if run.world.from_main(str(finished)) == "True":
-        run.world.say(
-            f"{run.folder} is finished: it took {run.step} of train.steps={steps}; raise train.steps to go on"
-        )
-        return 0
-    introduce(run)
-    run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
-    check_free_space(run)
-    if run.world.is_main:
-        for path in quarantine_after(run.folder, run.step):
-            run.world.warn(f"{path} was refused: it is kept under this name, and its steps are taken again")
-        (run.folder / "config.toml").write_text(run.config_text)
-    run.metrics.open(run.folder, run.step, run.config_text)
-    stopped_by = train(run, stop)
-    if stopped_by == "preempted":
-        cause = stop.requested_by or "a signal to another rank"
-        saved = run.config.checkpoint.every != "off"
-        status = SAVED_AND_STOPPED if saved else 1  # what was not saved would begin anew each time it is started
-        if run.world.is_main:
-            write_summary(run.folder, run, stopped_by, status, cause)
-        then = f"go on with --run.dir {run.folder}" if saved else "checkpoint.every=off, so nothing was saved"
-        run.world.say(f"stopped after step {run.step} by {cause}; {then}")
-        return status
-    if hasattr(run.task, "sample"):
-        try:
-            with run.parallel.evaluating(), run.precision.autocast(), as_compiled_so_far():
-                run.metrics.write_sample(run.step, run.task.sample(run.parallel.module))
-        except Exception as error:  # the training is done, and saved
-            run.world.warn(
-                f"the task's sample(model) failed: {in_one_line(error)}; python -m dist_amp.sample tries again"
-            )
-    if run.world.is_main:
-        summary = write_summary(run.folder, run, stopped_by, 0, "")
-        print(closing_table(summary, run.folder), flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Break real runs in every way we know, and see that nothing is lost; a table at the end. Some twenty minutes on 2 cores:
-#   bash launch/chaos.sh                 # all of it
-#   bash launch/chaos.sh --quick hangs   # a few trials, or some of them
+# Break real runs in every known way, check that nothing is lost, and print a table. About twenty minutes on 2 cores:
+#   bash launch/chaos.sh                 # all trials
+#   bash launch/chaos.sh --quick hangs   # fewer trials, or only some of them
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Train on several machines: the same command on each, but for NODE_RANK. Arguments go to dist_amp.train:
+# Train on several machines: the same command on each, except for NODE_RANK. Arguments go to dist_amp.train:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash launch/many_nodes.sh --config C.toml --run.dir /shared/mine
-# All need the same code, packages and settings, and one disk for run.dir. When a rank dies or a machine is cut off, all
-# start again from the last checkpoint; a machine that is not back after RDZV_TIMEOUT seconds ends the run.
+# All need the same code, packages and settings, and a shared disk for run.dir. If a rank dies or a machine loses the
+# network, all restart from the last checkpoint; a machine that is not back after RDZV_TIMEOUT seconds ends the run.
 #
 # Change, here or in the environment:
-#   NNODES, NODE_RANK   how many machines; which this one is, from 0
-#   MASTER_ADDR, MASTER_PORT   an address of machine 0 that all reach, and a port that is free there (29500)
-#   NPROC_PER_NODE      ranks of a machine (its GPUs; without any it must be given)
-#   MAX_RESTARTS        how often to start again (3)
-#   RDZV_TIMEOUT        seconds for the machines to find each other, at the start and after each restart (300)
-#   OMP_NUM_THREADS     CPU threads of a rank (the cores, divided by the ranks)
-#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds to save in after a signal (120; torch 2.11: always 30)
+#   NNODES, NODE_RANK   number of machines; number of this one, from 0
+#   MASTER_ADDR, MASTER_PORT   an address of machine 0 that all can reach, and a free port there (29500)
+#   NPROC_PER_NODE      ranks per machine (its GPUs; required without GPUs)
+#   MAX_RESTARTS        maximum number of restarts (3)
+#   RDZV_TIMEOUT        seconds for the machines to connect, at the start and after each restart (300)
+#   OMP_NUM_THREADS     CPU threads per rank (cores divided by ranks)
+#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds for saving after a signal (120; torch 2.11: always 30)
 set -euo pipefail
 
 fail() { echo "error: $1" >&2 && exit "${2:-64}"; }
@@ -24,14 +24,14 @@ command -v ip >/dev/null || fail "ip is missing; install iproute2"
 [[ "$NNODES" =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$NNODES must be the number of machines, the same on all"
 [[ "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "$NNODES" ]] ||
     fail "NODE_RANK=$NODE_RANK must be this machine's number, from 0 to NNODES-1=$((NNODES - 1))"
-# Not host names: the others may not know them, and Debian knows its own as 127.0.1.1. The way to machine 0 tells:
+# Addresses, not host names: others may not resolve them, and Debian resolves its own to 127.0.1.1. Ask the route:
 head="$(getent ahosts "$MASTER_ADDR" | awk 'NR == 1 {print $1}')" || true
 [[ "$NODE_RANK $head" != "0 127."* || "$MASTER_ADDR" == 127.* ]] || head="$(hostname -I | awk '{print $1}')"
 here="$(ip -o route get "$head" | sed 's/.* src \([^ ]*\).*/\1/')" ||
     fail "MASTER_ADDR=$MASTER_ADDR must be an address of machine 0; from here there is no way to it" 1
 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -o address show to "$here" | awk 'NR == 1 {print $2}')}"
 ((NODE_RANK > 0)) || ! answers "$head" || fail "MASTER_PORT=$MASTER_PORT on $MASTER_ADDR is in use; choose another" 1
-python3 -m dist_amp.train --print_config "$@" >/dev/null || exit # settings are refused here, not in each restart
+python3 -m dist_amp.train --print_config "$@" >/dev/null || exit # reject bad settings here, not in each restart
 gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
 processes="${NPROC_PER_NODE:-$gpus}" cores="$(nproc)" numa=() SECONDS=0
 ((processes > 0)) || fail "torch sees no GPU on this machine; mend that, or set NPROC_PER_NODE for ranks on the CPU" 1
@@ -41,9 +41,9 @@ until ((NODE_RANK == 0)) || answers "$head"; do
     sleep 1
 done
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
-if ((gpus > 0)) && command -v numactl >/dev/null; then numa=(--numa-binding=node); fi # ranks beside their GPUs
+if ((gpus > 0)) && command -v numactl >/dev/null; then numa=(--numa-binding=node); fi # keep ranks near their GPUs
 export GLOO_SOCKET_IFNAME OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted ranks read the addresses of dead ones
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # otherwise restarted ranks read the addresses of dead ones
 exec torchrun --nnodes="$NNODES" --nproc-per-node="$processes" --max-restarts="${MAX_RESTARTS:-3}" \
     --local-addr "$here" --rdzv-backend c10d --rdzv-endpoint "$at" \
     --rdzv-id "${RDZV_ID:-dist_amp}" --rdzv-conf "is_host=$((NODE_RANK == 0)),join_timeout=$RDZV_TIMEOUT" \

@@ -2,27 +2,27 @@
 # Train on all GPUs of this machine, or on two CPU processes. Arguments go to dist_amp.train:
 #   source .venv/bin/activate
 #   bash launch/one_node.sh --config configs/ddp_fp16.toml --run.dir runs/mine
-# When a rank dies, all start again from the last checkpoint. SIGTERM, SIGUSR1 and Ctrl-C save and stop, and the same
-# command goes on.
+# If a rank dies, all restart from the last checkpoint. SIGTERM, SIGUSR1 and Ctrl-C save and stop; the same command
+# continues.
 #
 # Change, here or in the environment:
-#   NPROC_PER_NODE    ranks (the GPUs there are, or 2)
-#   MAX_RESTARTS      how often to start again (3)
-#   OMP_NUM_THREADS   CPU threads of a rank (the cores, divided by the ranks)
-#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds to save in after a signal (120; torch 2.11: always 30)
+#   NPROC_PER_NODE    ranks (number of GPUs, or 2)
+#   MAX_RESTARTS      maximum number of restarts (3)
+#   OMP_NUM_THREADS   CPU threads per rank (cores divided by ranks)
+#   TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds for saving after a signal (120; torch 2.11: always 30)
 set -euo pipefail
 
 fail() { echo "error: $1" >&2 && exit 64; }
 
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH; activate the environment that has torch"
-python3 -m dist_amp.train --print_config "$@" >/dev/null || exit # settings are refused here, not in each restart
+python3 -m dist_amp.train --print_config "$@" >/dev/null || exit # reject bad settings here, not in each restart
 gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
 processes="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 2))}" cores="$(nproc)" numa=()
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
-if ((gpus > 0)) && command -v numactl >/dev/null; then numa=(--numa-binding=node); fi # ranks beside their GPUs
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted ranks read the addresses of dead ones
+if ((gpus > 0)) && command -v numactl >/dev/null; then numa=(--numa-binding=node); fi # keep ranks near their GPUs
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # otherwise restarted ranks read the addresses of dead ones
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 
-# The address is given because a host name that does not resolve makes --standalone wait without a word.
+# --local-addr, because --standalone hangs without a message if the host name does not resolve.
 exec torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node="$processes" --max-restarts="${MAX_RESTARTS:-3}" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "${numa[@]}" -m dist_amp.train "$@"

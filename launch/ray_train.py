@@ -1,9 +1,9 @@
-"""Train by Ray Train: python launch/ray_train.py [--workers N] [--restarts N] [--section.key VALUE ...]
+"""Train with Ray Train: python launch/ray_train.py [--workers N] [--restarts N] [--section.key VALUE ...]
 
-Each worker is a rank that runs dist_amp.train, on this machine or on the cluster that `ray start` made of several; all
-of them need this checkout and the working directory at the same path, and run.dir on a disk that they share. To change:
---workers (2 unless told; one GPU each, where there are any), --restarts (how often Ray may begin anew, from the newest
-checkpoint, when workers or nodes are lost), and in ScalingConfig what else a worker gets, such as CPU cores.
+Each worker is a rank that runs dist_amp.train, on this machine or on a cluster made by `ray start`. All machines need
+this checkout and the working directory at the same path, and run.dir on a shared disk. To change: --workers (default 2;
+one GPU each, if there are any), --restarts (how often Ray may restart from the newest checkpoint when workers or nodes
+are lost), and in ScalingConfig a worker's other resources, such as CPU cores.
 """
 
 import argparse
@@ -24,8 +24,8 @@ except ImportError as error:
     sys.exit(f"error: {error}; pip install -c launch/constraints.txt -e '.[ray]' brings Ray Train")
 
 
-def rank(job: dict) -> None:  # what a worker runs, in the process group that Ray has made
-    os.chdir(job["directory"])  # Ray has put it elsewhere, and settings may hold relative paths
+def rank(job: dict) -> None:  # what a worker runs, in Ray's process group
+    os.chdir(job["directory"])  # Ray changes it, and settings may have relative paths
     if status := main(job["words"]):
         raise RuntimeError(f"dist_amp.train ended with status {status}; it says why above, and in the run's folder")
 
@@ -36,11 +36,11 @@ parser.add_argument("--restarts", type=int, default=0)
 given, words = parser.parse_known_args()
 sys.path.insert(0, os.getcwd())  # as python -m does: for my_file:MyTask
 try:
-    config = load_config(words)  # a mistake is told before Ray starts anything
+    config = load_config(words)  # reports a mistake before Ray starts anything
     settings = {name: value for name, value in os.environ.items() if name.startswith("DIST_AMP_")}
-    ray.init(runtime_env={"env_vars": settings | {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}})  # else all is shown twice
+    ray.init(runtime_env={"env_vars": settings | {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}})  # or it prints twice
     kind = "GPU" if config.run.device != "cpu" and "GPU" in ray.cluster_resources() else "CPU"
-    if not (have := int(ray.cluster_resources()[kind])) >= given.workers > 0:  # Ray would wait, for ever
+    if not (have := int(ray.cluster_resources()[kind])) >= given.workers > 0:  # Ray would wait forever
         sys.exit(f"error: --workers={given.workers} must be between 1 and {have}, the {kind}s of Ray's cluster")
     folder = str(run_folder(config.run, World()).absolute())  # one for all restarts
     job = {"words": [*words, "--run.dir", folder], "directory": os.getcwd()}

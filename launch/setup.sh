@@ -1,5 +1,5 @@
-# Sourced by demo.sh and test.sh: leaves $PYTHON set to an interpreter that has dist_amp and what it needs.
-# DIST_AMP_PYTHON=PATH uses that interpreter as it stands (GPU images bring their own torch) and installs nothing.
+# Sourced by demo.sh and test.sh: sets $PYTHON to an interpreter that has dist_amp and its dependencies.
+# DIST_AMP_PYTHON=PATH uses that interpreter as it is (GPU images have their own torch) and installs nothing.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

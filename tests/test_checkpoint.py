@@ -175,9 +175,9 @@ def rates_around_a_resume(world, folder):
     rates, parameters = [], [parameters_of(resumed)]
     for _ in range(3):
         take_steps(resumed, 1)
-        rates.append(resumed.optimizer.lr.item())
+        rates.append(resumed.schedule.last_lr.item())
         parameters.append(parameters_of(resumed))
-    live = all(group["lr"] is resumed.optimizer.lr for group in resumed.optimizer.param_groups)
+    live = all(group["lr"] is resumed.schedule.lr for group in resumed.optimizer.param_groups)
     return rates, live
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import RankFailed, on_ranks
 from test_step import HostReads
 from tiny import Rows, Tiny, make_run
 from torch import nn
@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dist_amp.data import Padding
-from dist_amp.diagnostics.consistency import Consistency, scale_follows_the_counts
+from dist_amp.diagnostics.consistency import Consistency, check_loss_scale
 from dist_amp.errors import Failure, NumericsError
 from dist_amp.fast.fused import local
-from dist_amp.optim import Optimizer
+from dist_amp.optim import build_optimizer, learning_rate
 from dist_amp.step import loss_of, mark_last, total_weight, train_step
 from dist_amp.telemetry.async_copy import StepReport
 from dist_amp.world import World
@@ -24,26 +24,35 @@ from dist_amp.world import World
 # ---- faults in the loop: verify's comparison finds them ----
 
 
-def loop(run, micro_batches, share=None, backward=None, before_apply=None):
+def loop(run, micro_batches, share=None, backward=None, before_update=None):
     """A copy of train_step, with the places in which a fault is planted."""
-    task, device, parallel = run.task, run.world.device, run.parallel
+    task, device, normalizer = run.task, run.world.device, run.normalizer
     own_weight = total_weight(task, micro_batches, device)
-    weight = parallel.sum(own_weight)
-    loss_sum = parallel.zero()
+    weight = run.world.sum(own_weight)
+    normalizer.load_state_dict({"weights": torch.stack((weight, weight))})  # so that nothing is left to correct
+    normalizer.begin(own_weight)
+    losses = []
     for is_last, batch in mark_last(micro_batches):
-        factor = parallel.world_size / weight if share is None else share(run, micro_batches, batch, weight)
-        with parallel.gradient_sync(is_last):
+        with run.parallel.gradient_sync(is_last):
             with run.precision.autocast():
                 loss = loss_of(task, run.model, batch, device)
+            losses.append(loss.detach())
+            part = normalizer.normalize(loss, is_last)
+            if share is not None:
+                part = part + loss * share(run, micro_batches, batch, weight) - loss * (run.world.world_size / weight)
             if backward is None:
-                run.precision.backward(loss * factor)
+                run.scaler.scale(part).backward()
         if backward is not None:
-            backward(run, loss * factor)
-        loss_sum += loss.detach()
-    if before_apply is not None:
-        before_apply(run)
-    totals = parallel.totals(own_weight, weight / parallel.world_size, run.precision)
-    return StepReport([loss_sum], weight, totals.norm, run.optimizer.apply(totals.norm, totals.divisor, run.precision))
+            backward(run, part)
+    if before_update is not None:
+        before_update(run)
+    norm = run.parallel.global_grad_norm(normalizer, run.scaler)
+    norm = run.scaler.unscale_and_clip(run.optimizer, norm, normalizer.correction, run.clip)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.schedule.step(run.scaler.applied)
+    run.optimizer.zero_grad(set_to_none=True)
+    return StepReport(losses, normalizer.weight, norm, run.scaler.applied)
 
 
 def weight_of(task, batch):
@@ -73,18 +82,18 @@ def local_normalisation(run, micro_batches):
 def clip_before_unscale(run, micro_batches):
     def clip(run):
         # The limit is meant for gradients that the loss scale has been taken out of; so are the parameters' own norms.
-        one = torch.ones(())
-        norm = run.parallel.totals(one, one, run.precision).norm * run.scaler.scale_tensor
+        norm = torch.nn.utils.get_total_norm([p.grad for p in run.parallel.parameters])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         for p in run.parallel.parameters:
             local(p.grad).mul_((run.config.train.max_grad_norm / norm).clamp(max=1))
 
-    return loop(run, micro_batches, before_apply=clip)
+    return loop(run, micro_batches, before_update=clip)
 
 
 def no_sync_around_forward_only(run, micro_batches):
     def backward(run, loss):
         run.model.set_requires_gradient_sync(True)
-        run.precision.backward(loss)
+        run.scaler.scale(loss).backward()
 
     return loop(run, micro_batches, backward=backward)
 
@@ -94,7 +103,7 @@ def no_sync_around_backward_only(run, micro_batches):
 
     def backward(run, loss):
         with sync(False):
-            run.precision.backward(loss)
+            run.scaler.scale(loss).backward()
 
     try:
         return loop(run, micro_batches, backward=backward)
@@ -104,7 +113,7 @@ def no_sync_around_backward_only(run, micro_batches):
 
 def second_update(run, micro_batches):
     report = loop(run, micro_batches)
-    run.scaler.update(1.0 - report.applied.float())
+    run.scaler.update()
     return report
 
 
@@ -130,17 +139,17 @@ def no_reduction_at_all(run, micro_batches):
 def cleared_between_micro_batches(run, micro_batches):
     def backward(run, loss):
         run.model.zero_grad()
-        run.precision.backward(loss)
+        run.scaler.scale(loss).backward()
 
     return loop(run, micro_batches, backward=backward)
 
 
-def verdict_of(world, strategy, precision, step, accumulation=4, **options):
+def verdict_of(world, strategy, precision, step, uneven=True, accumulation=4, **options):
     from dist_amp.config.load import load_config
     from dist_amp.verify.compare import Cell, check_cell
     from dist_amp.verify.reference import Reference
 
-    reference = Reference(load_config([], environ={}), world.device, Tiny(samples=300, uneven=True))
+    reference = Reference(load_config([], environ={}), world.device, Tiny(samples=300, uneven=uneven))
     cell = Cell(strategy, precision, accumulation=(accumulation,) * 5, **options)
     return check_cell(world, reference, cell, step).cause
 
@@ -163,12 +172,12 @@ LOOP_FAULTS = [
 @pytest.mark.parametrize(("fault", "precision", "cause"), LOOP_FAULTS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_fault_in_the_loop_is_named_by_the_comparison(strategy, fault, precision, cause):
-    told = on_ranks(2, verdict_of, strategy, precision, fault)[0]
-    assert cause in told, told
+    message = on_ranks(2, verdict_of, strategy, precision, fault)[0]
+    assert cause in message, message
 
 
 def test_gradients_that_never_travel_are_named():
-    told = on_ranks(2, verdict_of, "ddp", "fp32", no_reduction_at_all)[0]
+    told = on_ranks(2, verdict_of, "ddp", "fp32", no_reduction_at_all, False)[0]
     assert "rank 0 used its own gradients alone" in told
     assert "not the same on ranks 0 and 1" in told
 
@@ -179,14 +188,16 @@ def test_gradients_that_are_cleared_between_micro_batches_are_named():
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "fault"), [("fsdp", no_sync_around_forward_only), ("ddp", no_sync_around_backward_only)]
-)
-def test_no_sync_that_does_not_surround_forward_and_backward_is_named(strategy, fault):
-    # The other way round each strategy computes and sends what it should: DDP reads its flag in the forward alone,
-    # FSDP2 in the backward alone.
-    told = on_ranks(2, verdict_of, strategy, "fp32", fault)[0]
-    assert "no_sync around its forward and its backward" in told, told
+# The other way round each strategy computes and sends what it should: DDP reads its flag in the forward alone, FSDP2 in
+# the backward alone.
+def test_no_sync_around_the_forward_only_is_named_under_fsdp():
+    said = on_ranks(2, verdict_of, "fsdp", "fp32", no_sync_around_forward_only)[0]
+    assert "no_sync around its forward and its backward" in said, said
+
+
+def test_no_sync_around_the_backward_only_is_an_error_of_ddp():
+    with pytest.raises(RankFailed, match="Expected to have finished reduction in the prior iteration"):
+        on_ranks(2, verdict_of, "ddp", "fp32", no_sync_around_backward_only)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -196,7 +207,7 @@ def test_the_loop_as_it_is_and_its_copy_without_a_fault_are_silent(strategy, pre
     assert on_ranks(2, verdict_of, strategy, precision, loop)[0] == ""
 
 
-# ---- faults in a run: the main job's tripwires find them ----
+# ---- faults in a run: the main job's consistency checks find them ----
 
 
 class Noisy(Tiny):
@@ -261,7 +272,7 @@ def nothing(run):
 
 def optimizer_built_before_sharding(run):
     config, model = run.config, run.task.build_model()
-    run.optimizer = Optimizer(config.optim, run.optimizer.clip, model, config.train.steps, run.world.device)
+    run.optimizer = build_optimizer(model, config.optim)
 
 
 def same_shard_on_all_ranks(run):
@@ -274,31 +285,27 @@ def parameter_differs(run):
 
 
 def buffers_are_never_averaged(run):
-    run.parallel.average_buffers = lambda: None
+    run.parallel.average_batch_statistics = lambda: None
 
 
 def schedule_steps_on_a_skip(run):
-    apply = run.optimizer.apply
+    step = run.schedule.step
 
-    def moved(*args):
-        applied = apply(*args)
+    def moved(applied):
+        step(applied)
         run.schedule.applied_steps += ~applied
-        return applied
 
-    run.optimizer.apply = moved
+    run.schedule.step = moved
 
 
 def schedule_follows_all_steps(run):
-    apply = run.optimizer.apply
+    step = run.schedule.step
 
-    def moved(*args):
-        kept = run.schedule.applied_steps.clone()
-        run.schedule.applied_steps.fill_(run.step)
-        applied = apply(*args)
-        run.schedule.applied_steps.copy_(kept + applied)
-        return applied
+    def moved(applied):
+        step(applied)
+        run.schedule.lr.fill_(learning_rate(run.config.optim, run.step + 1, run.config.train.steps))
 
-    run.optimizer.apply = moved
+    run.schedule.step = moved
 
 
 def scaler_differs(run):
@@ -306,13 +313,13 @@ def scaler_differs(run):
 
 
 def two_updates(run):
-    update = run.precision.update
+    update = run.scaler.update
 
-    def twice(found_inf):
-        update(found_inf)
-        update(found_inf)
+    def twice():
+        update()
+        update()
 
-    run.precision.update = twice
+    run.scaler.update = twice
 
 
 def same_dropout_everywhere(run):
@@ -357,7 +364,7 @@ RUN_FAULTS = [
     (scaler_differs, "ddp", Tiny(), GROWING, "step 4: loss_scale is 512.0 on rank 1 and 1024.0 on rank 0"),
     (two_updates, "ddp", OneBadRow(), (*FP16, *ORDERED), "update() must run exactly once per step"),
     (two_updates, "fsdp", Tiny(), GROWING, "exactly once per step"),
-    (two_meshes, "ddp", Tiny(), (), "the parameters live on two meshes: 0.0.weight on"),
+    (two_meshes, "ddp", Tiny(), (), "the parameters are on two meshes: 0.0.weight on"),
     (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
     (shorter_data_on_one_rank, "ddp", Tiny(), (), "64 + 0 on rank 0, 63 + 0 on rank 1"),
 ]  # fmt: skip
@@ -365,9 +372,9 @@ RUN_FAULTS = [
 
 @pytest.mark.parametrize(("fault", "strategy", "task", "words", "cause"), RUN_FAULTS)
 def test_a_fault_in_a_run_stops_it_with_rank_and_cause(fault, strategy, task, words, cause):
-    for told in on_ranks(2, failure_of, fault, task, "--parallel.strategy", strategy, *words):
-        assert cause in told, told
-        assert "rank" in told, told
+    for message in on_ranks(2, failure_of, fault, task, "--parallel.strategy", strategy, *words):
+        assert cause in message, message
+        assert "rank" in message, message
 
 
 @pytest.mark.parametrize(
@@ -386,8 +393,8 @@ def test_the_same_run_without_a_fault_is_silent(strategy, task, words):
 
 
 def test_a_parameter_that_differs_between_replicas_of_shards_is_named():
-    told = on_ranks(4, failure_of, parameter_differs, Tiny(), "--parallel.strategy", "hsdp")
-    assert all("the parameter 0.0.weight is not the same on ranks 1 and 3" in text for text in told), told
+    message = on_ranks(4, failure_of, parameter_differs, Tiny(), "--parallel.strategy", "hsdp")
+    assert all("the parameter 0.0.weight is not the same on ranks 1 and 3" in text for text in message), message
 
 
 class Caches(nn.Module):
@@ -407,7 +414,7 @@ class RanksCache(Tiny):
         return nn.Sequential(Caches(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def test_a_cache_that_is_no_state_may_differ():
+def test_a_non_persistent_buffer_may_differ():
     assert on_ranks(2, failure_of, nothing, RanksCache()) == ["", ""]
 
 
@@ -427,7 +434,7 @@ class FourKinds(Tiny):
 
 
 @pytest.mark.parametrize("task", [AllAlike(), FourKinds()])
-def test_data_that_are_alike_by_nature_are_no_fault(task):
+def test_data_with_many_equal_samples_is_no_fault(task):
     words = ["--train.steps", 60, "--train.micro_batch_size", 1]
     assert on_ranks(4, failure_of, nothing, task, *words) == [""] * 4
 
@@ -484,8 +491,8 @@ class Permuted(Tiny):
 
 
 def test_a_buffer_that_differs_in_order_alone_is_named():
-    told = on_ranks(2, failure_of, order_differs, Permuted())
-    assert all("the buffer places is not the same on ranks 0 and 1" in text for text in told)
+    message = on_ranks(2, failure_of, order_differs, Permuted())
+    assert all("the buffer places is not the same on ranks 0 and 1" in text for text in message)
 
 
 def one_rank_has_another_buffer(run):
@@ -493,22 +500,22 @@ def one_rank_has_another_buffer(run):
         run.parallel.module.register_buffer("late", torch.zeros(1))
 
 
-def test_a_buffer_that_is_there_on_one_rank_alone_is_named():
-    told = on_ranks(2, failure_of, one_rank_has_another_buffer, Tiny())
-    assert all("ranks 0 and 1 do not have the same parameters and buffers: late" in text for text in told)
+def test_a_buffer_that_exists_on_one_rank_only_is_named():
+    message = on_ranks(2, failure_of, one_rank_has_another_buffer, Tiny())
+    assert all("ranks 0 and 1 do not have the same parameters and buffers: late" in text for text in message)
 
 
-def test_thousands_of_skips_are_followed_without_end_or_overflow():
+def test_thousands_of_skips_are_checked_without_overflow():
     run = make_run(World(), Tiny(), "--precision.dtype", "fp16")
     row = run.metrics.log(0, run.schedule, run.scaler, run.data)
     ranks = [{**row.ranks[0], "skipped_steps": 5000, "applied_steps": 10_000_000, "loss_scale": 65536.0}]
-    scale_follows_the_counts(run, replace(row, ranks=ranks), 65536.0, 0, 0)
+    check_loss_scale(run, replace(row, ranks=ranks), 65536.0, 0, 0)
     with pytest.raises(NumericsError, match="does not follow from 65536"):
-        scale_follows_the_counts(run, replace(row, ranks=[{**ranks[0], "applied_steps": 2000}]), 65536.0, 0, 0)
+        check_loss_scale(run, replace(row, ranks=[{**ranks[0], "applied_steps": 2000}]), 65536.0, 0, 0)
 
 
 def buffers_after_training(world, check_every):
-    """A run that is looked at, and one that is not, take the same steps."""
+    """The final state of a run."""
     from dist_amp.supervise.signals import AgreedStop
     from dist_amp.train import train
 
@@ -523,24 +530,25 @@ def test_a_run_that_is_checked_is_bit_identical_to_one_that_is_not():
     assert on_ranks(2, buffers_after_training, 2) == on_ranks(2, buffers_after_training, "off")
 
 
-def test_tripwires_can_be_turned_off():
+def test_consistency_checks_can_be_turned_off():
     assert on_ranks(2, failure_of, same_shard_on_all_ranks, Tiny(), "--debug.check_every", "off") == ["", ""]
 
 
-def reads_of_tripwires(world):
+def reads_of_consistency_checks(world):
     """(host reads of an ordinary step, of a log step that is not yet time to check at)."""
     run = make_run(world, Tiny(), "--debug.check_every", 10)
-    tripwires = Consistency(run)
+    consistency = Consistency(run)
     batches = [next(run.data) for _ in range(2)]
     for run.step in (1, 2):
-        run.metrics.record(train_step(run, batches[run.step - 1]))
+        report = train_step(run, batches[run.step - 1])
+        run.metrics.record(report)
         row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
         with HostReads() as ordinary:
-            tripwires.after_step(batches[run.step - 1])
+            consistency.after_step(report, batches[run.step - 1])
         with HostReads() as logging:
-            tripwires.look(row)  # at step 1 for the first time, then at step 11
+            consistency.on_log(row)  # at step 1 for the first time, then at step 11
     return ordinary.count, logging.count
 
 
-def test_tripwires_read_nothing_between_their_checks():
-    assert on_ranks(2, reads_of_tripwires) == [(0, 0)] * 2
+def test_consistency_checks_read_nothing_between_checks():
+    assert on_ranks(2, reads_of_consistency_checks) == [(0, 0)] * 2

@@ -99,15 +99,16 @@ def test_verify_proves_every_way_of_running_on_these_gpus(tmp_path):
     assert "Tiny on cuda" in done.stdout
 
 
-def test_tripwires_wait_for_the_device_only_at_their_checks():
+def test_consistency_checks_wait_for_the_device_only_at_their_checks():
     run = make_run(gpu(), Tiny())
-    tripwires, provenance = Consistency(run), NonfiniteReplay(run)
+    consistency, nonfinite = Consistency(run), NonfiniteReplay(run)
     batches = [next(run.data) for _ in range(20)]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in batches:
-            provenance.after_step(train_step(run, step))
-            tripwires.after_step(step)
+            report = train_step(run, step)
+            nonfinite.after_step(report, step)
+            consistency.after_step(report, step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

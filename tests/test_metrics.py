@@ -11,7 +11,8 @@ from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import NothingCounts, Overflow, Tiny, log, make_run, take_steps
 
-from dist_amp.diagnostics.limits import stop_if_hopeless
+from dist_amp.diagnostics.limits import Limits
+from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.step import evaluate
 from dist_amp.world import World
@@ -32,6 +33,10 @@ class Worded(Tiny):
 
     def tokens(self, batch):
         return batch["x"].numel()
+
+
+def limits_of(run):
+    return Limits(run, NonfiniteReplay(run))
 
 
 def recorded_steps(run, steps):
@@ -156,7 +161,7 @@ def test_a_step_in_which_nothing_counts_is_named():
     run = make_run(World(), NothingCounts())
     recorded_steps(run, 1)
     with pytest.raises(DataError, match="a total weight was 0; the task's weight"):
-        stop_if_hopeless(log(run), run.config)
+        limits_of(run).on_log(log(run))
 
 
 @pytest.mark.parametrize("weight", [math.inf, math.nan])
@@ -166,7 +171,7 @@ def test_a_total_weight_that_is_no_number_is_named(weight):
     run = make_run(World(), task)
     recorded_steps(run, 3)
     with pytest.raises(DataError, match=f"a total weight was {weight}; the task's weight"):
-        stop_if_hopeless(log(run), run.config)
+        limits_of(run).on_log(log(run))
 
 
 def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
@@ -174,7 +179,7 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
     run.schedule.counters[:] = torch.tensor([5, 4, 3])
     row = run.metrics.log(8, run.schedule, run.scaler, run.data)
     with pytest.raises(NumericsError, match=r"3 steps in a row .*max_skips_in_a_row=3; try a lower optim.lr") as error:
-        stop_if_hopeless(row, run.config)
+        limits_of(run).on_log(row)
     assert error.value.exit_code == 70
     assert math.isnan(row.loss), "no step, no mean"
 

@@ -1,4 +1,4 @@
-"""A skipped step is replayed, and what was not finite first is named; the run is afterwards as if it had not been."""
+"""A skipped step is replayed, and its first inf or nan is named; the replay changes nothing in the run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from test_step import HostReads
 from tiny import Overflow, Rows, Tiny, log, make_run, moments_of, parameters_of
 from torch import nn
 
-from dist_amp.diagnostics.nonfinite import Fault
+from dist_amp.diagnostics.nonfinite import NonFinite
 from dist_amp.diagnostics.replay import MAX_FILES, NonfiniteReplay
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.step import train_step
@@ -27,7 +27,7 @@ IN_ORDER = ["--data.shuffle", "false", "--train.micro_batch_size", 2]
 
 
 class LogOf(nn.Module):
-    """Takes a logarithm of its own, before a layer: finite in, nan out, and the layer is not to blame."""
+    """Takes a logarithm of its own, before a layer: finite in, nan out; the layer is not to blame."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class RootOf(nn.Module):
 
 
 class Made(Tiny):
-    """Tiny with a module of one's own in it: `kind` names one of this file's, and that is model[1]."""
+    """Tiny with one of this file's modules, `kind`, as model[1]."""
 
     def __init__(self, kind: str = "LogOf"):
         super().__init__(samples=32)
@@ -84,7 +84,7 @@ class HarmlessRoot(nn.Module):
 
 
 class WideMask(nn.Module):
-    """Its inner module's -inf is meant so, and goes no further."""
+    """Its inner module's -inf is intended, and goes no further."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class MinusInf(nn.Module):
 
 
 class Residual(nn.Module):
-    """An in-place module between two others, and batch statistics and dropout, which a replay must leave alone."""
+    """An in-place module between two others, with batch statistics and dropout, which a replay must not change."""
 
     def __init__(self):
         super().__init__()
@@ -136,44 +136,45 @@ class Large(Tiny):
 
 
 def replayed(world, task, words, folder, steps=1, spoil=None):
-    """(what each rank reports, what it says) after `steps` steps and a log step."""
+    """(what each rank found, its warnings) after `steps` steps and a log step."""
     run = make_run(world, task, *words, "--run.dir", folder)
-    said = []
-    watch = NonfiniteReplay(run)
-    object.__setattr__(run.world, "warn", said.append)
+    warnings = []
+    observer = NonfiniteReplay(run)
+    object.__setattr__(run.world, "warn", warnings.append)
     if spoil:
         spoil(run)
     try:
         for _ in range(steps):
-            report = train_step(run, next(run.data))
+            micro_batches = next(run.data)
+            report = train_step(run, micro_batches)
             run.step += 1
             run.metrics.record(report)
-            watch.after_step(report)
-        watch.look(run.metrics.log(run.step, run.schedule, run.scaler, run.data))
+            observer.after_step(report, micro_batches)
+        observer.on_log(run.metrics.log(run.step, run.schedule, run.scaler, run.data))
     finally:
         object.__delattr__(run.world, "warn")
-    return watch.faults, said
+    return observer.found, warnings
 
 
 def replay(ranks, task, words, folder, *more):
-    """The fault that all ranks agree on, and what rank 0 says."""
+    """The fault that all ranks agree on, and rank 0's warnings."""
     results = on_ranks(ranks, replayed, task, words, str(folder), *more)
     assert all(faults == results[0][0] for faults, _ in results)
-    faults, said = results[0]
+    faults, warnings = results[0]
     assert len(faults) <= 1
-    return (faults[0] if faults else None), said
+    return (faults[0] if faults else None), warnings
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
 def test_an_inf_in_a_sample_is_named_with_its_rank_and_sample(tmp_path, ranks, strategy):
     words = ["--parallel.strategy", strategy, *IN_ORDER]
-    fault, said = replay(ranks, Overflow(bad=(ranks - 1,)), words, tmp_path)
+    fault, warnings = replay(ranks, Overflow(bad=(ranks - 1,)), words, tmp_path)
     assert (fault.phase, fault.step, fault.rank, fault.micro_batch) == ("batch", 1, ranks - 1, 0)
     assert fault.samples == ([0, 1] if ranks == 1 else [1, 3])
     assert str(fault.tensors[0]).startswith("batch['x'] fp32 [2, 8] has 8 inf, finite part -")
     kept = tmp_path / f"nonfinite/step_00000001_rank{fault.rank:05d}.pt"
-    assert said == [f"step 1 was skipped: on {fault}; kept in {kept}; python -m dist_amp.verify --replay {kept}"]
-    assert "the batch itself, which 0.0 (Linear) meets first" in said[0]
+    assert warnings == [f"step 1 was skipped: on {fault}; kept in {kept}; python -m dist_amp.verify --replay {kept}"]
+    assert "the batch itself, first used by 0.0 (Linear)" in warnings[0]
     line = json.loads((tmp_path / "nonfinite/reports.jsonl").read_text())
     assert {name: line[name] for name in ("step", "rank", "phase", "module")} == {
         "step": 1, "rank": ranks - 1, "phase": "batch", "module": "0.0"}  # fmt: skip
@@ -183,34 +184,34 @@ def test_a_rank_without_a_sample_takes_part_in_the_replay(tmp_path):
     words = ["--parallel.strategy", "fsdp", *IN_ORDER, "--train.micro_batch_size", 1, "--train.accumulation_steps", 2]
     fault, _ = replay(2, Overflow(bad=(6,), samples=7), words, tmp_path, 2)
     assert (fault.step, fault.rank, fault.micro_batch, fault.samples) == (2, 0, 1, [6])
-    assert fault.other_ranks == [1], "what pads is the same sample, and 0 x nan is nan"
+    assert fault.other_ranks == [1], "padding repeats the same sample, and 0 x nan is nan"
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [*LAYOUTS, (4, "hsdp")])
 def test_a_nan_made_in_a_forward_names_the_module_with_ranges_and_dtype(tmp_path, ranks, strategy):
-    fault, said = replay(ranks, Made("LogOf"), ["--parallel.strategy", strategy, *IN_ORDER], tmp_path)
+    fault, warnings = replay(ranks, Made("LogOf"), ["--parallel.strategy", strategy, *IN_ORDER], tmp_path)
     assert (fault.phase, fault.module, fault.module_class, fault.rank) == ("forward", "1", "LogOf", 0)
     assert fault.other_ranks == list(range(1, ranks))
     output, given = fault.tensors
     assert (output.what, output.dtype, output.shape, output.nan) == ("output", "bf16", [2, 8], 16)
-    assert (given.what, given.dtype, given.severity) == ("input", "bf16", 0)
+    assert (given.what, given.dtype, given.finite) == ("input", "bf16", True)
     assert given.span[0] < 0 < given.span[1]
-    assert "forward of 1 (LogOf): output bf16 [2, 8] has 16 nan, nothing finite; input bf16" in said[0]
+    assert "forward of 1 (LogOf): output bf16 [2, 8] has 16 nan, nothing finite; input bf16" in warnings[0]
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
 def test_a_gradient_that_is_infinite_after_a_finite_forward_names_the_module_and_says_backward(
     tmp_path, ranks, strategy
 ):
-    fault, said = replay(ranks, Made("RootOf"), ["--parallel.strategy", strategy, *FP32, *IN_ORDER], tmp_path)
+    fault, warnings = replay(ranks, Made("RootOf"), ["--parallel.strategy", strategy, *FP32, *IN_ORDER], tmp_path)
     assert (fault.phase, fault.module, fault.operation) == ("backward", "1", "SqrtBackward0")
-    seen = {tensor.what: tensor for tensor in fault.tensors}
-    assert seen["gradient passed on"].severity
-    assert all(tensor.severity == 0 for what, tensor in seen.items() if what != "gradient passed on")
-    assert "backward of 1 (RootOf), in SqrtBackward0: gradient passed on fp32" in said[0]
+    finite = {tensor.what: tensor.finite for tensor in fault.tensors}
+    assert [what for what in finite if not finite[what]] == ["gradient passed on"]
+    assert len(finite) > 1
+    assert "backward of 1 (RootOf), in SqrtBackward0: gradient passed on fp32" in warnings[0]
 
 
-def test_in_place_operations_and_modules_are_told_apart(tmp_path):
+def test_in_place_operations_and_modules_are_distinguished(tmp_path):
     fault, _ = replay(1, Made("InPlaceRoot"), [*FP32, *IN_ORDER], tmp_path)
     assert (fault.phase, fault.module, fault.operation) == ("backward", "1", "SqrtBackward0")
 
@@ -220,7 +221,7 @@ def test_a_module_called_twice_is_named_with_the_call(tmp_path):
     assert (fault.phase, fault.module, fault.module_class) == ("forward", "1.layer", "Linear, call 2")
 
 
-def test_an_infinite_mask_that_goes_no_further_is_not_to_blame(tmp_path):
+def test_an_infinite_mask_that_goes_no_further_is_not_blamed(tmp_path):
     def infinite_loss(run):
         loss_sum = run.task.loss_sum
         run.task.loss_sum = lambda model, batch: loss_sum(model, batch) * torch.inf
@@ -230,25 +231,20 @@ def test_an_infinite_mask_that_goes_no_further_is_not_to_blame(tmp_path):
 
 
 def infinite_norm(run):
-    totals = run.parallel.totals
-
-    def infinite(*args):
-        found = totals(*args)
-        return replace(found, norm=found.norm * torch.inf)
-
-    run.parallel.totals = infinite
+    global_grad_norm = run.parallel.global_grad_norm
+    run.parallel.global_grad_norm = lambda *args: global_grad_norm(*args) * torch.inf
 
 
-def test_an_infinite_gradient_that_becomes_zero_is_not_to_blame(tmp_path):
-    faults, said = replayed(World(), Made("HarmlessRoot"), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_norm)
+def test_an_infinite_gradient_that_becomes_zero_is_not_blamed(tmp_path):
+    faults, warnings = replayed(World(), Made("HarmlessRoot"), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_norm)
     assert faults == []
-    assert "replayed it is finite" in said[0]
+    assert "its replay is finite" in warnings[0]
 
 
-def test_a_loss_that_is_infinite_while_the_outputs_are_finite_is_the_tasks(tmp_path):
-    fault, said = replay(2, InfiniteLoss(), ["--parallel.strategy", "ddp", *IN_ORDER], tmp_path)
+def test_an_infinite_loss_of_finite_outputs_is_blamed_on_the_task(tmp_path):
+    fault, warnings = replay(2, InfiniteLoss(), ["--parallel.strategy", "ddp", *IN_ORDER], tmp_path)
     assert (fault.phase, fault.module, fault.rank, fault.other_ranks) == ("loss", "the task's loss_sum", 0, [1])
-    assert "the task's loss_sum: loss fp32 [] has 1 inf, nothing finite; output bf16 [2, 1]" in said[0]
+    assert "the task's loss_sum: loss fp32 [] has 1 inf, nothing finite; output bf16 [2, 1]" in warnings[0]
 
 
 def nan_in_the_last_parameter(run):
@@ -263,10 +259,10 @@ def nan_in_the_last_parameter(run):
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
 def test_a_nan_parameter_is_named_wherever_its_shard_is(tmp_path, ranks, strategy):
     words = ["--parallel.strategy", strategy, *IN_ORDER]
-    fault, said = replay(ranks, Tiny(), words, tmp_path, 1, nan_in_the_last_parameter)
+    fault, warnings = replay(ranks, Tiny(), words, tmp_path, 1, nan_in_the_last_parameter)
     assert (fault.phase, fault.module, fault.rank) == ("parameters", "0.0", ranks - 1)
     assert fault.tensors[0].what == "0.0.weight"
-    assert "the parameters of 0.0 (Linear): 0.0.weight fp32 [8, 8] has 8 nan" in said[0]
+    assert "the parameters of 0.0 (Linear): 0.0.weight fp32 [8, 8] has 8 nan" in warnings[0]
 
 
 @pytest.mark.parametrize("scale", [65536 * 2**4, 2**40])
@@ -280,38 +276,39 @@ def test_fp16_that_overflows_by_the_loss_scale_alone_is_silent(tmp_path, ranks, 
 def test_activations_beyond_fp16_are_reported(tmp_path):
     fault, _ = replay(1, Large(), ["--precision.dtype", "fp16", *IN_ORDER], tmp_path)
     assert (fault.phase, fault.module) == ("forward", "0.0")
-    assert [(seen.what, seen.dtype, bool(seen.severity)) for seen in fault.tensors] == [
-        ("output", "fp16", True), ("input", "fp32", False)]  # fmt: skip
+    assert [(stats.what, stats.dtype, stats.finite) for stats in fault.tensors] == [
+        ("output", "fp16", False), ("input", "fp32", True)]  # fmt: skip
 
 
-def test_what_does_not_recur_is_said_in_one_line_with_the_way_to_catch_it(tmp_path):
-    _, said = replayed(World(), Tiny(), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_norm)
-    assert len(said) == 1
-    assert "step 1 was skipped, but replayed it is finite" in said[0]
-    assert said[0].endswith("debug.nonfinite=step looks with the parameters as they were")
+def test_a_skip_that_does_not_recur_is_reported_in_one_line_with_the_way_to_catch_it(tmp_path):
+    _, warnings = replayed(World(), Tiny(), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_norm)
+    assert len(warnings) == 1
+    assert "step 1 was skipped, but its replay is finite" in warnings[0]
+    assert warnings[0].endswith("debug.nonfinite=step replays with the parameters as they were")
 
 
 def ended(world, words):
-    """All that a run ends with, and how many replays there were."""
+    """The final state of a run, and how many replays found something."""
     run = make_run(world, Mixed(), *words, "--metrics.log_every", 2, "--train.steps", 6)
-    watch = NonfiniteReplay(run)
+    observer = NonfiniteReplay(run)
     for _ in range(6):
-        report = train_step(run, next(run.data))
+        micro_batches = next(run.data)
+        report = train_step(run, micro_batches)
         run.step += 1
         run.metrics.record(report)
-        watch.after_step(report)
+        observer.after_step(report, micro_batches)
         if run.step % 2 == 0:
-            watch.look(run.metrics.log(run.step, run.schedule, run.scaler, run.data))
+            observer.on_log(run.metrics.log(run.step, run.schedule, run.scaler, run.data))
     buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
     state = [*parameters_of(run).values(), *moments_of(run), *buffers, torch.get_rng_state()]
-    return len(watch.faults), run.data.position, state
+    return len(observer.found), run.data.position, state
 
 
 @pytest.mark.parametrize("when", ["log", "step"])
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
 def test_a_run_with_replays_ends_bit_identical_to_one_without(tmp_path, monkeypatch, ranks, strategy, when):
     words = ["--parallel.strategy", strategy, *IN_ORDER, "--run.dir", str(tmp_path), "--train.accumulation_steps", 2]
-    words += ["--precision.cast_by", "autocast"]  # a policy does not go with batch statistics
+    words += ["--precision.cast_by", "autocast"]  # a policy can't be combined with batch statistics
     with_replays = on_ranks(ranks, ended, [*words, "--debug.nonfinite", when])
     without = on_ranks(ranks, ended, [*words, "--debug.nonfinite", "off"])
     for (replays, position, state), (none, same_position, same_state) in zip(with_replays, without, strict=True):
@@ -322,30 +319,30 @@ def test_a_run_with_replays_ends_bit_identical_to_one_without(tmp_path, monkeypa
 
 def test_a_log_step_without_skips_still_costs_one_read():
     run = make_run(World(), Tiny())
-    watch = NonfiniteReplay(run)
+    observer = NonfiniteReplay(run)
     batches = next(run.data)
     with HostReads() as ordinary:
         report = train_step(run, batches)
         run.step += 1
         run.metrics.record(report)
-        watch.after_step(report)
+        observer.after_step(report, batches)
     with HostReads() as logging:
-        watch.look(log(run))
+        observer.on_log(log(run))
     assert (ordinary.count, logging.count) == (0, 1)
 
 
-def test_a_repeated_fault_is_counted_and_not_said_again(tmp_path):
+def test_a_repeated_fault_is_counted_and_not_reported_again(tmp_path):
     words = [*FP32, *IN_ORDER, "--debug.nonfinite", "step"]
-    faults, said = replayed(World(), Made("LogOf"), words, str(tmp_path), 3)
-    assert (len(faults), len(said)) == (3, 1)
+    faults, warnings = replayed(World(), Made("LogOf"), words, str(tmp_path), 3)
+    assert (len(faults), len(warnings)) == (3, 1)
     lines = [json.loads(line) for line in (tmp_path / "nonfinite/reports.jsonl").read_text().splitlines()]
     assert [(line["step"], line["met"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     assert len(list((tmp_path / "nonfinite").glob("*.pt"))) == 1
 
 
 def test_a_run_without_a_folder_writes_none(tmp_path):
-    faults, said = replayed(World(), Made("LogOf"), [*FP32, *IN_ORDER], str(tmp_path / "never_opened"))
-    assert len(faults) == len(said) == 1
+    faults, warnings = replayed(World(), Made("LogOf"), [*FP32, *IN_ORDER], str(tmp_path / "never_opened"))
+    assert len(faults) == len(warnings) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -354,8 +351,8 @@ def test_no_more_than_eight_files_are_kept(tmp_path):
     folder.mkdir()
     for number in range(MAX_FILES):
         (folder / f"{number}.pt").touch()
-    _, said = replayed(World(), Made("LogOf"), [*FP32, *IN_ORDER], str(tmp_path))
-    assert said[0].endswith("; 8 micro-batches are kept already")
+    _, warnings = replayed(World(), Made("LogOf"), [*FP32, *IN_ORDER], str(tmp_path))
+    assert warnings[0].endswith("; 8 micro-batches are kept already")
     assert len(list(folder.glob("*.pt"))) == MAX_FILES
 
 
@@ -387,20 +384,20 @@ def test_the_file_replays_in_a_fresh_process_and_names_the_same_module(kept):
     )
 
 
-def test_a_file_whose_fault_is_mended_is_finite(kept, capsys):
+def test_a_file_whose_fault_is_fixed_is_finite(kept, capsys):
     assert replay_file(kept, ["--task.args.kind", "Residual2"]) == 1
     assert "all is finite in bf16 on cpu; in the run it was on rank 0" in capsys.readouterr().out
 
 
 class Residual2(LogOf):
-    """LogOf, mended."""
+    """LogOf, fixed."""
 
     def forward(self, x):
         return self.after(x.abs().log1p())
 
 
 class Odd:
-    """What no file should bring back to life."""
+    """A type that loading must not construct."""
 
 
 def damaged(kept, path, how):
@@ -431,21 +428,21 @@ def damaged(kept, path, how):
         ("task", ConfigError, "there is no module gone"),
     ],
 )
-def test_a_bad_file_is_refused_in_one_line_that_names_it(kept, tmp_path, how, error, words):
+def test_a_bad_file_is_rejected_in_one_line_that_names_it(kept, tmp_path, how, error, words):
     path = damaged(kept, tmp_path / "file.pt", how)
-    with pytest.raises(error) as refused:
+    with pytest.raises(error) as rejected:
         replay_file(path)
-    assert words in str(refused.value)
-    assert str(path) in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert words in str(rejected.value)
+    assert str(path) in str(rejected.value)
+    assert "\n" not in str(rejected.value)
 
 
-def test_a_fault_survives_its_way_between_the_ranks():
-    fault = Fault("loss", "the task's loss_sum", "", [], samples=[1, 2])
-    assert Fault.from_json(json.dumps(replace(fault, rank=3).__dict__)) == replace(fault, rank=3)
+def test_a_report_survives_being_sent_between_ranks():
+    fault = NonFinite("loss", "the task's loss_sum", "", [], samples=[1, 2])
+    assert NonFinite.from_json(json.dumps(replace(fault, rank=3).__dict__)) == replace(fault, rank=3)
 
 
-def test_the_error_that_ends_the_run_names_where_it_first_was(launch, tmp_path):
+def test_the_error_that_ends_the_run_names_where_the_skips_began(launch, tmp_path):
     words = ["--task.target", "test_nonfinite:Made", "--train.micro_batch_size", "2", "--data.shuffle", "false"]
     words += ["--metrics.log_every", "2", "--train.max_skips_in_a_row", "4", "--eval.every", "off"]
     done = launch(2, *words, "--run.dir", "run")

@@ -1,4 +1,4 @@
-"""What half precision loses is measured, told once, and changes nothing; a loss scale that collapses ends the run."""
+"""What half precision loses is measured, reported once, and changes nothing; a collapsed loss scale ends the run."""
 
 import contextlib
 import io
@@ -12,8 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import Rows, Tiny, make_run, moments_of, parameters_of
 from torch import nn
 
-from dist_amp.diagnostics.limits import stop_if_hopeless
+from dist_amp.diagnostics.limits import Limits
 from dist_amp.diagnostics.numerics import Numerics
+from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.step import train_step
 from dist_amp.telemetry.metrics import RANK_FIGURES, LogRow
@@ -73,22 +74,27 @@ class AllOverflow(Tiny):
 
 
 def measured_steps(world, task, words, steps=1):
-    """Steps as the main job takes them: (the run, {step: figures written}, what was said on standard error)."""
+    """Steps as the main job takes them: (the run, {step: scalars written}, text on standard error)."""
     run = make_run(world, task, *words)
     written = {}
     run.metrics.write_scalars = written.__setitem__
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
         numerics = Numerics(run)
         for _ in range(steps):
             micro_batches = next(run.data)
-            with numerics.measuring(micro_batches):
-                train_step(run, micro_batches)
-            run.step += 1
-    return run, written, said.getvalue()
+            take_measured_step(run, numerics, micro_batches)
+    return run, written, stderr.getvalue()
 
 
-def figures(world, task, words, steps=1):
-    """What the measured steps wrote and said, without the run, which can't travel."""
+def take_measured_step(run, numerics, micro_batches):
+    numerics.before_step(micro_batches)
+    report = train_step(run, micro_batches)
+    run.step += 1
+    numerics.after_step(report, micro_batches)
+
+
+def measurements(world, task, words, steps=1):
+    """What the measured steps wrote and printed, without the run, which can't be sent between processes."""
     return measured_steps(world, task, words, steps)[1:]
 
 
@@ -97,14 +103,18 @@ def log_row(**values):
     return LogRow(10, [{**dict.fromkeys(RANK_FIGURES, 0.0), **usual, **values}])
 
 
+def limits_of(run):
+    return Limits(run, NonfiniteReplay(run))
+
+
 def test_a_loss_scale_below_its_bound_ends_the_run_with_advice():
-    config = make_run(World(), Tiny(), *FP16, "--train.max_skips_in_a_row", 1).config
-    stop_if_hopeless(log_row(loss_scale=1.0), config)
-    with pytest.raises(NumericsError) as error:  # and this says more than that steps were skipped
-        stop_if_hopeless(log_row(loss_scale=0.5, skips_in_a_row=17), config)
+    limits = limits_of(make_run(World(), Tiny(), *FP16, "--train.max_skips_in_a_row", 1))
+    limits.on_log(log_row(loss_scale=1.0))
+    with pytest.raises(NumericsError) as error:  # takes precedence over the skipped steps, because it says more
+        limits.on_log(log_row(loss_scale=0.5, skips_in_a_row=17))
     for part in ("the loss scale fell to 0.5", "precision.scaler.min_scale=1", "bf16", "optim.lr", "--use_amp false"):
         assert part in str(error.value)
-    stop_if_hopeless(log_row(loss_scale=0.5), make_run(World(), Tiny()).config)  # only fp16 has one
+    limits_of(make_run(World(), Tiny())).on_log(log_row(loss_scale=0.5))  # only fp16 has a loss scale
 
 
 def test_a_scale_that_begins_below_its_bound_is_refused():
@@ -126,25 +136,25 @@ def test_a_collapsed_scale_ends_the_main_job_with_its_own_status(launch, tmp_pat
 # The gradient of row r is 2^(-10 r) by the loss scale, a quarter of it on the way; fp16 ends at 2^-24.
 @pytest.mark.parametrize(("scale", "share"), [(1024, 0.0), (1, 0.25), (2**-10, 0.5)])
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
-def test_the_gradients_that_underflow_at_the_present_scale_are_counted(ranks, strategy, scale, share):
+def test_the_gradients_that_underflow_at_the_current_scale_are_counted(ranks, strategy, scale, share):
     words = [*FP16, *MEASURED, "--parallel.strategy", strategy, "--precision.scaler.init_scale", scale]
     words += ["--precision.scaler.min_scale", scale, "--train.accumulation_steps", 2]
-    written, said = on_ranks(ranks, figures, Faint(), words)[0]
+    written, stderr = on_ranks(ranks, measurements, Faint(), words)[0]
     tags = {tag: value for tag, value in written[1].items() if "underflow" in tag}
     assert tags == {f"numerics/underflow_share/{group}": share for group in ("matrices", "vectors")}
-    told = f"{100 * share:.0f} % of the gradients of matrices underflow to zero in fp16 at loss scale {scale:g}"
-    assert (told in said) == (share > 0.05)
+    warning = f"{100 * share:.0f} % of the gradients of matrices underflow to zero in fp16 at loss scale {scale:g}"
+    assert (warning in stderr) == (share > 0.05)
 
 
 def infinite_gradients(world):
-    return figures(world, AllOverflow(), [*FP16, *MEASURED])
+    return measurements(world, AllOverflow(), [*FP16, *MEASURED])
 
 
 def test_an_infinite_gradient_is_no_underflow_and_a_skipped_step_loses_no_update():
-    written, said = on_ranks(1, infinite_gradients)[0]
+    written, stderr = on_ranks(1, infinite_gradients)[0]
     assert set(written[1].values()) == {0.0}
     assert all("underflow" in tag for tag in written[1])
-    assert not said
+    assert not stderr
 
 
 def changed_by_measuring(world, words):
@@ -178,8 +188,7 @@ def reductions_in_a_measured_step(world):
 
     run.model.register_comm_hook(None, count)
     micro_batches = next(run.data)
-    with Numerics(run).measuring(micro_batches):
-        train_step(run, micro_batches)
+    take_measured_step(run, Numerics(run), micro_batches)
     return len(buckets)
 
 
@@ -187,48 +196,50 @@ def test_under_ddp_each_rank_measures_its_own_gradients_and_reduces_none_for_it(
     assert on_ranks(2, reductions_in_a_measured_step) == [1, 1]  # one bucket, of the step itself
 
 
-def lost_by_hand(world, words):
-    """The measured shares, and those from whole parameters before and after; every element has a gradient here."""
+def lost_by_comparison(world, words):
+    """The measured shares, and those from full parameters before and after; every element has a gradient here."""
     words = [*words, *MEASURED]
     before = parameters_of(make_run(world, Tiny(), *words))
     run, written, _ = measured_steps(world, Tiny(), words)
     after = parameters_of(run)
-    by_hand = {}
+    expected = {}
     for group, of_group in {"matrices": lambda p: p.ndim > 1, "vectors": lambda p: p.ndim == 1}.items():
         same = torch.cat([(before[name] == after[name]).flatten() for name in after if of_group(after[name])])
-        by_hand[f"numerics/lost_update_share/{group}"] = same.double().mean().item()
-    return written[1], by_hand
+        expected[f"numerics/lost_update_share/{group}"] = same.double().mean().item()
+    return written[1], expected
 
 
 @pytest.mark.parametrize("optimizer", [["adamw", "true"], ["adamw", "false"], ["sgd", "true"], ["sgd", "false"]])
 def test_updates_lost_in_bf16_storage_are_counted_exactly_for_any_optimizer(optimizer):
     words = [*BF16_STORAGE, "--optim.lr", 4e-4, "--optim.name", optimizer[0], "--optim.fused", optimizer[1]]
-    for measured, by_hand in on_ranks(2, lost_by_hand, words):
-        assert measured == by_hand
-        assert 0.1 < by_hand["numerics/lost_update_share/matrices"] <= 1
+    for measured, expected in on_ranks(2, lost_by_comparison, words):
+        assert measured == expected
+        assert 0.1 < expected["numerics/lost_update_share/matrices"] <= 1
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp32"])
 def test_a_run_at_lr_1e_6_loses_its_updates_in_bf16_storage_and_none_in_float32(storage):
     words = [*BF16_STORAGE, *MEASURED, "--parallel.param_dtype", storage, "--optim.lr", 1e-6, "--data.shuffle", "false"]
-    written, said = on_ranks(2, figures, HalfUsed(), words, 3)[0]
+    written, stderr = on_ranks(2, measurements, HalfUsed(), words, 3)[0]
     shares = [step["numerics/lost_update_share/matrices"] for step in written.values()]
     # Of the rows that the data use: the others have no gradient, and nothing to lose.
     assert min(shares) > 0.9 if storage == "bf16" else max(shares) < 0.1
-    told = "% of the updates of matrices are lost to rounding: bf16 storage keeps 8 bits and lr 1e-06 moves less; use"
-    assert said.count(told) == (storage == "bf16"), "once, however many steps were measured"
-    assert said.count("warning") == (storage == "bf16")
+    warning = (
+        "% of the updates of matrices are lost to rounding: bf16 storage keeps 8 bits and lr 1e-06 moves less; use"
+    )
+    assert stderr.count(warning) == (storage == "bf16"), "once, however many steps were measured"
+    assert stderr.count("warning") == (storage == "bf16")
 
 
 @pytest.mark.parametrize(("storage", "lr", "warns"), [("bf16", 1e-6, 1), ("fp32", 1e-6, 0), ("bf16", 3e-2, 0)])
 def test_without_measuring_a_pure_bf16_run_at_lr_1e_6_warns_at_the_start(storage, lr, warns):
     words = [*BF16_STORAGE, "--parallel.param_dtype", storage, "--optim.lr", lr]
-    written, said = on_ranks(2, figures, HalfUsed(), words)[0]
+    written, stderr = on_ranks(2, measurements, HalfUsed(), words)[0]
     assert not written
-    assert said.count("of the updates of matrices are lost to rounding") == warns
+    assert stderr.count("of the updates of matrices are lost to rounding") == warns
 
 
-def test_fp16_that_a_policy_casts_is_refused_because_it_has_no_float32_beside():
+def test_fp16_cast_by_a_policy_is_rejected_because_it_cannot_compute_in_float32_too():
     words = ["--parallel.strategy", "fsdp", "--precision.dtype", "fp16", "--debug.numerics", "true"]
     assert on_ranks(2, refusal, words) == [True, True]
 
@@ -241,7 +252,7 @@ def refusal(world, words):
 
 def test_only_steps_that_are_logged_are_measured():
     words = [*FP16, *MEASURED, "--metrics.log_every", 2, "--train.steps", 5]
-    assert list(on_ranks(1, figures, Tiny(), words, 5)[0][0]) == [2, 4, 5]
+    assert list(on_ranks(1, measurements, Tiny(), words, 5)[0][0]) == [2, 4, 5]
 
 
 def test_the_main_job_writes_what_is_lost_to_tensorboard_and_metrics_jsonl(launch, tmp_path):

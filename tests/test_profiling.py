@@ -1,4 +1,4 @@
-"""What is recorded of some steps, by whom, and that a run is the same with and without."""
+"""Which steps are profiled, on which ranks, what is written, and that profiling changes no step."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ from dist_amp.world import World
 
 
 def steps_of(world, folder, steps, *words):
-    """A run that took so many steps beside a Profile, as the main job does."""
+    """A run that took `steps` steps with a Profile, as in the main job."""
     run = make_run(world, Tiny(), "--run.dir", folder, "--train.micro_batch_size", 2, *words)
     with Profile(run) as profile:
         take(run, profile, steps)
@@ -46,9 +46,10 @@ def steps_of(world, folder, steps, *words):
 
 def take(run, profile, steps):
     for _ in range(steps):
-        train_step(run, next(run.data))
+        micro_batches = next(run.data)
+        report = train_step(run, micro_batches)
         run.step += 1
-        profile.after_step()
+        profile.after_step(report, micro_batches)
 
 
 def ranges(path):
@@ -86,14 +87,18 @@ def test_each_part_of_each_recorded_step_is_a_range_in_the_trace(tmp_path, capsy
     assert f"{name}.json.gz opens in ui.perfetto.dev" in said
     for owner, names in ((run.parallel, ["totals"]), (run.precision, ["autocast"]), (run.data, ["receive"]),
                          (run.optimizer, ["apply"]), (run.optimizer, ["step"])):  # fmt: skip
-        assert not set(names) & set(vars(owner)), "what was wrapped is as it was"
+        assert not set(names) & set(vars(owner)), "the wrappers are removed"
 
 
-def test_a_run_that_does_not_profile_is_not_touched(tmp_path):
+def test_a_run_that_does_not_profile_is_not_wrapped(tmp_path):
     run = make_run(World(), Tiny(), "--run.dir", tmp_path)
+    micro_batches = next(run.data)
+    report = train_step(run, micro_batches)
     before = [dict(vars(part)) for part in (run.parallel, run.precision, run.data, run.optimizer)]
+    backward = torch.Tensor.backward
     with Profile(run) as profile:
-        profile.after_step()
+        profile.after_step(report, micro_batches)
+        assert torch.Tensor.backward is backward
         assert [dict(vars(part)) for part in (run.parallel, run.precision, run.data, run.optimizer)] == before
     assert list(tmp_path.iterdir()) == []
 
@@ -108,7 +113,7 @@ def profiled_and_not(world, folder):
     return all(same)
 
 
-def test_chosen_ranks_write_and_every_rank_takes_the_very_same_steps(tmp_path):
+def test_chosen_ranks_write_and_every_rank_takes_the_same_steps(tmp_path):
     assert on_ranks(2, profiled_and_not, tmp_path) == [True, True]
     names = sorted(path.name for path in (tmp_path / "profile").glob("*.gz"))
     ddp = [f"rank0000{rank}_step_00000007-00000008.json.gz" for rank in range(2)]
@@ -118,16 +123,16 @@ def test_chosen_ranks_write_and_every_rank_takes_the_very_same_steps(tmp_path):
         found = ranges(tmp_path / "profile" / name)
         assert {*PARTS, "micro-batch"} <= set(found)
         collectives = Counter(label for label in found if label.startswith("gloo:"))
-        assert collectives, "what travels is in the trace under its own name"
+        assert collectives, "collectives are in the trace under their own names"
 
 
 @pytest.mark.parametrize(
     ("done", "last_step", "count", "pauses", "expected"),
     [
         (0, 100, 3, [], (13, 15)),
-        (50, 100, 3, [], (63, 65)),  # counted from where this process began
+        (50, 100, 3, [], (63, 65)),  # counted from where this process started
         (0, 9, 3, [], (7, 9)),  # a short run's last steps
-        (0, 3, 5, [], (2, 3)),  # one step ahead at least
+        (0, 3, 5, [], (2, 3)),  # at least one step for the profiler's warm-up
         (0, 1, 1, [], (2, 1)),  # nothing
         (0, 100, 3, [100, 15], (13, 15)),
         (0, 100, 3, [14], (15, 17)),  # more of them after the evaluation
@@ -136,11 +141,11 @@ def test_chosen_ranks_write_and_every_rank_takes_the_very_same_steps(tmp_path):
         (0, 15, 9, [10], (11, 15)),
     ],
 )
-def test_the_recorded_steps_begin_warm_and_hold_no_evaluation(done, last_step, count, pauses, expected):
+def test_the_recorded_steps_start_after_a_warm_up_and_contain_no_evaluation(done, last_step, count, pauses, expected):
     assert window(done, last_step, count, pauses) == expected
 
 
-def test_a_run_that_ends_early_leaves_what_there_is_or_says_that_there_is_nothing(tmp_path, capsys):
+def test_a_run_that_ends_early_writes_what_was_recorded_or_says_that_nothing_was(tmp_path, capsys):
     words = ["--train.steps", 100, "--debug.profile", 5]
     steps_of(World(), tmp_path, 14, *words)
     assert "profile  steps 13 to 14 of rank 0 of 1, 2 of debug.profile=5: then came " in capsys.readouterr().out
@@ -150,7 +155,7 @@ def test_a_run_that_ends_early_leaves_what_there_is_or_says_that_there_is_nothin
     assert said in capsys.readouterr().err
 
 
-def test_a_failure_in_a_recorded_step_is_told_as_it_is(monkeypatch, tmp_path):
+def test_a_failure_in_a_recorded_step_is_raised_unchanged(monkeypatch, tmp_path):
     run = make_run(World(), Tiny(), "--run.dir", tmp_path, "--train.steps", 100, "--debug.profile", 5)
 
     def fail_in_step_14(*_):
@@ -165,14 +170,14 @@ def test_a_failure_in_a_recorded_step_is_told_as_it_is(monkeypatch, tmp_path):
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / "profile").write_text("a file in its place")
     assert steps_of(World(), tmp_path, 20, "--train.steps", 20, "--debug.profile", 2).step == 20
-    assert "warning: rank 0: what was recorded could not be kept: FileExistsError" in capsys.readouterr().err
+    assert "warning: rank 0: the profile could not be written: FileExistsError" in capsys.readouterr().err
 
 
 class OfAGpu:
-    """What torch's profiler tells of two steps on a GPU, in microseconds."""
+    """What torch's profiler returns for two steps on a GPU, in microseconds."""
 
     def __init__(self, kernels):
         self.kernels = kernels
@@ -191,16 +196,16 @@ class OfAGpu:
 
     def events(self):
         label = (DeviceType.CUDA, True, 0, 20000)
-        told = [(DeviceType.CPU, False, 0, 30000), label, *((DeviceType.CUDA, False, *span) for span in self.kernels)]
+        events = [(DeviceType.CPU, False, 0, 30000), label, *((DeviceType.CUDA, False, *span) for span in self.kernels)]
         return [
             SimpleNamespace(
                 device_type=device, is_user_annotation=label, time_range=SimpleNamespace(start=start, end=end)
             )
-            for device, label, start, end in told
+            for device, label, start, end in events
         ]
 
 
-def test_of_a_gpu_its_idle_time_and_its_kernels_are_told():
+def test_the_idle_time_and_the_kernels_of_a_gpu_are_reported():
     gpu = OfAGpu([(1000, 7000), (5000, 8000), (10000, 11000)])
     assert time_per_step(gpu, 2, DeviceType.CUDA) == (
         "4.00 ms per step on the host: forward 25.0 %, the rest 75.0 %\n"
@@ -210,7 +215,7 @@ def test_of_a_gpu_its_idle_time_and_its_kernels_are_told():
         " 75.0 %      3.00 ms  gemm_kernel (2 times)",
         " 25.0 %      1.00 ms  copy_kernel (2 times)",
     ]
-    assert time_per_step(OfAGpu([]), 2, DeviceType.CUDA).endswith("is not there or not allowed to")
+    assert time_per_step(OfAGpu([]), 2, DeviceType.CUDA).endswith("is missing or not permitted")
 
 
 def test_kernels_that_overlap_count_once():
@@ -222,22 +227,22 @@ def test_kernels_that_overlap_count_once():
     ("words", "world", "said"),
     [
         (["--debug.ranks", "0", "4"], World(world_size=4),
-         "debug.ranks=0 4 must be ranks that there are, 0 to 3; use some of them, or all"),
-        (["--debug.ranks", "1"], World(), "debug.ranks=1 must be ranks that there are, 0 alone; use some of them"),
-        (["--debug.ranks"], World(), "debug.ranks=(nothing) must be ranks that there are, 0 alone; use some"),
+         "debug.ranks=0 4 must be existing ranks (0 to 3); use some of them, or all"),
+        (["--debug.ranks", "1"], World(), "debug.ranks=1 must be existing ranks (only 0); use some of them, or all"),
+        (["--debug.ranks"], World(), "debug.ranks=(nothing) must be existing ranks (only 0); use some of them, or all"),
         (["--debug.memory_snapshot", "true"], World(),
-         "debug.memory_snapshot=true needs a GPU: torch keeps no history of the CPU's memory; use false, or"),
+         "debug.memory_snapshot=true needs a GPU: torch keeps no history of CPU memory; use false, or"),
     ],
 )  # fmt: skip
-def test_ranks_that_there_are_not_and_a_snapshot_of_the_hosts_memory_are_refused(words, world, said):
-    with pytest.raises(ConfigError) as refused:
+def test_ranks_that_do_not_exist_and_a_snapshot_of_cpu_memory_are_rejected(words, world, said):
+    with pytest.raises(ConfigError) as rejected:
         check_debug(load_config(words, environ={}).debug, world)
-    assert str(refused.value).startswith(said)
+    assert str(rejected.value).startswith(said)
 
 
 @pytest.fixture
 def history(monkeypatch):
-    """What torch.cuda.memory is asked for, in order."""
+    """The calls to torch.cuda.memory, in order."""
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
 
@@ -248,7 +253,7 @@ def history(monkeypatch):
     return calls
 
 
-def test_the_memorys_history_is_kept_from_before_the_model_and_written_where_memory_runs_out(history, tmp_path, capsys):
+def test_memory_history_starts_before_the_model_and_is_written_if_memory_runs_out(history, tmp_path, capsys):
     config = load_config(["--debug.memory_snapshot", "true", "--debug.ranks", "1"], environ={}).debug
     with memory_history(config, tmp_path, World(rank=0, world_size=2)):
         assert history == []
@@ -259,7 +264,7 @@ def test_the_memorys_history_is_kept_from_before_the_model_and_written_where_mem
     assert "open it at pytorch.org/memory_viz" in capsys.readouterr().out
 
 
-def test_a_snapshot_of_memory_is_written_as_the_recorded_steps_end(history, tmp_path):
+def test_a_memory_snapshot_is_written_after_the_recorded_steps(history, tmp_path):
     steps_of(World(), tmp_path, 16, "--train.steps", 16, "--debug.memory_snapshot", "true", "--debug.profile", 2)
     assert history == [str(tmp_path / "profile/rank00000_step_00000014_memory.pickle")]
     steps_of(World(), tmp_path, 16, "--train.steps", 16, "--debug.memory_snapshot", "true")
@@ -279,11 +284,11 @@ def test_the_main_job_profiles_and_tensorboard_has_the_table(monkeypatch, tmp_pa
     assert b"aten::addmm" in text.tensor_proto.string_val[0]
 
 
-def test_every_aid_is_documented_and_every_setting_that_the_page_names_is_there():
+def test_every_debugging_setting_is_documented_and_every_documented_setting_exists():
     page = (ROOT / "docs/debugging.md").read_text()
     keys = dict(flat_values(load_config([], environ={})))
-    aids = [key for key in keys if key.startswith("debug.")]
-    assert [key for key in aids if key not in page] == []
+    debug_keys = [key for key in keys if key.startswith("debug.")]
+    assert [key for key in debug_keys if key not in page] == []
     assert [key for key in re.findall(r"--([a-z_]+\.[a-z_.]+)", page) if key not in keys] == []
 
 
@@ -303,7 +308,7 @@ def test_compiled_blocks_on_two_ranks_are_profiled_and_so_is_a_resumed_run(launc
 
 
 @pytest.mark.slow
-def test_a_signal_among_the_recorded_steps_saves_and_leaves_what_was_recorded(launch, tmp_path):
+def test_a_signal_during_the_recorded_steps_saves_and_keeps_what_was_recorded(launch, tmp_path):
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "2000", "--debug.profile", "1900",
              "--eval.every", "off", "--checkpoint.every", "1999", "--run.dir", "run"]  # fmt: skip
     process = launch.start(0, *words)

@@ -31,22 +31,23 @@ def measure(run: Run) -> tuple[float, float]:
     """(seconds in the tripwires, seconds in all), of this rank."""
     wait, spent = run.world.wait_for_device, 0.0
 
-    def timed(look: Callable[[Any], None], at: Any) -> float:
+    def timed(look: Callable[..., None], *at: Any) -> float:
         wait()  # what was queued before is not theirs
         began = time.perf_counter()
-        look(at)
+        look(*at)
         wait()
         return time.perf_counter() - began
 
     tripwires = Consistency(run)
     began = time.perf_counter()
     for micro_batches in run.data:
-        run.metrics.record(train_step(run, micro_batches))
+        report = train_step(run, micro_batches)
+        run.metrics.record(report)
         run.step += 1
-        spent += timed(tripwires.after_step, micro_batches)
+        spent += timed(tripwires.after_step, report, micro_batches)
         if run.step % run.config.metrics.log_every == 0:
             row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
-            spent += timed(tripwires.look, row)
+            spent += timed(tripwires.on_log, row)
         if run.step == run.config.train.steps:
             break
     return spent, time.perf_counter() - began

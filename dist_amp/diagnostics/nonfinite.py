@@ -1,16 +1,17 @@
-"""Where a value first was not finite: one forward and backward with hooks names its first inf or nan.
+"""Find the first inf or nan of a micro-batch: one forward and backward with hooks.
 
-Forward: the first module whose output is not finite while its inputs are. Backward: the first operation of the graph
-that is given a finite gradient and passes on one that is not, and the module that it was recorded in: nodes of the
-graph are looked at, not modules, so that in-place operations and modules called many times are told apart.
+Forward: the first module whose output is not finite while its inputs are. Backward: the first operation that receives
+a finite gradient and returns one that is not, and the module that recorded it. Backward is checked per node of the
+autograd graph, so in-place operations and repeated calls of one module are distinguished.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,29 +25,28 @@ from dist_amp.precision import DTYPES, Precision
 from dist_amp.step import loss_of
 from dist_amp.task import Task
 
-SHORT = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 TASK = "the task's loss_sum"
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a tensor held when it was seen."""
+class TensorStats:
+    """What a tensor held when a hook saw it."""
 
     what: str
     dtype: str
     shape: list[int]
     nan: int
     inf: int
-    span: list[float]  # lowest and highest of its finite part; empty where it has none
+    span: list[float]  # lowest and highest finite value; empty if there is none
 
     @property
-    def severity(self) -> int:
-        """0: finite; 1: has inf; 2: has nan."""
-        return 2 if self.nan else min(self.inf, 1)
+    def finite(self) -> bool:
+        return not self.nan + self.inf
 
     def __str__(self) -> str:
-        counts = [f"{number} {name}" for name, number in (("nan", self.nan), ("inf", self.inf)) if number]
+        counts = [f"{count} {name}" for name, count in (("nan", self.nan), ("inf", self.inf)) if count]
         span = "..".join(f"{bound:.6g}" for bound in self.span)
         what = f"{self.what} {self.dtype} {self.shape}"
         if not counts:
@@ -55,13 +55,13 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """The first value of a step that was not finite, and where it was."""
+class NonFinite:
+    """The first inf or nan of a step, and where it appeared."""
 
     phase: Literal["batch", "parameters", "forward", "loss", "backward"]
     module: str  # "" is the model itself
     module_class: str
-    tensors: list[Seen]  # what is not finite first, then what it was made from
+    tensors: list[TensorStats]  # first what is not finite, then what it was computed from
     operation: str = ""  # of the backward graph
     step: int = 0
     rank: int = 0
@@ -70,260 +70,249 @@ class Fault:
     other_ranks: list[int] = field(default_factory=list)
 
     @classmethod
-    def from_json(cls, text: str) -> "Fault":
+    def from_json(cls, text: str) -> "NonFinite":
         values = json.loads(text)
-        return cls(**values | {"tensors": [Seen(**seen) for seen in values["tensors"]]})
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """By this a fault is the same as an earlier one."""
-        return self.module, self.phase, self.rank
+        return cls(**values | {"tensors": [TensorStats(**stats) for stats in values["tensors"]]})
 
     @property
     def where(self) -> str:
         """Rank, micro-batch, samples, phase and module."""
         samples = ", ".join(map(str, self.samples[:8])) + (", ..." if len(self.samples) > 8 else "")
         module = f"{self.module or 'the model'} ({self.module_class})" if self.module_class else self.module
-        by = f", in {self.operation}" if self.operation else ""
-        words = {
-            "batch": f"the batch itself, which {module} meets first",
+        operation = f", in {self.operation}" if self.operation else ""
+        place = {
+            "batch": f"the batch itself, first used by {module}",
             "parameters": f"the parameters of {module}",
             "loss": module,
-        }.get(self.phase, f"{self.phase} of {module}{by}")
-        return f"rank {self.rank}, micro-batch {self.micro_batch} (samples {samples}), {words}"
+        }.get(self.phase, f"{self.phase} of {module}{operation}")
+        return f"rank {self.rank}, micro-batch {self.micro_batch} (samples {samples}), {place}"
 
     def __str__(self) -> str:
-        others = f"; so it is on ranks {', '.join(map(str, self.other_ranks))}" if self.other_ranks else ""
+        others = f"; also on ranks {', '.join(map(str, self.other_ranks))}" if self.other_ranks else ""
         return f"{self.where}: {'; '.join(map(str, self.tensors))}{others}"
 
 
 @torch.no_grad()
-def see(what: str, tensor: Tensor) -> Seen | None:
-    """A tensor's range and what is not finite in it; None where it holds no floating-point numbers. Reads it."""
+def tensor_stats(what: str, tensor: Tensor) -> TensorStats | None:
+    """The range of this rank's part of a tensor, and how much of it is not finite; waits for the device.
+
+    None for a tensor that is sparse or holds no floating-point numbers.
+    """
     values = local(tensor).detach()
     if not (values.is_floating_point() or values.is_complex()) or values.layout != torch.strided:
         return None
-    about = (what, SHORT.get(values.dtype, str(values.dtype).removeprefix("torch.")), list(tensor.shape))
+    about = (what, DTYPE_NAMES.get(values.dtype, str(values.dtype).removeprefix("torch.")), list(tensor.shape))
     values = torch.view_as_real(values) if values.is_complex() else values
-    values = values.float() if values.element_size() == 1 else values
+    values = values.float() if values.element_size() == 1 else values  # float8 lacks the operations below
     if values.numel() == 0:
-        return Seen(*about, 0, 0, [])
-    span = [bound.item() for bound in torch.aminmax(values)]  # of all of it; copies nothing
+        return TensorStats(*about, 0, 0, [])
+    span = [bound.item() for bound in torch.aminmax(values)]  # allocates nothing if all is finite
     if all(map(math.isfinite, span)):
-        return Seen(*about, 0, 0, span)
-    nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+        return TensorStats(*about, 0, 0, span)
     finite = values[values.isfinite()]
-    return Seen(*about, nan, inf, [bound.item() for bound in torch.aminmax(finite)] if finite.numel() else [])
+    span = [bound.item() for bound in torch.aminmax(finite)] if finite.numel() else []
+    return TensorStats(*about, int(values.isnan().sum()), int(values.isinf().sum()), span)
 
 
-def see_all(what: str, values: Any) -> list[Seen]:
-    """Each tensor in nested containers, as `see` has it."""
-    return [seen for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and (seen := see(what, leaf))]
+def all_stats(what: str, values: Any) -> list[TensorStats]:
+    """`tensor_stats` of every tensor in nested containers."""
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return [stats for leaf in leaves if (stats := tensor_stats(what, leaf)) is not None]
 
 
-def severity(seen: Sequence[Seen]) -> int:
-    return max((one.severity for one in seen), default=0)
+def all_finite(stats: Iterable[TensorStats]) -> bool:
+    return all(one.finite for one in stats)
 
 
 @dataclass(eq=False)
-class Call:
-    """One call of a module; the graph's nodes that it recorded have numbers from `begin` to below `end`."""
+class ModuleCall:
+    """One call of a module; the graph nodes it recorded have sequence numbers from `begin` to below `end`."""
 
     module: str
-    kind: str
-    number: int  # which call of this module, from 1
+    module_class: str
     begin: int
-    inputs: list[Seen]
-    outputs: list[Seen] = field(default_factory=list)
+    inputs: list[TensorStats]
+    outputs: list[TensorStats] = field(default_factory=list)
     end: int = 0
 
-    @property
-    def module_class(self) -> str:
-        return self.kind if self.number == 1 else f"{self.kind}, call {self.number}"
 
-
-class Watch:
-    """Hooks on all modules of a model, for one forward and one backward; they change nothing of what passes."""
+class ForwardBackwardHooks:
+    """Hooks on all modules and graph nodes for one forward and one backward; they change no value."""
 
     def __init__(self, model: nn.Module):
-        self.calls: list[Call] = []  # in the order in which they began
-        self.suspects: list[Call] = []  # output worse than the inputs, in the order in which they ended
-        self.first_met: Call | None = None  # the first to end with an output that is not finite
+        self.calls: list[ModuleCall] = []  # in the order they began
+        self.first_nonfinite_output: ModuleCall | None = None  # the first to return one
+        self._suspects: list[ModuleCall] = []  # finite in, not finite out; in the order they returned
         self._model = model
-        self._open: list[Call] = []
+        self._open: list[ModuleCall] = []
         self._handles: list[Any] = []
-        # Nodes that passed on what is not finite, in backward's order: gradients, where those went, if it began here.
-        self._bad: dict[Any, tuple[list[Seen], list[Any], bool]] = {}
-        self._counts: Counter[str] = Counter()
-        self._parameters: dict[int, str] = {}
+        self._passed_to: dict[Any, list[Any]] = {}  # node that returned a non-finite gradient: nodes that received it
+        self._origins: list[tuple[Any, list[TensorStats]]] = []  # those that received finite ones; in backward's order
+        self._call_counts: Counter[str] = Counter()
+        self._parameter_names: dict[int, str] = {}
         self._in_forward = True  # activation checkpointing calls modules again in backward
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> Self:
         for name, module in self._model.named_modules():
-            name = _plain(name)
-            before = module.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            self._handles += [before, module.register_forward_hook(self._after, with_kwargs=True)]
+            before = partial(self._before_module, _clean_name(name))
+            self._handles += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(self._after_module, with_kwargs=True),
+            ]
         return self
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._in_forward:
-                return
-            for own, parameter in module.named_parameters(recurse=False):  # gathered by now, where they are sharded
-                self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
-            self._counts[name] += 1
-            inputs = see_all("input", (args, kwargs))  # now: an in-place module overwrites them
-            begin = torch._C._autograd._get_sequence_nr()
-            call = Call(name, _class_name(module), self._counts[name], begin, inputs)
-            self.calls.append(call)
-            self._open.append(call)
+    def _before_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._in_forward:
+            return
+        for own, parameter in module.named_parameters(recurse=False):  # sharded ones are gathered by now
+            self._parameter_names.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
+        self._call_counts[name] += 1
+        number = f", call {self._call_counts[name]}" if self._call_counts[name] > 1 else ""
+        inputs = all_stats("input", (args, kwargs))  # before an in-place module overwrites them
+        call = ModuleCall(name, f"{_class_name(module)}{number}", _sequence_number(), inputs)
+        self.calls.append(call)
+        self._open.append(call)
 
-        return hook
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._in_forward:
             return
         call = self._open.pop()
-        call.end, call.outputs = torch._C._autograd._get_sequence_nr(), see_all("output", output)
-        if severity(call.outputs) == 0:
-            # What was not finite inside of it went no further, as where an attention's mask is -inf.
+        call.end, call.outputs = _sequence_number(), all_stats("output", output)
+        if all_finite(call.outputs):
+            # What was not finite inside the call went no further, such as an attention mask's -inf.
             inside = set(self.calls[self.calls.index(call) :])
-            self.suspects = [suspect for suspect in self.suspects if suspect not in inside]
-        elif severity(call.outputs) > severity(call.inputs):
-            self.suspects.append(call)
-        if severity(call.outputs) and self.first_met is None:
-            self.first_met = call
+            self._suspects = [suspect for suspect in self._suspects if suspect not in inside]
+            return
+        if all_finite(call.inputs):
+            self._suspects.append(call)
+        self.first_nonfinite_output = self.first_nonfinite_output or call
 
-    def forward_fault(self, loss: Tensor) -> Fault:
-        """Of a loss that is not finite: the first module that made it so, or the task."""
-        with_good_inputs = [call for call in self.suspects if severity(call.inputs) == 0]
-        for call in with_good_inputs or self.suspects:
-            worst_first = sorted(call.outputs, key=lambda seen: -seen.severity)
-            return Fault("forward", call.module, call.module_class, worst_first + call.inputs)
+    def forward_cause(self, loss: Tensor) -> NonFinite:
+        """For a loss that is not finite: the first module that made it so, else the task."""
+        if self._suspects:
+            call = self._suspects[0]
+            worst_first = sorted(call.outputs, key=lambda stats: (not stats.nan, stats.finite))
+            return NonFinite("forward", call.module, call.module_class, worst_first + call.inputs)
         outputs = self.calls[0].outputs if self.calls else []
-        return Fault("loss", TASK, "", [*see_all("loss", loss), *outputs])
+        return NonFinite("loss", TASK, "", [*all_stats("loss", loss), *outputs])
 
-    def follow(self, loss: Tensor) -> None:
-        """Look at every operation of the coming backward of `loss`."""
+    def watch_backward(self, loss: Tensor) -> None:
+        """Hook every node of the graph of `loss`; call it between forward and backward."""
         self._in_forward = False
-        seen: set[Any] = set()
-        ahead = [loss.grad_fn]
-        while ahead:
-            node = ahead.pop()
-            if node is None or node in seen or _is_leaf(node):
-                continue
-            seen.add(node)
-            self._handles.append(node.register_hook(self._at(node)))
-            ahead += [following for following, _ in node.next_functions]
+        for node in _reachable(loss.grad_fn, lambda node: [following for following, _ in node.next_functions]):
+            if not _is_leaf(node):
+                self._handles.append(node.register_hook(partial(self._after_node, node)))
 
-    def _at(self, node: Any) -> Callable[..., None]:
-        def hook(passed_on: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> None:
-            bad, gone_to = [], []
-            for gradient, (following, _) in zip(passed_on, node.next_functions, strict=False):
-                seen = see(self._gradient_name(following), gradient) if gradient is not None else None
-                if seen is not None and seen.severity:
-                    bad.append(seen)
-                    gone_to.append(following)
-            if bad:
-                before = see_all("gradient received", list(received))
-                self._bad[node] = (bad + before, gone_to, severity(bad) > severity(before))
+    def _after_node(self, node: Any, returned: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> None:
+        bad, passed_to = [], []
+        for gradient, (following, _) in zip(returned, node.next_functions, strict=False):
+            stats = tensor_stats(self._gradient_name(following), gradient) if gradient is not None else None
+            if stats is not None and not stats.finite:
+                bad.append(stats)
+                passed_to.append(following)
+        if bad:
+            before = all_stats("gradient received", list(received))
+            self._passed_to[node] = passed_to
+            if all_finite(before):
+                self._origins.append((node, bad + before))
 
-        return hook
+    def backward_cause(self) -> NonFinite | None:
+        """The first operation to return a non-finite gradient that reaches a parameter.
 
-    def backward_fault(self) -> Fault | None:
-        """The first operation to pass on what is not finite and then spoils a parameter's gradient.
-
-        Others do no harm: a later operation makes zeros of what they pass on, as a mask or a ReLU does.
+        Others are harmless: a later operation, such as a mask or a ReLU, turns what they return into zeros.
         """
-        for node, (gradients, _, began_here) in self._bad.items():
-            if not (began_here and self._reaches_a_leaf(node)):
+        for node, gradients in self._origins:
+            if not any(map(_is_leaf, _reachable(node, lambda node: self._passed_to.get(node, [])))):
                 continue
             number = node._sequence_nr()
             around = [call for call in self.calls if call.begin <= number < call.end]
             if not around:
-                return Fault("backward", TASK, "", gradients, node.name())
+                return NonFinite("backward", TASK, "", gradients, node.name())
             call = around[-1]  # the innermost began last
             tensors = gradients + call.outputs + call.inputs
-            return Fault("backward", call.module, call.module_class, tensors, node.name())
+            return NonFinite("backward", call.module, call.module_class, tensors, node.name())
         return None
 
-    def _reaches_a_leaf(self, node: Any) -> bool:
-        seen: set[Any] = set()
-        ahead = [node]
-        while ahead:
-            node = ahead.pop()
-            if _is_leaf(node):
-                return True
-            if node not in seen and node in self._bad:
-                seen.add(node)
-                ahead += self._bad[node][1]
-        return False
-
     def _gradient_name(self, node: Any) -> str:
-        """Whose gradient goes to `node`: a parameter's, which may be transposed or cast on its way, or none's."""
+        """Names the gradient that goes to `node`: a parameter's, possibly transposed or cast first, or any other."""
         while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):
             node = node.next_functions[0][0]
-        name = self._parameters.get(id(node.variable)) if node is not None and _is_leaf(node) else None
+        name = self._parameter_names.get(id(node.variable)) if node is not None and _is_leaf(node) else None
         return f"gradient of {name}" if name else "gradient passed on"
 
 
-def _plain(name: str) -> str:
-    """A module's or parameter's name as the user wrote it, without those of wrappers."""
+def _reachable(start: Any, following: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Every node that can be reached from `start`, itself included, each once."""
+    seen, ahead = {start, None}, [start]
+    while ahead:
+        node = ahead.pop()
+        yield node
+        new = set(following(node)) - seen
+        seen |= new
+        ahead += new
+
+
+def _sequence_number() -> int:
+    """The number that autograd will give to the next node of the graph; diagnostics only, torch has no public name."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _clean_name(name: str) -> str:
+    """A module's or parameter's name in the user's model, without the parts that wrappers add."""
     return name.replace("_checkpoint_wrapped_module", "").replace("_orig_mod", "").replace("..", ".").strip(".")
 
 
 def _class_name(module: nn.Module) -> str:
-    """The class as the user wrote it: FSDP derives one of its own."""
+    """The class in the user's code: FSDP derives one of its own."""
     return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _is_leaf(node: Any) -> bool:
-    """Whether a node of the graph is where a parameter's gradient ends up."""
+    """Whether a node accumulates into a parameter's gradient."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
-def examine(task: Task, model: nn.Module, batch: Any, share: Tensor, precision: Precision) -> Fault | None:
-    """One forward and backward, watched; the first thing that was not finite, or None. Gradients are left behind.
+def find_nonfinite(task: Task, model: nn.Module, batch: Any, share: Tensor, precision: Precision) -> NonFinite | None:
+    """The first inf or nan of one forward and backward; None if all is finite. Leaves gradients behind.
 
     batch: as a step takes it; share: what its loss is multiplied by, scalar float32. The loss scale is 1.
     """
-    watch = Watch(model)
-    # Compiled code calls no hooks, and anomaly detection would raise where we want to look.
-    with watch, uncompiled(), torch.autograd.set_detect_anomaly(False):
+    hooks = ForwardBackwardHooks(model)
+    # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
+    with hooks, uncompiled(), torch.autograd.set_detect_anomaly(False):
         with precision.autocast():
             loss = loss_of(task, model, batch, precision.device)
         shared = loss * share
-        watch.follow(shared)
+        hooks.watch_backward(shared)
         shared.backward()
-    fault = watch.backward_fault()
+    found = hooks.backward_cause()
     if not loss.isfinite():
-        fault = watch.forward_fault(loss)
+        found = hooks.forward_cause(loss)
     elif not share.isfinite():
-        fault = Fault("loss", "the task's weight", "", see_all("world_size / weight", share))
-    return fault and (_bad_parameters(model) or _bad_batch(batch, watch, fault) or fault)
+        found = NonFinite("loss", "the task's weight", "", all_stats("world_size / weight", share))
+    return found and (_nonfinite_parameters(model) or _nonfinite_batch(batch, hooks, found) or found)
 
 
-def _bad_parameters(model: nn.Module) -> Fault | None:
+def _nonfinite_parameters(model: nn.Module) -> NonFinite | None:
     for name, parameter in model.named_parameters():
-        seen = see(name, parameter)
-        if seen is not None and seen.severity:
+        stats = tensor_stats(_clean_name(name), parameter)
+        if stats is not None and not stats.finite:
             owner = name.rpartition(".")[0]
-            kind = _class_name(model.get_submodule(owner))
-            return Fault("parameters", _plain(owner), kind, [replace(seen, what=_plain(name))])
+            return NonFinite("parameters", _clean_name(owner), _class_name(model.get_submodule(owner)), [stats])
     return None
 
 
-def _bad_batch(batch: Any, watch: Watch, fault: Fault) -> Fault | None:
-    content = batch.batch if isinstance(batch, Padding) else batch
-    found = tree_flatten_with_path(content)[0]
-    seen = [see(f"batch{keystr(path)}", leaf) for path, leaf in found if isinstance(leaf, Tensor)]
-    bad = [one for one in seen if one is not None and one.severity]
+def _nonfinite_batch(batch: Any, hooks: ForwardBackwardHooks, found: NonFinite) -> NonFinite | None:
+    leaves = tree_flatten_with_path(batch.batch if isinstance(batch, Padding) else batch)[0]
+    stats = [tensor_stats(f"batch{keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
+    bad = [one for one in stats if one is not None and not one.finite]
     if not bad:
         return None
-    first = watch.first_met
-    module, kind = (first.module, first.module_class) if first else (fault.module, fault.module_class)
-    return replace(fault, phase="batch", module=module, module_class=kind, tensors=bad, operation="")
+    first = hooks.first_nonfinite_output or found
+    return replace(
+        found, phase="batch", module=first.module, module_class=first.module_class, tensors=bad, operation=""
+    )

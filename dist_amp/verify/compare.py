@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.data import build_batches, shard_step
-from dist_amp.diagnostics import consistency as checks
+from dist_amp.diagnostics import consistency
 from dist_amp.fast.fused import local
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run, build_run
@@ -84,11 +84,12 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Callable[..
     """
     reference.task.length = reference.epoch_length(cell.partial)
     run = build_run(config_of(reference, cell, world), world, reference.task)
-    checks.at_start(run)
-    captured = capture(run)
+    consistency.check_start(run)
     micro_batches, _ = micro_batches_at(run, reference, max(cell.accumulation), 0)
     faults = by_rank(world.gather_texts(fault_of_skip(run, reference, micro_batches, step)))
-    captured.clear()
+    if faults:  # start again, so that this fault alone does not make the following steps wrong
+        run = build_run(config_of(reference, cell, world), world, reference.task)
+    captured = capture(run)
     position, reductions = 0, []
     for accumulation in cell.accumulation:
         micro_batches, position = micro_batches_at(run, reference, accumulation, position)
@@ -96,11 +97,11 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Callable[..
             step(run, micro_batches)
         run.step += 1
         reductions.append(counter.count)
-    state_fault, faults = fault_of_state(run), [*faults, checks.disagreement(run)]
+    state_fault, faults = fault_of_state(run), [*faults, consistency.find_mismatch(run)]
     if cell.accumulate_reduce == "last" and len(set(reductions)) > 1:
         faults.append(
-            f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, not equally often; only "
-            "the last micro-batch may reduce gradients: each other one needs no_sync around its forward and its backward"
+            f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, which must be equal: only the "
+            "last may reduce gradients: each other one needs no_sync around its forward and its backward"
         )
     parameters = {name: full(p) for name, p in run.parallel.module.named_parameters() if p.requires_grad}
     try:

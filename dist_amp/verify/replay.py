@@ -16,7 +16,7 @@ from dist_amp.checkpoint.reader import Reader, read_into
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.data import Padding, to_device
-from dist_amp.diagnostics.nonfinite import Fault, examine
+from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.precision import build_precision
 from dist_amp.runtime.random_state import seed_all, set_random_state
@@ -32,7 +32,7 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     """
     path = Path(path)
     kept = read_kept(path)
-    report = Fault.from_json(kept["report"])
+    report = NonFinite.from_json(kept["report"])
     config = _config_of(kept["config"], path, argv)
     world = locate(config.run)
     try:
@@ -51,7 +51,7 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     set_random_state(random, world.device)
     batch = to_device(kept["batch"], world.device)
     share = torch.tensor(kept["share"], device=world.device)
-    fault = examine(task, model, Padding(batch) if kept["padding"] else batch, share, precision)
+    fault = find_nonfinite(task, model, Padding(batch) if kept["padding"] else batch, share, precision)
     if fault is None:
         world.say(f"all is finite in {precision.name} on {world.device.type}; in the run it was on {report}")
         return 1
