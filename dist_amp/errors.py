@@ -1,8 +1,7 @@
 """The errors that end a run, their exit statuses, and the facts and the one line that describe an error."""
 
-import difflib
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,11 +47,6 @@ def error_context(**facts: Any) -> Iterator[None]:
 def context_of(error: BaseException) -> dict[str, Any]:
     """The facts that `error_context` attached to an error."""
     return getattr(error, "dist_amp_context", {})
-
-
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name most similar to `name`, or an empty string."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
 
 
 def first_line(error: BaseException) -> str:

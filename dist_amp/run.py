@@ -87,22 +87,12 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     data, validation = build_data(config, task, micro_batches, world)
 
     seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
+    normalizer, metrics = LossNormalizer(world, parallel.carrier), Metrics(config.metrics, world)
+    clip = Clip(config.train.clip_by, config.train.clip_limit)
     run = Run(
-        config,
-        world,
-        folder,
-        task,
-        precision,
-        parallel,
-        LossNormalizer(world, parallel.carrier),
-        scaler,
-        Clip(config.train.clip_by, config.train.clip_limit),
-        optimizer,
-        schedule,
-        data,
-        validation,
-        Metrics(config.metrics, world),
-    )
+        config, world, folder, task, precision, parallel, normalizer, scaler, clip, optimizer, schedule,
+        data, validation, metrics,
+    )  # fmt: skip
     if checkpoint is not None:
         load(run, checkpoint)
         run.resumed_from_step, run.resumed_from = run.step, checkpoint

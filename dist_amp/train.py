@@ -23,15 +23,9 @@ from dist_amp.run import Run, build_run
 from dist_amp.runtime.garbage import scheduled_garbage
 from dist_amp.runtime.run_folder import run_folder
 from dist_amp.step import evaluate, train_step
+from dist_amp.supervise import preflight
 from dist_amp.supervise.failure import report_failure
 from dist_amp.supervise.lifecycle import close_run, is_finished, open_run
-from dist_amp.supervise.preflight import (
-    check_ranks_agree,
-    check_restarts,
-    die_with_torchrun,
-    make_folder,
-    only_live_run,
-)
 from dist_amp.supervise.report import supervised
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.observer import Observer
@@ -135,17 +129,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(words) < len(argv):
             print(to_toml(config), end="")
             return 0
-        check_restarts()
-        die_with_torchrun()
+        preflight.check_restarts()
+        preflight.die_with_torchrun()
         with start(config.run) as world, supervised(config, world) as job:
-            check_ranks_agree(config.task.target, to_toml(config), world)  # first: the rest assumes equal configs
+            preflight.check_ranks_agree(config.task.target, to_toml(config), world)  # the rest needs equal ones
             check_debug(config.debug, world)
             folder = job.folder = run_folder(config.run, world)
             config = replace(config, run=replace(config.run, dir=str(folder)))
-            make_folder(folder, config, world)
+            preflight.make_folder(folder, config, world)
             recording = memory_history(config.debug, folder, world)
             # From here on a signal stops the run after a step; one that comes earlier, before the first step.
-            with only_live_run(folder, world), recording, AgreedStop(world) as stop:
+            with preflight.only_live_run(folder, world), recording, AgreedStop(world) as stop:
                 run = job.run = build_run(config, world)
                 if is_finished(run):
                     return 0

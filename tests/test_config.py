@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_amp.config import validate
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.parse import flat_values
 from dist_amp.config.validate import accumulation_steps, check_parallel
@@ -410,7 +411,16 @@ def test_fp16_on_the_wire_needs_the_loss_scaler():
     assert_says(message, "parallel.comm_dtype=fp16", "precision.dtype=fp16", "scaler", "use bf16 or off")
 
 
-def test_scaler_settings_without_fp16_warn_once(capsys):
+@pytest.fixture
+def native_cpu(monkeypatch):
+    """A CPU that computes both half dtypes natively, about which there is nothing to warn."""
+    monkeypatch.setattr(validate, "cpu_slowdown", lambda dtype: 1.0)
+    validate.warn_if_emulated.cache_clear()
+    yield
+    validate.warn_if_emulated.cache_clear()
+
+
+def test_scaler_settings_without_fp16_warn_once(capsys, native_cpu):
     build_precision(PrecisionConfig(scaler=ScalerConfig(init_scale=2.0)), False, World())
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
@@ -418,7 +428,7 @@ def test_scaler_settings_without_fp16_warn_once(capsys):
 
 
 @pytest.mark.parametrize("precision", [PrecisionConfig(), PrecisionConfig(dtype="fp16")])
-def test_default_scaler_settings_warn_of_nothing(precision, capsys):
+def test_default_scaler_settings_cause_no_warning(precision, capsys, native_cpu):
     build_precision(precision, False, World())
     assert capsys.readouterr().err == ""
 

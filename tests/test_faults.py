@@ -146,12 +146,12 @@ def cleared_between_micro_batches(run, micro_batches):
 
 def verdict_of(world, strategy, precision, step, uneven=True, accumulation=4, **options):
     from dist_amp.config.load import load_config
-    from dist_amp.verify.compare import Cell, examine
-    from dist_amp.verify.reference import Exam
+    from dist_amp.verify.compare import Cell, check_cell
+    from dist_amp.verify.reference import Reference
 
-    exam = Exam(load_config([], environ={}), world.device, Tiny(samples=300, uneven=uneven))
+    reference = Reference(load_config([], environ={}), world.device, Tiny(samples=300, uneven=uneven))
     cell = Cell(strategy, precision, accumulation=(accumulation,) * 5, **options)
-    return examine(world, exam, cell, step).cause
+    return check_cell(world, reference, cell, step).cause
 
 
 LOOP_FAULTS = [

@@ -11,8 +11,8 @@ from ranks import on_ranks
 from tiny import Tiny
 
 from dist_amp.config.load import load_config
-from dist_amp.verify.compare import Cell, examine
-from dist_amp.verify.reference import STEPS, Exam
+from dist_amp.verify.compare import Cell, check_cell
+from dist_amp.verify.reference import STEPS, Reference
 
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp")
 RANKS = (1, 2, 4)
@@ -69,8 +69,8 @@ def core():
 
 def causes(world, uneven, cells):
     """What is wrong with each cell, on rank 0; the reference is computed once for all of them."""
-    exam = Exam(load_config([], environ={}), world.device, Tiny(samples=300, uneven=uneven))
-    return [examine(world, exam, cell).cause for cell in cells]
+    reference = Reference(load_config([], environ={}), world.device, Tiny(samples=300, uneven=uneven))
+    return [check_cell(world, reference, cell).cause for cell in cells]
 
 
 def run_cells(entries, capsys):

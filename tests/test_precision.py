@@ -9,8 +9,9 @@ from dist_amp.config import validate
 from dist_amp.config.validate import check_dtype
 from dist_amp.errors import ConfigError
 from dist_amp.fast import kernels
+from dist_amp.optim import build_optimizer
 from dist_amp.precision import Scaler, build_precision
-from dist_amp.settings import PrecisionConfig, ScalerConfig
+from dist_amp.settings import OptimConfig, PrecisionConfig, ScalerConfig
 from dist_amp.world import World
 
 
@@ -92,6 +93,27 @@ def test_the_scaler_is_torchs_own_kind_and_can_be_given_a_scale():
     assert scaler.get_scale() == 16.0
 
 
+def test_a_loop_of_the_users_own_uses_the_scaler_as_torchs():
+    scaler = scaler_of(ScalerConfig(init_scale=8.0))
+    for fused in (True, False):
+        model = torch.nn.Linear(2, 1)
+        optimizer = build_optimizer(model, OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, fused=fused))
+        before = model.weight.detach().clone()
+        scaler.scale(model(torch.tensor([[0.5, 0.25]])).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(before - model.weight, torch.tensor([[0.5, 0.25]]))
+        scaler.scale(model(torch.tensor([[torch.inf, 0.25]])).sum()).backward()
+        before = model.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, model.weight), "skipped"
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0, "two skips"
+
+
 def test_without_fp16_the_scale_is_1_and_stays_so():
     scaler = scaler_of(ScalerConfig(), scales=False)
     update(scaler, found_inf=1)
@@ -139,27 +161,36 @@ def gpu_of(monkeypatch):
     return world
 
 
-def test_a_dtype_that_the_device_cannot_do_is_refused_with_those_that_it_can(gpu_of, monkeypatch):
+def test_a_dtype_that_the_gpu_does_not_support_is_rejected_with_those_that_it_does(gpu_of, monkeypatch):
     monkeypatch.setitem(validate.CAPABILITY, "bf16", ((8, 0), (7, 5)))
     with pytest.raises(ConfigError) as error:
         check_dtype(PrecisionConfig(dtype="bf16"), gpu_of(6, 1))
     assert str(error.value) == (
-        "precision.dtype=bf16: Some GPU (compute capability 6.1) can't; use precision.dtype=fp16, or --use_amp false"
+        "precision.dtype=bf16: Some GPU (compute capability 6.1) does not support it; "
+        "use precision.dtype=fp16, or --use_amp false"
     )
-    with pytest.raises(ConfigError, match=r"capability 5\.0\) can't; use --use_amp false"):
+    with pytest.raises(ConfigError, match=r"capability 5\.0\) does not support it; use --use_amp false"):
         check_dtype(PrecisionConfig(dtype="fp16"), gpu_of(5, 0))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "warned"),
-    [("bf16", (8, 0), False), ("bf16", (7, 5), True), ("fp16", (7, 0), False), ("fp16", (6, 1), True)],
+    ("dtype", "capability", "instead"),
+    [
+        ("bf16", (8, 0), ""),
+        ("bf16", (7, 5), "--precision.dtype fp16"),
+        ("bf16", (6, 1), "--use_amp false"),
+        ("fp16", (7, 0), ""),
+        ("fp16", (6, 1), "--use_amp false"),
+    ],
 )
-def test_a_dtype_that_is_only_emulated_is_warned_of(gpu_of, capsys, dtype, capability, warned):
+def test_a_dtype_that_a_gpu_only_emulates_is_warned_about_with_what_to_use(gpu_of, capsys, dtype, capability, instead):
     check_dtype(PrecisionConfig(dtype=dtype), gpu_of(*capability))
-    assert ("only emulates" in capsys.readouterr().err) == warned
+    warning = capsys.readouterr().err
+    assert warning.endswith(f"only emulates {dtype}, which is slower than float32; use {instead}\n" if instead else "")
+    assert bool(warning) == bool(instead)
 
 
-def test_tf32_is_set_for_products_and_convolutions_alike():
+def test_tf32_is_set_for_matrix_products_and_convolutions():
     for on, name in ((True, "high"), (False, "highest")):
         build(tf32=on)
         assert torch.get_float32_matmul_precision() == name

@@ -17,9 +17,9 @@ from torch import nn
 from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
 from dist_amp.verify.__main__ import rows_of as rows_in
-from dist_amp.verify.compare import Cell, config_of, examine
-from dist_amp.verify.findings import find
-from dist_amp.verify.reference import Exam
+from dist_amp.verify.compare import Cell, check_cell, config_of
+from dist_amp.verify.findings import inspect_task
+from dist_amp.verify.reference import Reference
 from dist_amp.world import World
 
 SMALL = {
@@ -136,13 +136,13 @@ def test_a_mistake_on_its_command_line_is_refused(args, words):
 # ---- what is the task's own doing ----
 
 
-def exam_of(task):
-    return Exam(load_config([], environ={}), torch.device("cpu"), task)
+def reference_of(task):
+    return Reference(load_config([], environ={}), torch.device("cpu"), task)
 
 
 def told(task):
     """(what is found, what fails)."""
-    findings = find(exam_of(task))
+    findings = inspect_task(reference_of(task))
     return "\n".join(f.text for f in findings), any(f.fails for f in findings)
 
 
@@ -163,14 +163,14 @@ class BatchNorm(Task):
 
 
 def test_batch_statistics_and_dropout_are_named_and_silenced_not_failed():
-    exam = exam_of(BatchNorm())
-    texts = [finding.text for finding in find(exam)]
+    reference = reference_of(BatchNorm())
+    texts = [finding.text for finding in inspect_task(reference)]
     assert texts[0] == "4 (Dropout): dropout is off for the comparison"
     assert texts[1].startswith("1 (BatchNorm1d), 3 (BatchNorm1d): the result depends on the whole batch")
     assert len(texts) == 2
-    assert exam.task.quiet == {"1", "3"}
-    assert not any(finding.fails for finding in find(exam))
-    assert exam.bound("fp32") < 1e-4, "measured with batch statistics at rest"
+    assert reference.task.eval_modules == {"1", "3"}
+    assert not any(finding.fails for finding in inspect_task(reference))
+    assert reference.bound("fp32") < 1e-4, "measured with batch statistics at rest"
 
 
 class Around(Task):
@@ -272,17 +272,17 @@ def test_weight_decay_does_not_drive_the_comparison_apart_where_gradients_are_sm
             return super().loss_sum(model, batch) * 1e-4
 
     config = load_config([], environ={})
-    exam = Exam(config, torch.device("cpu"), Small())
+    reference = Reference(config, torch.device("cpu"), Small())
     for optimizer in ("sgd", "adamw"):
-        cause = examine(World(), exam, Cell("single", "fp32", optimizer)).cause
+        cause = check_cell(World(), reference, Cell("single", "fp32", optimizer)).cause
         assert cause == ""
 
 
 def test_replicas_that_do_not_divide_a_world_size_are_left_to_auto():
     config = load_config(["--parallel.replicas", "4"], environ={})
-    exam = Exam(config, torch.device("cpu"), Task())
-    assert config_of(exam, Cell("hsdp", "fp32"), World(world_size=2)).parallel.replicas == "auto"
-    assert config_of(exam, Cell("hsdp", "fp32"), World(world_size=4)).parallel.replicas == 4
+    reference = Reference(config, torch.device("cpu"), Task())
+    assert config_of(reference, Cell("hsdp", "fp32"), World(world_size=2)).parallel.replicas == "auto"
+    assert config_of(reference, Cell("hsdp", "fp32"), World(world_size=4)).parallel.replicas == 4
 
 
 def test_each_number_of_ranks_has_the_strategies_that_it_can_have():
@@ -318,7 +318,7 @@ class Unused(Task):
     ("task", "words"),
     [
         (MeanLoss, "it must be a sum over samples, not a mean"),
-        (ConstantWeight, "the task's weight of 8 samples is 1, and 2 for its halves"),
+        (ConstantWeight, "the task's weight of 8 samples is 1, but its halves add up to 2"),
         (LossInHalf, "the loss is computed in half precision"),
         (AlwaysNan, "loss or gradients of the first samples are not finite in float32"),
         (Unused, "the parameter forgotten (1 such) gets no gradient"),
@@ -332,7 +332,7 @@ def test_a_task_that_is_wrong_in_itself_fails_and_is_told_how(task, words):
 
 def test_a_dataset_too_short_to_compare_is_refused():
     with pytest.raises(DataError, match="has 64 samples; the comparison takes 5 steps of 48 = 240"):
-        find(exam_of(Tiny(samples=64)))
+        inspect_task(reference_of(Tiny(samples=64)))
 
 
 def test_the_bench_of_the_tripwires_tells_their_share():

@@ -1,29 +1,43 @@
 """Settings that do not go together are refused here, before anything is built; each error says what would work."""
 
+from functools import cache
+
 import torch
 
 from dist_amp.errors import ConfigError
+from dist_amp.runtime.native_precision import CAPABILITY, EMULATED, cpu_slowdown
 from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, Strategy, TrainConfig
 from dist_amp.world import World
 
-# (native from, works from): CUDA compute capabilities. Source: CUDA C++ programming guide, arithmetic instructions.
-# Between the two, arithmetic is emulated or runs at a fraction of float32's rate.
-CAPABILITY = {"bf16": ((8, 0), (5, 3)), "fp16": ((7, 0), (5, 3))}
-
 
 def check_dtype(config: PrecisionConfig, world: World) -> None:
-    """Refuse a dtype that the device can't compute in; warn of one that it only emulates."""
-    if world.device.type != "cuda" or not config.use_amp or torch.version.hip:
-        return  # CPUs and ROCm's GPUs compute in both
+    """Reject a dtype that the device can't compute in; warn about one that it only emulates."""
+    if not config.use_amp or torch.version.hip:  # ROCm's GPUs compute in both
+        return
+    if world.device.type == "cpu":
+        if world.is_main:
+            warn_if_emulated(config.dtype, world)
+        return
     capability = torch.cuda.get_device_capability(world.device)
     native, works = CAPABILITY[config.dtype]
     device = f"{torch.cuda.get_device_name(world.device)} (compute capability {capability[0]}.{capability[1]})"
     if capability < works:
-        can = [name for name, (_, since) in CAPABILITY.items() if capability >= since]
-        others = f"precision.dtype={' or '.join(can)}, or " if can else ""
-        raise ConfigError(f"precision.dtype={config.dtype}: {device} can't; use {others}--use_amp false")
+        usable = [name for name, (_, since) in CAPABILITY.items() if capability >= since]
+        others = f"precision.dtype={' or '.join(usable)}, or " if usable else ""
+        raise ConfigError(f"precision.dtype={config.dtype}: {device} does not support it; use {others}--use_amp false")
     if capability < native:
-        world.warn(f"{device} only emulates {config.dtype}: expect it to be slower than float32")
+        instead = "--precision.dtype fp16" if capability >= CAPABILITY["fp16"][0] else "--use_amp false"
+        world.warn(f"{device} only emulates {config.dtype}, which is slower than float32; use {instead}")
+
+
+@cache  # a process that builds several runs warns once
+def warn_if_emulated(dtype: str, world: World) -> None:
+    """Warn about a dtype in which this CPU is slower than in float32, with the cost and what to use."""
+    if (slowdown := cpu_slowdown(dtype)) >= EMULATED:
+        world.warn(
+            f"this CPU only emulates {dtype}: a matrix product takes {slowdown:.0f} times as long as in float32; "
+            "use --use_amp false"
+        )
 
 
 def check_parallel(config: ParallelConfig, strategy: Strategy, precision: PrecisionConfig, world: World) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_amp.errors import ConfigError, first_line, nearest_name
+from dist_amp.config.suggest import nearest_name
+from dist_amp.errors import ConfigError, first_line
 from dist_amp.runtime.recompute import Forward, checkpoint_activations
 from dist_amp.settings import Checkpointing, CompileConfig
 from dist_amp.world import World

@@ -1,8 +1,8 @@
 """The reference: five steps of one process with the whole batch, in plain torch and float32.
 
-It shares no line with step.py: the whole batch at once, `backward`, `clip_grad_norm_`, `optimizer.step()`. Learning
+It shares no code with step.py: the whole batch at once, `backward`, `clip_grad_norm_`, `optimizer.step()`. Learning
 rates, clipping limits and AdamW's eps are scaled to the task's own gradients, so that every step moves the parameters
-by about 1 %, the limits bite, and AdamW's division does not magnify rounding to a whole step.
+by about 1 %, clipping takes effect, and AdamW's division does not amplify rounding errors to a full step.
 """
 
 import math
@@ -32,15 +32,15 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 STEPS = 5
 
-# Samples of a step: 1, 2 and 4 ranks x 1, 3 and 4 micro-batches all divide it, so every cell takes the same steps.
+# Samples of a step: divisible by 1, 2 and 4 ranks x 1, 3 and 4 micro-batches, so every cell takes the same steps.
 GLOBAL_BATCH = 48
 
 Values = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """What is scaled to the task's own gradients: learning rates, AdamW's eps, clipping limits, decay."""
+class Hyperparameters:
+    """Scaled to the task's own gradients. lr: of each optimizer."""
 
     lr: dict[str, float]
     eps: float
@@ -49,19 +49,19 @@ class Scaled:
     weight_decay: float
 
 
-class Prepared:
-    """The user's task made comparable: `length` samples that are the same whenever they are read, dropout off.
+class RepeatableTask:
+    """The user's task made comparable: `length` samples that are the same on every reading, dropout off.
 
-    quiet: names of modules that stay in evaluation mode. spoilt: this rank's next loss is infinite.
+    eval_modules: names of modules that stay in evaluation mode. infinite_loss: whether this rank's loss is infinite.
     """
 
-    def __init__(self, task: Task, world: World, length: int, quiet: frozenset[str] = frozenset()):
+    def __init__(self, task: Task, world: World, length: int, eval_modules: frozenset[str] = frozenset()):
         self._task = task
         self._world = world
         self._dataset: Any = None
         self.length = self._needed = length
-        self.quiet = quiet
-        self.spoilt = False
+        self.eval_modules = eval_modules
+        self.infinite_loss = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
@@ -73,14 +73,14 @@ class Prepared:
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd):
                 module.p = 0.0
-            if name in self.quiet:
+            if name in self.eval_modules:
                 module.eval()
         return model
 
     def build_dataset(self, split: str) -> Any:
         if self._dataset is None:
             before = random_state(self._world.device)
-            seed_all(0)  # a dataset that is drawn is the same in every process, whatever was drawn before
+            seed_all(0)  # a randomly generated dataset is then the same in every process
             self._dataset = self._task.build_dataset("train")
             set_random_state(before, self._world.device)
             have = 0 if self._dataset is None else len(self._dataset)
@@ -96,7 +96,7 @@ class Prepared:
 
     def __getitem__(self, index: int) -> Any:
         before = random_state(self._world.device)
-        seed_all(index)  # so that a random augmentation is the same on every reading
+        seed_all(index)  # a random augmentation is then the same on every reading
         try:
             return self._dataset[int(index)]
         finally:
@@ -104,12 +104,12 @@ class Prepared:
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         loss = self._task.loss_sum(model, batch)
-        return loss * math.inf if self.spoilt else loss
+        return loss * math.inf if self.infinite_loss else loss
 
 
 @dataclass(frozen=True)
 class State:
-    """What an optimizer finds: parameters before its step, and unscaled gradients before clipping."""
+    """What the optimizer gets: parameters before its step, and unscaled gradients before clipping."""
 
     parameters: Values
     gradients: Values
@@ -123,7 +123,7 @@ class Trajectory:
     end: Values
 
 
-class Exam:
+class Reference:
     """The reference of one task on one device, and the settings that all cells share."""
 
     def __init__(
@@ -131,28 +131,29 @@ class Exam:
         config: Config,
         device: torch.device,
         task: Task | None = None,
-        quiet: frozenset[str] = frozenset(),
-        shared: dict[str, Any] | None = None,
+        eval_modules: frozenset[str] = frozenset(),
+        measured: dict[str, Any] | None = None,
         global_batch: int = GLOBAL_BATCH,
     ):
-        """quiet: modules to keep in evaluation mode. shared: another exam's `shared()`, so that all ranks set alike."""
+        """eval_modules: to keep in evaluation mode. measured: another Reference's `measured()`, for equal settings."""
         self.config = config
         self.device = device
         self.global_batch = global_batch
         task = build_task(config.task, config.data) if task is None else task
-        self.task = Prepared(task, World(device=device), STEPS * global_batch, quiet)
+        self.task = RepeatableTask(task, World(device=device), STEPS * global_batch, eval_modules)
         self._trajectories: dict[tuple[str, str, bool], Trajectory] = {}
         self._bounds: dict[str, float] = {}
-        vars(self).update(shared or {})  # the cached properties
+        vars(self).update(measured or {})  # fills the cached properties
 
-    def shared(self, precisions: Iterable[str]) -> dict[str, Any]:
-        """What is measured on the task, for these formats, and must be the same on all ranks."""
+    def measured(self, precisions: Iterable[str]) -> dict[str, Any]:
+        """What is measured on the task for these precisions, and must be the same on all ranks."""
         bounds = {precision: self.bound(precision) for precision in precisions}
         scale = {"init_scale": self.init_scale} if "fp16" in precisions else {}
-        return {"scaled": self.scaled, "_bounds": bounds, "global_batch": self.global_batch, **scale}
+        shared = {"hyperparameters": self.hyperparameters, "global_batch": self.global_batch}
+        return {**shared, "_bounds": bounds, **scale}
 
     def model(self, parameters: Values | None = None) -> nn.Module:
-        """The model with its initial weights, as every rank of every cell has it; or with those given."""
+        """The model with the initial weights that every rank of every cell has, or with the given ones."""
         seed_all(self.config.run.seed)
         model = self.task.build_model().to(self.device)
         with torch.no_grad():
@@ -165,41 +166,41 @@ class Exam:
         dataset = self.task.build_dataset("train")
         return to_device(collate([dataset[index] for index in indices]), self.device)
 
-    def epoch(self, partial: bool) -> int:
-        """Samples in an epoch; a partial one ends in the fourth step, with neither whole micro-batches nor rounds."""
+    def epoch_length(self, partial: bool) -> int:
+        """Samples in an epoch; a partial one ends within the fourth step, at no multiple of a micro-batch."""
         return 3 * self.global_batch + 2 * self.global_batch // 5 if partial else STEPS * self.global_batch
 
-    def windows(self, partial: bool) -> list[list[int]]:
-        """The samples of each step, in their order."""
-        length, size = self.epoch(partial), self.global_batch
+    def step_samples(self, partial: bool) -> list[list[int]]:
+        """The sample indices of each step, in order."""
+        length, size = self.epoch_length(partial), self.global_batch
         orders = [epoch_order(length, self.config.run.seed, epoch, True).tolist() for epoch in range(2)]
         return [order[n : n + size] for order in orders for n in range(0, length, size)][:STEPS]
 
     @cached_property
-    def scaled(self) -> Scaled:
-        """Errors: DataError where the first gradient is zero or not finite."""
+    def hyperparameters(self) -> Hyperparameters:
+        """Errors: DataError if the first gradient is zero or not finite."""
         model = self.model()
-        mean_loss(self.task, model, self.batch(self.windows(True)[0])).backward()
+        mean_loss(self.task, model, self.batch(self.step_samples(True)[0])).backward()
         gradient = torch.cat([g.flatten() for g in gradients_of(model).values()])
-        norm, most = gradient.norm().item(), gradient.abs().max().item()
+        norm, largest_value = gradient.norm().item(), gradient.abs().max().item()
         if not (math.isfinite(norm) and norm):
             raise DataError("the gradient of the first batch is zero or not finite in float32; check the task's loss")
         rms = norm / math.sqrt(gradient.numel())
         weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
         step = 0.01 * weights.norm().item()
         lr = {"sgd": step / norm, "adamw": step / (gradient / (gradient.abs() + rms)).norm().item()}
-        # At most 1 % of the weights per step as well: lr x weight_decay above 2 would make them grow without bound.
+        # Also at most 1 % of the weights per step: with lr x weight_decay above 2 they would grow without bound.
         decay = min(self.config.optim.weight_decay, 0.01 / max(lr.values()))
-        return Scaled(lr, rms, 0.4 * norm, 0.4 * most, decay)
+        return Hyperparameters(lr, rms, 0.4 * norm, 0.4 * largest_value, decay)
 
     @cached_property
     def init_scale(self) -> float:
-        """A thirty-second of the largest scale at which the first step is finite: it doubles twice in five steps."""
+        """1/32 of the largest loss scale at which the first step is finite: it doubles twice in five steps."""
         scale = 2.0**16
         while scale > 2.0**-10:
             model = self.model()
             with self.autocast("fp16"):
-                loss = mean_loss(self.task, model, self.batch(self.windows(True)[0]))
+                loss = mean_loss(self.task, model, self.batch(self.step_samples(True)[0]))
             (loss * scale).backward()
             if all(g.isfinite().all() for g in gradients_of(model).values()):
                 break
@@ -207,12 +208,12 @@ class Exam:
         return scale / 32
 
     @cached_property
-    def rounding(self) -> float:
-        """n x u of float32: what its roundings add up to along one forward and backward."""
+    def rounding_error(self) -> float:
+        """n x u of float32: the roundings of one forward and backward, added up."""
         return self._first_gradients("fp32", parts=1)[1] * UNIT_ROUNDOFF["fp32"]
 
     def bound(self, precision: str) -> float:
-        """The gradients' bound in one format: n x u + 4 e, as compare.py has it; below a half, a factor of two's."""
+        """The bound on the gradients' relative error, n x u + 4 e, derived in compare.py; at most 0.45."""
         if precision not in self._bounds:
             truth = self._first_gradients("fp32", parts=1)[0]
             whole, roundings = self._first_gradients(precision, parts=1)
@@ -222,62 +223,63 @@ class Exam:
         return self._bounds[precision]
 
     def _first_gradients(self, precision: str, parts: int) -> tuple[Values, int]:
-        """(the first step's gradients by plain torch in a format, how many results were rounded in one part of it)."""
-        model, window = self.model(), self.windows(True)[0]
-        weight, scale = self.task.weight(self.batch(window)), self.init_scale if precision == "fp16" else 1.0
-        for part in torch.tensor(window).chunk(parts):
-            with Roundings() as seen:
+        """(the first step's gradients by plain torch, the number of results that one part of the batch rounds)."""
+        model, samples = self.model(), self.step_samples(True)[0]
+        weight, scale = self.task.weight(self.batch(samples)), self.init_scale if precision == "fp16" else 1.0
+        for part in torch.tensor(samples).chunk(parts):
+            with RoundingCounter() as roundings:
                 with self.autocast(precision):
                     loss = self.task.loss_sum(model, self.batch(part.tolist()))
                 (loss * (scale / weight)).backward()
-        return {name: gradient / scale for name, gradient in gradients_of(model).items()}, seen.count
+        return {name: gradient / scale for name, gradient in gradients_of(model).items()}, roundings.count
 
     def autocast(self, precision: str) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=HALF.get(precision), enabled=precision in HALF)
 
     def trajectory(self, optimizer: str, clip_by: str, partial: bool) -> Trajectory:
+        """The reference's steps, computed on first use."""
         key = (optimizer, clip_by, partial)
         if key not in self._trajectories:
-            self._trajectories[key] = self._follow(*key)
+            self._trajectories[key] = self._take_steps(*key)
         return self._trajectories[key]
 
-    def _follow(self, name: str, clip_by: str, partial: bool) -> Trajectory:
-        """One process, the whole batch, float32, by the book."""
-        model, optim = self.model(), self.config.optim
+    def _take_steps(self, optimizer_name: str, clip_by: str, partial: bool) -> Trajectory:
+        """The textbook loop: one process, the whole batch, float32."""
+        model, optim, scaled = self.model(), self.config.optim, self.hyperparameters
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         groups = [
-            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": self.scaled.weight_decay},
+            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": scaled.weight_decay},
             {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer: torch.optim.Optimizer = (
             torch.optim.SGD(groups, lr=1.0, momentum=optim.momentum)
-            if name == "sgd"
-            else torch.optim.AdamW(groups, lr=1.0, betas=optim.betas, eps=self.scaled.eps)
+            if optimizer_name == "sgd"
+            else torch.optim.AdamW(groups, lr=1.0, betas=optim.betas, eps=scaled.eps)
         )
         states = []
-        for step, window in enumerate(self.windows(partial)):
+        for step, samples in enumerate(self.step_samples(partial)):
             optimizer.zero_grad()
-            mean_loss(self.task, model, self.batch(window)).backward()
-            states.append(State(copies(trained), copies(gradients_of(model))))
+            mean_loss(self.task, model, self.batch(samples)).backward()
+            states.append(State(cloned(trained), cloned(gradients_of(model))))
             if clip_by == "norm":
-                nn.utils.clip_grad_norm_(trained.values(), self.scaled.max_grad_norm)
+                nn.utils.clip_grad_norm_(trained.values(), scaled.max_grad_norm)
             if clip_by == "value":
-                nn.utils.clip_grad_value_(trained.values(), self.scaled.max_grad_value)
+                nn.utils.clip_grad_value_(trained.values(), scaled.max_grad_value)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.optim_of(name), step, STEPS)
+                group["lr"] = learning_rate(self.optim_config(optimizer_name), step, STEPS)
             optimizer.step()
         return Trajectory(states, trained)
 
-    def optim_of(self, name: str, fused: bool = True) -> OptimConfig:
-        scaled = self.scaled
-        config = replace(
-            self.config.optim, lr=scaled.lr[name], eps=scaled.eps, weight_decay=scaled.weight_decay, fused=fused
+    def optim_config(self, name: str, fused: bool = True) -> OptimConfig:
+        scaled = self.hyperparameters
+        options: dict[str, Any] = {"name": name, "lr": scaled.lr[name], "eps": scaled.eps, "fused": fused}
+        return replace(
+            self.config.optim, weight_decay=scaled.weight_decay, schedule="cosine", warmup_steps=2, **options
         )
-        return replace(config, name=name, schedule="cosine", warmup_steps=2)  # type: ignore[arg-type]
 
 
-class Roundings(TorchDispatchMode):
-    """Counts the operations that make new floating-point values."""
+class RoundingCounter(TorchDispatchMode):
+    """Counts the operations that produce new floating-point values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,9 +287,9 @@ class Roundings(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        views = any(value.alias_info is not None for value in function._schema.returns)
+        is_view = any(value.alias_info is not None for value in function._schema.returns)
         first = out[0] if isinstance(out, tuple | list) and out else out
-        self.count += isinstance(first, Tensor) and first.is_floating_point() and not views
+        self.count += isinstance(first, Tensor) and first.is_floating_point() and not is_view
         return out
 
 
@@ -299,7 +301,7 @@ def gradients_of(model: nn.Module) -> Values:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def copies(values: Values) -> Values:
+def cloned(values: Values) -> Values:
     return {name: value.detach().clone() for name, value in values.items()}
 
 

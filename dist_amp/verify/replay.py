@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from dist_amp.checkpoint.format import all_checkpoints
+from dist_amp.checkpoint.format import CheckpointRejected, all_checkpoints
 from dist_amp.checkpoint.reader import Reader, read_into
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task

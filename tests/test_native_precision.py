@@ -1,0 +1,199 @@
+"""Emulated precisions are measured on a CPU, looked up on a GPU, warned about, and avoided by the demo."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from dist_amp.config import validate
+from dist_amp.config.validate import check_dtype
+from dist_amp.runtime import native_precision as native
+from dist_amp.settings import PrecisionConfig
+from dist_amp.world import World
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """cpu(bf16=30.0): this machine is a CPU on which a bf16 matrix product takes 30 times float32's time."""
+
+    def make(**slowdowns):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        for module in (native, validate):
+            monkeypatch.setattr(module, "cpu_slowdown", slowdowns.__getitem__)
+        validate.warn_if_emulated.cache_clear()
+
+    yield make
+    validate.warn_if_emulated.cache_clear()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(float32=[...], half=[...]): the seconds that successive matrix products take."""
+
+    def make(float32, half):
+        durations = {torch.float32: iter(float32), torch.bfloat16: iter(half)}
+        monkeypatch.setattr(native, "_seconds", lambda matrix: next(durations[matrix.dtype]))
+        native.cpu_slowdown.cache_clear()
+
+    yield make
+    native.cpu_slowdown.cache_clear()
+
+
+# ---- detection ----
+
+
+def test_the_slowdown_is_the_ratio_of_the_fastest_repeats_without_the_first(clock):
+    clock(float32=[0.1, 2, 9, 1, 9, 9], half=[0.1, 40, 30, 50, 99, 60])
+    assert native.cpu_slowdown("bf16") == 30
+
+
+def test_each_dtype_is_measured_once_per_process(clock):
+    clock(float32=[1] * 6, half=[3] * 6)
+    assert native.cpu_slowdown("bf16") == native.cpu_slowdown("bf16") == 3
+
+
+def test_measuring_leaves_threads_random_state_and_grad_mode_as_they_were():
+    native.cpu_slowdown.cache_clear()
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    assert native.cpu_slowdown("bf16") > 0
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "expected"),
+    [(0.7, ("bf16", "native on this CPU")), (29.6, ("fp32", "this CPU only emulates bf16 (30x slower)"))],
+)
+def test_a_cpu_gets_bf16_where_that_is_native_and_float32_elsewhere(cpu, slowdown, expected):
+    cpu(bf16=slowdown)
+    assert native.native_precision() == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "fp32")]
+)
+def test_a_gpu_gets_the_precision_of_its_compute_capability(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert native.native_precision() == (dtype, "native on GPUs of compute capability {}.{}".format(*capability))
+
+
+# ---- the warning ----
+
+
+def test_an_emulated_dtype_is_warned_about_once_with_its_cost_and_what_to_use(cpu, capsys):
+    cpu(bf16=8.8)
+    for _ in range(2):
+        check_dtype(PrecisionConfig(dtype="bf16"), World())
+    assert capsys.readouterr().err == (
+        "warning: this CPU only emulates bf16: a matrix product takes 9 times as long as in float32; "
+        "use --use_amp false\n"
+    )
+
+
+def test_a_native_dtype_is_not_warned_about(cpu, capsys):
+    cpu(bf16=1.1)
+    check_dtype(PrecisionConfig(dtype="bf16"), World())
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("use_amp", "rank"), [(False, 0), (True, 1)])
+def test_nothing_is_measured_in_float32_and_on_other_ranks(cpu, use_amp, rank):
+    cpu()  # knows no dtype: asking it raises KeyError
+    check_dtype(PrecisionConfig(use_amp=use_amp), World(rank=rank, world_size=2))
+
+
+# ---- the demo's choice ----
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [
+        (["--use_amp", "true"], {}),
+        (["--use-amp=false"], {}),
+        (["--precision.dtype", "bf16"], {}),
+        (["--precision.scaler.init_scale", "8"], {}),
+        (["--config", "mine.toml"], {}),
+        ([], {"DIST_AMP_PRECISION__DTYPE": "fp16"}),
+        ([], {"DIST_AMP_USE_AMP": "true"}),
+        (["--config", "missing.toml"], {}),
+    ],
+)
+def test_an_explicit_precision_is_kept(cpu, tmp_path, monkeypatch, words, environ):
+    cpu(bf16=30)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text("precision.dtype = 'bf16'")
+    assert native.suggestion(words, environ) == ""
+
+
+def test_other_settings_are_no_choice_of_a_precision(cpu, tmp_path):
+    cpu(bf16=30)
+    (tmp_path / "mine.toml").write_text("[train]\nsteps = 5")
+    words = ["--config", str(tmp_path / "mine.toml"), "--optim.lr", "1"]
+    assert native.suggestion(words, {"DIST_AMP_RUN__SEED": "1"}) == "fp32 this CPU only emulates bf16 (30x slower)"
+
+
+STUB = """#!/bin/sh
+case "$*" in
+*suggestion*) echo "$ANSWER" ;;
+*torch.distributed.run*) shift 2; echo "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """demo(answer, *words): what demo.sh starts and says, where the interpreter is a stub with this answer."""
+    stub = tmp_path / "python"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+
+    def run(answer, *words):
+        environ = {"PATH": os.environ["PATH"], "DIST_AMP_PYTHON": str(stub), "ANSWER": answer}
+        command = ["/bin/bash", ROOT / "launch/demo.sh", *words]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split(f"{ROOT}/configs/demo.toml")[1].split(), done.stderr, done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("answer", "passed", "said"),
+    [
+        ("0 fp32 this CPU only emulates bf16 (9x slower)", ["--use_amp", "false"],
+         "precision  float32: this CPU only emulates bf16 (9x slower); choose with "),
+        ("0 bf16 native on this CPU", [], "precision  bf16: native on this CPU; choose with "),
+        ("4 fp16 native on GPUs of compute capability 7.5", ["--precision.dtype", "fp16"],
+         "precision  fp16: native on GPUs of compute capability 7.5; choose with "),
+    ],
+)  # fmt: skip
+def test_the_demo_takes_the_native_precision_and_says_why_in_one_line(demo, answer, passed, said):
+    words, line, _ = demo(answer, "--train.steps", "5")
+    assert words == [*passed, "--train.steps", "5"]
+    assert line.startswith(said)
+    assert line.count("\n") == 1
+
+
+def test_the_demo_adds_nothing_to_an_explicit_choice(demo):
+    words, line, _ = demo("0 ", "--precision.dtype", "bf16")
+    assert words == ["--precision.dtype", "bf16"]
+    assert line == ""
+
+
+@pytest.mark.parametrize(("answer", "processes"), [("0 bf16 native", 2), ("8 bf16 native", 8)])
+def test_the_demo_starts_one_process_per_gpu_or_two_on_the_cpu(demo, answer, processes):
+    assert f"--nproc_per_node={processes} " in demo(answer)[2]
+
+
+def test_the_demos_question_has_an_answer_from_the_real_interpreter(tmp_path):
+    """The line of Python inside demo.sh, run for real: it prints the GPUs, and nothing more for an explicit choice."""
+    script = (ROOT / "launch/demo.sh").read_text()
+    code = script.split("ask='")[1].split("'\n")[0]
+    command = [sys.executable, "-c", code, "--use_amp", "false"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, [str(torch.cuda.device_count())]), done.stderr
