@@ -81,7 +81,8 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
     blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
-    with error_context(parameters=sum(p.numel() for p in module.parameters()), strategy=strategy):
+    facts = {"parameters": sum(p.numel() for p in module.parameters()), "strategy": strategy}
+    with error_context(**facts):
         parallel = build_parallel(config.parallel, strategy, module, blocks, precision, world)
         clip, steps = _clip(config.train), config.train.steps
         optimizer = Optimizer(config.optim, clip, parallel.model, steps, parallel.state_device)
@@ -102,7 +103,8 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     metrics = Metrics(config.metrics, world)
     run = Run(config, world, folder, task, precision, parallel, optimizer, data, validation, metrics)
     if resume is not None:
-        load(run, resume)
+        with error_context(**facts):
+            load(run, resume)
         run.resumed_from_step, run.resumed_from = run.step, resume
     return run
 

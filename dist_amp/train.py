@@ -24,7 +24,7 @@ from dist_amp.run import Run, build_run
 from dist_amp.runtime.garbage import scheduled_garbage
 from dist_amp.runtime.run_folder import run_folder
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise.failure import report_failure
+from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.preflight import (
     check_free_space,
     check_ranks_agree,
@@ -33,7 +33,6 @@ from dist_amp.supervise.preflight import (
     make_folder,
     only_live_run,
 )
-from dist_amp.supervise.report import supervised
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.mfu import item_seconds_at_peak
 from dist_amp.telemetry.summary import closing_table, introduce, is_completed, write_summary
