@@ -24,9 +24,8 @@ from dist_amp.runtime.garbage import scheduled_garbage
 from dist_amp.runtime.run_folder import run_folder
 from dist_amp.step import evaluate, train_step
 from dist_amp.supervise import preflight
-from dist_amp.supervise.failure import report_failure
+from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.lifecycle import close_run, is_finished, open_run
-from dist_amp.supervise.report import supervised
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.observer import Observer
 from dist_amp.world import start

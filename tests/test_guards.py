@@ -22,10 +22,13 @@ from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
 from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, Failure
+from dist_amp.fast.process_group import all_reduce_sum, reduce_options
+from dist_amp.runtime.files import write_durably
 from dist_amp.supervise import preflight as guards
 from dist_amp.supervise import watchdog
 from dist_amp.supervise.explain import explain_disk
 from dist_amp.supervise.preflight import check_free_space, check_ranks_agree, check_restarts, only_live_run
+from dist_amp.supervise.signals import AgreedStop
 from dist_amp.supervise.watchdog import RankWatchdog
 from dist_amp.world import World
 
@@ -184,6 +187,21 @@ def test_a_full_or_read_only_disk_is_one_line_with_the_path(tmp_path, number, wo
     assert explain_disk(other, tmp_path) is other
 
 
+def test_a_durable_write_replaces_a_file_or_leaves_it_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_durably(path, "old")
+    write_durably(path, "new")
+    assert (path.read_text(), os.listdir(tmp_path)) == ("new", ["summary.json"])
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(path, "newer")
+    assert path.read_text() == "new"
+
+
 def what_ranks_say(world, of_rank_1, error):
     """What rank 0 reports of a failed collective, if rank 1 failed by itself, waited too, or is silent."""
     watchdog.ANSWER_SECONDS = 1.0
@@ -233,17 +251,21 @@ def process_of(world):
     return os.getpid()
 
 
-def who_waits(world):
-    """Rank 1 comes to a barrier late: whether each rank's main thread was seen in it meanwhile."""
+def who_waits(world, where):
+    """Rank 1 comes to a collective late: whether each rank's main thread was seen in it meanwhile."""
+    stop, numbers, options = AgreedStop(world), torch.ones(2), reduce_options()
+    wait = {"barrier": world.barrier, "agreed stop": stop.poll_now, "step": lambda: all_reduce_sum(numbers, options)}
     seen = []
     looker = threading.Timer(0.5, lambda: seen.append(watchdog.in_a_collective()))
+    world.barrier()
     looker.start()
     if world.rank == 1:
         time.sleep(1.0)
-    world.barrier()
+    wait[where]()
     looker.join()
     return seen[0]
 
 
-def test_a_rank_that_waits_in_a_collective_is_distinguished_from_one_that_hangs():
-    assert on_ranks(2, who_waits) == [True, False]
+@pytest.mark.parametrize("where", ["barrier", "agreed stop", "step"])
+def test_a_rank_that_waits_in_a_collective_is_distinguished_from_one_that_hangs(where):
+    assert on_ranks(2, who_waits, where) == [True, False]

@@ -1,7 +1,7 @@
 """Errors of torch, the loader and the disk as one line that names the cause and the fix.
 
 torch reports these by tracebacks, often on every rank but the one with the cause. To delete: this file, and its lines
-in report.py.
+in failure.py.
 """
 
 import errno
@@ -26,7 +26,7 @@ def explain_disk(error: BaseException, folder: Path) -> BaseException:
     return Failure(f"{path} can't be written ({error.strerror}); free some space, and resume with --run.dir {folder}")
 
 
-def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()) -> BaseException:
+def explain_data(error: BaseException, rank: int, splits: Sequence[Batches | None] = ()) -> BaseException:
     """A DataError for a dead loader worker or an index out of range; any other error unchanged.
 
     splits: the batches of the training and the validation split, to name the samples of the micro-batch that failed:
@@ -41,7 +41,7 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
             )
     if _OUT_OF_RANGE.match(str(error)):
         failed = context_of(error).get("batch")
-        for split in splits:
+        for split in filter(None, splits):
             for batch, indices in split.handed_out:
                 if batch is failed:
                     return DataError(

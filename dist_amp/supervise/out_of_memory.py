@@ -1,6 +1,6 @@
 """Out of memory, as one line: what was requested, what the model and a micro-batch take, and which settings would fit.
 
-To delete: this file and its line in report.py.
+To delete: this file and its line in failure.py.
 """
 
 import math
@@ -77,16 +77,12 @@ class Shortage:
         return self.activations / max(self.micro_batch_size, 1)
 
     @property
-    def usable(self) -> float:
-        return USABLE * self.capacity
-
-    @property
     def fitting_micro_batch(self) -> int:
         """The largest micro-batch that fits in addition to the state and divides a rank's samples of a step, or 0.
 
         At most half of the present one, because only a part of that was measured.
         """
-        fits = min(self.micro_batch_size // 2, int(max(self.usable - self.state, 0) / max(self.sample, 1)))
+        fits = min(self.micro_batch_size // 2, int(max(USABLE * self.capacity - self.state, 0) / max(self.sample, 1)))
         samples = self.micro_batch_size * self.micro_batches
         return max((count for count in range(1, fits + 1) if samples % count == 0), default=0)
 
@@ -164,7 +160,7 @@ def suggestions(short: Shortage) -> list[str]:
 
 def ranks_needed(short: Shortage) -> int:
     """How many ranks FSDP needs, at least the present number; 0 if it does not help, or hardly."""
-    room = short.usable - short.sample
+    room = USABLE * short.capacity - short.sample
     if room <= 0 or (not short.on_gpu and short.world.world_size == 1):
         return 0
     ranks = max(short.world.world_size, 2, math.ceil(short.state / room))

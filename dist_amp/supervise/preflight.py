@@ -177,7 +177,9 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
             raise ConfigError(f"run.dir={folder} holds a run already; choose another, or use run.resume=auto")
         try:
             if (folder / MANIFEST).exists():
-                raise ConfigError(f"run.dir={folder} is a checkpoint; name a run's folder, and this one as run.resume")
+                raise ConfigError(
+                    f"run.dir={folder} is a checkpoint; name a run's folder, and give this one as run.resume"
+                )
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ".writable").touch()
             (folder / ".writable").unlink()
