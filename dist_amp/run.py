@@ -1,5 +1,6 @@
 """A run: everything that training needs, assembled from one config; for the main job, scripts and notebooks alike."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from dist_amp.precision import Clip, Precision, Scaler, build_precision
 from dist_amp.runtime.process import set_determinism
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.runtime.run_folder import run_folder
-from dist_amp.settings import Config
+from dist_amp.settings import Config, Strategy
 from dist_amp.task import Task
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
@@ -82,7 +83,8 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     seed_all(config.run.seed)  # the same initial weights everywhere
     precision, parallel = build_model(config, task, micro_batches, world)
     scaler = Scaler(config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device)
-    optimizer = build_optimizer(parallel.model, config.optim)
+    with model_context(parallel.module, parallel.strategy):
+        optimizer = build_optimizer(parallel.model, config.optim)
     schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device)
     data, validation = build_data(config, task, micro_batches, world)
 
@@ -94,9 +96,15 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
         data, validation, metrics,
     )  # fmt: skip
     if checkpoint is not None:
-        load(run, checkpoint)
+        with model_context(parallel.module, parallel.strategy):
+            load(run, checkpoint)
         run.resumed_from_step, run.resumed_from = run.step, checkpoint
     return run
+
+
+def model_context(module: nn.Module, strategy: Strategy) -> AbstractContextManager[None]:
+    """What an error in this block has to do with: where memory runs out, it says how much the model will take."""
+    return error_context(parameters=sum(p.numel() for p in module.parameters()), strategy=strategy)
 
 
 def build_model(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Precision, Parallel]:
@@ -110,7 +118,7 @@ def build_model(config: Config, task: Task, micro_batches: int, world: World) ->
     precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
     blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
-    with error_context(parameters=sum(p.numel() for p in module.parameters()), strategy=strategy):
+    with model_context(module, strategy):
         return precision, build_parallel(config.parallel, strategy, module, blocks, precision, world)
 
 

@@ -1,4 +1,4 @@
-"""The report of dtypes is what autocast did: per module, per costly operation, and in the loss."""
+"""The dtype report shows what autocast did: per module, per costly operation, and in the loss."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_floa
     assert f"All 16 costly operations (products, convolutions, attention) run in {dtype}." in seen.text
 
 
-def test_arithmetic_is_counted_as_the_shapes_say(gpt):
+def test_flops_are_counted_from_the_shapes(gpt):
     seen = report(*gpt)
     samples, context, width = 2, 8, 16
     matrices = 3 * (4 + 8) * width**2 + 256 * width  # qkv and out, up and down; the head
@@ -105,10 +105,10 @@ class CarefulTask(Tiny):
         return Careful()
 
 
-def test_a_product_where_autocast_is_off_is_flagged_with_its_share_of_the_arithmetic():
+def test_a_product_where_autocast_is_off_is_flagged_with_its_share_of_the_flops():
     seen = report("--precision.dtype", "bf16", task=CarefulTask())
     assert names(seen.in_float32) == {("head", "addmm", "fp32 x fp32")}
-    assert "1 of 3 costly operations stays in float32 (60 % of the forward's arithmetic):" in seen.text  # 24 of 8+8+24
+    assert "1 of 3 costly operations stays in float32 (60 % of the forward's FLOPs):" in seen.text  # 24 of 8+8+24
     assert "  head (Linear): addmm fp32 x fp32, 60 %" in seen.text
     assert "autocast(enabled=False)" in seen.text
 
@@ -159,7 +159,7 @@ class LibraryTask(Tiny):
         return model(**batch).logits.float().sum()
 
 
-def test_nested_inputs_by_keyword_and_nested_outputs_are_looked_into():
+def test_nested_keyword_inputs_and_nested_outputs_are_recorded():
     seen = report("--precision.dtype", "bf16", task=LibraryTask())
     assert row(seen, "scorer")[1:] == ("Scorer", "fp32 bool", "fp32", "bf16", "bf16 fp32 bool")
     assert names(seen.costly) == {("scorer", "bmm", "bf16 x bf16")}
@@ -171,26 +171,26 @@ class HalfSum(Tiny):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_loss_that_is_summed_up_in_half_precision_is_flagged(dtype):
+def test_a_loss_that_is_summed_in_half_precision_is_flagged(dtype):
     seen = report("--precision.dtype", dtype, task=HalfSum())
     assert names(seen.half_sums) == {("loss_sum", "mean", dtype)}
     assert f"  loss_sum (the task): mean of {dtype}" in seen.text
     assert not report("--precision.dtype", dtype, task=Tiny()).half_sums
 
 
-def test_a_loss_that_a_run_would_refuse_is_named():
-    assert "The loss is bf16, which a run refuses" in report(task=HalfLoss()).text
+def test_a_loss_that_a_run_would_reject_is_named():
+    assert "The loss is bf16, which a run rejects" in report(task=HalfLoss()).text
     assert "The loss" not in report(task=Tiny()).text
 
 
-def test_that_a_sharded_run_casts_by_policy_is_said_where_it_does():
+def test_the_report_says_whether_a_sharded_run_casts_by_policy():
     assert "FSDP's policy" in report("--parallel.strategy", "fsdp", task=Tiny()).text
     for words in (["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"], ["--parallel.strategy", "ddp"]):
         assert "FSDP's policy" not in report(*words, task=Tiny()).text
 
 
 class Attending(Tiny):
-    """Attention with a mask, in float32 by the user's wish."""
+    """Attention with a mask, in float32 because the user turned autocast off."""
 
     def build_model(self):
         return nn.MultiheadAttention(8, 2, batch_first=True)

@@ -65,7 +65,7 @@ def test_verify_finds_a_fault_in_the_users_copy_of_the_loop(tmp_path):
     shutil.copytree(ROOT / "dist_amp", tmp_path / "dist_amp")
     step = tmp_path / "dist_amp" / "step.py"
     whole = step.read_text()
-    planted = whole.replace("scale / expected", "scale / expected / run.world.world_size")
+    planted = whole.replace("normalize(loss, is_last)", "normalize(loss / run.world.world_size, is_last)")
     assert planted != whole
     step.write_text(planted)
     target = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.crop", "8", "--task.args.width", "16"]

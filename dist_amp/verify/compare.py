@@ -100,8 +100,8 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Callable[..
     state_fault, faults = fault_of_state(run), [*faults, consistency.find_mismatch(run)]
     if cell.accumulate_reduce == "last" and len(set(reductions)) > 1:
         faults.append(
-            f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, which must be equal: only "
-            "the last may reduce gradients: each other one needs no_sync around its forward and its backward"
+            f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, not equally often; only the"
+            " last may reduce gradients: each other one needs no_sync around its forward and its backward"
         )
     parameters = {name: full(p) for name, p in run.parallel.module.named_parameters() if p.requires_grad}
     try:

@@ -1,9 +1,9 @@
-"""Which dtype computes what: one forward and loss of a task under the config's autocast, module by module.
+"""In which dtype each module computes: one forward and loss of a task under the config's autocast.
 
     print(dtype_report(config).text)
 
-Autocast decides per operation, so it is operations that are watched: below autocast, after its casts. Costly are
-those that torch counts FLOPs for: matrix products, convolutions, attention.
+Autocast decides per operation, so operations are recorded, after autocast's casts. Costly operations are those whose
+FLOPs torch counts: matrix products, convolutions, attention.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,41 +37,32 @@ FORMULAS = {
     **flop_registry,
 }
 
-# What moves or casts elements computes nothing; views say so themselves.
+# Operations that only move or cast elements; views are recognised by torch.
 MOVES = {
-    "_to_copy",
-    "copy_",
-    "clone",
-    "_unsafe_view",
-    "detach",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "cat",
-    "stack",
-}
+    "_to_copy", "copy_", "clone", "_unsafe_view", "detach", "zeros_like", "ones_like", "empty_like", "cat", "stack",
+}  # fmt: skip
 
-# What adds many rounded elements up.
+# Operations that add up many rounded elements.
 SUMS = {
     "sum", "mean", "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "smooth_l1_loss", "huber_loss",
     "binary_cross_entropy", "dot", "linalg_vector_norm", "logsumexp", "var", "std",
 }  # fmt: skip
 
-LOSS = "loss_sum"  # stands for what runs in no module
+LOSS = "loss_sum"  # the path of operations outside all modules
 
 WHY = """\
 Why: autocast is off there (autocast(enabled=False), custom_fwd(cast_inputs=torch.float32)), or it does not know the
 operation (in-place and out= products, operations of your own). A .float() before an ordinary product is not enough:
 autocast casts its result again.
-Mend: end the autocast(enabled=False) block before the product, or cast its inputs and weights by hand."""
+Fix: end the autocast(enabled=False) block before the product, or cast its inputs and weights yourself."""
 
 POLICY = """\
-A sharded run casts by FSDP's policy in place of autocast, unless precision.cast_by=autocast: all that a block computes
-is half precision then, norms too."""
+A sharded run casts by FSDP's policy instead of autocast, unless precision.cast_by=autocast. A block then computes
+everything in half precision, norms included."""
 
 
 class Row(NamedTuple):
-    """One module; each column holds the distinct dtypes, in the order of their first use."""
+    """One module; each column lists distinct dtypes in order of first use."""
 
     path: str
     kind: str
@@ -92,14 +83,14 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class DtypeReport:
-    """What one forward and loss showed."""
+    """The dtypes of one forward and loss."""
 
     dtype: str  # bf16, fp16, or fp32 where precision.use_amp=false
     device: torch.device
-    by_policy: bool  # whether the run itself will cast by FSDP's policy
+    by_policy: bool  # whether a run would cast by FSDP's policy
     rows: list[Row]  # in the model's order, the loss last
-    costly: list[tuple[Operation, int]]  # with their FLOPs
-    half_sums: list[tuple[Operation, int]]  # to a scalar; 0 FLOPs
+    costly: list[tuple[Operation, int]]  # (operation, FLOPs)
+    half_sums: list[tuple[Operation, int]]  # sums to a scalar in half precision; 0 FLOPs
     never_called: list[tuple[str, str]]  # (path, class)
 
     @property
@@ -109,7 +100,7 @@ class DtypeReport:
 
     @property
     def text(self) -> str:
-        """The table, then what stands out."""
+        """The table, then whatever needs attention."""
         head = f"autocast to {self.dtype} on {self.device.type}; one micro-batch, forward and loss"
         if self.dtype == "fp32":
             head = "precision.use_amp=false: all is computed in float32, by request"
@@ -118,12 +109,12 @@ class DtypeReport:
         if self.dtype != "fp32":
             parts.append(self._about_costly())
         if self.half_sums:
-            about = "Summed up in half precision, rounded at every addition, and in fp16 soon infinite; use .float():"
+            about = "Sums in half precision, rounded at every addition and quick to overflow in fp16; use .float():"
             lines = [f"  {path} ({kind}): {name} of {dtype}" for (path, kind, name, dtype), _ in merged(self.half_sums)]
             parts.append("\n".join([about, *lines]))
         if self.rows[-1].outputs != "fp32":
             parts.append(
-                f"The loss is {self.rows[-1].outputs}, which a run refuses; compute it in float32, by .float()"
+                f"The loss is {self.rows[-1].outputs}, which a run rejects; compute it in float32, by .float()"
             )
         if self.never_called:
             names = [f"{path} ({kind})" for (path, kind), _ in merged((row, 0) for row in self.never_called)]
@@ -131,14 +122,14 @@ class DtypeReport:
         return "\n\n".join([*parts, POLICY] if self.by_policy else parts)
 
     def _about_costly(self) -> str:
-        """What stays in float32, by its share of the arithmetic."""
+        """Which costly operations stay in float32, with their share of the FLOPs."""
         wide, total = self.in_float32, max(1, sum(flops for _, flops in self.costly))
         if not wide:
             return f"All {len(self.costly)} costly operations (products, convolutions, attention) run in {self.dtype}."
         share = 100 * sum(flops for _, flops in wide) / total
         about = (
             f"{len(wide)} of {len(self.costly)} costly operations {'stay' if len(wide) > 1 else 'stays'} in float32 "
-            f"({share:.0f} % of the forward's arithmetic):"
+            f"({share:.0f} % of the forward's FLOPs):"
         )
         lines = [
             f"  {path} ({kind}): {name} {operands}, {100 * flops / total:.0f} %"
@@ -148,9 +139,9 @@ class DtypeReport:
 
 
 def dtype_report(config: Config, world: World | None = None, task: Task | None = None) -> DtypeReport:
-    """Build the task and its model in this process alone, take its first micro-batch, and watch forward and loss.
+    """Run the task's model on its first micro-batch, in this process only, and record the dtypes.
 
-    task: an object in place of `task.target`. Errors: those of `run.build_run`.
+    task: an object to use in place of `task.target`. Errors: those of `run.build_run`.
     """
     world = locate(config.run) if world is None else world
     task = build_task(config.task, config.data) if task is None else task
@@ -159,28 +150,28 @@ def dtype_report(config: Config, world: World | None = None, task: Task | None =
     if not any(part.training for part in model.modules()):
         model.train()
     split, size = build_split(task, "train", world), config.train.micro_batch_size
-    # Loader workers are for a run; one batch is made here.
+    # Without loader workers: only one batch is needed.
     batches = build_batches(replace(config.data, workers=0), task, split, size, 1, config.run.seed, world)
     batch = next(batches)[0]
-    # FSDP's policy needs ranks to shard over: what is watched is autocast.
+    # A policy needs ranks to shard over, so autocast is what is recorded.
     precision = build_precision(replace(config.precision, cast_by="auto"), False, world)
-    with Watch(model) as watch, precision.autocast():
-        watch.note(LOSS, "inputs", batch)
-        watch.note(LOSS, "outputs", task.loss_sum(model, batch))
+    with DtypeRecorder(model) as recorder, precision.autocast():
+        recorder.add(LOSS, "inputs", batch)
+        recorder.add(LOSS, "outputs", task.loss_sum(model, batch))
     sharded = config.parallel.strategy in ("fsdp", "hsdp") and config.precision.cast_by != "autocast"
     return DtypeReport(
         precision.name,
         world.device,
         sharded and config.precision.use_amp,
-        watch.rows(),
-        watch.costly,
-        watch.half_sums,
-        watch.never_called(),
+        recorder.rows(),
+        recorder.costly,
+        recorder.half_sums,
+        recorder.never_called(),
     )
 
 
-class Watch(TorchDispatchMode):
-    """While it is on: which module computes what, from its forward's hooks and the operations in between."""
+class DtypeRecorder(TorchDispatchMode):
+    """Records the dtypes of each module's inputs, outputs and operations while it is active."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -188,11 +179,11 @@ class Watch(TorchDispatchMode):
         self.costly: list[tuple[Operation, int]] = []
         self.half_sums: list[tuple[Operation, int]] = []
         self._running = [LOSS]
-        self._touched: set[int] = set()  # tensors that an operation took
+        self._used: set[int] = set()  # ids of the tensors that operations took
         self._columns: dict[tuple[str, str], dict[str, None]] = {}  # (path, column) -> distinct dtypes, in order
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "DtypeRecorder":
         for path, module in self.modules.items():
             self._hook(path, module)
         super().__enter__()
@@ -206,35 +197,35 @@ class Watch(TorchDispatchMode):
     def _hook(self, path: str, module: nn.Module) -> None:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._running.append(path)
-            self.note(path, "inputs", (args, kwargs))
+            self.add(path, "inputs", (args, kwargs))
 
         def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._running.pop()
-            self.note(path, "outputs", output)
+            self.add(path, "outputs", output)
 
         self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
 
-    def note(self, path: str, column: str, value: Any) -> None:
-        """Add the dtypes of the tensors in `value`, however nested."""
+    def add(self, path: str, column: str, value: Any) -> None:
+        """Record the dtypes of the tensors in `value`, which may be nested."""
         self._columns.setdefault((path, column), {}).update(dict.fromkeys(dtypes_in(value)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         name, path = function.overloadpacket.__name__, self._running[-1]
-        self._touched |= {id(tensor) for tensor in tensors_in((args, kwargs))}
+        self._used |= {id(tensor) for tensor in tensors_in((args, kwargs))}
         floating = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
         if function.is_view or name in MOVES or not floating:
             return out
         formula = FORMULAS.get(function.overloadpacket)
-        self.note(path, "products" if formula else "other", floating)
+        self.add(path, "products" if formula else "other", floating)
         if formula:
             operands = " x ".join(dtypes_in([tensor for tensor in floating if tensor.ndim > 1]))  # without a bias
             operation = Operation(path, self._kind(path), "attention" if "attention" in name else name, operands)
             try:
                 flops = formula(*args, **kwargs, out_val=out)
-            except Exception:  # a formula that does not know this form of the operation
+            except Exception:  # the formula does not cover this form of the operation
                 flops = 0
             self.costly.append((operation, flops))
         elif name in SUMS and floating[0].numel() > 1 and next(tensors_in(out)).numel() == 1:
@@ -244,13 +235,13 @@ class Watch(TorchDispatchMode):
         return out
 
     def rows(self) -> list[Row]:
-        """The modules that ran and say something: those without children, with weights, or with costly operations."""
+        """The modules that ran and have no children, weights of their own, or costly operations."""
         costly = {operation.path for operation, _ in self.costly}
         shown = [path for path in self.modules if self._ran(path) and (path in costly or self._computes(path))]
         return [self._row(path) for path in [*shown, LOSS]]
 
     def never_called(self) -> list[tuple[str, str]]:
-        """(path, class) of modules that have a forward and did not run, and whose weights no other took."""
+        """(path, class) of modules with a forward that did not run and whose weights no operation used."""
         return [
             (path, self._kind(path))
             for path, module in self.modules.items()
@@ -258,7 +249,7 @@ class Watch(TorchDispatchMode):
             if not self._ran(path)
             and self._computes(path)
             and type(module).forward is not nn.Module.forward
-            and not any(id(p) in self._touched for p in module.parameters())
+            and not any(id(p) in self._used for p in module.parameters())
         ]
 
     def _ran(self, path: str) -> bool:
@@ -296,19 +287,19 @@ def dtypes_in(value: Any) -> list[str]:
 
 
 def merged(rows: Iterable[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int]]:
-    """Rows (path, cell ...) that differ in numbers of the path alone become one, as blocks.0-11.up; amounts add up."""
+    """Merge rows (path, cell ...) that differ only in one number of the path, as blocks.0-11.up; amounts add up."""
     split = [(tuple(row[0].split(".")), row[1:], amount) for row, amount in rows]
     for position in range(max((len(parts) for parts, _, _ in split), default=0)):
         groups: dict[Any, tuple[list[str], list[int]]] = {}
         for parts, cells, amount in split:
             number = [part for part in parts[position : position + 1] if part.isdigit()]
-            alike = (*parts[:position], "#", *parts[position + 1 :]) if number else parts
-            numbers, amounts = groups.setdefault((alike, cells), ([], []))
+            pattern = (*parts[:position], "#", *parts[position + 1 :]) if number else parts
+            numbers, amounts = groups.setdefault((pattern, cells), ([], []))
             numbers += number
             amounts.append(amount)
         split = [
-            (tuple(ranges(numbers) if part == "#" else part for part in parts), cells, sum(amounts))
-            for (parts, cells), (numbers, amounts) in groups.items()
+            (tuple(ranges(numbers) if part == "#" else part for part in pattern), cells, sum(amounts))
+            for (pattern, cells), (numbers, amounts) in groups.items()
         ]
     return [((".".join(parts), *cells), amount) for parts, cells, amount in split]
 
@@ -325,7 +316,7 @@ def ranges(numbers: Iterable[str]) -> str:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns, two blanks apart; the first gives way where a line would be wider than WIDTH."""
+    """Aligned columns, two spaces apart; the first is shortened if a line would be wider than WIDTH."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[0] = min(widths[0], max(20, WIDTH - sum(widths[1:]) - 2 * len(widths[1:])))
     lines = []

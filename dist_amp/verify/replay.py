@@ -1,4 +1,4 @@
-"""Replay a micro-batch that a run kept because it was not finite: python -m dist_amp.verify --replay FILE."""
+"""Replay a micro-batch that a run saved because it was not finite: python -m dist_amp.verify --replay FILE."""
 
 import tempfile
 import zipfile
@@ -25,10 +25,10 @@ from dist_amp.world import locate
 
 
 def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
-    """Replay a kept micro-batch in this process; print what is found; return 0 if the fault is met again, else 1.
+    """Replay a saved micro-batch in this process and print the result; return 0 if it is not finite again, else 1.
 
-    argv: settings over those of the run, as on the command line. A policy's casts become autocast's.
-    Errors: DataError for what is not such a file, ConfigError for a config or task that can't be had any more.
+    argv: settings that override those of the run. Autocast casts, even where FSDP's policy did in the run.
+    Errors: DataError for a file that is no saved micro-batch, ConfigError for a config or task that can't be loaded.
     """
     path = Path(path)
     kept = read_kept(path)
@@ -61,33 +61,33 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
 
 
 def read_kept(path: Path) -> dict[str, Any]:
-    """What a run kept. Errors: DataError, in one line. Nothing but plain data and tensors is unpickled."""
-    mend = "give a file of RUN/nonfinite"
+    """The file's content: only plain data and tensors are unpickled. Errors: DataError."""
+    fix = "give a file of RUN/nonfinite"
     try:
         with path.open("rb") as file:
-            begins_well = file.read(4) == b"PK\x03\x04"  # torch saves zip archives
+            is_zip = file.read(4) == b"PK\x03\x04"  # torch.save writes zip archives
     except OSError as error:
-        raise DataError(f"--replay {path} can't be read ({error.strerror}); {mend}") from None
-    if not begins_well:
-        raise DataError(f"--replay {path} is not a kept micro-batch; {mend}")
+        raise DataError(f"--replay {path} can't be read ({error.strerror}); {fix}") from None
+    if not is_zip:
+        raise DataError(f"--replay {path} is not a kept micro-batch; {fix}")
     if not zipfile.is_zipfile(path):
-        raise DataError(f"--replay {path} is cut short: its end is missing; copy it again, or {mend}")
+        raise DataError(f"--replay {path} is cut short: its end is missing; copy it again, or {fix}")
     try:
         kept = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if "weights_only" in str(error) or "Weights only" in str(error):
             raise DataError(
-                f"--replay {path} holds more than tensors, numbers and text ({_refused(error)}), and loading that "
+                f"--replay {path} holds more than tensors, numbers and text ({_rejected_type(error)}), and loading that "
                 "could run code; let the task's collate return tensors in dicts, lists or tuples"
             ) from error
-        raise DataError(f"--replay {path} is damaged ({error}); copy it again, or {mend}") from error
+        raise DataError(f"--replay {path} is damaged ({error}); copy it again, or {fix}") from error
     if not isinstance(kept, Mapping) or kept.get("dist_amp") != "nonfinite":
-        raise DataError(f"--replay {path} is not a kept micro-batch; {mend}")
+        raise DataError(f"--replay {path} is not a kept micro-batch; {fix}")
     return dict(kept)
 
 
-def _refused(error: Exception) -> str:
-    """The type that torch refused to load, from its long message."""
+def _rejected_type(error: Exception) -> str:
+    """The type that torch does not load, from its long message."""
     words = str(error).split("GLOBAL ")
     return words[1].split()[0] if len(words) > 1 else "a type of the task's own"
 
@@ -104,9 +104,9 @@ def _config_of(text: str, path: Path, argv: Sequence[str]) -> Config:
 
 
 def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path) -> str:
-    """Load the kept weights, else the newest checkpoint's of the run that the file lies in; say which."""
+    """Load the saved weights, else those of the run's newest checkpoint; return which, in words."""
     if weights is not None:
-        named, whose = dict(weights), "the weights that it keeps"
+        named, whose = dict(weights), "the weights that it holds"
     elif checkpoints := all_checkpoints(path.parent.parent):
         named, whose = get_model_state_dict(model), f"the weights of {checkpoints[-1].name}"
         try:
@@ -115,7 +115,7 @@ def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path
         except CheckpointRejected as error:
             raise DataError(f"--replay {path} needs the weights of {checkpoints[-1]}: {error}") from None
     else:
-        return "initial weights: it keeps none, and the run's folder holds no checkpoint"
+        return "initial weights: it holds none, and the run's folder holds no checkpoint"
     try:
         set_model_state_dict(model, named)
     except (RuntimeError, ValueError) as error:
