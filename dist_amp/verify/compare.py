@@ -166,7 +166,7 @@ def capture(run: Run) -> list[State]:
             captured.append(State(parameters, gradients))
         return unscale_and_clip(optimizer, norm, correction, clip)
 
-    run.scaler.unscale_and_clip = recorded  # type: ignore[method-assign]
+    run.scaler.unscale_and_clip = recorded  # type: ignore[method-assign, assignment]
     return captured
 
 

@@ -77,8 +77,8 @@ def read_kept(path: Path) -> dict[str, Any]:
     except Exception as error:
         if "weights_only" in str(error) or "Weights only" in str(error):
             raise DataError(
-                f"--replay {path} holds more than tensors, numbers and text ({_rejected_type(error)}), and loading that "
-                "could run code; let the task's collate return tensors in dicts, lists or tuples"
+                f"--replay {path} holds more than tensors, numbers and text ({_rejected_type(error)}), and loading "
+                "that could run code; let the task's collate return tensors in dicts, lists or tuples"
             ) from error
         raise DataError(f"--replay {path} is damaged ({error}); copy it again, or {fix}") from error
     if not isinstance(kept, Mapping) or kept.get("dist_amp") != "nonfinite":
