@@ -29,7 +29,6 @@ from dist_amp.world import World
 
 NOTHING = nullcontext()
 CARRIER = "dist_amp_weight_carrier"
-Sync = Callable[[bool], AbstractContextManager[Any]]
 
 
 class LossNormalizer:
@@ -111,7 +110,7 @@ class Parallel:
         model: nn.Module,
         world: World,
         replicas: int = 1,
-        gradient_sync: Sync = lambda on: NOTHING,
+        gradient_sync: Callable[[bool], AbstractContextManager[Any]] = lambda on: NOTHING,
         state_device: torch.device | None = None,
         carrier: nn.Parameter | None = None,
     ):

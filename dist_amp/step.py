@@ -6,7 +6,7 @@ where an epoch ends; a step is applied or skipped.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from dist_amp.errors import error_context
 from dist_amp.run import Run
 from dist_amp.task import Task
 from dist_amp.telemetry.async_copy import StepReport
-
-T = TypeVar("T")
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
@@ -93,7 +91,7 @@ def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> T
     return loss * 0.0 if padding else loss
 
 
-def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
+def mark_last(items: Sequence[Any]) -> Iterator[tuple[bool, Any]]:
     """(whether it is the last, item) for each item."""
     for number, item in enumerate(items, start=1):
         yield number == len(items), item

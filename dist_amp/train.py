@@ -30,8 +30,6 @@ from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.observer import Observer
 from dist_amp.world import start
 
-StoppedBy = Literal["completed", "preempted"]
-
 
 def observers_of(run: Run) -> tuple[Observer, ...]:
     """What watches the run from beside the loop, in order. To delete a feature, delete its file and its entry here."""
@@ -40,7 +38,7 @@ def observers_of(run: Run) -> tuple[Observer, ...]:
     return Consistency(run), nonfinite, Limits(run, nonfinite), Numerics(run), Profile(run)
 
 
-def train(run: Run, stop: AgreedStop) -> StoppedBy:
+def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
     """Take the remaining steps. Every rank takes the same path through this loop."""
     config, last = run.config, run.config.train.steps
     with ExitStack() as contexts:
