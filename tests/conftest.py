@@ -1,12 +1,14 @@
 """What every test gets: no stray settings, a home for caches, and this folder on the path of what it launches."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -30,42 +32,60 @@ def clean_environment(monkeypatch):
             monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def launch(tmp_path):
-    """launch(ranks, "--key", "value", ...): a real run of the main job in an empty folder.
+class Launch:
+    """launch(ranks, "--key", "value", ...): a real run of the main job in a folder.
 
-    ranks=0 is `python -m dist_amp.train`; above that, torchrun. Returns the finished process: returncode, stdout,
-    stderr; `launch.start` returns it while it runs.
+    ranks=0 is `python -m dist_amp.train`, forked from a process that has its imports (see forked.py) unless fresh=True;
+    above that, torchrun. Returns the finished process: returncode, stdout, stderr. `launch.start` returns it while it
+    runs; `launch.each` starts the ranks without torchrun, by the variables that any launcher sets, and returns a list.
     """
 
-    def command(ranks: int, *args: str, torchrun: tuple[str, ...] = ()) -> list[str]:
-        job = ["-m", "dist_amp.train", *map(str, args)]
-        if ranks == 0:
-            return [sys.executable, *job]
-        alone = ["--standalone", "--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}"]
-        return [sys.executable, "-m", "torch.distributed.run", *alone, *torchrun, *job]
+    def __init__(self, folder: Path):
+        self.folder = folder
 
-    def start(ranks: int, *args: str, torchrun: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
+    def __call__(self, ranks: int, *args: object, timeout: float = 300, **options) -> subprocess.CompletedProcess:
+        return finish(self.start(ranks, *args, **options), timeout)
+
+    def start(self, ranks: int, *args: object, fresh: bool = False, torchrun: tuple[str, ...] = (), **environment: str):
+        words = list(map(str, args))
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **environment}
+        if ranks == 0 and not fresh:
+            return Forked(words, self.folder, environ)
+        alone = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}"]
         return subprocess.Popen(
-            command(ranks, *args, torchrun=torchrun),
-            cwd=tmp_path,
+            [sys.executable, *(["-m", *alone, *torchrun] if ranks else []), "-m", "dist_amp.train", *words],
+            cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **environment},
+            env=environ,
         )
 
-    def run(ranks: int, *args: str, timeout: float = 120, **options) -> subprocess.CompletedProcess:
-        process = start(ranks, *args, **options)
+    def each(self, ranks: int, *args: object, timeout: float = 300, **environment: str):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(port), **environment}  # fmt: skip
+        started = [self.start(0, *args, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
         try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+            return [finish(process, timeout) for process in started]
+        finally:
+            for process in started:
+                process.kill()
 
-    run.start = start
-    return run
+
+def finish(process, timeout: float) -> subprocess.CompletedProcess:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    return Launch(tmp_path)
 
 
 @pytest.fixture(scope="module")
