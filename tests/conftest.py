@@ -37,7 +37,8 @@ class Launch:
 
     ranks=0 is `python -m dist_amp.train`, forked from a process that has its imports (see forked.py) unless fresh=True;
     above that, torchrun. Returns the finished process: returncode, stdout, stderr. `launch.start` returns it while it
-    runs; `launch.each` starts the ranks without torchrun, by the variables that any launcher sets, and returns a list.
+    runs. `launch.each` and `launch.start_each` fork the ranks without torchrun, with the variables that every launcher
+    sets, and return a list with one entry per rank: a twentieth of torchrun's processor time.
     """
 
     def __init__(self, folder: Path):
@@ -62,16 +63,19 @@ class Launch:
         )
 
     def each(self, ranks: int, *args: object, timeout: float = 300, **environment: str):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(port), **environment}  # fmt: skip
-        started = [self.start(0, *args, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
+        started = self.start_each(ranks, *args, **environment)
         try:
             return [finish(process, timeout) for process in started]
         finally:
             for process in started:
                 process.kill()
+
+    def start_each(self, ranks: int, *args: object, **environment: str) -> list[Forked]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(port), **environment}  # fmt: skip
+        return [self.start(0, *args, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
 
 
 def finish(process, timeout: float) -> subprocess.CompletedProcess:
