@@ -48,8 +48,7 @@ class Launch:
         return finish(self.start(ranks, *args, **options), timeout)
 
     def start(self, ranks: int, *args: object, fresh: bool = False, torchrun: tuple[str, ...] = (), **environment: str):
-        words = list(map(str, args))
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **environment}
+        words, environ = list(map(str, args)), self.environ(environment)
         if ranks == 0 and not fresh:
             return Forked(words, self.folder, environ)
         alone = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}"]
@@ -61,6 +60,13 @@ class Launch:
             text=True,
             env=environ,
         )
+
+    def module(self, module: str, *args: object, timeout: float = 300, **environment: str):
+        """`python -m MODULE ARGS`, forked; the module has a main() that returns the exit status."""
+        return finish(Forked(list(map(str, args)), self.folder, self.environ(environment), module), timeout)
+
+    def environ(self, more: dict[str, str]) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **more}
 
     def each(self, ranks: int, *args: object, timeout: float = 300, **environment: str):
         started = self.start_each(ranks, *args, **environment)

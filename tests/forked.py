@@ -1,9 +1,10 @@
-"""Start the main job in a fork of a process that has imported torch: 0.5 s of processor time in place of 5 to 12.
+"""Start the main job in a fork of a process that has imported torch: 0.5 s of processor time instead of 5.
 
-A real process with its own exit status, output and signals; only the interpreter's start, the imports and torchrun are
-left out. Tests in which those matter ask the `launch` fixture for a fresh process.
+A real process with its own exit status, output and signals; only the interpreter's start and the imports are left out.
+Tests in which those matter ask the `launch` fixture for a fresh process.
 """
 
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -16,13 +17,13 @@ context.set_forkserver_preload(["dist_amp.train", "torch.utils.tensorboard", "to
 
 
 class Forked:
-    """`python -m dist_amp.train ARGS`, with the methods of subprocess.Popen that the tests use."""
+    """`python -m MODULE ARGS` in `folder`, with the methods of subprocess.Popen that the tests use."""
 
-    def __init__(self, args: list[str], folder: Path, environ: dict[str, str]):
+    def __init__(self, args: list[str], folder: Path, environ: dict[str, str], module: str = "dist_amp.train"):
         self.args = args
         self.returncode: int | None = None
         self._output = Path(tempfile.mkdtemp(prefix="forked"))
-        self._process = context.Process(target=_main, args=(args, folder, environ, self._output))
+        self._process = context.Process(target=_main, args=(module, args, folder, environ, self._output))
         self._process.start()
         self.pid = self._process.pid
 
@@ -50,7 +51,7 @@ class Forked:
         self._process.kill()
 
 
-def _main(args: list[str], folder: Path, environ: dict[str, str], output: Path) -> None:
+def _main(module: str, args: list[str], folder: Path, environ: dict[str, str], output: Path) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
@@ -58,12 +59,10 @@ def _main(args: list[str], folder: Path, environ: dict[str, str], output: Path) 
     os.environ.update(environ)
     os.chdir(folder)
     sys.path[:0] = [str(folder), *environ.get("PYTHONPATH", "").split(os.pathsep)]
-    sys.argv = ["dist_amp.train", *args]
+    sys.argv = [module, *args]
     multiprocessing.set_start_method("fork", force=True)  # loader workers: their parent is this process, not the server
 
     import torch
 
-    from dist_amp.train import main
-
     torch.set_num_threads(1)
-    sys.exit(main())
+    sys.exit(importlib.import_module(module).main())
