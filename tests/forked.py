@@ -7,10 +7,14 @@ Tests in which those matter ask the `launch` fixture for a fresh process.
 import importlib
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["dist_amp.train", "torch.utils.tensorboard", "torch._inductor.config", "tyro._cli", "pytest"])
@@ -66,3 +70,64 @@ def _main(module: str, args: list[str], folder: Path, environ: dict[str, str], o
 
     torch.set_num_threads(1)
     sys.exit(importlib.import_module(module).main())
+
+
+class Launch:
+    """launch(ranks, "--key", "value", ...): a real run of the main job in a folder.
+
+    ranks=0 is `python -m dist_amp.train`, forked from a process that has its imports (see forked.py) unless fresh=True;
+    above that, torchrun. Returns the finished process: returncode, stdout, stderr. `launch.start` returns it while it
+    runs. `launch.each` and `launch.start_each` fork the ranks without torchrun, with the variables that every launcher
+    sets, and return a list with one entry per rank: a twentieth of torchrun's processor time.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __call__(self, ranks: int, *args: object, timeout: float = 300, **options) -> subprocess.CompletedProcess:
+        return finish(self.start(ranks, *args, **options), timeout)
+
+    def start(self, ranks: int, *args: object, fresh: bool = False, torchrun: tuple[str, ...] = (), **environment: str):
+        words, environ = list(map(str, args)), self.environ(environment)
+        if ranks == 0 and not fresh:
+            return Forked(words, self.folder, environ)
+        alone = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}"]
+        return subprocess.Popen(
+            [sys.executable, *(["-m", *alone, *torchrun] if ranks else []), "-m", "dist_amp.train", *words],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+
+    def module(self, module: str, *args: object, timeout: float = 300, **environment: str):
+        """`python -m MODULE ARGS`, forked; the module has a main() that returns the exit status."""
+        return finish(Forked(list(map(str, args)), self.folder, self.environ(environment), module), timeout)
+
+    def environ(self, more: dict[str, str]) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **more}
+
+    def each(self, ranks: int, *args: object, timeout: float = 300, **environment: str):
+        started = self.start_each(ranks, *args, **environment)
+        try:
+            return [finish(process, timeout) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+
+    def start_each(self, ranks: int, *args: object, **environment: str) -> list[Forked]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(port), **environment}  # fmt: skip
+        return [self.start(0, *args, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
+
+
+def finish(process, timeout: float) -> subprocess.CompletedProcess:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
