@@ -1,13 +1,13 @@
 """What every test gets: no stray settings, a home for caches, and this folder on the path of what it launches."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
+from forked import ROOT as ROOT
+from forked import TESTS as TESTS
 from forked import Launch
 
-ROOT = Path(__file__).parent.parent
 ENGINES = {"test_container", "test_kubernetes", "test_launch", "test_ray", "test_slurm"}
 """What runs the files of launch/. DIST_AMP_ENGINES=required, as .ci/run sets it: a skipped test in these has failed."""
 REQUIRED = os.environ.pop("DIST_AMP_ENGINES", "") == "required"  # it is no setting of what the tests launch

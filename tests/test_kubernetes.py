@@ -133,7 +133,7 @@ def test_torchrun_forms_the_jobs_world_from_pet_variables_alone(tmp_path):
             )
         )
     try:
-        statuses = [pod.wait(timeout=120) for pod in pods]
+        statuses = [pod.wait(timeout=600) for pod in pods]
     finally:
         for pod in pods:
             pod.kill()
