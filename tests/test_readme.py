@@ -10,7 +10,7 @@ from conftest import ROOT
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_readmes_task_trains_and_its_notebook_snippet_runs(tmp_path):
+def test_the_readmes_task_trains_and_its_notebook_snippet_runs(launch, tmp_path):
     task, notebook = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (tmp_path / "my_file.py").write_text(task)
     (tmp_path / "notebook.py").write_text(notebook)
@@ -25,13 +25,7 @@ def test_the_readmes_task_trains_and_its_notebook_snippet_runs(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] not in "._") == ["my_file.py", "notebook.py"]
 
     (command,) = re.findall(r"^python (-m dist_amp.train --task.target my_file.*)$", README, re.MULTILINE)
-    done = subprocess.run(
-        [sys.executable, *command.split(), "--run.dir", "run"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = launch(0, *command.split()[2:], "--run.dir", "run", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "done: 300 steps (300 applied, 0 skipped)" in done.stdout
 
