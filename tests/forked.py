@@ -17,7 +17,9 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["dist_amp.train", "torch.utils.tensorboard", "torch._inductor.config", "tyro._cli", "pytest"])
+# What a run imports later is imported once, in the server.
+PRELOADED = ["dist_amp.train", "torch.utils.tensorboard", "torch._inductor.config", "tyro._cli", "pytest"]
+context.set_forkserver_preload(PRELOADED)
 
 
 class Forked:

@@ -77,14 +77,34 @@ def test_the_comparison_sees_one_bit(world, tmp_path):
     assert all_checkpoints(one)[-1].name == all_checkpoints(job.run)[-1].name
 
 
-# Less of the kills and signals than the long form has, which is for a quiet half hour: bash launch/chaos.sh
-MEDIUM = chaos.LONG | {
-    "sigkills": lambda trials: chaos.sigkills(trials, 3),
-    "signals": lambda trials: chaos.signals(trials, ["SIGTERM"], ["one rank", "all ranks"], [2]),
+# The long form in parts that a sample can hold, with fewer kills and signals; `bash launch/chaos.sh` has all of them.
+PARTS = {
+    **{
+        f"sigkills {strategy} {dtype}": lambda trials, cell=(strategy, dtype): chaos.sigkills(trials, 3, [cell])
+        for strategy in LAYOUTS
+        for dtype in ("fp16", "bf16")
+    },
+    **{
+        f"{point}, {strategy}": lambda trials, where=([point], [strategy]): chaos.points(trials, *where)
+        for strategy in LAYOUTS
+        for point in chaos.POINTS
+    },
+    **{
+        f"SIGTERM to {target} in {phase}": lambda trials, where=([target], [2], [phase]): chaos.signals(
+            trials, ["SIGTERM"], *where
+        )
+        for target in ("one rank", "all ranks")
+        for phase in ("training", "evaluation", "warm-up")
+    },
+    **{name: chaos.LONG[name] for name in ("flips", "orphans", "disks", "hangs", "mishaps")},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(MEDIUM))
-def test_nothing_is_lost(tmp_path, name):
-    all_good(MEDIUM[name](Chaos(tmp_path, seed=random.randrange(1000))))
+@pytest.mark.parametrize("part", list(PARTS))
+def test_nothing_is_lost(tmp_path, part):
+    all_good(PARTS[part](Chaos(tmp_path, seed=random.randrange(1000))))
+
+
+def test_the_parts_have_every_kind_of_trial_of_the_long_form():
+    assert {*chaos.LONG} == {"sigkills", "points", "signals", "flips", "orphans", "disks", "hangs", "mishaps"}

@@ -148,6 +148,7 @@ def runs(tmp_path):
 # ---- the files ----
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_hadolint_and_shellcheck_have_nothing_to_say():
     linted = run(linter("hadolint"), ROOT / "Dockerfile")
@@ -157,6 +158,7 @@ def test_hadolint_and_shellcheck_have_nothing_to_say():
     assert (linted.returncode, linted.stdout) == (0, "")
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_the_compose_file_is_what_the_compose_specification_asks_for(tmp_path):
     checker = [linter("check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
@@ -206,13 +208,13 @@ def test_the_image_holds_the_project_and_nothing_of_this_machine(engine):
 @pytest.mark.slow
 @needs_an_engine
 def test_tests_pass_inside(engine):
-    done = engine.inside(
-        "bash", "launch/test.sh", "-q", "-p", "no:cacheprovider", "tests/test_architecture.py", "tests/test_precision.py"
-    )
+    files = ("tests/test_architecture.py", "tests/test_precision.py")
+    done = engine.inside("bash", "launch/test.sh", "-q", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.search(r"\d+ passed", done.stdout)
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @needs_an_engine
 def test_two_ranks_train_inside_and_tensorboard_shows_them_by_the_commands_of_compose(engine, runs):

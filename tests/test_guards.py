@@ -29,6 +29,7 @@ from dist_amp.supervise.preflight import check_free_space, check_ranks_alike, ch
 from dist_amp.supervise.watchdog import RankWatchdog
 from dist_amp.world import World
 
+
 def hold(folder, held):
     with only_live_run(folder, World()):
         held.send("held")
@@ -67,7 +68,8 @@ def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
     """They hold its sockets: while one lives, the other ranks can't know that theirs is dead."""
     # torch's own check for the parent, every five seconds, must not be what ends them.
     (tmp_path / "unchecked.py").write_text(
-        "from tiny import Slow\nfrom torch.utils.data._utils import worker\n\nworker.MP_STATUS_CHECK_INTERVAL = 3600.0\n"
+        "from tiny import Slow\nfrom torch.utils.data._utils import worker\n\n"
+        "worker.MP_STATUS_CHECK_INTERVAL = 3600.0\n"
     )
     words = [*TINY, "--task.target", "unchecked:Slow", "--train.steps", "600", "--data.workers", "2"]
     run = launch.start(0, *words, "--run.dir", "run")
@@ -229,7 +231,7 @@ def process_of(world):
 
 
 def who_waits(world, folder):
-    """Rank 1 comes to a barrier only when rank 0 was seen to wait in it: what each rank's main thread was seen to do."""
+    """Whether each rank's main thread is seen in a collective while rank 0 waits for rank 1 in a barrier."""
     seen, found = [], folder / "rank 0 waits"
 
     def check():

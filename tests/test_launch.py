@@ -231,6 +231,7 @@ def cut_in_training(hosts, chaos, folder, **environ):
     return a, b
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named_on_both_sides_and_all_go_on_once_it_is_back(hosts, chaos):
     folder = chaos.new_folder()

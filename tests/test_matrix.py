@@ -1,7 +1,7 @@
 """The matrix: every way of running computes the steps of one process with the whole batch.
 
 The default suite runs a covering set in which every two values that can be combined are; the slow tests run every
-three and the whole product. The number of cells that ran, and the void ones with the reason, are printed:
+three and the whole product. How many cells ran, and which are void and why, is shown at the end of the test run:
 `bash launch/test.sh -k matrix`; `-m slow -k matrix` for the whole.
 """
 
@@ -75,33 +75,35 @@ def causes(world, uneven, cells):
     return [examine(world, exam, cell).cause for cell in cells]
 
 
-def run_cells(entries, capsys):
+def run_cells(entries, say):
     """Run all; print how many ran, how many are void and why, and fail with those that are wrong."""
-    wrong, lines = [], [""]
+    wrong = []
     for ranks, uneven in itertools.product(RANKS, (False, True)):
         cells = [cell for r, u, cell in entries if (r, u) == (ranks, uneven)]
         told = on_ranks(ranks, causes, uneven, cells, timeout_seconds=3600)[0]
         of = f"{ranks} rank{'s' if ranks > 1 else ''}, {'uneven' if uneven else 'uniform'} weights"
         wrong += [f"{of}, {cell}: {cause}" for cell, cause in zip(cells, told, strict=True) if cause]
-        lines.append(f"{of}: {len(cells)} cells ran")
+        say(f"{of}: {len(cells)} cells ran")
     each = len(PRECISIONS) * len(ACCUMULATIONS) * len(CLIPS) * 2 * len(OPTIMIZERS) * 2
     for (strategy, ranks), why in VOID.items():
-        lines.append(f"void: {strategy} on {ranks} rank{'s' if ranks > 1 else ''} ({each} cells): {why}")
-    lines.append(f"{len(entries)} cells ran, {len(wrong)} of them wrong; {each * len(VOID)} are void")
-    with capsys.disabled():
-        print("\n".join(lines))
+        say(f"void: {strategy} on {ranks} rank{'s' if ranks > 1 else ''} ({each} cells): {why}")
+    say(f"{len(entries)} cells ran, {len(wrong)} of them wrong; {each * len(VOID)} are void")
     assert not wrong, "\n".join(wrong)
 
 
 # Few mistakes need more than three values at once to show.
 @pytest.mark.parametrize("strength", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_covering_set_of_the_matrix_computes_the_step_of_one_process(capsys, strength):
-    run_cells(covering(strength), capsys)
+def test_a_covering_set_of_the_matrix_computes_the_step_of_one_process(say, strength):
+    run_cells(covering(strength), say)
+
+
+PARTS = 48
 
 
 @pytest.mark.slow
-def test_the_whole_matrix_computes_the_step_of_one_process(capsys):
-    run_cells(everything(), capsys)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_whole_matrix_computes_the_step_of_one_process(say, part):
+    run_cells(everything()[part::PARTS], say)
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (4, "hsdp")])

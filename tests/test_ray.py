@@ -72,6 +72,7 @@ def outcome(folder):
     )
 
 
+@pytest.mark.engine
 def test_a_ray_run_ends_as_a_torchrun_one_bit_for_bit_also_when_a_worker_is_killed(with_ray, start, launch, tmp_path):
     assert launch(2, *SLOW, "--run.dir", "by_torchrun").returncode == 0
     expected = outcome(tmp_path / "by_torchrun")

@@ -210,6 +210,7 @@ def affinities(job):
     return [os.sched_getaffinity(pid) for pid in ranks if environment(pid)["SLURM_JOB_ID"] == job]
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(slurm, chaos, tmp_path):
     run, log = tmp_path / "run", tmp_path / "run.log"

@@ -5,11 +5,13 @@ import os
 import re
 import signal
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from chaos import children, is_there
+from forked import ROOT, Launch
 from ranks import on_ranks
 
 TINY = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "2", "--metrics.log_every", "1"]
@@ -248,33 +250,36 @@ def test_main_uses_a_process_group_that_is_there_and_leaves_it(tmp_path):
     assert summary_of(tmp_path / "run")["world_size"] == 2
 
 
+# Without the barrier before destroy_process_group, eight of 24 such runs were aborted as they exited.
 @pytest.mark.slow
-def test_a_two_rank_fsdp_run_exits_with_0_twenty_times_out_of_twenty(launch):
+@pytest.mark.parametrize("part", range(4))
+def test_a_two_rank_fsdp_run_exits_with_0_every_time(launch, part):
     words = [*TINY, "--train.steps", "2", "--parallel.strategy", "fsdp", "--checkpoint.every", "off"]
-    assert [launch(2, *words, "--run.dir", f"run{n}").returncode for n in range(20)] == [0] * 20
+    assert [launch(2, *words, "--run.dir", f"run{n}").returncode for n in range(5)] == [0] * 5
 
 
 @pytest.fixture(scope="module")
-def bits_per_byte():
-    """{(strategy, dtype): held-out bits per byte}, filled by the tests below."""
-    return {}
+def bits_per_byte(tmp_path_factory):
+    """bits_per_byte(strategy, dtype): held out, after 100 steps of the demo on two ranks."""
+
+    @cache
+    def trained(strategy, dtype):
+        folder = tmp_path_factory.mktemp("demo")
+        words = ["--use_amp", "false"] if dtype == "fp32" else ["--precision.dtype", dtype]
+        words += ["--parallel.strategy", strategy, "--train.steps", "100", "--task.args.sample_bytes", "0"]
+        words += ["--config", ROOT / "configs/demo.toml", "--run.dir", "run"]
+        for rank in Launch(folder).each(2, *words, timeout=3600):
+            assert rank.returncode == 0, rank.stderr[-2000:]
+        return summary_of(folder / "run")["evaluation"]["bits_per_byte"]
+
+    return trained
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "dtype"),
-    [("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp16"), ("fsdp", "fp16")],
-)
-def test_every_precision_learns_as_float32_does(launch, tmp_path, bits_per_byte, strategy, dtype):
-    demo = Path(__file__).parent.parent / "configs/demo.toml"
-    words = ["--use_amp", "false"] if dtype == "fp32" else ["--precision.dtype", dtype]
-    words += ["--parallel.strategy", strategy, "--train.steps", "100", "--task.args.sample_bytes", "0"]
-    done = launch(2, "--config", demo, "--run.dir", "run", *words, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    evaluation = summary_of(tmp_path / "run")["evaluation"]
-    bits_per_byte[strategy, dtype] = evaluation["bits_per_byte"]
-    assert evaluation["bits_per_byte"] < 5
-    assert evaluation["bits_per_byte"] == pytest.approx(bits_per_byte["ddp", "fp32"], rel=0.05)
+@pytest.mark.parametrize(("strategy", "dtype"), [("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp16"), ("fsdp", "fp16")])
+def test_every_precision_learns_as_float32_does(bits_per_byte, strategy, dtype):
+    assert bits_per_byte("ddp", "fp32") < 5
+    assert bits_per_byte(strategy, dtype) == pytest.approx(bits_per_byte("ddp", "fp32"), rel=0.05)
 
 
 @pytest.mark.slow
@@ -291,7 +296,7 @@ def test_the_sinusoid_is_learnt(launch, tmp_path):
         "constant",
     ]
     done = launch(2, *words, "--optim.weight_decay", "0", "--metrics.log_every", "100", "--eval.batches", "16",
-                  "--run.dir", "run", timeout=300)  # fmt: skip
+                  "--run.dir", "run", timeout=1800)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     evaluation = summary_of(tmp_path / "run")["evaluation"]
     assert evaluation["loss"] < 0.065, "the picture's variance is 0.079: what a constant would leave"
