@@ -50,8 +50,8 @@ def pytest_report_collectionfinish(config, items):
         return []
     seed = shlex.quote(config.getoption("slow_seed"))
     again = f"bash launch/test.sh -m slow --slow-sample {amount:g} --slow-seed {seed}"
-    lines = [f"{len(items)} tests, chosen by: {again}", "one of them again: bash launch/test.sh -m slow 'NAME'"]
-    return [*lines, *(f"  {item.nodeid}" for item in items)]
+    lines = [f"{len(items)} tests, chosen by: {again}", "one of them again: bash launch/test.sh -m slow NAME"]
+    return [*lines, *(f"  {shlex.quote(item.nodeid)}" for item in items)]
 
 
 def pytest_runtest_protocol(item):
