@@ -1,5 +1,7 @@
 """Compiled blocks, recomputed blocks and a loss in chunks give the same gradients."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch._dynamo
@@ -72,12 +74,20 @@ def gradients(world, task, words):
     return [state.gradients for state in states]
 
 
+@cache
+def plain_gradients(strategy, precision):
+    return on_ranks(LAYOUTS[strategy], gradients, Bytes(), ["--parallel.strategy", strategy, *precision])[0]
+
+
 def errors(strategy, task, words, plain_task=None, plain_words=()):
     """By how much each step's gradients differ from those without the settings, relative to the largest."""
     layout, ranks = ["--parallel.strategy", strategy], LAYOUTS[strategy]
     precision = BF16 if BF16[1] in words else FP32
-    changed = on_ranks(ranks, gradients, task, [*layout, *words], timeout_seconds=900)[0]
-    plain = on_ranks(ranks, gradients, plain_task or Bytes(), [*layout, *precision, *plain_words])[0]
+    changed = on_ranks(ranks, gradients, task, [*layout, *words], timeout_seconds=3600)[0]
+    if plain_task is None:
+        plain = plain_gradients(strategy, tuple(precision))
+    else:
+        plain = on_ranks(ranks, gradients, plain_task, [*layout, *precision, *plain_words])[0]
     return [relative_error(mine, true) for mine, true in zip(changed, plain, strict=True)]
 
 
@@ -92,9 +102,11 @@ SETTINGS = {
 }
 
 
-def cells(names, strategies):
-    """(name, strategy): quick are all together, and under FSDP each that compiles nothing."""
-    quick = {("all", "ddp"), ("all", "fsdp"), *((name, "fsdp") for name in ("full", "every_second", "chunked"))}
+QUICK = {("all", "fsdp"), *((name, "fsdp") for name in ("full", "every_second", "chunked"))}
+
+
+def cells(names, strategies, quick=QUICK):
+    """(name, strategy): quick are all together, and each that compiles nothing, under FSDP."""
     every = [(name, strategy) for name in names for strategy in strategies]
     return [pytest.param(*cell, marks=[] if cell in quick else pytest.mark.slow) for cell in every]
 
@@ -105,7 +117,7 @@ def test_each_setting_and_all_together_give_the_gradients_of_none_in_float32(nam
     assert max(errors(strategy, Bytes(chunk), [*FP32, *words])) <= bound
 
 
-@pytest.mark.parametrize(("name", "strategy"), cells(["full", "chunked", "all"], ["ddp", "fsdp"]))
+@pytest.mark.parametrize(("name", "strategy"), cells(["full", "chunked", "all"], ["ddp", "fsdp"], {("all", "fsdp")}))
 def test_they_do_in_bf16_within_its_rounding(name, strategy):
     chunk, words, bound = SETTINGS[name]
     # The head's gradient is then a sum of one bf16 matrix per chunk, and each partial sum is rounded by 2^-9 of it.
@@ -120,8 +132,7 @@ def test_inductors_code_gives_the_gradients_of_none(strategy, more):
     # Its kernels sum in another order, and fused ones keep float32 where bf16 would be rounded to in between: in bf16
     # both are about as far from float32, so from one another at most twice as far as plain bf16 is.
     assert max(errors(strategy, Bytes(), [*FP32, *INDUCTOR, *more])) < 1e-6
-    layout = ["--parallel.strategy", strategy]
-    plain, truth = (on_ranks(LAYOUTS[strategy], gradients, Bytes(), [*layout, *p])[0] for p in (BF16, FP32))
+    plain, truth = (plain_gradients(strategy, tuple(precision)) for precision in (BF16, FP32))
     bound = 2 * max(relative_error(a, b) for a, b in zip(plain, truth, strict=True))
     assert max(errors(strategy, Bytes(), [*BF16, *INDUCTOR, *more])) < bound < 0.05
 
@@ -155,7 +166,9 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("chunk", "rows"), [("off", TOKENS), (CHUNK, CHUNK), (1000, TOKENS)])
+@pytest.mark.parametrize(
+    ("chunk", "rows"), [("off", TOKENS), (CHUNK, CHUNK), pytest.param(1000, TOKENS, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("precision", [FP32, pytest.param(BF16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 def test_no_more_logits_than_a_chunks_exist_at_any_time(chunk, rows, precision):
     run = bytes_run(World(), Bytes(chunk), *precision)

@@ -4,13 +4,13 @@ import errno
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from collections import namedtuple
 
 import datasets
+import forked
 import pytest
 import torch
 from chaos import children, is_there
@@ -32,26 +32,23 @@ from dist_amp.supervise.signals import AgreedStop
 from dist_amp.supervise.watchdog import RankWatchdog
 from dist_amp.world import World
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from dist_amp.supervise.preflight import only_live_run
-from dist_amp.config.load import load_config, to_toml
-from dist_amp.world import World
-with only_live_run(Path(sys.argv[1]), World()):
-    print("held", flush=True)
-    time.sleep(60)
-"""
+
+def hold(folder, held):
+    with only_live_run(folder, World()):
+        held.send("held")
+        time.sleep(3600)
 
 
 def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_run_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(guards, "LOCK_SECONDS", 0.5)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
+    here, there = forked.context.Pipe()
+    holder = forked.context.Process(target=hold, args=(tmp_path, there))
+    holder.start()
+    assert here.recv() == "held"
     with pytest.raises(Failure, match=f"in use by a live run .process {holder.pid} on {platform.node()}.; stop that"):
         only_live_run(tmp_path, World()).__enter__()
     holder.kill()
-    holder.wait()
+    holder.join()
     with only_live_run(tmp_path, World()):
         pass
 
@@ -66,23 +63,25 @@ def test_a_second_run_in_a_live_runs_folder_is_refused_and_the_first_goes_on(lau
     assert f"error: run.dir=run is in use by a live run (process {first.pid} on" in second.stderr
     assert first.poll() is None
     first.terminate()
-    first.communicate(timeout=30)
+    first.communicate(timeout=300)
     assert first.returncode == 75
 
 
 def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
     """They hold its sockets: while one lives, the other ranks can't know that theirs is dead."""
-    words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "600", "--data.workers", "2", "--run.dir", "run"]
-    run = launch.start(0, *words)
+    # torch's own check for the parent, every five seconds, must not be what ends them.
+    (tmp_path / "unchecked.py").write_text(
+        "from tiny import Slow\nfrom torch.utils.data._utils import worker\n\n"
+        "worker.MP_STATUS_CHECK_INTERVAL = 3600.0\n"
+    )
+    words = [*TINY, "--task.target", "unchecked:Slow", "--train.steps", "600", "--data.workers", "2"]
+    run = launch.start(0, *words, "--run.dir", "run")
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
     workers = children(run.pid)
     assert len(workers) == 2
     run.kill()
-    run.communicate(timeout=30)
-    deadline = time.monotonic() + 3  # without the signal they would notice after five seconds
-    while any(is_there(worker) for worker in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    run.wait(300)
+    wait_for(lambda: not any(map(is_there, workers)), "the end of the workers")
 
 
 def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_variable(monkeypatch):
@@ -204,7 +203,7 @@ def test_a_durable_write_replaces_a_file_or_leaves_it_as_it_was(tmp_path, monkey
 
 def what_ranks_say(world, of_rank_1, error):
     """What rank 0 reports of a failed collective, if rank 1 failed by itself, waited too, or is silent."""
-    watchdog.ANSWER_SECONDS = 1.0
+    watchdog.ANSWER_SECONDS = 1.0 if of_rank_1 == "silent" else 100.0
     ranks = RankWatchdog(world)
     world.barrier()
     report = None
@@ -235,7 +234,7 @@ def test_a_failed_collective_names_the_rank_that_does_not_answer_unless_another_
 
 def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(RankWatchdog, "_exchange", lambda *args: time.sleep(5))
+    monkeypatch.setattr(RankWatchdog, "_exchange", lambda *args: time.sleep(3600))
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}.items():
         monkeypatch.setenv(name, value)
     ranks = RankWatchdog(World())
@@ -251,21 +250,29 @@ def process_of(world):
     return os.getpid()
 
 
-def who_waits(world, where):
-    """Rank 1 comes to a collective late: whether each rank's main thread was seen in it meanwhile."""
+def who_waits(world, folder, where):
+    """Whether each rank's main thread is seen in a collective while rank 0 waits for rank 1 in a collective."""
     stop, numbers, options = AgreedStop(world), torch.ones(2), reduce_options()
     wait = {"barrier": world.barrier, "agreed stop": stop.poll_now, "step": lambda: all_reduce_sum(numbers, options)}
-    seen = []
-    looker = threading.Timer(0.5, lambda: seen.append(watchdog.in_a_collective()))
-    world.barrier()
-    looker.start()
+    seen, found = [], folder / "rank 0 waits"
+
+    def check():
+        if world.rank == 0:
+            wait_for(watchdog.in_a_collective, "rank 0's wait")
+        seen.append(watchdog.in_a_collective())
+        if world.rank == 0:
+            found.touch()
+
+    checker = threading.Thread(target=check)
+    checker.start()
     if world.rank == 1:
-        time.sleep(1.0)
+        checker.join()
+        wait_for(found.exists, "rank 0's wait")
     wait[where]()
-    looker.join()
+    checker.join()
     return seen[0]
 
 
 @pytest.mark.parametrize("where", ["barrier", "agreed stop", "step"])
-def test_a_rank_that_waits_in_a_collective_is_distinguished_from_one_that_hangs(where):
-    assert on_ranks(2, who_waits, where) == [True, False]
+def test_a_rank_that_waits_in_a_collective_is_distinguished_from_one_that_hangs(tmp_path, where):
+    assert on_ranks(2, who_waits, tmp_path, where) == [True, False]

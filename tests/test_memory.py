@@ -187,9 +187,9 @@ def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_
         "            held = [torch.empty(2**27) for _ in range(32)]\n"
         "        return super().loss_sum(model, batch)\n"
     )
-    done = launch(2, "--task.target", "wide:Wide", "--run.dir", "run")
-    assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    done = launch.each(2, "--task.target", "wide:Wide", "--run.dir", "run")
+    assert [rank.returncode for rank in done] == [1, 1]
+    lines = [line for rank in done for line in rank.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert lines[0].startswith("error: rank 1 ran out of memory in step 1: asked for 512.00 MiB more than the ")
     assert ", of 8.00 GiB available; " in lines[0]

@@ -257,8 +257,9 @@ def test_only_steps_that_are_logged_are_measured():
 
 def test_the_main_job_writes_what_is_lost_to_tensorboard_and_metrics_jsonl(launch, tmp_path):
     words = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", 2, "--train.steps", 4, "--run.dir", "run"]
-    done = launch(2, *words, *FP16, "--parallel.strategy", "fsdp", "--debug.numerics", "true", "--metrics.log_every", 2)
-    assert done.returncode == 0, done.stderr[-2000:]
+    words += [*FP16, "--parallel.strategy", "fsdp", "--debug.numerics", "true", "--metrics.log_every", 2]
+    for rank in launch.each(2, *words):
+        assert rank.returncode == 0, rank.stderr[-2000:]
     events = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000"))
     events.Reload()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
