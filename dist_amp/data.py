@@ -156,6 +156,7 @@ class Batches:
         self.handed_out: list[tuple[Any, tuple[int, ...]]] = []
         self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
         self.fetch = Fetch(dataset, task, split)
+        self.split = split
         self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
         self._count_tokens = getattr(task, "tokens", None)
         self._workers = workers

@@ -1,8 +1,7 @@
 """The errors that end a run, their exit statuses, and the facts and the one line that describe an error."""
 
-import difflib
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,18 +40,18 @@ def error_context(**facts: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.dist_amp_context = {**facts, **context_of(error)}  # type: ignore[attr-defined]
+        add_context(error, **facts)
         raise
+
+
+def add_context(error: BaseException, **facts: Any) -> None:
+    """Attach facts to an error; of two values the first stays."""
+    error.dist_amp_context = {**facts, **context_of(error)}  # type: ignore[attr-defined]
 
 
 def context_of(error: BaseException) -> dict[str, Any]:
     """The facts that `error_context` attached to an error."""
     return getattr(error, "dist_amp_context", {})
-
-
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name most similar to `name`, or an empty string."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
 
 
 def first_line(error: BaseException) -> str:

@@ -29,7 +29,6 @@ from dist_amp.world import World
 
 NOTHING = nullcontext()
 CARRIER = "dist_amp_weight_carrier"
-Sync = Callable[[bool], AbstractContextManager[Any]]
 
 
 class LossNormalizer:
@@ -39,8 +38,8 @@ class LossNormalizer:
     weights, and the forward does not wait for that: losses are divided by the expected weight, the larger of the last
     two steps' totals, which keeps fp16 in its range; `correction`, what is left, joins the loss scale.
 
-    weight: the last step's total, scalar float32, the same on every rank. correction: the factor by which the gradients
-    are still too large, scalar float32; None for one process, which knows its weight at once.
+    own_weight, weight: this rank's and the total of the last step, scalar float32. correction: the factor by which the
+    gradients are still too large, scalar float32; None for one process, which knows its weight at once.
     carrier: under DDP, a scalar parameter outside module, optimizer and checkpoint. Its gradient is this rank's weight,
     so the sum over ranks travels in DDP's own buckets and costs no collective.
     """
@@ -53,14 +52,14 @@ class LossNormalizer:
         self._world_size = torch.full((), float(world.world_size), device=world.device)
         self._totals = (self.weight, self.weight)  # of the last two steps, the later one last
         self._primed = world.world_size == 1
-        self._own = self._expected = self.weight
+        self.own_weight = self._expected = self.weight
 
     def begin(self, own_weight: Tensor) -> None:
         """Begin a step; own_weight: this rank's, scalar float32."""
         if not self._primed:  # the first step alone sums the weights ahead of the forward
             total = self._world.sum(own_weight)
             self._totals, self._primed = (total, total), True
-        self._own = own_weight
+        self.own_weight = own_weight
         # Gradients are averaged over ranks, so a rank's loss is divided by the mean over ranks.
         self._expected = own_weight if self._world.world_size == 1 else torch.fmax(*self._totals) / self._world_size
 
@@ -68,7 +67,7 @@ class LossNormalizer:
         """A micro-batch's loss sum as its part of the step's mean loss, up to `correction`."""
         loss = loss / self._expected
         if is_last and self.carrier is not None:
-            loss = torch.addcmul(loss, self.carrier, self._own)  # the carrier is 0: the loss keeps its value
+            loss = torch.addcmul(loss, self.carrier, self.own_weight)  # the carrier is 0: the loss keeps its value
         return loss
 
     def finish(self, total: Tensor, mean: Tensor) -> None:
@@ -78,21 +77,12 @@ class LossNormalizer:
         self.correction = None if self._world.world_size == 1 else mean / self._expected
 
     def finish_from_carrier(self, scaler: Scaler) -> None:
-        """Take the total weight that came with DDP's gradients; the loss scale multiplied it too."""
+        """Take the weight that came with DDP's gradients; the loss scale multiplied it too."""
         assert self.carrier is not None
-        mean = self.carrier.grad
-        assert mean is not None
-        self.carrier.grad = None
+        assert self.carrier.grad is not None
+        mean, self.carrier.grad = self.carrier.grad, None
         mean = mean / scaler.scale_tensor if scaler.scales else mean
         self.finish(mean * self._world_size, mean)
-
-    def finish_alone(self) -> None:
-        self.finish(self._own, self._own)
-
-    @property
-    def own_weight(self) -> Tensor:
-        """This rank's weight in the step, scalar float32."""
-        return self._own
 
     def state_dict(self) -> dict[str, Tensor]:
         """The last two steps' total weights, [2] float32: what the next step's are expected to be."""
@@ -120,7 +110,7 @@ class Parallel:
         model: nn.Module,
         world: World,
         replicas: int = 1,
-        gradient_sync: Sync = lambda on: NOTHING,
+        gradient_sync: Callable[[bool], AbstractContextManager[Any]] = lambda on: NOTHING,
         state_device: torch.device | None = None,
         carrier: nn.Parameter | None = None,
     ):
@@ -160,7 +150,7 @@ class Parallel:
         if self.carrier is not None:
             normalizer.finish_from_carrier(scaler)
         elif self._reduce_options is None:
-            normalizer.finish_alone()
+            normalizer.finish(normalizer.own_weight, normalizer.own_weight)
         else:
             norms = norms.to(self.world.device)  # from the host, under CPU offload
             sums = torch.stack((norms.dot(norms), normalizer.own_weight))

@@ -89,7 +89,8 @@ class Scaler(torch.amp.GradScaler):
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)  # applied steps since the last change
         self.found_inf = torch.zeros((), device=device)
         self.applied = torch.ones((), dtype=torch.bool, device=device)
-        self._grad_scale: Tensor | None = None  # what the optimizer still has to divide the gradients by; None: 1
+        self._decided = False  # whether this step's found_inf is known
+        self._grad_scale: Tensor | None = None  # what the gradients are still to be divided by; None: 1
         self._state_device = state_device
         self._infinity = torch.full((), math.inf, device=device)  # cheaper than a number from the host
 
@@ -107,13 +108,7 @@ class Scaler(torch.amp.GradScaler):
         divided by besides the scale; None: nothing. Returns the norm of the unscaled gradients, before clipping.
         A fused optimizer is only handed the factor, and divides in its own kernel; others follow the textbook.
         """
-        grad_scale = self.scale_tensor if self.scales else None
-        if correction is not None:
-            grad_scale = correction if grad_scale is None else grad_scale * correction
-        norm = scaled_norm if grad_scale is None else scaled_norm / grad_scale
-        self.applied = norm < self._infinity  # false for nan too
-        torch.logical_not(self.applied, out=self.found_inf)
-        self._grad_scale = grad_scale
+        norm, grad_scale = self._decide(scaled_norm, correction)
         if not takes_grad_scale(optimizer) or clip.by == "value":  # each unscaled element is limited
             self.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -127,9 +122,25 @@ class Scaler(torch.amp.GradScaler):
             self._grad_scale = excess if grad_scale is None else excess.mul_(grad_scale)
         return norm
 
+    def _decide(self, scaled_norm: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Whether the step is applied, from the gradients' norm; returns (unscaled norm, what unscales; None: 1)."""
+        grad_scale = self.scale_tensor if self.scales else None
+        if correction is not None:
+            grad_scale = correction if grad_scale is None else grad_scale * correction
+        norm = scaled_norm if grad_scale is None else scaled_norm / grad_scale
+        self.applied = norm < self._infinity  # false for nan too
+        torch.logical_not(self.applied, out=self.found_inf)
+        self._grad_scale, self._decided = grad_scale, True
+        return norm, grad_scale
+
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by what `unscale_and_clip` found, in place."""
+        """Divide the optimizer's gradients by the scale, in place; in a loop of your own, once before clipping."""
+        if not self._decided:
+            norm: Any = nn.utils.get_total_norm(
+                [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            )
+            self._decide(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if self._grad_scale is not None:
             grad_scale = self._grad_scale.to(self._state_device)
             for group in optimizer.param_groups:
@@ -142,6 +153,9 @@ class Scaler(torch.amp.GradScaler):
 
         Fused optimizers skip in their kernel, by torch's own attributes; others cost one host read here.
         """
+        if not self._decided:
+            self.unscale_(optimizer)
+        self._decided = False
         if takes_grad_scale(optimizer):
             fused: Any = optimizer
             fused.grad_scale = None if self._grad_scale is None else self._grad_scale.to(self._state_device)

@@ -1,5 +1,6 @@
 """A run: everything that training needs, assembled from one config; for the main job, scripts and notebooks alike."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,13 +8,14 @@ import torch
 from torch import nn
 
 from dist_amp.checkpoint.compatibility import check_config
-from dist_amp.checkpoint.resume import to_resume
+from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import find_blocks, pick_strategy
 from dist_amp.config.load import defaults_of, load_config, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import accumulation_steps, check_parallel
 from dist_amp.data import Batches, build_batches, build_split, build_validation
+from dist_amp.errors import error_context
 from dist_amp.fast.compile import check_compile, prepare_blocks
 from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import LossNormalizer, Parallel, build_parallel
@@ -21,7 +23,7 @@ from dist_amp.precision import Clip, Precision, Scaler, build_precision
 from dist_amp.runtime.process import set_determinism
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.runtime.run_folder import run_folder
-from dist_amp.settings import Config
+from dist_amp.settings import Config, Strategy
 from dist_amp.task import Task
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
@@ -72,7 +74,7 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     micro_batches = accumulation_steps(config.train, world.world_size)
     folder = run_folder(config.run, world)
-    checkpoint = to_resume(config.run.resume, folder, world)
+    checkpoint = checkpoint_to_resume(config.run.resume, folder, world)
     if checkpoint is not None:
         samples = config.train.micro_batch_size * micro_batches * world.world_size
         check_config(checkpoint, to_toml(config), samples, world, defaults_of(config))
@@ -81,31 +83,28 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     seed_all(config.run.seed)  # the same initial weights everywhere
     precision, parallel = build_model(config, task, micro_batches, world)
     scaler = Scaler(config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device)
-    optimizer = build_optimizer(parallel.model, config.optim)
+    with model_context(parallel.module, parallel.strategy):
+        optimizer = build_optimizer(parallel.model, config.optim)
     schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device)
     data, validation = build_data(config, task, micro_batches, world)
 
     seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
+    normalizer, metrics = LossNormalizer(world, parallel.carrier), Metrics(config.metrics, world)
+    clip = Clip(config.train.clip_by, config.train.clip_limit)
     run = Run(
-        config,
-        world,
-        folder,
-        task,
-        precision,
-        parallel,
-        LossNormalizer(world, parallel.carrier),
-        scaler,
-        Clip(config.train.clip_by, config.train.clip_limit),
-        optimizer,
-        schedule,
-        data,
-        validation,
-        Metrics(config.metrics, world),
-    )
+        config, world, folder, task, precision, parallel, normalizer, scaler, clip, optimizer, schedule,
+        data, validation, metrics,
+    )  # fmt: skip
     if checkpoint is not None:
-        load(run, checkpoint)
+        with model_context(parallel.module, parallel.strategy):
+            load(run, checkpoint)
         run.resumed_from_step, run.resumed_from = run.step, checkpoint
     return run
+
+
+def model_context(module: nn.Module, strategy: Strategy) -> AbstractContextManager[None]:
+    """What an error in this block has to do with: where memory runs out, it says how much the model will take."""
+    return error_context(parameters=sum(p.numel() for p in module.parameters()), strategy=strategy)
 
 
 def build_model(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Precision, Parallel]:
@@ -119,7 +118,8 @@ def build_model(config: Config, task: Task, micro_batches: int, world: World) ->
     precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
     blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
-    return precision, build_parallel(config.parallel, strategy, module, blocks, precision, world)
+    with model_context(module, strategy):
+        return precision, build_parallel(config.parallel, strategy, module, blocks, precision, world)
 
 
 def build_data(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Batches, Batches | None]:

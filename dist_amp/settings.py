@@ -1,26 +1,9 @@
 """Everything that can be set: one dataclass per section; each key with its type, range, default and meaning."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-
-@dataclass(frozen=True)
-class Range:
-    """What a number may be, as in `Annotated[float, Range(above=0)]`; neither nan nor infinity ever."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    above: float = -math.inf
-    below: float = math.inf
-
-    def __contains__(self, number: float) -> bool:
-        return self.low <= number <= self.high and self.above < number < self.below
-
-    def __str__(self) -> str:
-        rules = (("at least", self.low), ("above", self.above), ("at most", self.high), ("below", self.below))
-        return " and ".join(f"{words} {bound:g}" for words, bound in rules if not math.isinf(bound))
-
+from dist_amp.config.range import Range
 
 Count = Annotated[int, Range(low=1)]
 PositiveFloat = Annotated[float, Range(above=0)]
@@ -249,10 +232,6 @@ class DebugConfig:
     """On GPUs, keep the history of allocations, and write it after the profiled steps and when memory runs out."""
     ranks: tuple[Annotated[int, Range(low=0)], ...] | Literal["all"] = "all"
     """The ranks that profile and write memory snapshots, as 0 3; or all."""
-
-    def chosen(self, rank: int) -> bool:
-        """Whether this is one of `ranks`."""
-        return self.ranks == "all" or rank in self.ranks
 
 
 @dataclass(frozen=True)

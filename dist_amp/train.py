@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from dist_amp.checkpoint.saver import Saver
-from dist_amp.checkpoint.state import rewind_point
+from dist_amp.checkpoint.state import restore_point
 from dist_amp.config.load import load_config, show_help, to_toml
 from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.diagnostics.limits import Limits
@@ -23,21 +23,12 @@ from dist_amp.run import Run, build_run
 from dist_amp.runtime.garbage import scheduled_garbage
 from dist_amp.runtime.run_folder import run_folder
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise.failure import report_failure
+from dist_amp.supervise import preflight
+from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.lifecycle import close_run, is_finished, open_run
-from dist_amp.supervise.preflight import (
-    check_ranks_agree,
-    check_restarts,
-    die_with_torchrun,
-    make_folder,
-    only_live_run,
-)
-from dist_amp.supervise.report import supervised
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.observer import Observer
 from dist_amp.world import start
-
-StoppedBy = Literal["completed", "preempted"]
 
 
 def observers_of(run: Run) -> tuple[Observer, ...]:
@@ -47,7 +38,7 @@ def observers_of(run: Run) -> tuple[Observer, ...]:
     return Consistency(run), nonfinite, Limits(run, nonfinite), Numerics(run), Profile(run)
 
 
-def train(run: Run, stop: AgreedStop) -> StoppedBy:
+def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
     """Take the remaining steps. Every rank takes the same path through this loop."""
     config, last = run.config, run.config.train.steps
     with ExitStack() as contexts:
@@ -99,8 +90,13 @@ def run_evaluation(
 ) -> bool:
     """Evaluate and write the values; return whether a stop interrupted it: the resumed run then evaluates again."""
     with run.metrics.off_the_clock():
-        rewind, batches = rewind_point(run), itertools.count(1)
-        values = evaluate(run, lambda: collect_garbage(next(batches)) or stop.poll())
+        rewind, batches = restore_point(run), itertools.count(1)
+
+        def interrupted() -> bool:
+            collect_garbage(next(batches))
+            return stop.poll()
+
+        values = evaluate(run, interrupted)
         if stop.agreed:
             rewind()
             return True
@@ -130,17 +126,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(words) < len(argv):
             print(to_toml(config), end="")
             return 0
-        check_restarts()
-        die_with_torchrun()
+        preflight.check_restarts()
+        preflight.die_with_torchrun()
         with start(config.run) as world, supervised(config, world) as job:
-            check_ranks_agree(config.task.target, to_toml(config), world)  # first: the rest assumes equal configs
+            preflight.check_ranks_agree(config.task.target, to_toml(config), world)  # the rest needs equal ones
             check_debug(config.debug, world)
             folder = job.folder = run_folder(config.run, world)
             config = replace(config, run=replace(config.run, dir=str(folder)))
-            make_folder(folder, config, world)
+            preflight.make_folder(folder, config, world)
             recording = memory_history(config.debug, folder, world)
             # From here on a signal stops the run after a step; one that comes earlier, before the first step.
-            with only_live_run(folder, world), recording, AgreedStop(world) as stop:
+            with preflight.only_live_run(folder, world), recording, AgreedStop(world) as stop:
                 run = job.run = build_run(config, world)
                 if is_finished(run):
                     return 0

@@ -5,5 +5,15 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
+# Two processes share the files among them; not where they would be in the way: a debugger, a single test, and -m, which
+# chooses tests that need the machine for themselves.
+parallel=(-n 2 --dist loadfile)
+for word in "$@"; do
+    case "$word" in
+    -n* | --numprocesses* | -m* | -s | --capture* | --pdb* | --trace | --co | --collect-only | *::*) parallel=() ;;
+    esac
+done
+"$PYTHON" -c 'import xdist' 2>/dev/null || parallel=() # DIST_AMP_PYTHON may lack it
+
 cd "$root"
-exec "$PYTHON" -m pytest "$@"
+exec "$PYTHON" -m pytest "${parallel[@]}" "$@"

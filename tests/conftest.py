@@ -1,18 +1,61 @@
-"""What every test gets: no stray settings, a home for caches, and this folder on the path of what it launches."""
+"""What every test gets: a clean environment, the `launch` fixture; and the choice of a sample of the slow tests."""
 
+import hashlib
 import os
-import subprocess
-import sys
-from pathlib import Path
+import shlex
 
 import pytest
 import torch
+from forked import ROOT as ROOT
+from forked import TESTS as TESTS
+from forked import Launch
 
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
+torch.set_num_threads(1)  # two threads that wait for each other on a busy core take ten times as long
+
 ENGINES = {"test_container", "test_kubernetes", "test_launch", "test_ray", "test_slurm"}
 """What runs the files of launch/. DIST_AMP_ENGINES=required, as .ci/run sets it: a skipped test in these has failed."""
-REQUIRED = os.environ.pop("DIST_AMP_ENGINES", "") == "required"  # it is no setting of what the tests launch
+REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("slow tests")
+    group.addoption(
+        "--slow-sample",
+        type=float,
+        metavar="N",
+        help="with -m slow: run N of the slow tests (below 1: that share of them), and all that are marked `engine`",
+    )
+    group.addoption("--slow-seed", default="", metavar="TEXT", help="what chooses them: a commit's hash, for instance")
+
+
+def sample_of(tests, amount, seed):
+    """`amount` of the tests (a share, if below 1), whatever their order: those whose hash with the seed is lowest."""
+    count = round(amount * len(tests)) if amount < 1 else int(amount)
+    return sorted(tests, key=lambda test: hashlib.sha256(f"{seed} {test}".encode()).digest())[:count]
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config, items):
+    amount = config.getoption("slow_sample")
+    if amount is None:
+        return
+    slow = [item.nodeid for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("engine")]
+    left_out = set(slow) - set(sample_of(slow, amount, config.getoption("slow_seed")))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def pytest_report_collectionfinish(config, items):
+    if (amount := config.getoption("slow_sample")) is None:
+        return []
+    seed = shlex.quote(config.getoption("slow_seed"))
+    again = f"bash launch/test.sh -m slow --slow-sample {amount:g} --slow-seed {seed}"
+    lines = [f"{len(items)} tests, chosen by: {again}", "one of them again: bash launch/test.sh -m slow NAME"]
+    return [*lines, *(f"  {shlex.quote(item.nodeid)}" for item in items)]
+
+
+def pytest_runtest_protocol(item):
+    os.environ.pop("DIST_AMP_ENGINES", None)  # it is no setting of what the tests launch
 
 
 @pytest.hookimpl(wrapper=True)
@@ -21,6 +64,19 @@ def pytest_runtest_makereport(item):
     if REQUIRED and report.skipped and item.path.stem in ENGINES:
         report.outcome, report.longrepr = "failed", f"DIST_AMP_ENGINES=required, and skipped: {report.longrepr[2]}"
     return report
+
+
+@pytest.fixture
+def say(record_property):
+    """say(line): shown at the end of the test run, also by pytest-xdist's workers."""
+    return lambda line: record_property("said", line)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        lines = [line for name, line in getattr(report, "user_properties", []) if name == "said"]
+        if lines and report.when == "call":
+            terminalreporter.write_line("\n".join([f"{report.nodeid}:", *(f"  {line}" for line in lines)]))
 
 
 @pytest.fixture(autouse=True)
@@ -32,40 +88,7 @@ def clean_environment(monkeypatch):
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(ranks, "--key", "value", ...): a real run of the main job in an empty folder.
-
-    ranks=0 is `python -m dist_amp.train`; above that, torchrun. Returns the finished process: returncode, stdout,
-    stderr; `launch.start` returns it while it runs.
-    """
-
-    def command(ranks: int, *args: str, torchrun: tuple[str, ...] = ()) -> list[str]:
-        job = ["-m", "dist_amp.train", *map(str, args)]
-        if ranks == 0:
-            return [sys.executable, *job]
-        alone = ["--standalone", "--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}"]
-        return [sys.executable, "-m", "torch.distributed.run", *alone, *torchrun, *job]
-
-    def start(ranks: int, *args: str, torchrun: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            command(ranks, *args, torchrun=torchrun),
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **environment},
-        )
-
-    def run(ranks: int, *args: str, timeout: float = 120, **options) -> subprocess.CompletedProcess:
-        process = start(ranks, *args, **options)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    run.start = start
-    return run
+    return Launch(tmp_path)
 
 
 @pytest.fixture(scope="module")

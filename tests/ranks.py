@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_spawn = multiprocessing.get_context("forkserver")
-_spawn.set_forkserver_preload(["dist_amp.train"])
+from forked import context
+
 _pools: dict[int, "Ranks"] = {}
 
 
@@ -30,8 +30,8 @@ class Ranks:
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
-            ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(target=_serve, args=(rank, size, str(store), theirs))
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, str(store), theirs))
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -55,7 +55,7 @@ class Ranks:
             process.join()
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120) -> list[Any]:
+def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300) -> list[Any]:
     """Call function(world, *args) on `size` ranks at once; return what each returned, in the order of the ranks."""
     if size not in _pools:
         _pools[size] = Ranks(size)

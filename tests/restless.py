@@ -88,13 +88,13 @@ def die_at(point, step):
 
     writer = dcp.FileSystemWriter
     points = {
-        "before it is taken": (checkpoint, "take", {"when": lambda run, **_: run.step == step}),
+        "before it is taken": (checkpoint, "take_snapshot", {"when": lambda run, **_: run.step == step}),
         "before the first byte": (checkpoint, "write", {"when": of_the_step}),
         "before this rank's shard": (writer, "write_data", {"when": of_the_step}),
         "after this rank's shard": (writer, "write_data", {"when": of_the_step, "after": True}),
         "before the metadata": (writer, "finish", {"when": of_the_step}),
         "before the hashes": (checkpoint_writing, "hash_files", {"calls": step // STEPS_BETWEEN}),
-        "before the manifest": (checkpoint_writing, "make_valid", {"when": of_the_step}),
+        "before the manifest": (checkpoint_writing, "publish", {"when": of_the_step}),
         "before the rename": (os, "rename", {"when": whole_folder}),
         "after the rename": (os, "rename", {"when": whole_folder, "after": True}),
         "while an old one is removed": (shutil, "rmtree", {"when": lambda path, *_, **__: "/step_" in str(path)}),

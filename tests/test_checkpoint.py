@@ -11,8 +11,8 @@ from tiny import Overflow, Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.format import all_checkpoints, read_manifest
-from dist_amp.checkpoint.resume import to_resume
-from dist_amp.checkpoint.state import save
+from dist_amp.checkpoint.resume import checkpoint_to_resume
+from dist_amp.checkpoint.saver import save
 from dist_amp.errors import DataError
 from dist_amp.world import World
 
@@ -31,7 +31,7 @@ class Dropped(Tiny):
 
 
 class Normed(Dropped):
-    """Has batch statistics, of which each rank gathers its own."""
+    """Has batch statistics, which differ between ranks."""
 
     def norm(self):
         return nn.BatchNorm1d(16)
@@ -77,7 +77,7 @@ def stop_and_go_on(world, folder, strategy, dtype, workers, task=Dropped, more=(
     through = make_run(world, task(samples=40), *words)
     losses = logged_steps(through, 8)
     stopped = make_run(world, task(samples=40), *words)
-    before = logged_steps(stopped, 4)  # in the midst of a log interval
+    before = logged_steps(stopped, 4)  # in the middle of a log interval
     save(stopped)
     resumed = make_run(world, task(samples=40), *words, "--run.resume", "auto")
     assert resumed.resumed_from_step == resumed.step == 4
@@ -120,10 +120,10 @@ def losses_of(run, steps):
     """The world's loss in each of so many steps, and the global samples that each was fed."""
     losses, samples = [], []
     for _ in range(steps):
-        begun = run.data.position
+        start = run.data.position
         report = take_steps(run, 1)[0]
         losses.append((run.world.sum(report.loss_sum) / report.weight).item())
-        mine = [index for _, indices in run.data.at(begun) for index in indices]
+        mine = [index for _, indices in run.data.at(start) for index in indices]
         samples.append(sorted(index for text in run.world.gather_texts(repr(mine)) for index in eval(text)))
     return losses, samples
 
@@ -196,8 +196,8 @@ def test_only_the_newest_are_kept_and_what_was_left_half_written_is_no_checkpoin
         save(run)
     (tmp_path / "checkpoints" / ".step_00000004.writing").mkdir()
     assert [path.name for path in all_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
-    assert to_resume("auto", tmp_path, World()).name == "step_00000003"
-    assert to_resume("never", tmp_path, World()) is None
+    assert checkpoint_to_resume("auto", tmp_path, World()).name == "step_00000003"
+    assert checkpoint_to_resume("never", tmp_path, World()) is None
     assert read_manifest(tmp_path / "checkpoints/step_00000003").samples == 12
 
 
@@ -246,7 +246,7 @@ def test_going_back_to_an_older_checkpoint_of_the_same_folder_is_refused(tmp_pat
     older = save(run)
     take_steps(run, 1)
     save(run)
-    with pytest.raises(DataError, match="is older than step_00000002 beside it; go on from it in a new --run.dir"):
+    with pytest.raises(DataError, match="is older than step_00000002 next to it; resume it in a new --run.dir"):
         make_run(World(), Tiny(), *words, "--run.resume", older)
     elsewhere = settings(tmp_path / "new", "single", "fp32", "--run.resume", older)
     assert make_run(World(), Tiny(), *elsewhere).step == 1
@@ -267,20 +267,20 @@ def test_saving_before_a_step_was_applied_changes_nothing(tmp_path, optimizer):
 
 
 class Rests(Tiny):
-    """A branch that takes part in every second step alone."""
+    """A branch that is used in every second step only."""
 
     def build_model(self):
-        return nn.ModuleDict({"always": nn.Linear(8, 1), "now_and_then": nn.Linear(8, 1)})
+        return nn.ModuleDict({"always": nn.Linear(8, 1), "sometimes": nn.Linear(8, 1)})
 
     def loss_sum(self, model, batch):
         self.steps = getattr(self, "steps", 0) + 1
         out = model["always"](batch["x"])
         if self.steps % 2:
-            out = out + model["now_and_then"](batch["x"])
+            out = out + model["sometimes"](batch["x"])
         return (out.float().squeeze(-1) - batch["y"]).square().sum()
 
 
-def test_counts_of_steps_that_have_parted_are_resumed_each(tmp_path):
+def test_each_parameters_own_step_count_is_resumed(tmp_path):
     words = ["--run.dir", tmp_path / "run", "--use_amp", "false", "--checkpoint.every", 1]
     through = make_run(World(), Rests(), *words)
     take_steps(through, 3)

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or refused: damage anywhere is found, and what is hostile runs no code."""
+"""A checkpoint is valid or rejected: damage anywhere is detected, and a hostile checkpoint runs no code."""
 
 import io
 import json
@@ -20,13 +20,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
-from dist_amp.checkpoint import format as checkpoint_files
 from dist_amp.checkpoint import writer as checkpoint_writing
-from dist_amp.checkpoint.format import Manifest, all_checkpoints, fault_of, hash_files, quarantine_after, read_manifest
-from dist_amp.checkpoint.reader import Reader
-from dist_amp.checkpoint.resume import to_resume
-from dist_amp.checkpoint.saver import Saver
-from dist_amp.checkpoint.state import save
+from dist_amp.checkpoint.format import (
+    Manifest,
+    all_checkpoints,
+    hash_files,
+    integrity_error,
+    quarantine_after,
+    read_manifest,
+)
+from dist_amp.checkpoint.reader import Reader, read_into
+from dist_amp.checkpoint.resume import checkpoint_to_resume
+from dist_amp.checkpoint.saver import Saver, save
 from dist_amp.errors import DataError, Failure
 from dist_amp.world import World
 
@@ -45,7 +50,7 @@ def resumed(folder):
 
 
 def seal_again(checkpoint, **changes):
-    """Make the manifest fit what the files are now, as someone would who wants to be believed."""
+    """Make the manifest match the files as they are now, as an attacker would."""
     manifest = read_manifest(checkpoint) if not changes.pop("blank", False) else None
     content = json.loads((checkpoint / "manifest.json").read_text())
     content.pop("xxh3")
@@ -61,7 +66,7 @@ def test_a_checkpoint_lists_all_its_files_with_sizes_and_hashes(tmp_path):
     assert manifest.files == hash_files(newest / name for name in manifest.files)
     assert (manifest.step, manifest.samples, manifest.world_size, manifest.strategy) == (2, 8, 1, "single")
     assert manifest.versions["torch"] == torch.__version__
-    assert not fault_of(newest)
+    assert not integrity_error(newest)
     assert not list(tmp_path.glob("checkpoints/.*")), "nothing half written is left"
 
 
@@ -70,39 +75,39 @@ def test_damage_to_any_file_is_refused_and_the_one_before_is_resumed(tmp_path, c
     numbers = random.Random(0)
     newest = two_checkpoints(tmp_path)[-1]
     for path in sorted(newest.iterdir()):
-        whole = path.read_bytes()
+        content = path.read_bytes()
         for _ in range(20 if spoil in ("flip", "cut") else 1):
             path.unlink()
             if spoil == "flip":
-                bit = numbers.randrange(8 * len(whole))
-                flipped = bytearray(whole)
+                bit = numbers.randrange(8 * len(content))
+                flipped = bytearray(content)
                 flipped[bit // 8] ^= 1 << bit % 8
                 path.write_bytes(flipped)
             elif spoil == "cut":
-                path.write_bytes(whole[: numbers.randrange(len(whole))])
+                path.write_bytes(content[: numbers.randrange(len(content))])
             elif spoil == "folder":
                 path.mkdir()
             elif spoil == "link":
-                (tmp_path / "elsewhere").write_bytes(whole)
+                (tmp_path / "elsewhere").write_bytes(content)
                 path.symlink_to(tmp_path / "elsewhere")
-            assert (path.name == "manifest.json" and spoil == "link") or path.name in fault_of(newest), path.name
+            assert (path.name == "manifest.json" and spoil == "link") or path.name in integrity_error(newest), path.name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            path.write_bytes(whole)
+            path.write_bytes(content)
     (newest / "__0_0.distcp").unlink()
     assert resumed(tmp_path).step == 1
     assert (
-        "__0_0.distcp can't be read (No such file or directory); resuming from step_00000001" in capsys.readouterr().err
+        "__0_0.distcp can't be read (No such file or directory); using step_00000001 instead" in capsys.readouterr().err
     )
 
 
-def test_checkpoints_of_which_none_is_whole_stop_the_run_with_each_reason(tmp_path):
+def test_checkpoints_of_which_none_is_valid_stop_the_run_with_each_reason(tmp_path):
     older, newer = two_checkpoints(tmp_path)
     (older / "manifest.json").unlink()
     (newer / ".metadata").write_bytes(b"")
     with pytest.raises(
         DataError,
-        match=r"none of the checkpoints is whole: .*step_00000002: .metadata has 0 bytes, not "
-        r".*step_00000001: manifest.json can't be read .*start afresh in another --run.dir",
+        match=r"none of the checkpoints is valid: .*step_00000002: .metadata has 0 bytes, not "
+        r".*step_00000001: manifest.json can't be read .*start a new run in another --run.dir",
     ) as error:
         resumed(tmp_path)
     assert error.value.exit_code == 65
@@ -111,7 +116,7 @@ def test_checkpoints_of_which_none_is_whole_stop_the_run_with_each_reason(tmp_pa
 def test_a_newer_format_is_refused_with_both_versions(tmp_path):
     newest = two_checkpoints(tmp_path)[-1]
     seal_again(newest, format=2)
-    assert fault_of(newest) == "its format is 2, this version reads up to 1; use a newer dist_amp"
+    assert integrity_error(newest) == "its format is 2, this version reads up to 1; use a newer dist_amp"
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", "a/b"])
@@ -121,7 +126,7 @@ def test_a_manifest_that_lists_what_lies_elsewhere_is_refused(tmp_path, name):
     content.pop("xxh3")
     content["files"][name] = {"bytes": 1, "xxh3": "0"}
     (newest / "manifest.json").write_text(Manifest(**content).to_text())
-    assert fault_of(newest) == f"manifest.json lists {name!r}, which is not a file's name in this folder"
+    assert integrity_error(newest) == f"manifest.json lists {name!r}, which is not the name of a file in this folder"
 
 
 class Payload:
@@ -140,7 +145,7 @@ def test_a_payload_in_the_metadata_is_refused_and_not_run(tmp_path):
     for hostile in (Payload(mark), [metadata, Payload(mark)]):
         (newest / ".metadata").write_bytes(pickle.dumps(hostile))
         seal_again(newest)
-        with pytest.raises(DataError, match="is refused: .metadata asks for posix.mkdir, .* nothing was run"):
+        with pytest.raises(DataError, match="is rejected: .metadata asks for posix.mkdir, .* nothing was run"):
             resumed(tmp_path / "run")
     metadata.planner_data = Payload(mark)
     (newest / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -179,7 +184,7 @@ def test_an_enums_member_is_read_in_every_release_of_python_and_no_other_attribu
     assert resumed(tmp_path).step == 2
     for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Manifest, "to_text"), (torch.Size, "numel")):
         write(Enum(owner, name))
-        with pytest.raises(DataError, match="is refused: .metadata asks for"):
+        with pytest.raises(DataError, match="is rejected: .metadata asks for"):
             resumed(tmp_path)
 
 
@@ -203,7 +208,7 @@ def test_a_payload_in_place_of_a_tensor_is_refused_and_not_run(tmp_path, name):
     place.relative_path, place.offset, place.length = "__0_9.distcp", 0, len(stream.getvalue())
     (newest / ".metadata").write_bytes(pickle.dumps(metadata))
     seal_again(newest)
-    with pytest.raises(DataError, match="can't be loaded|is refused"):
+    with pytest.raises(DataError, match="can't be loaded|is rejected"):
         resumed(tmp_path / "run")
     assert not mark.exists()
 
@@ -219,11 +224,11 @@ def test_a_payload_in_an_entry_of_bytes_is_refused_and_not_run(tmp_path):
     metadata.state_dict_metadata["counters"] = BytesStorageMetadata()
     (newest / ".metadata").write_bytes(pickle.dumps(metadata))
     seal_again(newest)
-    with pytest.raises(DataError, match="can't be loaded|is refused"):
+    with pytest.raises(DataError, match="can't be loaded|is rejected"):
         resumed(tmp_path / "run")
     state = {"counters": "not a tensor"}  # torch's planner unpickles for such an entry whatever it finds
     with pytest.raises(BaseException, match="(?s)weights_only"):
-        checkpoint_files.read_into(state, Reader(newest, read_manifest(newest).files), alone=True)
+        read_into(state, Reader(newest), alone=True)
     assert not mark.exists()
 
 
@@ -243,7 +248,7 @@ def test_nothing_but_tensors_is_written(tmp_path):
     assert kinds == {"TensorStorageMetadata"}
 
 
-def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
+def test_the_best_checkpoint_is_kept_with_the_newest(tmp_path):
     run = make_run(World(), Tiny(), *settings(tmp_path, "single", "fp32"))
     for loss in (5.0, 3.0, 4.0, 4.5, 4.2):
         take_steps(run, 1)
@@ -253,14 +258,14 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     assert resumed(tmp_path).metrics.best == {"step": 2, "loss": 3.0}
 
 
-def test_refused_checkpoints_are_set_aside_and_their_steps_saved_anew(tmp_path):
+def test_rejected_checkpoints_are_quarantined_and_their_steps_saved_again(tmp_path):
     (two_checkpoints(tmp_path)[-1] / "__0_0.distcp").write_bytes(b"damaged")
     (tmp_path / "checkpoints/.step_00000003.writing").mkdir()
     run = resumed(tmp_path)
     assert [path.name for path in quarantine_after(tmp_path, run.step)] == ["refused_step_00000002"]
     take_steps(run, 1)
     save(run)
-    assert to_resume("auto", tmp_path, World()).name == "step_00000002"
+    assert checkpoint_to_resume("auto", tmp_path, World()).name == "step_00000002"
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
         "refused_step_00000002", "step_00000001", "step_00000002"]  # fmt: skip
 
@@ -274,7 +279,7 @@ def test_a_step_that_is_saved_already_is_not_written_again(tmp_path):
 
 
 def full_disk_on_rank_1(world, folder, on_failure):
-    """Two background saves of which the first finds no space on rank 1: what was said, and what is there."""
+    """Two background saves of which the first finds no space on rank 1: the errors, and the checkpoints written."""
     run = make_run(world, Tiny(), *settings(folder, "fsdp", "fp32", "--checkpoint.on_failure", on_failure))
 
     class Full(FileSystemWriter):
@@ -284,30 +289,30 @@ def full_disk_on_rank_1(world, folder, on_failure):
             return super().write_data(plan, planner)
 
     checkpoint_writing.FileSystemWriter = Full
-    told = []
+    errors = []
     try:
         with Saver(run) as saver:
             for _ in range(2):
                 take_steps(run, 1)
                 saver.save(wait=False)
                 while saver._pending is not None:
-                    saver.look()
+                    saver.on_log()
     except Failure as error:
-        told.append(str(error))
+        errors.append(str(error))
     finally:
         checkpoint_writing.FileSystemWriter = FileSystemWriter
     world.barrier()
-    return told, [path.name for path in folder.glob("checkpoints/*")]
+    return errors, [path.name for path in folder.glob("checkpoints/*")]
 
 
 @pytest.mark.parametrize("on_failure", ["go_on", "stop"])
 def test_a_failed_background_save_is_known_to_all_ranks(tmp_path, on_failure):
-    for told, kept in on_ranks(2, full_disk_on_rank_1, tmp_path, on_failure):
+    for errors, kept in on_ranks(2, full_disk_on_rank_1, tmp_path, on_failure):
         if on_failure == "go_on":
-            assert (told, kept) == ([], ["step_00000002"])
+            assert (errors, kept) == ([], ["step_00000002"])
         else:
             assert kept == []
-            assert "step_00000001 could not be written: rank 1: No space left on device (" in told[0]
+            assert "step_00000001 could not be written: rank 1: No space left on device (" in errors[0]
 
 
 def saves_in_a_row(world, folder):

@@ -32,7 +32,7 @@ needs_an_engine = pytest.mark.skipif(
 )
 
 
-def run(*command, timeout=300, **options):
+def run(*command, timeout=900, **options):
     """The finished process; what it says is in stdout, errors too."""
     words = [str(word) for word in command]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": timeout, **options}
@@ -148,6 +148,7 @@ def runs(tmp_path):
 # ---- the files ----
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_hadolint_and_shellcheck_have_nothing_to_say():
     linted = run(linter("hadolint"), ROOT / "Dockerfile")
@@ -157,6 +158,7 @@ def test_hadolint_and_shellcheck_have_nothing_to_say():
     assert (linted.returncode, linted.stdout) == (0, "")
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_the_compose_file_is_what_the_compose_specification_asks_for(tmp_path):
     checker = [linter("check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
@@ -206,13 +208,13 @@ def test_the_image_holds_the_project_and_nothing_of_this_machine(engine):
 @pytest.mark.slow
 @needs_an_engine
 def test_tests_pass_inside(engine):
-    done = engine.inside(
-        "bash", "launch/test.sh", "-q", "-p", "no:cacheprovider", "tests/test_house.py", "tests/test_precision.py"
-    )
+    files = ("tests/test_architecture.py", "tests/test_precision.py")
+    done = engine.inside("bash", "launch/test.sh", "-q", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.search(r"\d+ passed", done.stdout)
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @needs_an_engine
 def test_two_ranks_train_inside_and_tensorboard_shows_them_by_the_commands_of_compose(engine, runs):
@@ -229,7 +231,7 @@ def test_two_ranks_train_inside_and_tensorboard_shows_them_by_the_commands_of_co
         command = [*enter, *COMPOSE["services"]["tensorboard"]["command"], "--port", port]
         board = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            shown, deadline = [], time.monotonic() + 60
+            shown, deadline = [], time.monotonic() + 300
             while not shown and time.monotonic() < deadline:
                 time.sleep(0.5)
                 with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs") as answer:
@@ -238,7 +240,7 @@ def test_two_ranks_train_inside_and_tensorboard_shows_them_by_the_commands_of_co
         finally:
             for process in [*descendants(board.pid), board.pid]:
                 os.kill(process, signal.SIGTERM)
-            board.wait(timeout=30)
+            board.wait(timeout=300)
 
 
 def descendants(pid):
@@ -261,13 +263,11 @@ def test_a_volume_that_the_images_user_may_not_write_is_named(engine, tmp_path):
 def test_an_edited_source_file_builds_no_package_anew(engine):
     with (engine.context / "dist_amp/step.py").open("a") as source:
         source.write("# edited\n")
-    started = time.monotonic()
     again = engine.build("localhost/base", tag="edited")
     assert again.returncode == 0
     said = again.stdout.split("STEP ")
     built = [step.split(": ", 1)[1].splitlines()[0] for step in said if ": " in step and "Using cache" not in step]
     assert not [step for step in built if step.startswith("RUN")], built
-    assert time.monotonic() - started < 60
 
 
 @pytest.mark.slow

@@ -16,8 +16,10 @@ from tiny import Tiny, make_run, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
-from dist_amp.checkpoint.state import save
+from dist_amp.checkpoint.saver import save
+from dist_amp.checkpoint.weights import load_weights
 from dist_amp.commands import export, sample
+from dist_amp.commands.trained_model import build_model, load_config_of
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import DataError
@@ -28,7 +30,7 @@ FEW_STEPS = ["--train.steps", 10, "--train.micro_batch_size", 2, "--use_amp", "f
 
 
 class Counted(nn.Module):
-    """Buffers of all kinds beside a float32 layer."""
+    """A float32 layer and buffers of all kinds."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +99,7 @@ def draws(tmp_path, monkeypatch):
 
 
 def loaded(out, target, *words):
-    """The three lines of the docstring."""
+    """As in the three lines of the command's docstring."""
     config = load_config(["--task.target", target, *map(str, words)], environ={})
     model = build_task(config.task, config.data).build_model()
     load_model(model, out / "model.safetensors")
@@ -136,7 +138,7 @@ def test_an_export_of_any_layout_gives_the_runs_own_logits(tmp_path, text, ranks
     assert sorted(path.name for path in (tmp_path / "fp32").iterdir()) == [CONFIG, "model.safetensors"]
 
 
-def test_tied_weights_are_stored_once_and_what_the_file_is_stands_in_it(tmp_path, text):
+def test_tied_weights_are_stored_once_and_the_file_has_metadata(tmp_path, text):
     target = "dist_amp.tasks.causal_lm:CausalLM"
     checkpoint, _ = saved(tmp_path / "run", target, *SMALL_GPT, "--data.path", text)
     assert export.main([str(checkpoint), "--out", str(tmp_path / "out"), "--dtype", "bf16"]) == 0
@@ -198,7 +200,7 @@ def test_what_shares_memory_is_stored_once_and_loads(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_safetensors_can_not_hold_is_refused(tmp_path, dtype):
+def test_what_safetensors_can_not_store_is_refused(tmp_path, dtype):
     model = OfAPart()
     export.cast(model, dtype)
     with pytest.raises(DataError, match=r"amongst: \{'part'\}; let build_model make ordinary tensors"):
@@ -223,9 +225,9 @@ def train_in_bf16(world, folder, words):
 
 def test_what_a_model_draws_and_does_not_save_is_drawn_as_in_the_run(tmp_path):
     checkpoint, answer = saved(tmp_path / "run", "test_export:WithBuffers", "--run.seed", 7)
-    config = export.load_config_of(checkpoint, [])
-    model = export.build_model(build_task(config.task, config.data), config)
-    assert export.read_weights(model, checkpoint) == 2
+    config = load_config_of(checkpoint, [])
+    model = build_model(build_task(config.task, config.data), config)
+    assert load_weights(model, checkpoint) == 2
     with torch.no_grad():
         assert torch.equal(model(inputs_for(None)), answer)
 
@@ -244,12 +246,12 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caps
     shown = capsys.readouterr()
     assert f"from step 1 ({older})" in shown.out
     assert f"warning: checkpoint {newest}: {shard.name} is damaged" in shown.err
-    assert "taking step_00000001 instead" in shown.err
+    assert "using step_00000001 instead" in shown.err
 
     (older / ".metadata").unlink()
     status, line = refusal(capsys, export, tmp_path, "--out", tmp_path / "out2")
     assert status == 65
-    assert "none of the checkpoints is whole" in line
+    assert "none of the checkpoints is valid" in line
     assert not (tmp_path / "out2").exists()
 
 
@@ -268,7 +270,7 @@ def test_an_export_is_replaced_and_a_failure_leaves_the_old_one(tmp_path, draws,
     after = (tmp_path / "out/model.safetensors").read_bytes()
     assert after != before
 
-    def half_written(model, name, about):
+    def half_written(model, name, metadata):
         with open(name, "wb") as file:
             file.write(b"half")
         raise export.SafetensorError("I/O error: No space left on device (os error 28)")
@@ -315,7 +317,7 @@ def test_a_task_that_has_moved_is_named_on_the_command_line(tmp_path, draws, cap
     reseal(draws)
     status, line = refusal(capsys, export, draws, "--out", "out")
     assert status == 64
-    assert line.endswith("start where the run was, or give --task.target")
+    assert line.endswith("start in the run's working directory, or give --task.target")
     assert export.main([str(draws), "--task.target", "moved_task:Moved", "--out", "out"]) == 0
 
 
@@ -357,9 +359,9 @@ def test_a_prompt_is_a_setting_as_any_other(tmp_path, text, capsys):
 
 def test_what_sample_can_not_show_is_refused(tmp_path, draws, capsys):
     status, line = refusal(capsys, sample, draws, "--task.args.kind", "number")
-    assert (status, "gave int; return a text, or an image" in line) == (65, True)
+    assert (status, "returned int; return text, or an image" in line) == (65, True)
     status, line = refusal(capsys, sample, draws, "--task.args.kind", "image", "--task.args.channels", 2)
-    assert (status, "gave [2, 3, 4]" in line) == (65, True)
+    assert (status, "returned [2, 3, 4]" in line) == (65, True)
     (tmp_path / "sample.png").mkdir()
     status, line = refusal(capsys, sample, draws, "--task.args.kind", "image")
     assert (status, f"{tmp_path}/sample.png can't be written" in line) == (1, True)
@@ -383,16 +385,16 @@ def test_a_damaged_export_is_refused(tmp_path, draws, capsys):
     ("argv", "status", "words"),
     [
         (["nowhere", "--out", "out"], 65, "nowhere does not exist; give a run's folder or RUN/checkpoints/step_N"),
-        (["empty", "--out", "out"], 65, "empty holds no checkpoint, and is none; give a run's folder"),
-        (["file", "--out", "out"], 65, "file holds no checkpoint"),
+        (["empty", "--out", "out"], 65, "empty is not a checkpoint and holds none; give a run's folder"),
+        (["file", "--out", "out"], 65, "file is not a checkpoint and holds none"),
         (["run", "--out", "file"], 1, "--out file can't be written"),
         (["run", "--out", "file/below"], 1, "--out file/below can't be written"),
-        (["run", "--out", "run"], 64, "--out run is a run's or a checkpoint's folder"),
+        (["run", "--out", "run"], 64, "--out run is the folder of a run or checkpoint"),
         (["run", "--out", "out", "--dtype", "fp8"], 64, "argument --dtype: invalid choice: 'fp8'"),
         (["run", "--out", "out", "--task.args.chanels", "3"], 64, "did you mean task.args.channels?"),
         (["run", "--out", "out", "--outt", "3"], 64, "unknown key outt on the command line"),
         (["run", "stray", "--out", "out"], 64, "'stray' belongs to no key"),
-        (["--task.args.kind", "image", "run", "--out", "out"], 64, "the path must stand before --task.args.kind"),
+        (["--task.args.kind", "image", "run", "--out", "out"], 64, "the path must come before --task.args.kind"),
         (["run"], 64, "required: --out; usage: python -m dist_amp.export RUN_OR_CHECKPOINT --out DIR"),
         ([], 64, "usage: python -m dist_amp.export RUN_OR_CHECKPOINT --out DIR [--dtype bf16|fp32]"),
     ],

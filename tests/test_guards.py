@@ -1,16 +1,16 @@
-"""One live run per folder, no orphans, enough disk, no rank that hangs, and one line for what befell the others."""
+"""One live run per folder, no orphans, enough disk, equal ranks, and one line that names a dead or hanging rank."""
 
 import errno
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from collections import namedtuple
 
 import datasets
+import forked
 import pytest
 import torch
 from chaos import children, is_there
@@ -19,36 +19,36 @@ from test_train import TINY, wait_for
 from tiny import Tiny, make_run, take_steps
 
 from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
-from dist_amp.checkpoint.state import save
+from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, Failure
+from dist_amp.fast.process_group import all_reduce_sum, reduce_options
+from dist_amp.runtime.files import write_durably
 from dist_amp.supervise import preflight as guards
 from dist_amp.supervise import watchdog
 from dist_amp.supervise.explain import explain_disk
-from dist_amp.supervise.preflight import check_free_space, check_ranks_alike, check_restarts, only_live_run
+from dist_amp.supervise.preflight import check_free_space, check_ranks_agree, check_restarts, only_live_run
+from dist_amp.supervise.signals import AgreedStop
 from dist_amp.supervise.watchdog import RankWatchdog
 from dist_amp.world import World
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from dist_amp.supervise.preflight import only_live_run
-from dist_amp.config.load import load_config, to_toml
-from dist_amp.world import World
-with only_live_run(Path(sys.argv[1]), World()):
-    print("held", flush=True)
-    time.sleep(60)
-"""
+
+def hold(folder, held):
+    with only_live_run(folder, World()):
+        held.send("held")
+        time.sleep(3600)
 
 
 def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_run_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(guards, "LOCK_SECONDS", 0.5)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
+    here, there = forked.context.Pipe()
+    holder = forked.context.Process(target=hold, args=(tmp_path, there))
+    holder.start()
+    assert here.recv() == "held"
     with pytest.raises(Failure, match=f"in use by a live run .process {holder.pid} on {platform.node()}.; stop that"):
         only_live_run(tmp_path, World()).__enter__()
     holder.kill()
-    holder.wait()
+    holder.join()
     with only_live_run(tmp_path, World()):
         pass
 
@@ -63,23 +63,25 @@ def test_a_second_run_in_a_live_runs_folder_is_refused_and_the_first_goes_on(lau
     assert f"error: run.dir=run is in use by a live run (process {first.pid} on" in second.stderr
     assert first.poll() is None
     first.terminate()
-    first.communicate(timeout=30)
+    first.communicate(timeout=300)
     assert first.returncode == 75
 
 
 def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
     """They hold its sockets: while one lives, the other ranks can't know that theirs is dead."""
-    words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "600", "--data.workers", "2", "--run.dir", "run"]
-    run = launch.start(0, *words)
+    # torch's own check for the parent, every five seconds, must not be what ends them.
+    (tmp_path / "unchecked.py").write_text(
+        "from tiny import Slow\nfrom torch.utils.data._utils import worker\n\n"
+        "worker.MP_STATUS_CHECK_INTERVAL = 3600.0\n"
+    )
+    words = [*TINY, "--task.target", "unchecked:Slow", "--train.steps", "600", "--data.workers", "2"]
+    run = launch.start(0, *words, "--run.dir", "run")
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
     workers = children(run.pid)
     assert len(workers) == 2
     run.kill()
-    run.communicate(timeout=30)
-    deadline = time.monotonic() + 3  # by themselves they would look after five seconds
-    while any(is_there(worker) for worker in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    run.wait(300)
+    wait_for(lambda: not any(map(is_there, workers)), "the end of the workers")
 
 
 def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_variable(monkeypatch):
@@ -92,35 +94,35 @@ def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_va
     check_restarts()
 
 
-def told_of_alike(world, differs=None):
-    """What check_ranks_alike says where rank 1 has something else."""
+def difference_of_ranks(world, differs=None):
+    """The error of check_ranks_agree if rank 1 differs; "" for none."""
     text = to_toml(load_config(["--task.target", "tiny:Tiny", "--data.path", "/disk"], environ={}))
     if world.rank == 1 and differs == "a setting":
         text = text.replace("lr = 0.0003", "lr = 0.001")
-    if world.rank == 1 and differs == "what a machine has of its own":
+    if world.rank == 1 and differs == "per-machine settings":
         text = text.replace("workers = 0", "workers = 2").replace('path = "/disk"', 'path = "/scratch"')
     if world.rank == 1 and differs == "data":
         text = text.replace('path = "/disk"', 'path = "off"')
     if world.rank == 1 and differs == "a file":
-        changed = guards.code_of("tiny:Tiny") | {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
-        guards.code_of, real = lambda target: changed, guards.code_of
+        changed = guards.code_hashes("tiny:Tiny") | {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
+        guards.code_hashes, real = lambda target: changed, guards.code_hashes
     try:
-        check_ranks_alike("tiny:Tiny", text, world)
+        check_ranks_agree("tiny:Tiny", text, world)
     except ConfigError as error:
         return str(error)
     finally:
         if world.rank == 1 and differs == "a file":
-            guards.code_of = real
+            guards.code_hashes = real
     return ""
 
 
-@pytest.mark.parametrize("differs", [None, "what a machine has of its own"])
-def test_ranks_that_were_started_alike_are_not_spoken_of(differs):
-    assert on_ranks(2, told_of_alike, differs) == ["", ""]
+@pytest.mark.parametrize("differs", [None, "per-machine settings"])
+def test_ranks_that_agree_are_not_reported(differs):
+    assert on_ranks(2, difference_of_ranks, differs) == ["", ""]
 
 
-def test_what_a_machine_may_have_of_its_own_changes_nothing_of_the_mathematics():
-    assert all(name.startswith(FREE_TO_CHANGE) for name in guards.OWN_TO_A_MACHINE)
+def test_per_machine_settings_do_not_change_the_results():
+    assert all(name.startswith(FREE_TO_CHANGE) for name in guards.PER_MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -135,25 +137,27 @@ def test_what_a_machine_may_have_of_its_own_changes_nothing_of_the_mathematics()
         ),
     ],
 )
-def test_ranks_with_other_code_or_settings_are_told_each_difference_with_both(differs, what):
-    what = what.replace("HOST", platform.node()).replace("MINE", guards.code_of("tiny:Tiny")["dist_amp/step.py"])
-    told = f"the ranks are not alike: {what}; start all of them with the same code, versions and settings "
-    assert on_ranks(4, told_of_alike, differs) == [f"{told}(environment, config files)"] * 4
+def test_ranks_with_other_code_or_settings_get_each_difference_with_both_values(differs, what):
+    what = what.replace("HOST", platform.node()).replace("MINE", guards.code_hashes("tiny:Tiny")["dist_amp/step.py"])
+    expected = f"the ranks differ: {what}; start all of them with the same code, versions and settings "
+    assert on_ranks(4, difference_of_ranks, differs) == [f"{expected}(environment, config files)"] * 4
 
 
-def test_the_file_of_a_users_task_is_compared_and_versions_are():
-    assert "tiny.py" in guards.code_of("tiny:Tiny")
-    assert "causal_lm.py" not in guards.code_of("dist_amp.tasks.causal_lm:CausalLM"), "the package's own has its path"
+def test_the_users_task_file_and_the_versions_are_compared():
+    assert "tiny.py" in guards.code_hashes("tiny:Tiny")
+    assert "causal_lm.py" not in guards.code_hashes("dist_amp.tasks.causal_lm:CausalLM"), (
+        "the package's own has its path"
+    )
     assert guards.versions() == {"python": "{}.{}".format(*sys.version_info), "torch": torch.__version__,
                                  "datasets": datasets.__version__}  # fmt: skip
 
 
-def test_what_an_editor_or_a_notebook_leaves_beside_the_code_is_not_compared(tmp_path, monkeypatch):
+def test_hidden_files_of_editors_and_notebooks_are_not_compared(tmp_path, monkeypatch):
     for name in ("step.py", ".step.py", "tasks/own.py", ".ipynb_checkpoints/step-checkpoint.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setattr(guards, "__file__", str(tmp_path / "supervise" / "preflight.py"))
-    assert set(guards.code_of("tiny:Tiny")) == {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
+    assert set(guards.code_hashes("tiny:Tiny")) == {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
 
 
 def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes(tmp_path, monkeypatch):
@@ -165,12 +169,12 @@ def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes
         if fits:
             check_free_space(run)
         else:
-            with pytest.raises(Failure, match=r"0.00 GiB free, .*4 of .* 0 are there.; free some, or lower") as error:
+            with pytest.raises(Failure, match=r"0.00 GiB free, .*4 of .* 0 exist.; free some, or lower") as error:
                 check_free_space(run)
             assert error.value.exit_code == 1
     take_steps(run, 1)
     save(run)
-    check_free_space(run)  # one of the four is there
+    check_free_space(run)  # one of the four exists
 
 
 @pytest.mark.parametrize(("number", "word"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only")])
@@ -182,19 +186,34 @@ def test_a_full_or_read_only_disk_is_one_line_with_the_path(tmp_path, number, wo
     assert explain_disk(other, tmp_path) is other
 
 
+def test_a_durable_write_replaces_a_file_or_leaves_it_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_durably(path, "old")
+    write_durably(path, "new")
+    assert (path.read_text(), os.listdir(tmp_path)) == ("new", ["summary.json"])
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(path, "newer")
+    assert path.read_text() == "new"
+
+
 def what_ranks_say(world, of_rank_1, error):
-    """Rank 0's collective failed; rank 1 failed by itself, or waited too, or says nothing."""
-    watchdog.ANSWER_SECONDS = 1.0
-    roll = RankWatchdog(world)
+    """What rank 0 reports of a failed collective, if rank 1 failed by itself, waited too, or is silent."""
+    watchdog.ANSWER_SECONDS = 1.0 if of_rank_1 == "silent" else 100.0
+    ranks = RankWatchdog(world)
     world.barrier()
-    told = None
+    report = None
     if world.rank == 0:
-        told = str(roll.explain(RuntimeError(error)))
+        report = str(ranks.explain(RuntimeError(error)))
     elif of_rank_1 != "silent":
-        roll.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
+        ranks.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
     world.barrier()
-    roll.close()
-    return told
+    ranks.close()
+    return report
 
 
 @pytest.mark.parametrize(
@@ -202,28 +221,28 @@ def what_ranks_say(world, of_rank_1, error):
     [
         ("failed", "[gloo] Connection closed by peer", "[gloo] Connection closed by peer"),
         ("waited", "[gloo] Timed out waiting 5000ms", "[gloo] Timed out waiting 5000ms"),
-        ("silent", "[gloo] Connection closed by peer", "rank 1 (process {pid} on {host}) is gone without a word"),
+        ("silent", "[gloo] Connection closed by peer", "rank 1 (process {pid} on {host}) died without an error"),
     ],
 )
-def test_a_failed_collective_names_the_rank_that_does_not_answer_and_leaves_the_word_to_one_that_does(
+def test_a_failed_collective_names_the_rank_that_does_not_answer_unless_another_failed_by_itself(
     of_rank_1, error, said
 ):
     pid = on_ranks(2, process_of)[1]
-    told = on_ranks(2, what_ranks_say, of_rank_1, error)[0]
-    assert told.startswith(said.format(pid=pid, host=platform.node()))
+    report = on_ranks(2, what_ranks_say, of_rank_1, error)[0]
+    assert report.startswith(said.format(pid=pid, host=platform.node()))
 
 
-def test_a_rank_whose_store_does_not_answer_names_rank_0_beside_it_and_what_may_be_wrong(monkeypatch):
+def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(RankWatchdog, "_exchange", lambda *args: time.sleep(5))
+    monkeypatch.setattr(RankWatchdog, "_exchange", lambda *args: time.sleep(3600))
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}.items():
         monkeypatch.setenv(name, value)
-    roll = RankWatchdog(World())
-    roll._world, roll._processes = World(rank=1, world_size=2), [("host-a", 7), ("host-b", 8)]
-    error = roll.explain(RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"))
+    ranks = RankWatchdog(World())
+    ranks._world, ranks._processes = World(rank=1, world_size=2), [("host-a", 7), ("host-b", 8)]
+    error = ranks.explain(RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"))
     assert str(error).startswith(
-        "rank 0 (process 7 on host-a) and the store beside it at 10.0.0.1:29400 do not answer: it is stopped, its "
-        "machine is gone, or the network to it is down (rank 1 (process 8 on host-b) was told: [gloo/unbound_buffer.cc"
+        "rank 0 (process 7 on host-a) and the store on its machine at 10.0.0.1:29400 do not answer: it is stopped, its "
+        "machine is down, or the network to it is (rank 1 (process 8 on host-b) got: [gloo/unbound_buffer.cc"
     )
 
 
@@ -231,17 +250,29 @@ def process_of(world):
     return os.getpid()
 
 
-def who_waits(world):
-    """Rank 1 comes to a barrier late: whether each rank's main thread was seen in it meanwhile."""
-    seen = []
-    looker = threading.Timer(0.5, lambda: seen.append(watchdog.in_a_collective()))
-    looker.start()
+def who_waits(world, folder, where):
+    """Whether each rank's main thread is seen in a collective while rank 0 waits for rank 1 in a collective."""
+    stop, numbers, options = AgreedStop(world), torch.ones(2), reduce_options()
+    wait = {"barrier": world.barrier, "agreed stop": stop.poll_now, "step": lambda: all_reduce_sum(numbers, options)}
+    seen, found = [], folder / "rank 0 waits"
+
+    def check():
+        if world.rank == 0:
+            wait_for(watchdog.in_a_collective, "rank 0's wait")
+        seen.append(watchdog.in_a_collective())
+        if world.rank == 0:
+            found.touch()
+
+    checker = threading.Thread(target=check)
+    checker.start()
     if world.rank == 1:
-        time.sleep(1.0)
-    world.barrier()
-    looker.join()
+        checker.join()
+        wait_for(found.exists, "rank 0's wait")
+    wait[where]()
+    checker.join()
     return seen[0]
 
 
-def test_a_rank_that_waits_in_a_collective_is_told_from_one_that_hangs():
-    assert on_ranks(2, who_waits) == [True, False]
+@pytest.mark.parametrize("where", ["barrier", "agreed stop", "step"])
+def test_a_rank_that_waits_in_a_collective_is_distinguished_from_one_that_hangs(tmp_path, where):
+    assert on_ranks(2, who_waits, tmp_path, where) == [True, False]

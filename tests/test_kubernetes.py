@@ -48,6 +48,7 @@ def pods_of(document):
     return spec["template"]["spec"]
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("document", MANIFESTS, ids=lambda document: document["kind"])
 def test_a_manifest_is_what_its_schema_asks_for(document):
@@ -109,6 +110,7 @@ def test_tensorboard_listens_inside_its_pod_alone():
     assert "--bind_all" not in pods_of(TENSORBOARD)["containers"][0]["command"]
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 def test_torchrun_forms_the_jobs_world_from_pet_variables_alone(tmp_path):
     trainer = JOB["spec"]["trainer"]
@@ -133,7 +135,7 @@ def test_torchrun_forms_the_jobs_world_from_pet_variables_alone(tmp_path):
             )
         )
     try:
-        statuses = [pod.wait(timeout=120) for pod in pods]
+        statuses = [pod.wait(timeout=600) for pod in pods]
     finally:
         for pod in pods:
             pod.kill()

@@ -1,6 +1,8 @@
 """The matrix: every way of running computes the steps of one process with the whole batch.
 
-How many cells ran, and which are void and why, is printed: `bash launch/test.sh -k matrix`; `-m slow` for the whole.
+The default suite runs a covering set in which every two values that can be combined are; the slow tests run every
+three and the whole product. How many cells ran, and which are void and why, is shown at the end of the test run:
+`bash launch/test.sh -k matrix`; `-m slow -k matrix` for the whole.
 """
 
 import itertools
@@ -50,18 +52,18 @@ def values_of(entry):
     return (ranks, uneven, cell.strategy, cell.precision, accumulation, cell.clip_by, cell.fused, cell.optimizer)
 
 
-def triples_of(entry):
-    return set(itertools.combinations(enumerate(values_of(entry)), 3))
+def combinations_of(entry, strength):
+    return set(itertools.combinations(enumerate(values_of(entry)), strength))
 
 
 @cache
-def core():
-    """A small part in which each three values that can meet do: few mistakes need more than three to show."""
-    triples = [(entry, triples_of(entry)) for entry in everything()]
-    uncovered = set().union(*(covered for _, covered in triples))
+def covering(strength):
+    """A small set of cells in which every `strength` values that can be combined are, chosen greedily."""
+    candidates = [(entry, combinations_of(entry, strength)) for entry in everything()]
+    uncovered = set().union(*(covered for _, covered in candidates))
     chosen = []
     while uncovered:
-        best, covered = max(triples, key=lambda pair: len(pair[1] & uncovered))
+        best, covered = max(candidates, key=lambda pair: len(pair[1] & uncovered))
         chosen.append(best)
         uncovered -= covered
     return chosen
@@ -73,31 +75,35 @@ def causes(world, uneven, cells):
     return [check_cell(world, reference, cell).cause for cell in cells]
 
 
-def run_cells(entries, capsys):
+def run_cells(entries, say):
     """Run all; print how many ran, how many are void and why, and fail with those that are wrong."""
-    wrong, lines = [], [""]
+    wrong = []
     for ranks, uneven in itertools.product(RANKS, (False, True)):
         cells = [cell for r, u, cell in entries if (r, u) == (ranks, uneven)]
         told = on_ranks(ranks, causes, uneven, cells, timeout_seconds=3600)[0]
         of = f"{ranks} rank{'s' if ranks > 1 else ''}, {'uneven' if uneven else 'uniform'} weights"
         wrong += [f"{of}, {cell}: {cause}" for cell, cause in zip(cells, told, strict=True) if cause]
-        lines.append(f"{of}: {len(cells)} cells ran")
+        say(f"{of}: {len(cells)} cells ran")
     each = len(PRECISIONS) * len(ACCUMULATIONS) * len(CLIPS) * 2 * len(OPTIMIZERS) * 2
     for (strategy, ranks), why in VOID.items():
-        lines.append(f"void: {strategy} on {ranks} rank{'s' if ranks > 1 else ''} ({each} cells): {why}")
-    lines.append(f"{len(entries)} cells ran, {len(wrong)} of them wrong; {each * len(VOID)} are void")
-    with capsys.disabled():
-        print("\n".join(lines))
+        say(f"void: {strategy} on {ranks} rank{'s' if ranks > 1 else ''} ({each} cells): {why}")
+    say(f"{len(entries)} cells ran, {len(wrong)} of them wrong; {each * len(VOID)} are void")
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_core_of_the_matrix_computes_the_step_of_one_process(capsys):
-    run_cells(core(), capsys)
+# Few mistakes need more than three values at once to show.
+@pytest.mark.parametrize("strength", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_covering_set_of_the_matrix_computes_the_step_of_one_process(say, strength):
+    run_cells(covering(strength), say)
+
+
+PARTS = 48
 
 
 @pytest.mark.slow
-def test_the_whole_matrix_computes_the_step_of_one_process(capsys):
-    run_cells(everything(), capsys)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_whole_matrix_computes_the_step_of_one_process(say, part):
+    run_cells(everything()[part::PARTS], say)
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (4, "hsdp")])
@@ -106,6 +112,8 @@ def test_the_matrix_holds_where_gradients_are_reduced_after_every_micro_batch(ra
     assert on_ranks(ranks, causes, True, cells)[0] == ["", "", ""]
 
 
-def test_the_core_has_every_three_values_that_can_meet_and_the_whole_has_all():
+@pytest.mark.parametrize("strength", [2, 3])
+def test_a_covering_set_has_every_combination_of_values_and_the_whole_matrix_has_every_cell(strength):
     assert len(everything()) == 7 * 3 * 4 * 3 * 2 * 2 * 2
-    assert set().union(*map(triples_of, core())) == set().union(*map(triples_of, everything()))
+    of_all = set().union(*(combinations_of(entry, strength) for entry in everything()))
+    assert set().union(*(combinations_of(entry, strength) for entry in covering(strength))) == of_all

@@ -1,4 +1,4 @@
-"""Memory that runs out: one line that says how much of what, and which setting to lower to what."""
+"""Out of memory: one line with what was requested, what takes how much, and which settings would fit."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,8 @@ from tiny import Tiny, make_run
 
 from dist_amp.config.load import load_config
 from dist_amp.errors import Failure
-from dist_amp.supervise.out_of_memory import Shortage, explain_memory, message, ways_out
+from dist_amp.step import evaluate
+from dist_amp.supervise.out_of_memory import Shortage, explain_memory, is_out_of_memory, message, suggestions
 from dist_amp.train import main
 from dist_amp.world import World
 
@@ -20,22 +21,22 @@ GPU = Shortage(
     when="in step 1",
     capacity=79 * GIB,
     peak=78 * GIB,
-    asked_for=2 * GIB,
+    requested=2 * GIB,
     parameters=int(1.5 * GIB),
     gradients=int(1.5 * GIB),
-    moments=3 * GIB,
-    gradients_there=int(1.5 * GIB),
+    optimizer_state=3 * GIB,
+    gradients_allocated=int(1.5 * GIB),
     strategy="ddp",
     micro_batch_size=32,
     micro_batches=1,
 )
 
 
-def test_the_line_says_what_was_asked_for_what_took_the_rest_and_what_to_lower_to_what():
+def test_the_line_has_the_request_what_takes_the_rest_and_the_settings_that_fit():
     assert message(GPU) == (
-        "rank 3 ran out of GPU memory in step 1: asked for 2.00 GiB more than the 78.00 GiB it took, of 79.00 GiB "
-        "there; parameters take 1.50 GiB, gradients 1.50 GiB, moments 3.00 GiB, a micro-batch of 32 at least "
-        "74.00 GiB; use train.micro_batch_size=16 in place of 32 (with train.accumulation_steps=2 a step stays "
+        "rank 3 ran out of GPU memory in step 1: asked for 2.00 GiB more than the 78.00 GiB in use, of 79.00 GiB "
+        "available; parameters take 1.50 GiB, gradients 1.50 GiB, optimizer state 3.00 GiB, a micro-batch of 32 at "
+        "least 74.00 GiB; use train.micro_batch_size=16 instead of 32 (with train.accumulation_steps=2 a step stays "
         "the same), or parallel.activation_checkpointing=full, or parallel.strategy=fsdp (768.00 MiB of the model "
         "on each)"
     )
@@ -44,12 +45,12 @@ def test_the_line_says_what_was_asked_for_what_took_the_rest_and_what_to_lower_t
 @pytest.mark.parametrize(
     ("size", "micro_batches", "activations", "expected"),
     [
-        (32, 1, 74, 16),  # 2.3 GiB a sample: 29 would fit, but at most half was seen to
+        (32, 1, 74, 16),  # 2.3 GiB a sample: 29 would fit, but only half was measured
         (32, 1, 200, 8),  # 6.25 GiB a sample: 11 fit, and 8 is what divides 32
         (10, 3, 100, 5),
         (10, 3, 200, 3),  # of 30 samples: 10 micro-batches of 3
         (7, 1, 300, 1),
-        (4, 2, 4 * 70, 0),  # 70 GiB a sample beside 6 of the state: more than 95 % of 79
+        (4, 2, 4 * 70, 0),  # 70 GiB a sample and 6 of the state: more than 95 % of 79
         (1, 4, 80, 0),
     ],
 )
@@ -59,12 +60,12 @@ def test_the_micro_batch_that_fits_divides_the_samples_of_a_step(size, micro_bat
     assert short.activations == activations * GIB
     assert short.fitting_micro_batch == expected
     if expected:
-        assert f"train.accumulation_steps={size * micro_batches // expected} a step" in ways_out(short)[0]
+        assert f"train.accumulation_steps={size * micro_batches // expected} a step" in suggestions(short)[0]
         assert short.state + expected * short.sample <= 0.95 * short.capacity
 
 
-def test_gradients_that_were_not_there_yet_are_not_taken_for_activations():
-    first_forward = replace(GPU, gradients_there=0)
+def test_gradients_that_are_not_allocated_yet_do_not_count_as_activations():
+    first_forward = replace(GPU, gradients_allocated=0)
     assert first_forward.activations == GPU.activations + GPU.gradients
     assert first_forward.state == GPU.state, "what a step will need"
 
@@ -74,58 +75,91 @@ def test_a_global_batch_that_is_set_keeps_the_step_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
-        # 48 GiB of state that is sharded already.
-        ({"strategy": "fsdp", "moments": 45 * GIB, "micro_batch_size": 1, "checkpointed": True},
-         ["parallel.cpu_offload=true (the host holds 48.00 GiB of each rank then)", "a smaller model, or more ranks"]),
+        # 48 GiB of state, already sharded.
+        ({"strategy": "fsdp", "optimizer_state": 45 * GIB, "micro_batch_size": 1, "checkpointed": True},
+         ["parallel.cpu_offload=true (which moves 48.00 GiB of each rank to the host)",
+          "a smaller model, or more ranks"]),
         # One GPU: FSDP would need a second.
-        ({"world": World(device=torch.device("cuda", 0)), "moments": 45 * GIB, "checkpointed": True},
-         ["train.micro_batch_size=16 in place of 32 (with train.accumulation_steps=2 a step stays the same)",
+        ({"world": World(device=torch.device("cuda", 0)), "optimizer_state": 45 * GIB, "checkpointed": True},
+         ["train.micro_batch_size=16 instead of 32 (with train.accumulation_steps=2 a step stays the same)",
           "parallel.strategy=fsdp over 2 ranks (24.00 GiB of the model on each)"]),
         # 700 GiB before the first step, with 8 GPUs of 75 GiB to use.
-        ({"parameters": 175 * GIB, "gradients": 175 * GIB, "moments": 350 * GIB, "micro_batch_size": 0},
+        ({"parameters": 175 * GIB, "gradients": 175 * GIB, "optimizer_state": 350 * GIB, "micro_batch_size": 0},
          ["parallel.strategy=fsdp over 10 ranks (70.00 GiB of the model on each)", "a smaller model"]),
-        # What is there lies in pieces.
-        ({"unused": 9 * GIB, "checkpointed": True, "micro_batch_size": 1, "moments": 0, "strategy": "fsdp"},
-         ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment (9.00 GiB are unused, but in pieces)",
+        # Free memory in fragments.
+        ({"unused": 9 * GIB, "checkpointed": True, "micro_batch_size": 1, "optimizer_state": 0, "strategy": "fsdp"},
+         ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment (9.00 GiB are reserved but fragmented)",
           "a smaller model, or more ranks"]),
     ],
 )  # fmt: skip
-def test_where_no_smaller_micro_batch_helps_the_rest_is_named_with_its_numbers(changes, said):
-    assert ways_out(replace(GPU, **changes)) == said
+def test_if_no_smaller_micro_batch_helps_the_other_settings_are_suggested_with_their_numbers(changes, expected):
+    assert suggestions(replace(GPU, **changes)) == expected
 
 
-def test_what_other_processes_hold_of_the_device_is_told():
-    assert "and what is not torch's (other processes, NCCL) 20.00 GiB" in message(replace(GPU, others=20 * GIB))
+def test_memory_of_other_processes_is_named():
+    assert "and memory outside torch (other processes, NCCL) 20.00 GiB" in message(replace(GPU, outside_torch=20 * GIB))
 
 
 def test_the_state_is_measured_and_the_error_is_read():
     run = make_run(World(), Tiny(), "--train.micro_batch_size", 4, "--train.accumulation_steps", 2)
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000 bytes. Error code 12")
-    told = explain_memory(error, run.config, World(), run)
+    explained = explain_memory(error, run.config, World(), run)
     count = sum(p.numel() for p in run.model.parameters())
     size = f"{4 * count:,} bytes" if 4 * count < 1024 else f"{4 * count / 1024:.2f} KiB"
-    assert isinstance(told, Failure)
-    assert "rank 0 ran out of memory in step 1: asked for 7.81 KiB more than the " in str(told)
-    assert f"parameters take {size}, gradients {size}, moments " in str(told)
-    assert "\n" not in str(told)
+    assert isinstance(explained, Failure)
+    assert "rank 0 ran out of memory in step 1: asked for 7.81 KiB more than the " in str(explained)
+    assert f"parameters take {size}, gradients {size}, optimizer state " in str(explained)
+    assert "\n" not in str(explained)
     other = RuntimeError("expected scalar type Float")
     assert explain_memory(other, run.config, World(), run) is other
 
 
-def test_a_model_that_does_not_fit_is_found_in_the_error():
-    def build():
-        module = torch.nn.Linear(1000, 1000, bias=False)
-        raise RuntimeError(
-            f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {module.weight.numel()} bytes."
-        )
+class TooLarge(Tiny):
+    """A model that the device has no room for."""
 
+    def build_model(self):
+        model = torch.nn.Linear(1000, 1000, bias=False)
+        model.to = out_of_memory
+        return model
+
+
+def out_of_memory(*args):
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000000 bytes.")
+
+
+def test_a_model_that_does_not_fit_is_named_with_its_size():
     with pytest.raises(RuntimeError) as caught:
-        build()
-    told = str(explain_memory(caught.value, load_config([], environ={}), World(), None))
-    assert "before the first step, with a model of 1,000,000 parameters: asked for 976.56 KiB more than the " in told
-    assert "parameters take 3.81 MiB, gradients 3.81 MiB, moments 7.63 MiB; use a smaller model" in told
+        make_run(World(), TooLarge())
+    text = str(explain_memory(caught.value, load_config([], environ={}), World(), None))
+    assert "before the first step, with a model of 1,000,000 parameters: asked for 976.56 KiB more than the " in text
+    assert "parameters take 3.81 MiB, gradients 3.81 MiB, optimizer state 7.63 MiB; use a smaller model" in text
+
+
+def test_before_there_is_a_model_only_the_request_is_named():
+    with pytest.raises(RuntimeError) as caught:
+        out_of_memory()
+    text = str(explain_memory(caught.value, load_config([], environ={}), World(), None))
+    assert "before the first step: asked for 976.56 KiB more than the " in text
+    assert text.endswith("there was no model yet; use a smaller model")
+
+
+def test_an_evaluation_is_named_with_its_step():
+    run = make_run(World(), Tiny(), "--eval.every", 1)
+    run.step, run.task.loss_sum = 7, out_of_memory
+    with pytest.raises(RuntimeError) as caught:
+        evaluate(run)
+    assert "ran out of memory in the evaluation after step 7: asked" in str(
+        explain_memory(caught.value, run.config, World(), run)
+    )
+
+
+def test_a_cause_that_a_compiler_wrapped_is_recognised():
+    error = ValueError("the compiler failed")
+    assert not is_out_of_memory(error)
+    error.__cause__ = torch.OutOfMemoryError()
+    assert is_out_of_memory(error)
 
 
 class Greedy(Tiny):
@@ -136,11 +170,11 @@ class Greedy(Tiny):
 def test_a_step_that_asks_for_too_much_ends_in_one_line_with_status_1(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--task.target", "test_memory:Greedy", "--run.dir", "run", "--run.device", "cpu"]) == 1
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert told.startswith("error: rank 0 ran out of memory in step 1: asked for 3,725,290.30 GiB more than the ")
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert text.startswith("error: rank 0 ran out of memory in step 1: asked for 3,725,290.30 GiB more than the ")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["stopped_by"], summary["exit_code"], summary["cause"]) == ("failed", 1, told[len("error: ") : -1])
+    assert (summary["stopped_by"], summary["exit_code"], summary["cause"]) == ("failed", 1, text[len("error: ") : -1])
 
 
 @pytest.mark.slow
@@ -153,9 +187,9 @@ def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_
         "            held = [torch.empty(2**27) for _ in range(32)]\n"
         "        return super().loss_sum(model, batch)\n"
     )
-    done = launch(2, "--task.target", "wide:Wide", "--run.dir", "run")
-    assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    done = launch.each(2, "--task.target", "wide:Wide", "--run.dir", "run")
+    assert [rank.returncode for rank in done] == [1, 1]
+    lines = [line for rank in done for line in rank.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert lines[0].startswith("error: rank 1 ran out of memory in step 1: asked for 512.00 MiB more than the ")
-    assert ", of 8.00 GiB there; " in lines[0]
+    assert ", of 8.00 GiB available; " in lines[0]

@@ -1,8 +1,8 @@
 """What is logged is what happened: on every rank, over the whole interval, in TensorBoard and in files."""
 
+import io
 import json
 import math
-import os
 import shutil
 
 import pytest
@@ -15,6 +15,7 @@ from dist_amp.diagnostics.limits import Limits
 from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.step import evaluate
+from dist_amp.telemetry import writers
 from dist_amp.world import World
 
 EVERY_RANK = {
@@ -94,7 +95,7 @@ def test_the_logged_loss_is_the_weighted_mean_over_interval_micro_batches_and_ra
     assert scalars(folder, 0)["train/loss"][1][1] == pytest.approx(expected, rel=1e-6)
 
 
-def test_metrics_jsonl_has_a_line_per_logged_step_with_the_same_figures(two_ranks):
+def test_metrics_jsonl_has_a_line_per_logged_step_with_the_same_metrics(two_ranks):
     _, folder = two_ranks
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     logs = [line for line in lines if "train/loss" in line]
@@ -105,7 +106,7 @@ def test_metrics_jsonl_has_a_line_per_logged_step_with_the_same_figures(two_rank
         assert (line["step"], line["train/lr"]) == (step, pytest.approx(value, rel=1e-6))
 
 
-def test_evaluation_is_one_weighted_mean_and_leaves_the_run_as_it_was(two_ranks):
+def test_evaluation_is_one_weighted_mean_and_leaves_the_run_unchanged(two_ranks):
     (first, second), _ = two_ranks
     assert first[2] == second[2]
     assert set(first[2]) == {"loss"}
@@ -193,7 +194,7 @@ def test_building_and_stepping_a_run_leaves_no_files(tmp_path, monkeypatch):
 
 
 class Measured(Tiny):
-    """Its metrics return what they are told to."""
+    """Its metrics return what the test sets."""
 
     def metrics(self, model, batch):
         return {"odd": self.odd(batch)}
@@ -226,18 +227,18 @@ def test_lines_that_find_no_space_are_written_once_there_is_some(tmp_path, capsy
     metrics = make_run(World(), Tiny()).metrics
     metrics.open(tmp_path, 0, "")
     write_rows(metrics, [1])
-    path = tmp_path / "metrics.jsonl"
-    real = os.write
 
-    def half_written(file, data):
-        return real(file, data[:16]) if b'"step"' in data else real(file, data)
+    class NearlyFull(io.FileIO):
+        def write(self, data):
+            return super().write(data[:16])
 
-    monkeypatch.setattr(os, "write", half_written)
+    monkeypatch.setattr(writers, "open", lambda path, mode, buffering: NearlyFull(path, mode), raising=False)
     write_rows(metrics, [2, 3])
     monkeypatch.undo()
     write_rows(metrics, [4])
     metrics.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     assert capsys.readouterr().err.count("its lines are kept in memory and written later") == 1
 
 
@@ -254,18 +255,18 @@ def test_a_tensorboard_folder_that_is_removed_is_made_anew_and_nothing_else_is_l
     assert "rank00000 can't be written (No such file or directory); metrics.jsonl will" in capsys.readouterr().err
 
 
-def test_a_kill_in_the_midst_of_a_line_leaves_whole_lines_and_the_figures_of_the_last(tmp_path):
+def test_a_kill_in_the_middle_of_a_line_leaves_complete_lines_and_the_metrics_of_the_last(tmp_path):
     whole = [json.dumps({"step": step, "train/loss": 1.0 * step}) for step in range(1, 8)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(whole) + '\n{"step": 8, "train')
     metrics = make_run(World(), Tiny()).metrics
     metrics.open(tmp_path, 5, "")
     metrics.close()
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole[:5]
-    assert metrics.logged == {"step": 5, "train/loss": 5.0}
+    assert metrics.last_logged == {"step": 5, "train/loss": 5.0}
 
 
-def begun_and_read_later(world):
-    """The figures of three steps: read at once, and read after two more."""
+def read_at_once_and_later(world):
+    """The metrics of three steps: read at once, and read after two more."""
     rows = []
     for later in (False, True):
         run = make_run(world, Tiny(uneven=True), "--train.micro_batch_size", 2)
@@ -278,15 +279,15 @@ def begun_and_read_later(world):
     return [(row.step, row.loss, row["grad_norm"], row["lr"], row["applied_steps"], row.total("items")) for row in rows]
 
 
-def test_figures_that_are_read_later_are_those_of_when_they_were_begun():
-    for at_once, later in on_ranks(2, begun_and_read_later):
+def test_metrics_that_are_read_later_are_those_of_their_log_step():
+    for at_once, later in on_ranks(2, read_at_once_and_later):
         assert at_once == later
 
 
-def test_the_figures_of_many_steps_are_added_up_one_after_the_other():
-    from dist_amp.telemetry.async_copy import MOST_STEPS
+def test_the_metrics_of_many_steps_are_summed_step_by_step():
+    from dist_amp.telemetry.async_copy import MAX_STEPS_ON_DEVICE
 
-    steps = MOST_STEPS + 5
+    steps = MAX_STEPS_ON_DEVICE + 5
     run = make_run(World(), Tiny(uneven=True, samples=steps * 4), "--train.micro_batch_size", 2,
                    "--train.accumulation_steps", 2, "--train.steps", steps)  # fmt: skip
     reports = recorded_steps(run, steps)
@@ -299,7 +300,7 @@ def test_the_figures_of_many_steps_are_added_up_one_after_the_other():
     assert row["grad_norm"] == reports[-1].norm.item()
 
 
-def test_lines_stand_before_the_evaluation_and_the_checkpoint_that_follow_them(tmp_path, capfd, monkeypatch):
+def test_lines_come_before_the_evaluation_and_the_checkpoint_that_follow_them(tmp_path, capfd, monkeypatch):
     from dist_amp.train import main
 
     monkeypatch.chdir(tmp_path)
@@ -311,7 +312,7 @@ def test_lines_stand_before_the_evaluation_and_the_checkpoint_that_follow_them(t
     assert steps == [2, 2, 4, 4, 6, 6]
 
 
-def test_a_failure_loses_no_line_that_was_begun(tmp_path, monkeypatch):
+def test_a_failure_loses_no_pending_line(tmp_path, monkeypatch):
     from dist_amp.train import main
 
     monkeypatch.chdir(tmp_path)

@@ -445,11 +445,12 @@ def test_a_report_survives_being_sent_between_ranks():
 def test_the_error_that_ends_the_run_names_where_the_skips_began(launch, tmp_path):
     words = ["--task.target", "test_nonfinite:Made", "--train.micro_batch_size", "2", "--data.shuffle", "false"]
     words += ["--metrics.log_every", "2", "--train.max_skips_in_a_row", "4", "--eval.every", "off"]
-    done = launch(2, *words, "--run.dir", "run")
+    done = launch.each(2, *words, "--run.dir", "run")
+    errors = "".join(rank.stderr for rank in done)
     place = "first: step 1, rank 0, micro-batch 0 (samples 0, 2), forward of 1 (LogOf)"
-    assert place in done.stderr
+    assert place in errors
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["exit_code"] == 70
     assert summary["cause"].endswith(place)
-    assert done.stderr.count("warning: step 1 was skipped: on rank 0") == 1
+    assert errors.count("warning: step 1 was skipped: on rank 0") == 1
     assert len(list((tmp_path / "run/nonfinite").glob("*.pt"))) == 1

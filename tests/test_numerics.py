@@ -17,7 +17,7 @@ from dist_amp.diagnostics.numerics import Numerics
 from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.step import train_step
-from dist_amp.telemetry.metrics import RANK_FIGURES, LogRow
+from dist_amp.telemetry.metrics import RANK_METRICS, LogRow
 from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]
@@ -99,8 +99,8 @@ def measurements(world, task, words, steps=1):
 
 
 def log_row(**values):
-    usual = {"least_weight": 1.0, "loss_scale": 1.0, "skips_in_a_row": 0.0}
-    return LogRow(10, [{**dict.fromkeys(RANK_FIGURES, 0.0), **usual, **values}])
+    usual = {"min_weight": 1.0, "loss_scale": 1.0, "skips_in_a_row": 0.0}
+    return LogRow(10, [{**dict.fromkeys(RANK_METRICS, 0.0), **usual, **values}])
 
 
 def limits_of(run):
@@ -257,8 +257,9 @@ def test_only_steps_that_are_logged_are_measured():
 
 def test_the_main_job_writes_what_is_lost_to_tensorboard_and_metrics_jsonl(launch, tmp_path):
     words = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", 2, "--train.steps", 4, "--run.dir", "run"]
-    done = launch(2, *words, *FP16, "--parallel.strategy", "fsdp", "--debug.numerics", "true", "--metrics.log_every", 2)
-    assert done.returncode == 0, done.stderr[-2000:]
+    words += [*FP16, "--parallel.strategy", "fsdp", "--debug.numerics", "true", "--metrics.log_every", 2]
+    for rank in launch.each(2, *words):
+        assert rank.returncode == 0, rank.stderr[-2000:]
     events = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000"))
     events.Reload()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.tasks.sinusoid import Sinusoid
-from dist_amp.telemetry import mfu as peaks
+from dist_amp.telemetry import mfu
 from dist_amp.telemetry.metrics import console_line
 from dist_amp.telemetry.mfu import count_flops, flops_per_item, item_seconds_at_peak, known_peak
 from dist_amp.telemetry.summary import closing_table, write_summary
@@ -23,7 +23,7 @@ from dist_amp.world import World
 
 
 class Counted(Tiny):
-    """Tells its arithmetic by its parameters, whose number is the whole model's wherever their shards are."""
+    """Counts its arithmetic by its parameters; under FSDP their numel is that of the full parameter."""
 
     def flops_per_item(self, model):
         return 6 * sum(p.numel() for p in model.parameters())
@@ -84,16 +84,16 @@ def in_the_run(world, folder):
 def test_mfu_is_items_per_second_times_the_tasks_flops_over_the_peak_on_every_rank_of_a_sharded_model(tmp_path):
     (first, line, summary), (second, _, _) = on_ranks(2, in_the_run, str(tmp_path))
     assert (first, second) == (FLOPS / 1e9, FLOPS / 2e9), "each by its own device's peak"
-    figures = json.loads((tmp_path / "metrics.jsonl").read_text())["ranks"]
+    rows = json.loads((tmp_path / "metrics.jsonl").read_text())["ranks"]
     for rank, seconds in enumerate((first, second)):
         tags = {tag: values[0][1] for tag, values in scalars(tmp_path, rank).items()}
         # TensorBoard keeps float32.
         assert tags["throughput/mfu"] == pytest.approx(tags["throughput/items_per_second"] * seconds, rel=1e-6)
-        assert figures[rank]["throughput/mfu"] == pytest.approx(tags["throughput/mfu"], rel=1e-6)
+        assert rows[rank]["throughput/mfu"] == pytest.approx(tags["throughput/mfu"], rel=1e-6)
         ended = summary["ranks"][rank]
         assert ended["mfu"] == pytest.approx(ended["items_per_second"] * seconds, rel=1e-12)
     assert summary["mfu"] == (summary["ranks"][0]["mfu"] + summary["ranks"][1]["mfu"]) / 2
-    mean = (figures[0]["throughput/mfu"] + figures[1]["throughput/mfu"]) / 2
+    mean = (rows[0]["throughput/mfu"] + rows[1]["throughput/mfu"]) / 2
     assert f"  mfu {100 * mean:.3g} %  peak" in line
     table = closing_table(summary, tmp_path).splitlines()
     assert table[0].endswith("        mfu")
@@ -101,7 +101,7 @@ def test_mfu_is_items_per_second_times_the_tasks_flops_over_the_peak_on_every_ra
     assert len({len(text) for text in table[:3]}) == 1
 
 
-def test_a_finished_runs_mfu_is_read_again_from_its_figures(tmp_path):
+def test_a_finished_runs_mfu_is_read_again_from_metrics_jsonl(tmp_path):
     line = {"step": 4, "train/loss": 1.0, "amp/skipped_steps": 0}
     rank = {"memory/peak_bytes": 1, "throughput/items_per_second": 2.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"ranks": [rank | {"throughput/mfu": 0.5}, rank]}) + "\n")
@@ -117,11 +117,13 @@ def test_without_a_peak_or_the_tasks_flops_there_is_no_mfu_and_the_cpu_keeps_sil
     run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
     said = capsys.readouterr().out
     assert bool(said) == bool(words), "who sets the peak wants MFU"
-    assert not said or said.startswith("mfu    not shown: the task has no flops_per_item(model); dist_amp.peaks.count_")
+    assert not said or said.startswith(
+        "mfu    not shown: the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_"
+    )
     recorded_steps(run, 1)
     row = log(run)
     assert "mfu" not in capsys.readouterr().out
-    assert "throughput/mfu" not in row.of_rank(0)
+    assert "throughput/mfu" not in row.rank_tags(0)
     assert "mfu" not in run.metrics.rank_table()[0]
 
 
@@ -132,7 +134,7 @@ def on_a_gpu(monkeypatch):
     def seconds(name, task, *words):
         run = make_run(World(), task, *words)
         monkeypatch.setattr(run, "world", World(device=torch.device("cuda:0")))
-        monkeypatch.setattr(peaks, "as_it_was", lambda run: torch.no_grad())
+        monkeypatch.setattr(mfu, "no_side_effects", lambda run: torch.no_grad())
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         return item_seconds_at_peak(run)
 
@@ -148,11 +150,11 @@ def test_on_a_gpu_the_table_tells_the_peak_of_the_dtype_that_is_computed_in(on_a
     assert on_a_gpu(name, Counted(), "--metrics.peak_flops", "1e12") == FLOPS / 1e12, "the user knows better"
 
 
-def test_on_a_gpu_what_is_missing_is_said_with_the_mend(on_a_gpu, capsys):
+def test_on_a_gpu_what_is_missing_is_said_with_the_fix(on_a_gpu, capsys):
     assert on_a_gpu("NVIDIA Foo", Tiny()) == 0
     assert capsys.readouterr().out == (
         "mfu    not shown: the peak of NVIDIA Foo in bf16 is not known; set metrics.peak_flops, in FLOP/s; and "
-        "the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops tells what it should return\n"
+        "the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops computes it\n"
     )
     assert on_a_gpu("Tesla T4", Counted()) == 0
     assert capsys.readouterr().out.endswith(
@@ -179,7 +181,7 @@ def test_on_a_gpu_what_is_missing_is_said_with_the_mend(on_a_gpu, capsys):
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("AMD Instinct MI250X", 191.5),
         ("AMD Instinct MI300X OAM", 1307.4),
-        # Others, by names that begin alike.
+        # Other devices whose names begin the same way.
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
         ("NVIDIA GeForce RTX 4090 D", 0),
         ("NVIDIA GeForce RTX 3090 Ti", 0),
@@ -198,17 +200,17 @@ def test_a_device_is_known_by_its_whole_name(name, bf16):
 
 
 def test_the_table_of_peaks_is_plausible_and_has_its_sources():
-    for pattern, fp32, tf32, bf16, fp16, source in peaks.PEAKS:
+    for pattern, fp32, tf32, bf16, fp16, source in mfu.PEAKS:
         assert fp16 > 0, pattern
-        assert bf16 in (0, fp16), "tensor cores that have both do both alike"
-        # In float32 at most as fast, in tf32 about half as fast: a sparse figure among dense ones would be seen.
+        assert bf16 in (0, fp16), "tensor cores that have both run both at the same rate"
+        # In float32 at most as fast, in tf32 about half as fast: a sparse rate among dense ones would be seen.
         assert fp32 <= fp16 / 2 + 0.5, pattern
         assert tf32 == 0 or tf32 / fp16 == pytest.approx(0.5, rel=0.02), pattern
         assert source.startswith(("NVIDIA ", "AMD ")), pattern
 
 
 class Says(Tiny):
-    """Its flops_per_item returns, or raises, what it is told to."""
+    """Its flops_per_item returns, or raises, the given answer."""
 
     def __init__(self, answer):
         super().__init__()

@@ -9,8 +9,9 @@ from dist_amp.config import validate
 from dist_amp.config.validate import check_dtype
 from dist_amp.errors import ConfigError
 from dist_amp.fast import kernels
+from dist_amp.optim import build_optimizer
 from dist_amp.precision import Scaler, build_precision
-from dist_amp.settings import PrecisionConfig, ScalerConfig
+from dist_amp.settings import OptimConfig, PrecisionConfig, ScalerConfig
 from dist_amp.world import World
 
 
@@ -90,6 +91,27 @@ def test_the_scaler_is_torchs_own_kind_and_can_be_given_a_scale():
     assert scaler.scale(torch.tensor(3.0)) == 24.0
     scaler.update(16.0)
     assert scaler.get_scale() == 16.0
+
+
+def test_a_loop_of_the_users_own_uses_the_scaler_as_torchs():
+    scaler = scaler_of(ScalerConfig(init_scale=8.0))
+    for fused in (True, False):
+        model = torch.nn.Linear(2, 1)
+        optimizer = build_optimizer(model, OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, fused=fused))
+        before = model.weight.detach().clone()
+        scaler.scale(model(torch.tensor([[0.5, 0.25]])).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(before - model.weight, torch.tensor([[0.5, 0.25]]))
+        scaler.scale(model(torch.tensor([[torch.inf, 0.25]])).sum()).backward()
+        before = model.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, model.weight), "skipped"
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0, "two skips"
 
 
 def test_without_fp16_the_scale_is_1_and_stays_so():

@@ -315,7 +315,7 @@ def test_a_signal_during_the_recorded_steps_saves_and_keeps_what_was_recorded(la
     lines = tmp_path / "run/metrics.jsonl"
     wait_for(lambda: lines.exists() and '"step": 30,' in lines.read_text(), "step 30")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 75, err[-2000:]
     stopped = summary_of(tmp_path / "run")["steps"]
     assert f"profile  steps 13 to {stopped} of rank 0 of 1, {stopped - 12} of debug.profile=1900" in out

@@ -12,7 +12,7 @@ from torch import nn
 from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.checkpoint.fingerprint import dataset_hash
 from dist_amp.checkpoint.format import read_manifest
-from dist_amp.checkpoint.state import save
+from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import defaults_of, to_toml
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
@@ -42,19 +42,19 @@ def refused(kind, words, *more, task=None):
             ["--optim.schedule", "linear", "--data.shuffle", "false"],
             "data.shuffle=True, now False; optim.schedule=cosine, ",
         ),
-        (["--precision.dtype", "fp16"], "made with precision.dtype=bf16, now fp16: take"),
+        (["--precision.dtype", "fp16"], "made with precision.dtype=bf16, now fp16: use"),
         (["--train.max_grad_norm", 2.0], "train.max_grad_norm=1.0, now 2.0"),
         (["--task.args.depth", 3, "--task.target", "tiny:Tiny"], "task.args.depth=unset, now 3"),
     ],
 )
-def test_another_training_is_refused_with_the_difference_and_the_way_to_go_on_all_the_same(words, more, said):
+def test_another_training_is_refused_with_the_difference_and_how_to_allow_it(words, more, said):
     text, status = refused(ConfigError, words, *more)
     assert status == 64
     assert said in text
-    assert text.endswith("take the old, or go on all the same with --run.allow_config_change true")
+    assert text.endswith("use the old values, or continue anyway with --run.allow_config_change true")
 
 
-def test_another_training_goes_on_where_it_is_allowed_and_says_so(words, capsys):
+def test_another_training_is_resumed_with_a_warning_if_it_is_allowed(words, capsys):
     run = make_run(World(), Tiny(), *words, "--optim.lr", 3e-3, "--run.allow_config_change", "true")
     assert run.step == 2
     assert "with another config: optim.lr=0.001, now 0.003" in capsys.readouterr().err
@@ -77,24 +77,24 @@ def test_what_does_not_change_the_mathematics_may_change(words, capsys, more):
     assert "another" not in capsys.readouterr().err
 
 
-def test_more_steps_under_a_schedule_are_told_of(words, capsys):
+def test_more_steps_under_a_schedule_are_reported(words, capsys):
     assert make_run(World(), Tiny(), *words, "--train.steps", 20).step == 2
     assert (
         "train.steps was 10 and is 20: from step 2 on, the learning rate follows the cosine" in capsys.readouterr().err
     )
 
 
-def test_another_global_batch_is_refused_with_both_and_the_mend(words):
+def test_another_global_batch_is_refused_with_both_and_the_fix(words):
     text, status = refused(DataError, words, "--train.accumulation_steps", 3)
     assert status == 65
-    assert "was made with 4 samples in a step, not 6: use train.global_batch_size=4, or go on all the same" in text
+    assert "was made with train.global_batch_size=4, now 6: use the old values, or continue anyway" in text
     run = make_run(World(), Tiny(), *words, "--train.accumulation_steps", 3, "--run.allow_config_change", "true")
     assert (run.step, run.data.position) == (2, 8)
 
 
 def test_another_seed_is_refused_with_both(words):
     text, status = refused(DataError, words, "--run.seed", 5)
-    assert (status, "run.seed=0, not 5: take the old" in text) == (65, True)
+    assert (status, "run.seed=0, now 5: use the old values" in text) == (65, True)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_other_data_are_refused_with_length_and_fingerprint_of_both(words, task,
     assert said in text
     run = make_run(World(), task, *words, "--run.allow_config_change", "true")
     assert run.step == 2
-    assert "going on after as many samples of the new data" in capsys.readouterr().err
+    assert "resuming after as many samples of the new data" in capsys.readouterr().err
 
 
 def test_the_fingerprint_knows_values_types_and_order_and_draws_nothing(tmp_path):

@@ -23,7 +23,7 @@ from dist_amp.config.task_class import build_task
 from dist_amp.errors import Failure
 from dist_amp.step import train_step
 from dist_amp.supervise.signals import AgreedStop
-from dist_amp.telemetry.metrics import RANK_FIGURES
+from dist_amp.telemetry.metrics import RANK_METRICS
 from dist_amp.train import train
 from dist_amp.world import World
 
@@ -208,7 +208,7 @@ def log_step(world):
 
 def test_a_log_step_gathers_once_and_the_stop_is_one_number():
     for logging, polling in on_ranks(2, log_step):
-        assert logging == {Collective("all_gather", 2, 8 * len(RANK_FIGURES), 2 * 8 * len(RANK_FIGURES)): 1}
+        assert logging == {Collective("all_gather", 2, 8 * len(RANK_METRICS), 2 * 8 * len(RANK_METRICS)): 1}
         assert polling == {Collective("all_reduce", 2, 4, 4): 1}
 
 

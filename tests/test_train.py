@@ -5,10 +5,13 @@ import os
 import re
 import signal
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from chaos import children, is_there
+from forked import ROOT, Launch
 from ranks import on_ranks
 
 TINY = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "2", "--metrics.log_every", "1"]
@@ -23,55 +26,56 @@ def losses(folder):
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-def children(pid):
-    """Process ids below `pid`."""
-    direct = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return direct + [below for child in direct for below in children(child)]
-
-
-def wait_for(condition, what, seconds=60):
+def wait_for(condition, what, seconds=300):
+    """Wait for what must happen; the limit only ends a test that hangs."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        (0, []),
-        (1, ["--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]),
-        (2, ["--parallel.strategy", "fsdp", "--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]),
-        pytest.param(4, ["--parallel.strategy", "hsdp", "--train.global_batch_size", "16"], marks=pytest.mark.slow),
-    ],
-)
-def test_the_main_job_runs_on_any_number_of_ranks(launch, tmp_path, ranks, words):
-    done = launch(ranks, *TINY, "--train.steps", "4", "--run.dir", "run", *words)
+def check_finished_run(folder, done, ranks):
+    """What a run of four steps prints and leaves in its folder."""
     assert done.returncode == 0, done.stderr[-2000:]
-    summary = summary_of(tmp_path / "run")
+    summary = summary_of(folder)
     expected = {"stopped_by": "completed", "exit_code": 0, "cause": "", "steps": 4, "applied_steps": 4,
-                "skipped_steps": 0, "world_size": max(ranks, 1), "resumed_from_step": None}  # fmt: skip
+                "skipped_steps": 0, "world_size": ranks, "resumed_from_step": None}  # fmt: skip
     assert {key: summary[key] for key in expected} == expected
-    assert [rank["rank"] for rank in summary["ranks"]] == list(range(max(ranks, 1)))
+    assert [rank["rank"] for rank in summary["ranks"]] == list(range(ranks))
     assert all(rank["items_per_second"] > 0 and rank["peak_memory_bytes"] > 2**20 for rank in summary["ranks"])
-    assert summary["final_loss"] == losses(tmp_path / "run")[4]
-    assert len(list((tmp_path / "run/tensorboard").iterdir())) == max(ranks, 1)
-    assert (tmp_path / "run/checkpoints/step_00000004").is_dir()
+    assert summary["final_loss"] == losses(folder)[4]
+    assert len(list((folder / "tensorboard").iterdir())) == ranks
+    assert (folder / "checkpoints/step_00000004").is_dir()
     assert "step      4/4" in done.stdout
     assert "done: 4 steps (4 applied, 0 skipped)" in done.stdout
 
 
-def test_the_default_folder_has_time_and_id_and_is_one_for_all_ranks(launch, tmp_path):
-    assert launch(2, *TINY, "--train.steps", "1").returncode == 0
+FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (0, []),
+        pytest.param(1, FP16, marks=pytest.mark.slow),
+        pytest.param(4, ["--parallel.strategy", "hsdp", "--train.global_batch_size", "16"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_main_job_runs_on_any_number_of_ranks(launch, tmp_path, ranks, words):
+    done = launch(ranks, *TINY, "--train.steps", "4", "--run.dir", "run", *words, fresh=True)
+    check_finished_run(tmp_path / "run", done, max(ranks, 1))
+
+
+def test_torchrun_runs_the_main_job_in_a_default_folder_with_time_and_id_shared_by_all_ranks(launch, tmp_path):
+    done = launch(2, *TINY, "--train.steps", "4", "--parallel.strategy", "fsdp", *FP16)
     (folder,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", folder.name)
     assert f'dir = "runs/{folder.name}"' in (folder / "config.toml").read_text()
+    check_finished_run(folder, done, 2)
 
 
-def test_a_config_mistake_is_said_once_by_all_ranks_together(launch):
-    started = time.monotonic()
+def test_all_ranks_together_report_a_config_error_once(launch):
     done = launch(2, *TINY, "--train.stps", "4")
-    assert time.monotonic() - started < 15
     message = "error: unknown key train.stps on the command line; did you mean train.steps?"
     assert done.returncode == 1  # torchrun's own
     assert [line for line in done.stderr.splitlines() if line == message] == [message]
@@ -101,14 +105,16 @@ def test_each_kind_of_failure_has_its_exit_status_and_one_line(launch, tmp_path,
         assert cause in summary["cause"]
 
 
-def test_a_failure_of_all_ranks_is_said_once_and_stands_in_the_summary(launch, tmp_path):
-    started = time.monotonic()
-    done = launch(2, *TINY, "--task.target", "tiny:AlwaysNan", "--train.max_skips_in_a_row", "3", "--run.dir", "run",
-                  "--parallel.strategy", "fsdp")  # fmt: skip
-    assert time.monotonic() - started < 25, "nobody waits for a rank that is gone"
-    assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: 3 steps in a row were not finite")]
-    assert len(said) == 1
+# A rank that waits for one that has left does so for run.timeout_seconds: longer than `launch` waits for the job.
+WAITS_LONG = ["--run.timeout_seconds", "3600"]
+
+
+def test_a_failure_of_all_ranks_is_reported_once_and_recorded_in_the_summary(launch, tmp_path):
+    done = launch.each(2, *TINY, *WAITS_LONG, "--task.target", "tiny:AlwaysNan", "--train.max_skips_in_a_row", "3",
+                       "--run.dir", "run", "--parallel.strategy", "fsdp")  # fmt: skip
+    assert [rank.returncode for rank in done] == [70, 70]
+    lines = [line for rank in done for line in rank.stderr.splitlines()]
+    assert len([line for line in lines if line.startswith("error: 3 steps in a row were not finite")]) == 1
     assert summary_of(tmp_path / "run")["exit_code"] == 70
     assert summary_of(tmp_path / "run")["skipped_steps"] == 3
 
@@ -119,9 +125,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named(launch, tmp_path):
         "        if os.environ['RANK'] == '1':\n            raise RuntimeError('broken sample')\n"
         "        return super().loss_sum(model, batch)\n"
     )
-    started = time.monotonic()
-    done = launch(2, *TINY, "--task.target", "faulty:Faulty", "--run.dir", "run")
-    assert time.monotonic() - started < 25
+    done = launch(2, *TINY, *WAITS_LONG, "--task.target", "faulty:Faulty", "--run.dir", "run")
     assert done.returncode == 1
     assert "rank 1: Traceback" in done.stderr
     assert summary_of(tmp_path / "run")["cause"] == "rank 1: RuntimeError: broken sample (faulty.py, line 7)"
@@ -137,33 +141,40 @@ def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
     )
 
 
+HANDLED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+
+
 @pytest.mark.parametrize(
     ("ranks", "sent_to", "workers"),
     [
-        pytest.param(0, "rank", 2, marks=pytest.mark.slow),
+        (1, "rank", 2),
         (2, "rank", 0),
+        pytest.param(2, "rank of torchrun", 0, marks=pytest.mark.slow),
         pytest.param(2, "torchrun", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(launch, tmp_path, ranks, sent_to, workers):
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "60", "--data.workers", str(workers),
              "--checkpoint.every", "1000", "--run.seed", "3"]  # fmt: skip
-    handled = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1") if ranks else ()
-    process = launch.start(ranks, *words, "--run.dir", "run", torchrun=handled)
+    by_torchrun = "torchrun" in sent_to
+    if by_torchrun:
+        started = [launch.start(ranks, *words, "--run.dir", "run", torchrun=HANDLED)]
+    else:
+        started = launch.start_each(ranks, *words, "--run.dir", "run")
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
-    below = children(process.pid)
-    os.kill(process.pid if sent_to == "torchrun" or not ranks else below[-1], signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == (1 if ranks else 75), err[-2000:]
+    below = [pid for process in started for pid in (process.pid, *children(process.pid))]
+    os.kill(below[-1] if sent_to == "rank of torchrun" else started[-1].pid, signal.SIGTERM)
+    errors = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == ([1] if by_torchrun else [75] * ranks), errors[0][-2000:]
     stopped = summary_of(tmp_path / "run")
     assert (stopped["stopped_by"], stopped["exit_code"]) == ("preempted", 75)
     assert 0 < stopped["steps"] < 60
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == [f"step_{stopped['steps']:08d}"]
-    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()], "no process is left"
+    wait_for(lambda: not any(map(is_there, below)), "the end of every process")
 
-    resumed = launch(ranks, *words, "--run.dir", "run")
-    through = launch(ranks, *words, "--run.dir", "through")
-    assert resumed.returncode == through.returncode == 0
+    for folder in ("run", "through"):
+        done = launch.each(ranks, *words, "--run.dir", folder)
+        assert [rank.returncode for rank in done] == [0] * ranks, done[0].stderr[-2000:]
     assert summary_of(tmp_path / "run")["resumed_from_step"] == stopped["steps"]
     assert losses(tmp_path / "run") == losses(tmp_path / "through")
 
@@ -205,7 +216,7 @@ def test_figures_of_a_run_whose_checkpoints_are_gone_are_kept(launch, tmp_path):
     assert launch(0, *words).returncode == 0
     before = (tmp_path / "run/metrics.jsonl").read_text()
     again = launch(0, *words)
-    assert "warning: run had figures but no checkpoint: they are kept in run/metrics_before.jsonl" in again.stderr
+    assert "warning: run had metrics but no checkpoint: they are kept in run/metrics_before.jsonl" in again.stderr
     assert (tmp_path / "run/metrics_before.jsonl").read_text() == before
 
 
@@ -239,33 +250,36 @@ def test_main_uses_a_process_group_that_is_there_and_leaves_it(tmp_path):
     assert summary_of(tmp_path / "run")["world_size"] == 2
 
 
+# Without the barrier before destroy_process_group, eight of 24 such runs were aborted as they exited.
 @pytest.mark.slow
-def test_a_two_rank_fsdp_run_exits_with_0_twenty_times_out_of_twenty(launch):
+@pytest.mark.parametrize("part", range(4))
+def test_a_two_rank_fsdp_run_exits_with_0_every_time(launch, part):
     words = [*TINY, "--train.steps", "2", "--parallel.strategy", "fsdp", "--checkpoint.every", "off"]
-    assert [launch(2, *words, "--run.dir", f"run{n}").returncode for n in range(20)] == [0] * 20
+    assert [launch(2, *words, "--run.dir", f"run{n}").returncode for n in range(5)] == [0] * 5
 
 
 @pytest.fixture(scope="module")
-def bits_per_byte():
-    """{(strategy, dtype): held-out bits per byte}, filled by the tests below."""
-    return {}
+def bits_per_byte(tmp_path_factory):
+    """bits_per_byte(strategy, dtype): held out, after 100 steps of the demo on two ranks."""
+
+    @cache
+    def trained(strategy, dtype):
+        folder = tmp_path_factory.mktemp("demo")
+        words = ["--use_amp", "false"] if dtype == "fp32" else ["--precision.dtype", dtype]
+        words += ["--parallel.strategy", strategy, "--train.steps", "100", "--task.args.sample_bytes", "0"]
+        words += ["--config", ROOT / "configs/demo.toml", "--run.dir", "run"]
+        for rank in Launch(folder).each(2, *words, timeout=3600):
+            assert rank.returncode == 0, rank.stderr[-2000:]
+        return summary_of(folder / "run")["evaluation"]["bits_per_byte"]
+
+    return trained
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "dtype"),
-    [("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp16"), ("fsdp", "fp16")],
-)
-def test_every_precision_learns_as_float32_does(launch, tmp_path, bits_per_byte, strategy, dtype):
-    demo = Path(__file__).parent.parent / "configs/demo.toml"
-    words = ["--use_amp", "false"] if dtype == "fp32" else ["--precision.dtype", dtype]
-    words += ["--parallel.strategy", strategy, "--train.steps", "100", "--task.args.sample_bytes", "0"]
-    done = launch(2, "--config", demo, "--run.dir", "run", *words, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    evaluation = summary_of(tmp_path / "run")["evaluation"]
-    bits_per_byte[strategy, dtype] = evaluation["bits_per_byte"]
-    assert evaluation["bits_per_byte"] < 5
-    assert evaluation["bits_per_byte"] == pytest.approx(bits_per_byte["ddp", "fp32"], rel=0.05)
+@pytest.mark.parametrize(("strategy", "dtype"), [("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp16"), ("fsdp", "fp16")])
+def test_every_precision_learns_as_float32_does(bits_per_byte, strategy, dtype):
+    assert bits_per_byte("ddp", "fp32") < 5
+    assert bits_per_byte(strategy, dtype) == pytest.approx(bits_per_byte("ddp", "fp32"), rel=0.05)
 
 
 @pytest.mark.slow
@@ -282,7 +296,7 @@ def test_the_sinusoid_is_learnt(launch, tmp_path):
         "constant",
     ]
     done = launch(2, *words, "--optim.weight_decay", "0", "--metrics.log_every", "100", "--eval.batches", "16",
-                  "--run.dir", "run", timeout=300)  # fmt: skip
+                  "--run.dir", "run", timeout=1800)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     evaluation = summary_of(tmp_path / "run")["evaluation"]
     assert evaluation["loss"] < 0.065, "the picture's variance is 0.079: what a constant would leave"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import forked
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import nn
 
 from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
+from dist_amp.verify import __main__ as verify_main
 from dist_amp.verify.__main__ import rows_of as rows_in
 from dist_amp.verify.compare import Cell, check_cell, config_of
 from dist_amp.verify.findings import inspect_task
@@ -28,10 +30,33 @@ SMALL = {
 }
 
 
-def verify(*args, cwd=ROOT, home=ROOT):
+@dataclass
+class Finished:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def verify(monkeypatch, capfd):
+    """verify(*args): the command in this process, with its ranks forked from one that has the imports."""
+    monkeypatch.setattr(verify_main.multiprocessing, "get_context", lambda method: forked.context)
+
+    def run(*args):
+        capfd.readouterr()
+        status = verify_main.main(list(map(str, args)))
+        return Finished(status, *capfd.readouterr())
+
+    return run
+
+
+def verify_as_a_process(*args, cwd=ROOT, home=ROOT):
     environment = os.environ | {"PYTHONPATH": f"{home}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dist_amp.verify", *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
+
+
+SINUSOID = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.crop", "8", "--task.args.width", "16"]
 
 
 def rows_of(output):
@@ -41,7 +66,7 @@ def rows_of(output):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SMALL)
-def test_verify_proves_the_shipped_tasks(target):
+def test_verify_proves_the_shipped_tasks(verify, target):
     words = iter(SMALL[target])
     args = [word for name in words for word in (f"--task.args.{name}", next(words))]
     done = verify("--task.target", target, "--world_sizes", "2", "--precisions", "fp32,bf16", *args)
@@ -55,12 +80,13 @@ def test_verify_proves_the_shipped_tasks(target):
 def test_verify_proves_the_readmes_task_from_the_users_own_folder(tmp_path):
     task = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     (tmp_path / "my_file.py").write_text(task)
-    done = verify("--task.target", "my_file:TinyRegression", "--world_sizes", "1,2", cwd=tmp_path)
+    done = verify_as_a_process("--task.target", "my_file:TinyRegression", "--world_sizes", "1,2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(rows_of(done.stdout)) == 3 + 9
     assert {row[3] for row in rows_of(done.stdout)} == {"pass"}
 
 
+@pytest.mark.slow
 def test_verify_finds_a_fault_in_the_users_copy_of_the_loop(tmp_path):
     shutil.copytree(ROOT / "dist_amp", tmp_path / "dist_amp")
     step = tmp_path / "dist_amp" / "step.py"
@@ -68,18 +94,48 @@ def test_verify_finds_a_fault_in_the_users_copy_of_the_loop(tmp_path):
     planted = whole.replace("normalize(loss, is_last)", "normalize(loss / run.world.world_size, is_last)")
     assert planted != whole
     step.write_text(planted)
-    target = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.crop", "8", "--task.args.width", "16"]
-    done = verify(*target, "--world_sizes", "2", "--precisions", "fp32", cwd=tmp_path, home=tmp_path)
+    done = verify_as_a_process(*SINUSOID, "--world_sizes", "2", "--precisions", "fp32", cwd=tmp_path, home=tmp_path)
+    check_that_all_rows_fail(done, rows=3)
+
+
+# On more than one rank, a step whose gradients are a world's size too small.
+FAULTY = """
+import os
+from dist_amp import step
+from tiny import Tiny
+
+class Faulty(Tiny):
+    pass
+
+if "RANK" in os.environ:
+    real = step.loss_of
+    def halved(*args):
+        loss = real(*args)
+        return loss.detach() / 2 + loss / 2
+    step.loss_of = halved
+"""
+
+
+def test_verify_fails_every_row_of_a_faulty_step_and_says_what_is_wrong_with_its_gradients(
+    verify, tmp_path, monkeypatch
+):
+    (tmp_path / "faulty_step.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = ["--task.args.samples", "300", "--world_sizes", "2", "--precisions", "fp32", "--strategies", "ddp,fsdp"]
+    check_that_all_rows_fail(verify("--task.target", "faulty_step:Faulty", *args), rows=2)
+
+
+def check_that_all_rows_fail(done, rows):
     assert done.returncode == 1
-    assert {row[3] for row in rows_of(done.stdout)} == {"FAIL"}
+    assert [row[3] for row in rows_of(done.stdout)] == ["FAIL"] * rows
     assert (
         "the gradients of step 1 (1 micro-batch) are off: all of them are 0.5 times what they should be" in done.stdout
     )
-    assert "failed: 0 of 3 compute the steps" in done.stdout
+    assert f"failed: 0 of {rows} compute the steps" in done.stdout
 
 
-def test_dtypes_prints_what_autocast_makes_of_each_module():
-    done = verify("--dtypes", "--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.width", "16")
+def test_dtypes_prints_what_autocast_makes_of_each_module(verify):
+    done = verify("--dtypes", *SINUSOID)
     assert done.returncode == 0, done.stderr
     assert "autocast to bf16 on cpu" in done.stdout
     assert "Conv2d" in done.stdout
@@ -87,9 +143,9 @@ def test_dtypes_prints_what_autocast_makes_of_each_module():
 
 BREAKS = """
 import os
-from dist_amp.tasks.sinusoid import Sinusoid
+from tiny import Tiny
 
-class Breaks(Sinusoid):
+class Breaks(Tiny):
     def loss_sum(self, model, batch):
         if os.environ.get("RANK") == "1":
             raise RuntimeError("no luck on this rank")
@@ -97,10 +153,11 @@ class Breaks(Sinusoid):
 """
 
 
-def test_a_rank_that_dies_fails_its_rows_with_its_last_words(tmp_path):
-    (tmp_path / "mine.py").write_text(BREAKS)
-    args = ["--task.target", "mine:Breaks", "--task.args.crop", "8", "--task.args.width", "16"]
-    done = verify(*args, "--world_sizes", "2", "--precisions", "fp32", cwd=tmp_path)
+def test_a_rank_that_dies_fails_its_rows_with_its_last_words(verify, tmp_path, monkeypatch):
+    (tmp_path / "breaks_on_rank_1.py").write_text(BREAKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = ["--task.target", "breaks_on_rank_1:Breaks", "--task.args.samples", "300"]
+    done = verify(*args, "--world_sizes", "2", "--precisions", "fp32")
     assert done.returncode == 1
     assert [row[3] for row in rows_of(done.stdout)] == ["FAIL"] * 3
     assert "no luck on this rank" in done.stdout
@@ -111,23 +168,18 @@ def test_a_rank_that_dies_fails_its_rows_with_its_last_words(tmp_path):
     ("args", "words"),
     [
         (["--world_sizes", "two"], "--world_sizes=two must be whole numbers above 0"),
-        pytest.param(["--world_sizes", "0"], "--world_sizes=0 must be whole numbers above 0", marks=pytest.mark.slow),
+        (["--world_sizes", "0"], "--world_sizes=0 must be whole numbers above 0"),
         (["--precisions", "fp64"], "--precisions=fp64: 'fp64' is none of fp32, bf16, fp16"),
         (["--strategies", "ddp,fsdb"], "--strategies=ddp,fsdb: 'fsdb' is none of single, ddp, fsdp, hsdp"),
         (["--strategies", "single", "--world_sizes", "2"], "nothing to compare: single takes --world_sizes 1"),
-        pytest.param(
-            ["--replay"],
-            "argument --replay: expected one argument; see python -m dist_amp.verify --help",
-            marks=pytest.mark.slow,
-        ),
+        (["--replay"], "argument --replay: expected one argument; see python -m dist_amp.verify --help"),
         (["--strategy", "ddp"], "unknown option --strategy; did you mean --strategies?"),
-        pytest.param(["--task.taget", "x:Y"], "task.target", marks=pytest.mark.slow),
+        (["--task.taget", "x:Y"], "task.target"),
         (["--task.target", "nowhere:Task"], "task.target=nowhere:Task"),
     ],
 )
-def test_a_mistake_on_its_command_line_is_refused(args, words):
-    small = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.crop", "8", "--task.args.width", "16"]
-    done = verify(*small, *args)
+def test_a_mistake_on_its_command_line_is_refused(verify, args, words):
+    done = verify(*SINUSOID, *args)
     assert done.returncode == 64, done.stdout + done.stderr
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -335,9 +387,7 @@ def test_a_dataset_too_short_to_compare_is_refused():
         inspect_task(reference_of(Tiny(samples=64)))
 
 
-def test_the_bench_of_the_tripwires_tells_their_share():
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    command = [sys.executable, "-m", "dist_amp.bench.tripwires", "--task.target", "tiny:Tiny", "--train.steps", "20"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+def test_the_bench_of_the_tripwires_prints_their_share(launch):
+    done = launch.module("dist_amp.bench.tripwires", "--task.target", "tiny:Tiny", "--train.steps", "20")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"20 steps, single on 1 x cpu: tripwires took [\d.]+ s of [\d.]+ s, [\d.]+ %\n", done.stdout)

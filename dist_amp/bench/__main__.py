@@ -18,7 +18,8 @@ from dist_amp.bench.gpu import main as gpu
 from dist_amp.bench.overhead import main as overhead
 from dist_amp.bench.tripwires import main as tripwires
 from dist_amp.commands.command_line import exit_status
-from dist_amp.errors import ConfigError, nearest_name
+from dist_amp.config.suggest import nearest_name
+from dist_amp.errors import ConfigError
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "amp": amp,

@@ -28,7 +28,7 @@ from dist_amp.config.validate import accumulation_steps, replicas_of
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.precision import DTYPES, Precision, build_precision
 from dist_amp.run import Run
-from dist_amp.runtime.rendezvous import environment_number
+from dist_amp.runtime.environment import environment_number
 from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.step import train_step
 from dist_amp.task import Task

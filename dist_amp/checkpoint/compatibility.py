@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits this run: its config, data, parameters and optimizer."""
+"""Checks that a checkpoint fits a run: its config, data, parameters and optimizer."""
 
 import json
 import tomllib
@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dist_amp.checkpoint.format import CONFIG, Manifest, read_manifest, text_hash
+from dist_amp.checkpoint.format import CONFIG, Manifest, hash_text, read_manifest
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 
-# A run may go on with other values of these: they change where and how fast it computes, not what.
+# Settings that may differ after a resume: they change where and how fast a run computes, not what.
 FREE_TO_CHANGE = (
     "run.", "eval.", "checkpoint.", "metrics.", "debug.", "data.workers", "data.name", "data.path", "data.split",
     "data.validation_split", "data.validation_fraction", "data.text_column", "parallel.strategy", "parallel.replicas",
@@ -22,37 +22,33 @@ FREE_TO_CHANGE = (
     "train.max_skips_in_a_row", "train.gc_every", "optim.fused",
 )  # fmt: skip
 
+OR_ALLOW = "or continue anyway with --run.allow_config_change true"
+
 
 def check_config(path: Path, config_text: str, global_batch_size: int, world: World, defaults: str = "") -> None:
-    """Refuse to resume from `path` with another training than the one that it is of.
+    """Check that the run computes the same training as the one that wrote the checkpoint.
 
-    config_text: the run's config as TOML; defaults: the same with nothing set, for settings that `path` is too old to
-    know. Errors: ConfigError with each key and both values; DataError for another seed or global batch.
+    config_text: the run's config as TOML. defaults: the default config as TOML, for settings that the checkpoint is too
+    old to have. Errors: ConfigError with each key and both values; DataError for another seed or global batch size.
     """
     manifest = read_manifest(path)
     ours, theirs = flat(config_text), flat((path / CONFIG).read_text())
-    another_task = theirs.get("task.target") != ours["task.target"]  # whose arguments have no defaults here
-    known = {key: value for key, value in flat(defaults).items() if not (another_task and key.startswith("task."))}
+    other_task = theirs.get("task.target") != ours["task.target"]  # the defaults of its arguments are not known
+    known = {key: value for key, value in flat(defaults).items() if not (other_task and key.startswith("task."))}
     theirs = known | theirs
-    allowed = "or go on all the same with --run.allow_config_change true"
-    keys = [key for key in sorted({**_mathematics(theirs), **_mathematics(ours)}) if theirs.get(key) != ours.get(key)]
-    changes = [f"{key}={theirs.get(key, 'unset')}, now {ours.get(key, 'unset')}" for key in keys]
-    seed, old_batch = ours["run.seed"], manifest.global_batch_size
-    if ours["run.allow_config_change"]:
-        others = [f"run.seed={manifest.seed}, now {seed}"] * (seed != manifest.seed)
-        others += [f"global batch {old_batch}, now {global_batch_size}"] * (global_batch_size != old_batch)
-        if changes or others:
-            world.warn(f"going on from {path} with another config: {'; '.join(changes + others)}")
-        return
-    if changes:
-        raise ConfigError(f"{path} was made with {'; '.join(changes)}: take the old, {allowed}")
-    if seed != manifest.seed:
-        raise DataError(f"{path} was made with run.seed={manifest.seed}, not {seed}: take the old, {allowed}")
-    if global_batch_size != old_batch:
-        raise DataError(
-            f"{path} was made with {old_batch} samples in a step, not {global_batch_size}: use "
-            f"train.global_batch_size={old_batch}, {allowed}"
-        )
+    changes = [
+        f"{key}={theirs.get(key, 'unset')}, now {ours.get(key, 'unset')}"
+        for key in sorted(_training_settings(theirs) | _training_settings(ours))
+        if theirs.get(key) != ours.get(key)
+    ]
+    others = {"run.seed": (manifest.seed, ours["run.seed"])}
+    others["train.global_batch_size"] = (manifest.global_batch_size, global_batch_size)
+    differences = changes + [f"{key}={old}, now {new}" for key, (old, new) in others.items() if old != new]
+    if differences and ours["run.allow_config_change"]:
+        world.warn(f"resuming from {path} with another config: {'; '.join(differences)}")
+    elif differences:
+        error = ConfigError if changes else DataError
+        raise error(f"{path} was made with {'; '.join(differences)}: use the old values, {OR_ALLOW}")
     steps = ours["train.steps"]
     if steps != theirs["train.steps"] and steps > manifest.step and ours["optim.schedule"] != "constant":
         world.warn(
@@ -62,7 +58,7 @@ def check_config(path: Path, config_text: str, global_batch_size: int, world: Wo
 
 
 def flat(toml: str) -> dict[str, Any]:
-    """The settings of a config as TOML by their dotted keys."""
+    """{dotted key: value} of a config in TOML."""
 
     def walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in table.items():
@@ -72,18 +68,19 @@ def flat(toml: str) -> dict[str, Any]:
 
 
 def config_hash(config_text: str) -> str:
-    """Of all settings that change the mathematics."""
-    return text_hash(json.dumps(_mathematics(flat(config_text))))
+    """Hash of all settings that change what is computed."""
+    return hash_text(json.dumps(_training_settings(flat(config_text))))
 
 
-def _mathematics(flat: Mapping[str, Any]) -> dict[str, Any]:
-    scales = flat["precision.use_amp"] and flat["precision.dtype"] == "fp16"
+def _training_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that change what is computed, sorted by key."""
+    scales = settings["precision.use_amp"] and settings["precision.dtype"] == "fp16"
     free = FREE_TO_CHANGE if scales else (*FREE_TO_CHANGE, "precision.scaler.")
-    return {key: flat[key] for key in sorted(flat) if not key.startswith(free)}
+    return {key: settings[key] for key in sorted(settings) if not key.startswith(free)}
 
 
 def check_data(path: Path, manifest: Manifest, length: int, fingerprint: str, allowed: bool, world: World) -> None:
-    """Errors: DataError where the data are not those that the checkpoint's position counts in."""
+    """Errors: DataError if the dataset differs from the one that the checkpoint's position counts in."""
     if (manifest.data_length, manifest.data_fingerprint) == (length, fingerprint):
         return
     text = (
@@ -91,14 +88,14 @@ def check_data(path: Path, manifest: Manifest, length: int, fingerprint: str, al
         f"are {length:,} of {fingerprint}"
     )
     if not allowed:
-        raise DataError(f"{text}: take the old data, or go on all the same with --run.allow_config_change true")
-    world.warn(f"{text}; going on after as many samples of the new data")
+        raise DataError(f"{text}: use the old data, {OR_ALLOW}")
+    world.warn(f"{text}; resuming after as many samples of the new data")
 
 
 def check_fit(
     path: Path, manifest: Manifest, metadata: Metadata, state: Mapping[str, Any], groups: Mapping[str, int]
 ) -> None:
-    """Errors: DataError for the first parameter or moment that is not in both, with one shape and dtype."""
+    """Errors: DataError for the first parameter or moment that differs in presence, shape or dtype."""
     check_tensors(path, metadata, "model", state["model"])
     if manifest.optimizer != groups:
         raise DataError(
@@ -109,7 +106,7 @@ def check_fit(
 
 
 def check_tensors(path: Path, metadata: Metadata, section: str, state: Mapping[str, Any]) -> None:
-    """Errors: DataError for the first tensor of a section, "model" or "optimizer", that the two do not have alike."""
+    """Errors: DataError for the first tensor of a section, "model" or "optimizer", that differs."""
 
     def leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
@@ -124,10 +121,10 @@ def check_tensors(path: Path, metadata: Metadata, section: str, state: Mapping[s
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(f"{section}.") and isinstance(entry, TensorStorageMetadata)
     }
-    odd = [name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)]
-    if odd:
-        there, here = theirs.get(odd[0], "missing"), ours.get(odd[0], "missing")
+    differing = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    if differing:
+        name = differing[0]
         raise DataError(
-            f"checkpoint {path} does not fit this {section}: {odd[0]} is {there} there and {here} here "
-            f"({len(set(odd))} such)"
+            f"checkpoint {path} does not fit this {section}: {name} is {theirs.get(name, 'missing')} there and "
+            f"{ours.get(name, 'missing')} here ({len(differing)} such)"
         )

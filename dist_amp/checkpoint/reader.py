@@ -1,8 +1,14 @@
-"""Reads a checkpoint without running any code from it."""
+"""Reads a checkpoint without running any code from it.
+
+torch.distributed.checkpoint unpickles `.metadata` and every entry that is not a tensor, so a hostile checkpoint could
+run code. Here `.metadata` is unpickled through an allow-list and the entries with weights_only. The allow-list has to
+name classes that are private to torch, since they are what its checkpoints contain.
+"""
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +19,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
-from dist_amp.checkpoint.format import (
-    Refused,
-)
+from dist_amp.checkpoint.format import CheckpointRejected, read_manifest, reason
+from dist_amp.errors import DataError
 
-
-def be_quiet_when_alone() -> None:
-    """One process without a process group is a way to run, not a reason to warn. For good: threads share filters."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-
-
-# All that torch's checkpoints pickle into `.metadata`. Each of them only holds what it is given.
-HARMLESS = {
+# Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour.
+ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
         "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -39,61 +38,79 @@ HARMLESS = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in ("PosixPath", "WindowsPath"):
-            return lambda *parts: "/".join(parts)  # a pickle may set attributes of what it asks for
-        if (module, name) == ("builtins", "getattr"):  # by which some releases of Python pickle an enum's member
-            return _member
-        if name not in HARMLESS.get(module, ()):
-            raise Refused(f".metadata asks for {module}.{name}, which no checkpoint of ours holds; nothing was run")
+            return lambda *parts: "/".join(parts)  # a string has no attributes that a pickle could set
+        if (module, name) == ("builtins", "getattr"):  # how some Python releases pickle an enum's member
+            return _enum_member
+        if name not in ALLOWED.get(module, ()):
+            raise CheckpointRejected(f".metadata asks for {module}.{name}, which no checkpoint needs; nothing was run")
         return super().find_class(module, name)
 
 
-def _member(owner: Any, name: str) -> Any:
+def _enum_member(owner: Any, name: str) -> Any:
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise Refused(f".metadata asks for {name} of {owner}, which no checkpoint of ours holds; nothing was run")
+        raise CheckpointRejected(f".metadata asks for {name} of {owner}, which no checkpoint needs; nothing was run")
     return _MEM_FORMAT_ENCODING[name]
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a checkpoint's folder, which unpickles only what is harmless and reads only what is listed."""
+    """torch's reader of a checkpoint folder, limited to allowed classes and to the files that the manifest lists."""
 
-    def __init__(self, folder: Path, files: Mapping[str, Any]):
+    def __init__(self, folder: Path):
         super().__init__(folder)
-        self._folder = folder
-        self._files = files
+        self.folder = folder
+        self.manifest = read_manifest(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
-            with (self._folder / ".metadata").open("rb") as file:
+            with (self.folder / ".metadata").open("rb") as file:
                 metadata = _Unpickler(file).load()
         except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.PickleError) as error:
-            raise Refused(f".metadata can't be read ({error})") from None
+            raise CheckpointRejected(f".metadata can't be read ({error})") from None
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise Refused(".metadata is not that of a checkpoint")
+            raise CheckpointRejected(".metadata is not that of a checkpoint")
         for place in metadata.storage_data.values():
-            if place.relative_path not in self._files:
-                raise Refused(f".metadata points to {place.relative_path!r}, which the manifest does not list")
+            if place.relative_path not in self.manifest.files:
+                raise CheckpointRejected(
+                    f".metadata points to {place.relative_path!r}, which the manifest does not list"
+                )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's planner, whose entries that are not tensors may be plain data alone."""
+    """torch's load planner, restricted to plain data for entries that are not tensors."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        torch.load(value, weights_only=True)  # raises where it is more; torch's own next line would run it
+        torch.load(value, weights_only=True)  # raises for anything else, which the base class would unpickle
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 def read_into(state: dict[str, Any], reader: Reader, alone: bool) -> None:
-    """Fill the tensors of `state`; every rank calls it, unless one reads alone, without a process group.
+    """Fill the tensors of `state`; every rank calls it. alone: this process reads by itself, without a process group.
 
-    Errors: Refused, or torch's CheckpointException, which is no Exception.
+    Errors: CheckpointRejected, or torch's CheckpointException, which does not derive from Exception.
     """
     try:
-        be_quiet_when_alone()
+        silence_single_process_warning()
         read_tensors(state, storage_reader=reader, planner=Planner(), no_dist=alone)
     except CheckpointException as error:
-        refused = next((e for e, _ in error.failures.values() if isinstance(e, Refused)), None)
-        raise refused or error from None
+        rejected = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointRejected)), None)
+        raise rejected or error from None
+
+
+@contextmanager
+def rejection_as_data_error(path: Path) -> Iterator[None]:
+    """Errors: DataError that names the checkpoint, in place of what reading it raises."""
+    try:
+        yield
+    except CheckpointRejected as error:
+        raise DataError(f"checkpoint {path} is rejected: {error}") from None
+    except CheckpointException as error:
+        raise DataError(f"checkpoint {path} can't be loaded: {reason(error)}") from error
+
+
+def silence_single_process_warning() -> None:
+    """Running without a process group is fine here. Set for good, because threads share warning filters."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -1,8 +1,4 @@
-"""Save and resume all that is stateful, with torch.distributed.checkpoint: any strategy reads any other's.
-
-A checkpoint is taken by the training loop, which copies the state to the host's memory, and written in the background
-while training goes on. What makes the files trustworthy, and safe to read, is in checkpoint_files.py.
-"""
+"""What a checkpoint contains, taken from a run and restored into one; any strategy reads any other's checkpoints."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,17 +8,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from dist_amp.checkpoint.compatibility import check_data, check_fit, config_hash
 from dist_amp.checkpoint.fingerprint import fingerprint
-from dist_amp.checkpoint.format import Manifest, Refused, fault_of, quarantine, read_manifest, reason
-from dist_amp.checkpoint.reader import Reader, read_into
-from dist_amp.checkpoint.writer import Snapshot, write
+from dist_amp.checkpoint.format import Manifest, checkpoint_folder
+from dist_amp.checkpoint.reader import Reader, read_into, rejection_as_data_error
+from dist_amp.checkpoint.writer import Snapshot
 from dist_amp.data import Batches
-from dist_amp.errors import DataError
 from dist_amp.optim import Schedule
 from dist_amp.parallel import LossNormalizer, Parallel
 from dist_amp.precision import Precision, Scaler
@@ -35,7 +30,7 @@ from dist_amp.world import World
 
 
 class Resumable(Protocol):
-    """What of a run is saved and restored; `dist_amp.run.Run` is one."""
+    """The parts of a run that are saved and restored; `dist_amp.run.Run` has them."""
 
     config: Config
     world: World
@@ -58,30 +53,12 @@ class Resumable(Protocol):
     def model(self) -> nn.Module: ...
 
 
-def save(run: Resumable) -> Path:
-    """Write a checkpoint of the run as it stands after `run.step` steps; every rank calls it, and waits for it."""
-    snapshot = take(run, copy=False)
-    if not _is_there(snapshot, run.world):
-        write(snapshot, run.world)
-    return snapshot.folder
-
-
-def _is_there(snapshot: Snapshot, world: World) -> bool:
-    """Whether the step is saved already, as where a run stops right after it was resumed; what is damaged is not."""
-    there = False
-    if world.is_main and snapshot.folder.exists():
-        there = not fault_of(snapshot.folder)
-        if not there:
-            quarantine(snapshot.folder)
-    return world.from_main(str(there)) == "True"
-
-
-def take(run: Resumable, copy: bool) -> Snapshot:
-    """The state of the run now; every rank calls it. copy: into the host's memory, so that training may go on."""
+def take_snapshot(run: Resumable, copy: bool) -> Snapshot:
+    """The current state of the run; every rank calls it. copy: to host memory, so that training may continue."""
     state = _state(run)
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
     state["interval"] = run.world.gather(run.metrics.interval)
-    state = _my_share(state, run.world)
+    state = _without_replicas(state, run.world)
     if copy:
         state = FileSystemWriter(run.folder).stage(state)
     world, plan = run.world, run.data.plan
@@ -96,44 +73,54 @@ def take(run: Resumable, copy: bool) -> Snapshot:
         global_batch_size=plan.global_batch_size,
         data_length=plan.length,
         data_fingerprint=fingerprint(run.data, run.world),
-        optimizer=_groups(run),
+        optimizer=_group_sizes(run),
         config_hash=config_hash(run.config_text),
         evaluation=run.metrics.evaluation,
         evaluated_step=run.metrics.evaluated_step,
         best=run.metrics.best,
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
     )
-    return Snapshot(run.folder, state, manifest, run.config_text, run.config.checkpoint.keep, on_host=copy)
+    folder = checkpoint_folder(run.folder, run.step)
+    return Snapshot(folder, state, manifest, run.config_text, run.config.checkpoint.keep, on_host=copy)
 
 
-def _my_share(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """The state without the whole tensors that are another rank's to write: of equal copies one is enough.
+def _without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
+    """The state without the replicated tensors that another rank writes; one copy of each is enough.
 
-    A rank's own part stands under its number, and parts of a sharded tensor are all different.
+    They are spread over the ranks by their sizes. The shards of a DTensor and the entries under "ranks" differ between
+    ranks, so each rank keeps its own.
     """
-    bytes_of = [0] * world.world_size
+    rank_bytes = [0] * world.world_size
 
-    def keep(value: Any) -> bool:
-        if not isinstance(value, Tensor) or hasattr(value, "to_local"):
+    def is_own(value: Any) -> bool:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
             return True
-        lightest = bytes_of.index(min(bytes_of))
-        bytes_of[lightest] += value.numel() * value.element_size()
-        return lightest == world.rank
+        rank = rank_bytes.index(min(rank_bytes))
+        rank_bytes[rank] += value.numel() * value.element_size()
+        return rank == world.rank
 
-    def share(part: dict[str, Any]) -> dict[str, Any]:
-        split = {name: share(value) if isinstance(value, dict) else value for name, value in part.items()}
-        return {name: value for name, value in split.items() if keep(value)}
+    def own(part: dict[str, Any]) -> dict[str, Any]:
+        kept = {}
+        for name, value in part.items():
+            if isinstance(value, dict):
+                kept[name] = own(value)
+            elif is_own(value):
+                kept[name] = value
+        return kept
 
-    return {name: part if name == "ranks" else share({name: part}).get(name, {}) for name, part in state.items()}
+    ranks = state.pop("ranks")
+    return {**own(state), "ranks": ranks}
 
 
 def load(run: Resumable, path: Path) -> None:
-    """Set the run to the state that `save` wrote to `path`, from any world size and strategy; every rank calls it."""
+    """Restore the run from a checkpoint of any world size and strategy; every rank calls it.
+
+    Errors: DataError if the checkpoint is rejected, or does not fit the run's data, model or optimizer.
+    """
     world = run.world
-    try:
-        manifest = read_manifest(path)
-        reader = Reader(path, manifest.files)
-        metadata = reader.read_metadata()
+    with rejection_as_data_error(path):
+        reader = Reader(path)
+        manifest, metadata = reader.manifest, reader.read_metadata()
         check_data(
             path,
             manifest,
@@ -142,10 +129,10 @@ def load(run: Resumable, path: Path) -> None:
             run.config.run.allow_config_change,
             world,
         )
-        if manifest.step:  # before its first step, a run's buckets are not yet settled either
-            _settle_buckets(run)
+        if manifest.step:  # DDP has not rebuilt its buckets before the first step
+            _rebuild_ddp_buckets(run)
         for own in run.optimizer.state.values():
-            if "step" in own:  # AdamW's may be one tensor for all parameters, and is read for each
+            if "step" in own:  # fused AdamW may share one tensor between all parameters, but they are loaded one by one
                 own["step"] = own["step"].clone()
         state = _state(run)
         same_world = (manifest.world_size, manifest.device) == (world.world_size, world.device.type)
@@ -153,15 +140,11 @@ def load(run: Resumable, path: Path) -> None:
             del state["ranks"]
         if manifest.precision != "fp16":
             del state["scaler"]
-        if "expected_weights" not in metadata.state_dict_metadata:  # of before there were any
+        if "expected_weights" not in metadata.state_dict_metadata:  # added after the first checkpoints
             del state["expected_weights"]
         state["interval"] = torch.zeros(manifest.world_size, len(run.metrics.interval), dtype=torch.float64)
-        check_fit(path, manifest, metadata, state, _groups(run))
+        check_fit(path, manifest, metadata, state, _group_sizes(run))
         read_into(state, reader, alone=world.world_size == 1)
-    except Refused as error:
-        raise DataError(f"checkpoint {path} is refused: {error}") from None
-    except CheckpointException as error:
-        raise DataError(f"checkpoint {path} can't be loaded: {reason(error)}") from error
     _set_state(run, manifest, state, same_world)
 
 
@@ -179,29 +162,47 @@ def _set_state(run: Resumable, manifest: Manifest, state: dict[str, Any], same_w
     if "expected_weights" in state:
         run.normalizer.load_state_dict({"weights": state["expected_weights"]})
     run.step, run.data.position = manifest.step, manifest.samples
-    run.metrics.resume(manifest.evaluation, manifest.evaluated_step, manifest.best, state["interval"], same_world)
+    run.metrics.evaluation, run.metrics.best = manifest.evaluation, manifest.best
+    run.metrics.evaluated_step = manifest.evaluated_step
+    run.metrics.resume_interval(state["interval"], same_world)
     if same_world:
         own = state["ranks"][str(run.world.rank)]
         set_statistics(run.parallel.module, own["statistics"])
         set_random_state(own["random"], run.world.device)
-    else:  # ranks without a past: not seeded as at the start, or dropout would draw its first masks again
+    else:  # no saved generators for these ranks; the seed of the start would repeat dropout's first masks
         seed_all((run.config.run.seed + 1 + run.world.rank + 1_000_003 * run.step) % 2**63)
 
 
-def _groups(run: Resumable) -> dict[str, int]:
+def _state(run: Resumable) -> dict[str, Any]:
+    """Everything that a step depends on, as tensors: what a checkpoint saves, and what a load fills in place."""
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    # This rank's own; the model's entries are averaged over ranks when they are saved.
+    statistics = {name: own.clone() for name, own in batch_statistics(run.parallel.module).items()}
+    own = {"random": random_state(run.world.device), "statistics": statistics}
+    return {
+        "model": model,
+        "optimizer": optimizer["state"],  # without the groups' hyperparameters, which come from the config
+        "counters": run.schedule.counters,
+        "expected_weights": run.normalizer.state_dict()["weights"],
+        "scaler": run.scaler.state_dict(),
+        "ranks": {str(run.world.rank): own},
+    }
+
+
+def _group_sizes(run: Resumable) -> dict[str, int]:
     groups = run.optimizer.param_groups
     return {f"{run.config.optim.name} {group['name']}": len(group["params"]) for group in groups}
 
 
-def _settle_buckets(run: Resumable) -> None:
+def _rebuild_ddp_buckets(run: Resumable) -> None:
     """Give DDP the bucket layout that it has after its first step.
 
-    It lays its buckets out anew after its first backward, and three ranks or more sum in another order then: without
-    this a resumed run's first step would differ from the uninterrupted one's in the last bit.
+    DDP rebuilds its buckets after the first backward, and three or more ranks sum in another order then: without this,
+    a resumed run's first step would differ from the uninterrupted run's in the last bit.
     """
     if run.parallel.strategy != "ddp" or run.world.world_size < 3:
         return
-    with as_it_was(run):
+    with no_side_effects(run):
         (batch, _), *_ = run.data.at(0)
         batch = getattr(batch, "batch", batch)
         for _ in range(2):
@@ -212,51 +213,35 @@ def _settle_buckets(run: Resumable) -> None:
             run.scaler.scale(loss).backward()
 
 
-def _state(run: Resumable) -> dict[str, Any]:
-    """All that a step depends on, as tensors: the state to save, or the places that a load fills."""
-    model, optimizer = get_state_dict(run.model, run.optimizer)
-    statistics = {
-        name: own.clone() for name, own in batch_statistics(run.parallel.module).items()
-    }  # the model's are averages
-    own = {"random": random_state(run.world.device), "statistics": statistics}
-    return {
-        "model": model,
-        "optimizer": optimizer["state"],  # its groups' settings come from the config
-        "counters": run.schedule.counters,
-        "expected_weights": run.normalizer.state_dict()["weights"],
-        "scaler": run.scaler.state_dict(),
-        "ranks": {str(run.world.rank): own},
-    }
-
-
-def rewind_point(run: Resumable) -> Callable[[], None]:
-    """Note the generators and batch statistics; what is returned puts them back."""
+def restore_point(run: Resumable) -> Callable[[], None]:
+    """Record the random generators and the model's buffers; calling the result restores them."""
     random_numbers = random_state(run.world.device)
-    statistics = {name: own.clone() for name, own in batch_statistics(run.parallel.module).items()}
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in run.parallel.module.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
 
-    def rewind() -> None:
-        set_statistics(run.parallel.module, statistics)
+    @torch.no_grad()
+    def restore() -> None:
+        for module, name, buffer, value in buffers:
+            setattr(module, name, buffer)
+            # An expanded buffer can't be written to, so it needs no restoring.
+            if buffer.layout == torch.strided and not torch.equal(buffer, value):
+                buffer.copy_(value)
         set_random_state(random_numbers, run.world.device)
 
-    return rewind
+    return restore
 
 
 @contextmanager
-def as_it_was(run: Resumable) -> Iterator[None]:
-    """Whatever is run inside, generators and buffers are afterwards as they were, and there are no gradients."""
-    random_numbers = random_state(run.world.device)
-    modules = run.parallel.module.modules()
-    buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+def no_side_effects(run: Resumable) -> Iterator[None]:
+    """Restore the random generators and buffers afterwards, and clear the gradients."""
+    restore = restore_point(run)
     try:
         yield
     finally:
         run.optimizer.zero_grad(set_to_none=True)
         if run.parallel.carrier is not None:
             run.parallel.carrier.grad = None
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                written = buffer.layout == torch.strided and not torch.equal(buffer, value)
-                if written:  # an expanded buffer can't be, and was not
-                    buffer.copy_(value)
-        set_random_state(random_numbers, run.world.device)
+        restore()

@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from dist_amp.errors import nearest_name
+from dist_amp.config.suggest import nearest_name
 
 COMMANDS = {
     "train": "train a task, on one process or under torchrun",

@@ -1,4 +1,4 @@
-"""What the commands beside the main job share: how options are read, and how a command ends."""
+"""Shared by the commands other than train: option parsing, and error reporting."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from dist_amp.supervise.failure import report_failure
 
 
 class Parser(argparse.ArgumentParser):
-    """For a command that is described by its file's docstring. Errors: ConfigError for a mistake on its line."""
+    """For a command that is described by its module's docstring. Errors: ConfigError for a bad command line."""
 
     def __init__(self, prog: str, description: str | None, epilog: str | None = None):
         raw = argparse.RawDescriptionHelpFormatter
@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status(run: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
-    """Run a command with its words, by default the command line's; what it returns, or its Failure's, reported."""
+    """Call run(argv), by default with the command line's arguments; report a Failure, and return the exit status."""
     try:
         return run(sys.argv[1:] if argv is None else argv) or 0
     except Failure as error:

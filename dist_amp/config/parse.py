@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import tyro
 
+from dist_amp.config.range import Range
 from dist_amp.config.sources import Settings
-from dist_amp.errors import ConfigError, nearest_name
-from dist_amp.settings import Range
+from dist_amp.config.suggest import nearest_name
+from dist_amp.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from dist_amp.errors import ConfigError, DataError, nearest_name
+from dist_amp.config.suggest import nearest_name
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import TaskConfig
 from dist_amp.task import Task
 

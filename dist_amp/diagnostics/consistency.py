@@ -26,7 +26,7 @@ SAMPLED_STEPS = 16  # consecutive steps whose samples are compared between ranks
 
 # Equal on all ranks, because each is computed from sums over all ranks.
 GLOBAL_METRICS = (
-    "loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr", "weight_sum", "least_weight", "grad_norm",
+    "loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr", "weight_sum", "min_weight", "grad_norm",
 )  # fmt: skip
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -23,9 +23,9 @@ class Limits(Observer):
     def on_log(self, row: LogRow) -> None:
         train, precision = self._config.train, self._config.precision
         infinite = row["weight_sum"] == math.inf
-        if infinite or not row["least_weight"] > 0:
+        if infinite or not row["min_weight"] > 0:
             raise DataError(
-                f"in the steps up to {row.step} a total weight was {math.inf if infinite else row['least_weight']:g}; "
+                f"in the steps up to {row.step} a total weight was {math.inf if infinite else row['min_weight']:g}; "
                 "the task's weight(batch) is what the loss is divided by, and must be above 0"
             )
         first = self._nonfinite.where(row)

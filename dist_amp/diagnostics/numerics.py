@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_amp.checkpoint.state import as_it_was
+from dist_amp.checkpoint.state import no_side_effects
 from dist_amp.errors import ConfigError
 from dist_amp.fast.compile import as_compiled_so_far
 from dist_amp.fast.fused import local
@@ -130,7 +130,7 @@ class Numerics(Observer):
     def _nonzero_gradients(self, batch: Any, factor: Tensor, fp16: bool) -> dict[Tensor, Tensor]:
         """A mask per parameter, from one forward and backward that changes no state. factor: of the loss."""
         run = self.run
-        with as_it_was(run), as_compiled_so_far(), run.parallel.gradient_sync(run.parallel.sharded):
+        with no_side_effects(run), as_compiled_so_far(), run.parallel.gradient_sync(run.parallel.sharded):
             with run.precision.autocast() if fp16 else nullcontext():
                 loss = loss_of(run.task, run.model, batch, run.world.device)
             (loss * factor).backward()

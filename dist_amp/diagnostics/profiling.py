@@ -53,6 +53,11 @@ def check_debug(config: DebugConfig, world: World) -> None:
         )
 
 
+def is_chosen(config: DebugConfig, rank: int) -> bool:
+    """Whether this is one of debug.ranks."""
+    return config.ranks == "all" or rank in config.ranks
+
+
 class Profile(Observer):
     """Records `first` to `last`, the steps of `window`; evaluations and checkpoints are never inside them."""
 
@@ -66,7 +71,7 @@ class Profile(Observer):
         self.first, self.last = window(run.step, run.config.train.steps, self._asked, pauses)
         self._labels = ExitStack()
         self._profiler: profile | None = None
-        if debug.profile != "off" and debug.chosen(run.world.rank) and self.first <= self.last:
+        if debug.profile != "off" and is_chosen(debug, run.world.rank) and self.first <= self.last:
             self._profiler = self._build_profiler()
 
     def _build_profiler(self) -> profile:
@@ -129,7 +134,7 @@ class Profile(Observer):
                     profiler.stop()
                     if run.step >= self.first:
                         self._write(profiler)
-                if debug.memory_snapshot and debug.chosen(run.world.rank):
+                if debug.memory_snapshot and is_chosen(debug, run.world.rank):
                     write_snapshot(run.folder, run.world.rank, f"step_{run.step:08d}_memory")
             except Exception as error:  # most likely a full disk, which must not end the run
                 text = f"warning: rank {run.world.rank}: the profile could not be written: {in_one_line(error)}"
@@ -287,7 +292,7 @@ def memory_history(config: DebugConfig, folder: Path, world: World) -> Iterator[
 
     Enter it before the model is built: earlier allocations have no history.
     """
-    if not config.memory_snapshot or not config.chosen(world.rank):
+    if not config.memory_snapshot or not is_chosen(config, world.rank):
         yield
         return
     torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS, stacks="python")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils._pytree import tree_map_only
 
-from dist_amp.checkpoint.state import as_it_was
+from dist_amp.checkpoint.state import no_side_effects
 from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
 from dist_amp.run import Run
@@ -96,7 +96,7 @@ class NonfiniteReplay(Observer):
         """Replay a step on all ranks and report its first inf or nan; return whether there was one."""
         world = self.run.world
         with self.run.metrics.off_the_clock():
-            with as_it_was(self.run):
+            with no_side_effects(self.run):
                 kept, failure = self._replay_micro_batches(step, position)
             results = world.gather_texts(json.dumps(asdict(kept.found)) if kept else failure)
             found = [NonFinite.from_json(text) for text in results if text.startswith("{")]

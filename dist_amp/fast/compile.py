@@ -1,40 +1,54 @@
-"""What is done to each block of a model before it is laid out over ranks: recomputed in backward, and compiled.
+"""The changes to each block of a model before it is placed on the ranks: recompute in backward, and compile.
 
-A block is one of the modules of `task.blocks(model)`: a transformer's layers, say. Both replace its `forward` and
-nothing else: parameters and modules keep their names, and hooks (FSDP's among them) stay outside of what is compiled.
-The new `forward` is the block's own: a deepcopy of the model would run the original's, so copy a state_dict instead.
+A block is one of the modules of `task.blocks(model)`, such as a transformer's layers. Both changes replace only its
+`forward`: parameters and modules keep their names, and hooks (FSDP's too) stay outside the compiled code. The new
+`forward` belongs to the block: a deepcopy of the model would run the original's, so copy a state_dict instead.
 """
 
+import importlib
+import importlib.util
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
-from dist_amp.errors import ConfigError, first_line, nearest_name
-from dist_amp.runtime.recompute import Forward, _chosen, recomputed
+from dist_amp.config.suggest import nearest_name
+from dist_amp.errors import ConfigError, first_line
+from dist_amp.runtime.recompute import Forward, checkpoint_activations
 from dist_amp.settings import Checkpointing, CompileConfig
 from dist_amp.world import World
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
+NOT_ONE_GRAPH = ("TorchDynamoException", "FailOnRecompileLimitHit")
+
+
+def private(path: str, fallback: Any) -> Any:
+    """A name that torch does not document, as "torch.module.name", or the fallback if this release lacks it."""
+    module, _, name = path.rpartition(".")
+    with suppress(ImportError):
+        return getattr(importlib.import_module(module), name, fallback)
+    return fallback
+
 
 def check_compile(config: CompileConfig, strategy: str, micro_batches: int, world: World) -> None:
-    """Refuse, before anything is built, what can't compile here; each line says what would."""
+    """Check, before anything is built, that these settings can compile. Errors: ConfigError that says what would."""
     if not config.blocks:
         if config != CompileConfig():
             world.warn("the settings of [compile] have no effect: compile.blocks=false compiles nothing")
         return
-    backends = torch._dynamo.list_backends(exclude_tags=())
+    backends = torch.compiler.list_backends(exclude_tags=())
     if config.backend not in backends:
         near = nearest_name(config.backend, backends)
-        mend = f"did you mean {near}?" if near else f"use one of {', '.join(torch._dynamo.list_backends())}"
-        raise ConfigError(f"compile.backend={config.backend} is not known to torch {torch.__version__}; {mend}")
+        fix = f"did you mean {near}?" if near else f"use one of {', '.join(torch.compiler.list_backends())}"
+        raise ConfigError(f"compile.backend={config.backend} is unknown to torch {torch.__version__}; {fix}")
     if config.backend != "inductor":
         if config.mode != "default":
             raise ConfigError(
@@ -48,7 +62,7 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
         )
     if config.mode in CUDA_GRAPHS and strategy in ("fsdp", "hsdp"):
         raise ConfigError(
-            f"compile.mode={config.mode} replays CUDA graphs, which need parameters that stay where they are, and "
+            f"compile.mode={config.mode} replays CUDA graphs, which need parameters at fixed addresses, and "
             f"{strategy} gathers them anew each time; use default or max-autotune-no-cudagraphs"
         )
     if config.mode in CUDA_GRAPHS and micro_batches > 1 and world.device.type == "cuda":
@@ -61,120 +75,128 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
 
 
 def _missing_compiler(device: torch.device) -> str:
-    """What inductor would need to generate code for `device` and does not find; "" if it is all there."""
-    if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
+    """What inductor needs to generate code for `device` and does not find; "" if it has everything.
 
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            return "a C++ compiler on a CPU (g++, or the one that CXX names)"
-        return ""
-    from torch.utils._triton import has_triton
-
-    return "" if has_triton() else f"Triton on {torch.cuda.get_device_name(device)}"
+    If torch's own check is missing, only the presence of a compiler or of Triton is checked, not that it works.
+    """
+    if device.type == "cuda":
+        has_triton = private("torch.utils._triton.has_triton", lambda: importlib.util.find_spec("triton") is not None)
+        return "" if has_triton() else f"Triton on {torch.cuda.get_device_name(device)}"
+    missing = "a C++ compiler on a CPU (g++, or the one that CXX names)"
+    find = private("torch._inductor.cpp_builder.get_cpp_compiler", lambda: shutil.which(os.environ.get("CXX", "g++")))
+    try:
+        return "" if find() else missing
+    except private("torch._inductor.exc.InvalidCxxCompiler", RuntimeError):
+        return missing
 
 
 def prepare_blocks(
     config: CompileConfig, checkpointing: Checkpointing, module: nn.Module, blocks: Iterable[nn.Module], world: World
 ) -> None:
-    """Recompute and compile the blocks as the settings say. Call it before `build_parallel`: FSDP's hooks go around.
+    """Recompute and compile the blocks as configured. Call it before `build_parallel`, so that FSDP's hooks go around.
 
-    Errors: ConfigError where there are fewer blocks than are asked for; a block is compiled at its first call, which
-    raises one too where compile.fullgraph=true and it is not one graph.
+    Errors: ConfigError if there are fewer blocks than asked for. A block is compiled at its first call, which raises
+    ConfigError too if compile.fullgraph=true and the block is not one graph.
     """
-    blocks = list(dict.fromkeys(blocks))  # one that a model uses twice is wrapped once
-    if checkpointing != "none":
-        for block in _chosen(checkpointing, blocks):
-            block.forward = recomputed(block.forward)
+    blocks = list(dict.fromkeys(blocks))  # a block that the model uses twice is wrapped once
+    checkpoint_activations(checkpointing, blocks)
     if config.blocks:
         what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"
         world.say(f"compile.blocks=true: {config.backend} compiles {what} in the first step and the first evaluation")
-        compile_each(config, module, blocks or [module], world)
+        _compile_each(config, module, blocks or [module], world)
 
 
-def compile_each(config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
-    """Compile each block's forward at its first call; blocks that are alike share the code."""
-    # Each block is a graph of its own already, so DDP's buckets leave as they fill; its splitter refuses recomputation.
-    torch._dynamo.config.optimize_ddp = False
-    torch._dynamo.reset()  # what an earlier run of this process compiled counts against the limit
-    # Torch counts by the forward's source, which blocks of one class share, whatever their sizes.
+def _compile_each(config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
+    """Compile each block's forward at its first call; equal blocks share the code."""
+    # DDP already overlaps, since each block is a graph of its own; its graph splitter fails on recomputed blocks.
+    dynamo = private("torch._dynamo.config", None)
+    if hasattr(dynamo, "optimize_ddp"):
+        dynamo.optimize_ddp = False
+    torch.compiler.reset()  # code that an earlier run in this process compiled counts towards the limit
+    # torch counts by the forward's source code, which blocks of one class share, whatever their sizes.
     kinds = len({str(block) for block in blocks})
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * kinds)
+    torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
     compiler, names = Compiler(config, world), {id(part): name for name, part in module.named_modules()}
     for block in blocks:
         block.forward = compiler.wrap(block.forward, names[id(block)] or "the model")
 
 
 class Compiler:
-    """Compiles forwards at their first calls: each to one graph, until one of them can't be."""
+    """Compiles forwards at their first calls: each as one graph, until one of them can't be.
+
+    Without torch's private error types, errors are torch's own, and `fullgraph=auto` allows graph breaks throughout.
+    """
 
     def __init__(self, config: CompileConfig, world: World):
         self._config = config
         self._world = world
-        self._whole = config.fullgraph is not False  # of all: what is one graph stays one when it need not be
+        self._backend_failed = private("torch._dynamo.exc.BackendCompilerFailed", ())
+        self._block_failed = private("torch._dynamo.exc.TorchRuntimeError", ())  # shapes that do not fit, say
+        errors = (private(f"torch._dynamo.exc.{name}", None) for name in NOT_ONE_GRAPH)
+        self._not_one_graph = tuple(error for error in errors if error is not None)
+        # With "auto", blocks that are one graph stay one even when others are not.
+        detects = len(self._not_one_graph) == len(NOT_ONE_GRAPH)
+        self._one_graph = config.fullgraph is True or (config.fullgraph == "auto" and detects)
+        # Compiled code hides its operations from a dispatch mode, such as a FLOP counter; with this it runs as written.
+        name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
+        self._is_observed = private(name, lambda: False)
 
     def wrap(self, forward: Forward, name: str) -> Forward:
-        """The forward, compiled. Errors: ConfigError at a call, where it can't be as the settings say."""
-        from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
-        from torch._dynamo.exc import FailOnRecompileLimitHit as TooManyShapes
-
+        """The forward, compiled. Errors: ConfigError at a call, if it can't be compiled as configured."""
         config = self._config
         options: Any = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic}
-        whole, in_parts = (torch.compile(forward, fullgraph=one, **options) for one in (True, False))
+        one_graph, in_parts = (torch.compile(forward, fullgraph=full, **options) for full in (True, False))
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if (
-                is_in_any_mode_without_ignore_compile_internals()
-            ):  # a FLOP counter, say, which sees no compiled operation
+            if self._is_observed():
                 return forward(*args, **kwargs)
             try:
-                return (whole if self._whole else in_parts)(*args, **kwargs)
-            except BackendCompilerFailed as error:
+                return (one_graph if self._one_graph else in_parts)(*args, **kwargs)
+            except self._backend_failed as error:
+                cause = getattr(error, "inner_exception", error)
                 raise ConfigError(
-                    f"compile.backend={config.backend} can't compile {name}: {first_line(error.inner_exception)}; use "
-                    "another, or compile.blocks=false"
+                    f"compile.backend={config.backend} can't compile {name}: {first_line(cause)}; use another, "
+                    "or compile.blocks=false"
                 ) from error
-            except TorchRuntimeError:  # the block's own mistake, such as shapes that do not fit
+            except self._block_failed:
                 raise
-            except (TorchDynamoException, TooManyShapes) as error:  # raised before any of the block has run
-                self._give_up_one_graph(error, name)
+            except self._not_one_graph as error:  # raised before any of the block has run
+                self._allow_graph_breaks(error, name)
             return call(*args, **kwargs)
 
         return call
 
-    def _give_up_one_graph(self, error: Exception, name: str) -> None:
-        if not self._whole:
+    def _allow_graph_breaks(self, error: Exception, name: str) -> None:
+        if not self._one_graph:
             raise error
-        why = _what_broke(error, name)
+        why = _graph_break(error, name)
         if self._config.fullgraph is True:
-            raise ConfigError(f"compile.fullgraph=true: {why}; mend that, or use compile.fullgraph=auto") from error
+            raise ConfigError(f"compile.fullgraph=true: {why}; fix that, or use compile.fullgraph=auto") from error
         self._world.warn(f"{why}; from now on blocks are compiled in parts (compile.fullgraph=auto)")
-        self._whole = False
+        self._one_graph = False
 
 
-def _what_broke(error: Exception, name: str) -> str:
-    """Why a block is not one graph, and which line of it."""
+def _graph_break(error: Exception, name: str) -> str:
+    """Why a block is not one graph, and at which of its lines."""
     stack = getattr(error, "real_stack", None)
-    if stack is None:  # a FailOnRecompileLimitHit, which says nothing of it
-        limit = torch._dynamo.config.recompile_limit
-        return f"{name} met more than {limit} shapes, or values that it depends on: try compile.dynamic=true"
+    if stack is None:  # a FailOnRecompileLimitHit, whose message does not say why
+        limit = torch.compiler.config.recompile_limit
+        return f"{name} got more than {limit} shapes, or values that it depends on: try compile.dynamic=true"
     place = f" at {Path(stack[-1].filename).name}, line {stack[-1].lineno}: `{stack[-1].line}`" if stack else ""
     return f"{name} is not one graph: {first_line(error)}{place}"
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """A context in which compiled blocks run as they are written, so that hooks in them are called."""
+    """A context in which compiled blocks run as written, so that the hooks inside them are called."""
     return _stance("force_eager")
 
 
 def as_compiled_so_far() -> AbstractContextManager[Any]:
-    """A context in which nothing more is compiled: what would need it, as a shape not met before, runs as written."""
+    """A context in which nothing more is compiled: a new shape, for example, runs as written."""
     return _stance("eager_on_recompile")
 
 
 def _stance(name: str) -> AbstractContextManager[Any]:
-    compiles = "torch._dynamo" in sys.modules  # else there is nothing to hold, and importing it takes seconds
-    return torch.compiler.set_stance(name) if compiles else nullcontext()
+    # If nothing was compiled, skip the import of the compiler, which takes seconds.
+    return torch.compiler.set_stance(name) if "torch._dynamo" in sys.modules else nullcontext()

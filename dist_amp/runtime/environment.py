@@ -21,6 +21,7 @@ class Place(NamedTuple):
 
 
 def environment_number(name: str, default: int) -> int:
+    """A non-negative integer from the environment. Errors: ConfigError for anything else."""
     text = os.environ.get(name)
     if text is None:
         return default

@@ -1,4 +1,4 @@
-"""Python's garbage collection on a schedule, on all ranks at once."""
+"""Python's garbage collection at fixed steps, the same ones on all ranks."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -8,10 +8,10 @@ from typing import Literal
 
 @contextmanager
 def scheduled_garbage(every: int | Literal["off"]) -> Iterator[Callable[[int], None]]:
-    """What collects garbage at every so many steps, and keeps Python from doing so in between.
+    """Turn automatic collection off; yield collect(step), which collects every so many steps.
 
-    Python's own collections come at other times on each rank, and the others wait for it. What is there at the start,
-    modules above all, is not looked at again: with it, a full collection took 127 ms.
+    Automatic collections happen at different steps on each rank, and each one makes all other ranks wait. Objects that
+    exist at the start (mostly modules) are frozen, because scanning them too made a full collection take 127 ms.
     """
     if every == "off" or not gc.isenabled():
         yield lambda step: None

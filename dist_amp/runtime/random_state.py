@@ -1,31 +1,26 @@
-"""Random numbers: one place that seeds, saves and restores every generator."""
+"""Random numbers: the one place that seeds, saves and restores every generator."""
 
 import math
 import random
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    pass
-
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, the device's too."""
+    """Seed the generators of Python, NumPy and torch, the GPU's included."""
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)  # noqa: NPY002 (a task may draw from the global generator)
     torch.manual_seed(seed)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """The states of the generators of Python, NumPy, torch and the device, as tensors."""
     _, numbers, gauss = random.getstate()
-    twister: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002 (a task may draw from it)
-    _, keys, position, has_gauss, cached = twister
+    numpy_state: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002
+    _, keys, position, has_gauss, cached = numpy_state
     state = {
         "python": torch.tensor(numbers),
         "python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
@@ -39,6 +34,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Restore what `random_state` returned."""
     gauss = state["python_gauss"].item()
     random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
     position, has_gauss, cached = state["numpy_gauss"].tolist()

@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet: the store at MASTER_ADDR and MASTER_PORT; a rank that does not come is named."""
+"""The rendezvous at MASTER_ADDR and MASTER_PORT: connect all ranks to one store, and name a rank that does not join."""
 
 import os
 import socket
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
-    """The store of the world at MASTER_ADDR and MASTER_PORT, as soon as every rank has come there.
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, and wait until every rank has.
 
-    Errors: ConfigError for a variable that is missing; Failure with the address, or with the ranks that have not come.
-    torch alone names neither, and takes up to three times the timeout.
+    Errors: ConfigError for a missing variable; Failure with the address, or with the ranks that did not join. torch's
+    own rendezvous names neither, and takes up to three times the timeout.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), environment_number("MASTER_PORT", 0)
     if not (host and 0 < port < 2**16):
-        name = "MASTER_PORT" if host else "MASTER_ADDR"
+        name, what = ("MASTER_PORT", "port") if host else ("MASTER_ADDR", "address")
         raise ConfigError(
-            f"{name}={os.environ.get(name, '')!r} must be the {'port' if host else 'address'} of rank 0, since "
-            f"WORLD_SIZE={world_size}; start with torchrun, or set it on every rank"
+            f"{name}={os.environ.get(name, '')!r} must be the {what} of rank 0, since WORLD_SIZE={world_size}; start "
+            "with torchrun, or set it on every rank"
         )
     deadline = time.monotonic() + timeout_seconds
     within = f"{host}:{port} within run.timeout_seconds={timeout_seconds:g}"
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
-    if not serves:
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent is
+    if not is_server:
         _wait_for_listener(host, port, deadline, within)
 
     def connect() -> dist.Store:  # type: ignore[name-defined]
@@ -42,49 +42,49 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
             host,
             port,
             world_size,
-            is_master=serves,
+            is_master=is_server,
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
             multi_tenant=True,
         )
-        return dist.PrefixStore("default_pg", tcp)  # type: ignore[attr-defined]  # as torch has it
+        return dist.PrefixStore("default_pg", tcp)  # type: ignore[attr-defined]  # torch's own prefix
 
     try:
-        store = in_time(timeout_seconds, connect)  # torch would wait for ever for a listener that says nothing
+        store = in_time(timeout_seconds, connect)  # torch would wait forever for a listener that does not answer
         store.set(joined(rank), str(world_size))
     except (RuntimeError, TimeoutError) as error:
         if "EADDRINUSE" in str(error):
             raise Failure(f"MASTER_PORT={port} on {host} is in use; choose another") from error
-        why = next(iter(str(error).splitlines()), "what listens there does not answer")
+        why = next(iter(str(error).splitlines()), "the listener there does not answer")
         raise Failure(f"no rank 0 at {within} ({why}); MASTER_ADDR and MASTER_PORT must be those of rank 0") from error
     try:
         left = max(deadline - time.monotonic(), 1.0)
-        store.wait([joined(rank) for rank in range(world_size)], timedelta(seconds=left))
+        store.wait([joined(other) for other in range(world_size)], timedelta(seconds=left))
     except RuntimeError as error:
         try:
-            missing = [rank for rank in range(world_size) if not store.check([joined(rank)])]
+            missing = [other for other in range(world_size) if not store.check([joined(other)])]
         except RuntimeError:
-            raise Failure(f"rank 0 at {host}:{port} left before all had joined; see what it said") from error
-        if missing:  # else the last one came this very moment
+            raise Failure(f"rank 0 at {host}:{port} left before all had joined; see its output") from error
+        if missing:  # else the last one joined just now
             shown = ", ".join(map(str, missing[:16])) + ", ..." * (len(missing) > 16)
             who = f"rank {shown} of {world_size} has" if len(missing) == 1 else f"ranks {shown} have"
-            raise Failure(f"{who} not joined at {within}; start it, or look at its machine") from error
-    sizes = store.multi_get([joined(other) for other in range(world_size)])
-    for other, size in enumerate(sizes):
-        if int(size) != world_size:
+            raise Failure(f"{who} not joined at {within}; start it, or check its machine") from error
+    for other, size in enumerate(map(int, store.multi_get([joined(other) for other in range(world_size)]))):
+        if size != world_size:
             raise Failure(
-                f"rank {rank} was started with WORLD_SIZE={world_size}, and rank {other}, which met it at "
-                f"{host}:{port}, with {int(size)}; start all nodes with the same counts of nodes and processes"
+                f"rank {rank} was started with WORLD_SIZE={world_size}, but rank {other} at the same rendezvous "
+                f"{host}:{port} with {size}; start all nodes with the same number of nodes and processes"
             )
     return store
 
 
 def joined(rank: int) -> str:
+    """The store's key that a rank sets when it joins."""
     return f"dist_amp/joined/{rank}"
 
 
 def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> None:
-    """Until somebody listens there: rank 0 may start last, and its name may not be known yet."""
+    """Wait until something listens there: rank 0 may start last, and its host name may not resolve yet."""
     while True:
         try:
             left = max(deadline - time.monotonic(), 0.1)
@@ -93,13 +93,16 @@ def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> No
             if time.monotonic() >= deadline:
                 why = error.strerror or "no answer"
                 raise Failure(
-                    f"no rank 0 at {within} ({why}); start it, or set MASTER_ADDR and MASTER_PORT to where it is"
+                    f"no rank 0 at {within} ({why}); start it, or set MASTER_ADDR and MASTER_PORT to its address"
                 ) from error
             time.sleep(0.1)
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T:
-    """What call() returns or raises. Errors: TimeoutError after so many seconds; it is left behind in a thread."""
+    """Run call() in a thread; return or raise what it does.
+
+    Errors: TimeoutError after so many seconds; the thread goes on in the background.
+    """
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The run's folder: its name, the same on every rank, and whether it can be used."""
+"""The path of the run's folder, the same on every rank."""
 
 import hashlib
 import os
@@ -13,24 +13,27 @@ from dist_amp.world import World
 
 
 def run_folder(config: RunConfig, world: World) -> Path:
-    """The run's folder, the same on every rank; a torchrun restart finds the folder of its first attempt."""
+    """The path of the run's folder, the same on every rank; a torchrun restart gets that of its first attempt."""
     if not config.dir:
         raise ConfigError("run.dir is empty; give a folder's path, or auto")
     if config.dir != "auto":
         return Path(config.dir)
-    name = hashlib.sha256(_launch().encode()).hexdigest()[:6]
+    name = hashlib.sha256(_launch_id().encode()).hexdigest()[:6]
     earlier = sorted(Path("runs").glob(f"*-{name}"))
     fresh = Path("runs") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{name}"
     return Path(world.from_main(str(earlier[-1] if earlier else fresh)))
 
 
-def _launch() -> str:
-    """What is the same in all attempts of one launch, and in no other: torchrun's agent, which outlives its workers."""
+def _launch_id() -> str:
+    """An identifier shared by all attempts of one launch and by no other launch.
+
+    Under torchrun: its agent's process and start time, because the agent outlives its workers.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
     agent = os.getppid()
     try:
         started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # no /proc outside Linux
+    except OSError:  # /proc exists only on Linux
         started = ""
     return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {started}"

@@ -1,53 +1,109 @@
-"""What is said when a run fails: once for all ranks, last on the screen, and by torchrun too."""
+"""How a run fails: the cause is named, printed once for all ranks, last on the screen, and left in summary.json."""
 
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from dist_amp.errors import Failure
+from dist_amp.errors import Failure, in_one_line
+from dist_amp.fast.process_group import shared_store
+from dist_amp.run import Run
 from dist_amp.runtime.process import attempt
 from dist_amp.runtime.rendezvous import in_time
+from dist_amp.settings import Config
+from dist_amp.supervise.explain import explain_data, explain_disk
+from dist_amp.supervise.out_of_memory import explain_memory
+from dist_amp.supervise.watchdog import RankWatchdog
+from dist_amp.telemetry.summary import write_summary
 from dist_amp.world import World
 
 
+@dataclass
+class Supervised:
+    """What is known of the run so far; the block sets each field as soon as it has it."""
+
+    config: Config
+    world: World
+    folder: Path | None = None
+    run: Run | None = None
+
+
+@contextmanager
+def supervised(config: Config, world: World) -> Iterator[Supervised]:
+    """Report whatever ends the block, and close the run.
+
+    Errors: SystemExit with the exit status, so that `world.start` around it does not wait for the other ranks. The
+    failure is reported here because this needs the store that `world.start` closes.
+    """
+    job, watchdog = Supervised(config, world), RankWatchdog(world)
+    try:
+        yield job
+    except BaseException as error:
+        raise SystemExit(_report(error, job, watchdog)) from error
+    finally:
+        watchdog.close()
+        if job.run is not None:
+            job.run.data.close()
+            job.run.metrics.close()
+
+
+def _report(error: BaseException, job: Supervised, watchdog: RankWatchdog) -> int:
+    """Name the cause, print it and write the summary; return the exit status."""
+    world, run, folder = job.world, job.run, job.folder
+    splits = (run.data, run.validation) if run is not None else ()
+    if run is not None:
+        with suppress(Exception):
+            run.metrics.write_pending(run.config.train.steps)
+    error = explain_data(error, world.rank, splits)
+    error = explain_memory(error, job.config, world, run)
+    if folder is not None:
+        error = explain_disk(error, folder)
+    error = watchdog.explain(error)
+    status, first = report_failure(error, world)
+    with suppress(OSError):  # the folder may not even be readable
+        # A run that failed before it was built leaves the summary of an earlier one in place.
+        keeps = run is None and folder is not None and (folder / "summary.json").exists()
+        if first and folder is not None and folder.is_dir() and not keeps:
+            cause = str(error) if isinstance(error, Failure) else f"rank {world.rank}: {in_one_line(error)}"
+            write_summary(folder, run, "failed", status, cause)
+    return status
+
+
 def report_failure(error: BaseException, world: World | None) -> tuple[int, bool]:
-    """Say what went wrong, once for all ranks and last on the screen.
+    """Print the error, unless another rank has already printed its own.
 
-    Returns this process's exit status, and whether it was the first to fail, hence the one that spoke.
-
-    A `Failure` is the user's to mend and gets its one line; anything else gets its traceback.
+    A `Failure` gets its one line, anything else its traceback. world: None before the process group exists. Returns
+    this process's exit status, and whether it was the first rank to fail, which is the one that prints.
     """
     planned = isinstance(error, Failure)
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     text = f"error: {error}" if planned else f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip()
     first = _first_to_report(world)
+    torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if first:
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
-        _tell_torchrun(text)
-    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
-        time.sleep(10)  # torchrun shows the first to exit, and ends us once the rank that reports has
+        if torchrun_file:
+            extra = {"timestamp": str(int(time.time()))}
+            Path(torchrun_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    elif torchrun_file:
+        time.sleep(10)  # torchrun shows the first rank that exits, and ends the others once the reporting one has
     return error.exit_code if isinstance(error, Failure) else 1, first
 
 
 def _first_to_report(world: World | None) -> bool:
     if world is None or not dist.is_initialized():
-        # Found before the ranks met: the same mistake on all of a machine, perhaps not on all machines.
+        # Before the ranks are connected: all of a machine make the same mistake, maybe not all machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
-    store, key = dist.distributed_c10d._get_default_store(), f"dist_amp/failures/{attempt()}"
+    store, key = shared_store(), f"dist_amp/failures/{attempt()}"
     try:
         return in_time(5.0, lambda: store.add(key, 1) == 1)
-    except Exception:  # the store is gone with its host, or cut off: better said twice than not at all
+    except Exception:  # the store's host is dead or unreachable: two reports are better than none
         return True
-
-
-def _tell_torchrun(text: str) -> None:
-    """Hand torchrun the message for its own last lines."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

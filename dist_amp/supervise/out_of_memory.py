@@ -1,63 +1,61 @@
-"""Out of memory, in one line: what was asked for, what the model and a micro-batch took, and what to lower to what.
+"""Out of memory, as one line: what was requested, what the model and a micro-batch take, and which settings would fit.
 
-To delete: this file and its line in train.py.
+To delete: this file and its line in failure.py.
 """
 
 import math
 import os
 import re
 import resource
-import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from dist_amp.errors import Failure
+from dist_amp.errors import Failure, context_of
 from dist_amp.fast.fused import local
 from dist_amp.run import Run
 from dist_amp.settings import Config
 from dist_amp.telemetry.metrics import memory_bytes
 from dist_amp.world import World
 
-# What torch says besides torch.OutOfMemoryError: on the CPU, and where a library on a GPU allocates by itself.
+# The messages besides torch.OutOfMemoryError's: the CPU's, and those of libraries that allocate on a GPU themselves.
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 
-_ASKED_FOR = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
-USABLE = 0.95  # the share of a device that a plan may fill; the rest is lost between blocks. Assumed.
+USABLE = 0.95  # the share of a device that a suggestion may fill; fragmentation takes the rest. Assumed.
 
-MUCH = 0.05  # of a device: less is not worth a word
+NEGLIGIBLE = 0.05  # of a device: smaller amounts are not mentioned
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A rank as its memory ran out. Sizes are in bytes, of this rank, and measured, but for what is said of them."""
+    """One rank when its memory ran out. Sizes are this rank's, in bytes, and measured unless noted."""
 
     world: World
     when: str
-    capacity: int  # what this process may have
-    peak: int  # the most that it has had
-    asked_for: int  # on top of it; 0 where it is not known
-    parameters: int  # with buffers; before the first step, as they will be
-    gradients: int  # as they will be
-    moments: int
-    gradients_there: int  # as it ran out: in a first forward there may be none
-    strategy: str  # as resolved
+    capacity: int  # what this process may use
+    peak: int  # the most that it has used
+    requested: int  # in addition; 0 if not known
+    parameters: int = 0  # with buffers; before the first step, as they will be; 0 before there is a model
+    gradients: int = 0  # as they will be
+    optimizer_state: int = 0
+    gradients_allocated: int = 0  # at that moment: in a first forward there may be none
+    strategy: str = "single"  # as resolved
     micro_batch_size: int = 0  # 0: before the first step
     micro_batches: int = 1  # of a rank in a step
-    global_batch_size: int = 0  # 0: not set, and accumulation_steps is what is
+    global_batch_size: int = 0  # 0: accumulation_steps is set instead
     checkpointed: bool = False  # the activations of all blocks
     offloaded: bool = False
-    unused: int = 0  # what the allocator holds in pieces
-    others: int = 0  # of the device, but not torch's: other processes, NCCL
+    unused: int = 0  # reserved by the allocator in fragments
+    outside_torch: int = 0  # of the device: other processes, NCCL
 
     @property
     def on_gpu(self) -> bool:
@@ -65,188 +63,192 @@ class Shortage:
 
     @property
     def state(self) -> int:
-        """What the model takes while nothing is computed."""
-        return self.parameters + self.gradients + self.moments
+        """What the model and its training take between steps."""
+        return self.parameters + self.gradients + self.optimizer_state
 
     @property
     def activations(self) -> int:
-        """What a micro-batch took at least: the rest of what there was, and what it lacked."""
-        there = self.parameters + self.moments + self.gradients_there
-        return max(self.peak - there, 0) + self.asked_for if self.micro_batch_size else 0
+        """What a micro-batch takes at least: all the rest of the peak, and what was requested."""
+        allocated = self.parameters + self.optimizer_state + self.gradients_allocated
+        return max(self.peak - allocated, 0) + self.requested if self.micro_batch_size else 0
 
     @property
     def sample(self) -> float:
         return self.activations / max(self.micro_batch_size, 1)
 
     @property
-    def usable(self) -> float:
-        return USABLE * self.capacity
-
-    @property
     def fitting_micro_batch(self) -> int:
-        """The largest micro-batch that fits beside the state, and divides a rank's samples of a step; 0 if none does.
+        """The largest micro-batch that fits in addition to the state and divides a rank's samples of a step, or 0.
 
-        At most half of the present one, since the one that failed was not seen whole.
+        At most half of the present one, because only a part of that was measured.
         """
-        fits = min(self.micro_batch_size // 2, int(max(self.usable - self.state, 0) / max(self.sample, 1)))
+        fits = min(self.micro_batch_size // 2, int(max(USABLE * self.capacity - self.state, 0) / max(self.sample, 1)))
         samples = self.micro_batch_size * self.micro_batches
         return max((count for count in range(1, fits + 1) if samples % count == 0), default=0)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it says so, or came of one that does: compilers wrap what they meet."""
-    if error is None:
-        return False
-    said = isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
-    return said or is_out_of_memory(error.__cause__)
+    """Whether the error or one of its causes is a lack of memory: compilers wrap the errors that they get."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def explain_memory(error: BaseException, config: Config, world: World, run: Run | None) -> BaseException:
-    """The Failure that says how to make it fit, where memory ran out on this rank; any other error as it is."""
+    """A Failure that says which settings would fit, if memory ran out on this rank; any other error unchanged."""
     if not is_out_of_memory(error):
         return error
     try:
         return Failure(message(shortage(error, config, world, run)))
-    except RuntimeError:  # the device does not even answer
+    except RuntimeError:  # the device does not answer any more
         return error
 
 
 def message(short: Shortage) -> str:
+    """All of it in one line."""
     kind = "GPU memory" if short.on_gpu else "memory"
-    asked = f"asked for {size(short.asked_for)} more than the {size(short.peak)} it took" if short.asked_for else ""
-    took = f"parameters take {size(short.parameters)}, gradients {size(short.gradients)}, moments {size(short.moments)}"
-    took = took if short.parameters else "there was no model yet"
+    used = f"used {size(short.peak)}"
+    if short.requested:
+        used = f"asked for {size(short.requested)} more than the {size(short.peak)} in use"
+    takes = (
+        f"parameters take {size(short.parameters)}, gradients {size(short.gradients)}, optimizer state "
+        f"{size(short.optimizer_state)}"
+    )
+    takes = takes if short.parameters else "there was no model yet"
     if short.micro_batch_size:
         process = "" if short.on_gpu else " and the process itself"
-        took += f", a micro-batch of {short.micro_batch_size}{process} at least {size(short.activations)}"
-        if not short.fitting_micro_batch:
-            took += ", so that not even half of it fits" if short.micro_batch_size > 1 else ""
-    if short.others > MUCH * short.capacity:
-        took += f", and what is not torch's (other processes, NCCL) {size(short.others)}"
+        takes += f", a micro-batch of {short.micro_batch_size}{process} at least {size(short.activations)}"
+        if not short.fitting_micro_batch and short.micro_batch_size > 1:
+            takes += ", so that not even half of it fits"
+    if short.outside_torch > NEGLIGIBLE * short.capacity:
+        takes += f", and memory outside torch (other processes, NCCL) {size(short.outside_torch)}"
     return (
-        f"rank {short.world.rank} ran out of {kind} {short.when}: {asked or 'it took ' + size(short.peak)}, of "
-        f"{size(short.capacity)} there; {took}; use {', or '.join(ways_out(short))}"
+        f"rank {short.world.rank} ran out of {kind} {short.when}: {used}, of {size(short.capacity)} available; "
+        f"{takes}; use {', or '.join(suggestions(short))}"
     )
 
 
-def ways_out(short: Shortage) -> list[str]:
-    """What to set so that it takes less, with the numbers; the least costly first."""
-    ways = []
-    if short.unused > short.asked_for > 0:
-        ways.append(
-            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment ({size(short.unused)} are unused, "
-            "but in pieces)"
+def suggestions(short: Shortage) -> list[str]:
+    """The settings that take less memory, with their numbers, the least costly first."""
+    found = []
+    if short.unused > short.requested > 0:
+        found.append(
+            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment ({size(short.unused)} are reserved "
+            "but fragmented)"
         )
     if count := short.fitting_micro_batch:
         same = f"train.accumulation_steps={short.micro_batch_size * short.micro_batches // count}"
         if short.global_batch_size:
             same = f"train.global_batch_size={short.global_batch_size}"
-        was = short.micro_batch_size
-        ways.append(f"train.micro_batch_size={count} in place of {was} (with {same} a step stays the same)")
+        found.append(
+            f"train.micro_batch_size={count} instead of {short.micro_batch_size} (with {same} a step stays the same)"
+        )
     if short.micro_batch_size and not short.checkpointed:
-        ways.append("parallel.activation_checkpointing=full")
+        found.append("parallel.activation_checkpointing=full")
     sharded = short.strategy in ("fsdp", "hsdp")
-    if sharded and short.on_gpu and not short.offloaded and short.state > MUCH * short.capacity:
-        ways.append(f"parallel.cpu_offload=true (the host holds {size(short.state)} of each rank then)")
-    if not sharded and (ranks := ranks_to_hold(short)):
+    if sharded and short.on_gpu and not short.offloaded and short.state > NEGLIGIBLE * short.capacity:
+        found.append(f"parallel.cpu_offload=true (which moves {size(short.state)} of each rank to the host)")
+    if not sharded and (ranks := ranks_needed(short)):
         over = f" over {ranks} ranks" if ranks > short.world.world_size else ""
-        ways.append(f"parallel.strategy=fsdp{over} ({size(short.state / ranks)} of the model on each)")
-    if short.micro_batch_size < 2:
-        ways.append("a smaller model" + ", or more ranks" * sharded)
-    return ways or ["a smaller model"]
+        found.append(f"parallel.strategy=fsdp{over} ({size(short.state / ranks)} of the model on each)")
+    if short.micro_batch_size < 2 or not found:
+        found.append("a smaller model" + ", or more ranks" * sharded)
+    return found
 
 
-def ranks_to_hold(short: Shortage) -> int:
-    """How many ranks FSDP would take, at least those there are; 0 where it does not help, or helps by little."""
-    room = short.usable - short.sample
+def ranks_needed(short: Shortage) -> int:
+    """How many ranks FSDP needs, at least the present number; 0 if it does not help, or hardly."""
+    room = USABLE * short.capacity - short.sample
     if room <= 0 or (not short.on_gpu and short.world.world_size == 1):
         return 0
     ranks = max(short.world.world_size, 2, math.ceil(short.state / room))
-    return ranks if short.state * (1 - 1 / ranks) > MUCH * short.capacity else 0
+    return ranks if short.state * (1 - 1 / ranks) > NEGLIGIBLE * short.capacity else 0
 
 
 def size(count: float) -> str:
+    """A number of bytes as text."""
     unit = next((name for name, bytes_in_it in _UNITS.items() if count >= bytes_in_it), "bytes")
     return f"{count / _UNITS[unit]:,.{0 if unit == 'bytes' else 2}f} {unit}"
 
 
 def shortage(error: BaseException, config: Config, world: World, run: Run | None) -> Shortage:
-    """What this rank, its device and the error say."""
-    found = _ASKED_FOR.search(str(error))
-    capacity, unused, others = capacity_of(world)
-    facts: dict[str, Any] = {
-        "world": world,
-        "capacity": capacity,
-        "peak": memory_bytes(world.device)[0],
-        "asked_for": int(float(found[1]) * _UNITS[found[2]]) if found else 0,
-        "checkpointed": config.parallel.activation_checkpointing == "full",
-        "offloaded": config.parallel.cpu_offload,
-        "unused": unused,
-        "others": others,
-    }
-    if run is None:
-        return Shortage(**facts, **model_in(error, config, world))
-    plan, by_global = run.data.plan, config.train.accumulation_steps == "auto"
-    evaluating = any(frame.f_code.co_name == "evaluate" for frame, _ in traceback.walk_tb(error.__traceback__))
-    return Shortage(
-        **facts,
-        when=f"in the evaluation after step {run.step}" if evaluating else f"in step {run.step + 1}",
-        **state_of(run),
-        strategy=run.parallel.strategy,
-        micro_batch_size=plan.micro_batch_size,
-        micro_batches=plan.global_batch_size // (plan.micro_batch_size * plan.world_size),
-        global_batch_size=0 if config.train.global_batch_size == "auto" or not by_global else plan.global_batch_size,
+    """What this rank, its device and the error report."""
+    found = _REQUESTED.search(str(error))
+    capacity, unused, outside_torch = capacity_of(world)
+    short = Shortage(
+        world,
+        when="before the first step",
+        capacity=capacity,
+        peak=memory_bytes(world.device)[0],
+        requested=int(float(found[1]) * _UNITS[found[2]]) if found else 0,
+        checkpointed=config.parallel.activation_checkpointing == "full",
+        offloaded=config.parallel.cpu_offload,
+        unused=unused,
+        outside_torch=outside_torch,
     )
+    context = context_of(error)
+    if run is not None:
+        return _in_a_run(short, config, run, "evaluation" in context)
+    if "parameters" in context:
+        return _in_build_run(short, config, context["parameters"], context["strategy"])
+    return short
 
 
-def capacity_of(world: World) -> tuple[int, int, int]:
-    """(what this process may have, what its allocator holds unused, what is not torch's), in bytes."""
-    if world.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(world.device)
-        reserved, allocated = torch.cuda.memory_reserved(world.device), torch.cuda.memory_allocated(world.device)
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(world.device))
-        return min(allowed, free + reserved), reserved - allocated, total - free - reserved
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with suppress(OSError, ValueError):  # no container's limit, or "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    own = resource.getrlimit(resource.RLIMIT_AS)[0]
-    shared = min(limits) // world.local_world_size
-    return shared if own == resource.RLIM_INFINITY else min(shared, own), 0, 0
+def _in_a_run(short: Shortage, config: Config, run: Run, evaluating: bool) -> Shortage:
+    """The same with what the run takes on this rank's device.
 
-
-def state_of(run: Run) -> dict[str, Any]:
-    """The bytes of the model and its training on this rank's device, by the names that Shortage has for them.
-
-    Sharded ones by this rank's shards, which the optimizer holds even while a block's are gathered.
+    Of sharded tensors this rank's shards, which the optimizer holds even while a block is gathered.
     """
 
     def on_device(tensors: Iterable[Any]) -> int:
         own = [local(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
         return sum(t.numel() * t.element_size() for t in own if t.device == run.world.device)
 
-    trained, module = run.parallel.parameters, run.parallel.module
+    plan, trained, module = run.data.plan, run.parallel.parameters, run.parallel.module
     frozen = [p for p in module.parameters() if not p.requires_grad]
     gradients = on_device(trained)
-    # DDP's buckets are there from the start, and gradients are views of them.
-    there = gradients if run.parallel.strategy == "ddp" else on_device(p.grad for p in trained)
-    return {
-        "parameters": on_device([*trained, *frozen, *module.buffers()]),
-        "gradients": gradients,
-        "moments": on_device(tree_leaves(dict(run.optimizer.state))),
-        "gradients_there": there,
-    }
+    by_global = config.train.global_batch_size != "auto" and config.train.accumulation_steps == "auto"
+    return replace(
+        short,
+        when=f"in the evaluation after step {run.step}" if evaluating else f"in step {run.step + 1}",
+        parameters=on_device([*trained, *frozen, *module.buffers()]),
+        gradients=gradients,
+        optimizer_state=on_device(v for state in run.optimizer.state.values() for v in state.values()),
+        # DDP allocates its buckets at the start, and gradients are views of them.
+        gradients_allocated=gradients if run.parallel.strategy == "ddp" else on_device(p.grad for p in trained),
+        strategy=run.parallel.strategy,
+        micro_batch_size=plan.micro_batch_size,
+        micro_batches=plan.global_batch_size // (plan.micro_batch_size * plan.world_size),
+        global_batch_size=plan.global_batch_size if by_global else 0,
+    )
 
 
-def model_in(error: BaseException, config: Config, world: World) -> dict[str, Any]:
-    """What a model will take that was being built: the largest that the frames of the error hold, in float32."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    models = [held for frame in frames for held in frame.f_locals.values() if isinstance(held, nn.Module)]
-    count = max((sum(p.numel() for p in model.parameters()) for model in models), default=0)
-    # As build_run has resolved it, if it came so far.
-    resolved = [frame.f_locals["strategy"] for frame in frames if "strategy" in frame.f_locals]
-    strategy = resolved[0] if resolved else "single" if world.world_size == 1 else config.parallel.strategy
-    each = 4 * count // (world.world_size if strategy in ("fsdp", "hsdp") else 1)
-    moments = {"adamw": 2, "sgd": 1 if config.optim.momentum else 0}[config.optim.name]
-    when = "before the first step" + (f", with a model of {count:,} parameters" if count else "")
-    state = {"parameters": each, "gradients": each, "moments": moments * each, "gradients_there": 0}
-    return {"when": when, "strategy": strategy, **state}
+def _in_build_run(short: Shortage, config: Config, parameters: int, strategy: str) -> Shortage:
+    """The same with what a model of so many parameters will take, in float32."""
+    each = 4 * parameters // (short.world.world_size if strategy in ("fsdp", "hsdp") else 1)
+    moments = 2 if config.optim.name == "adamw" else int(config.optim.momentum != 0)
+    return replace(
+        short,
+        when=f"before the first step, with a model of {parameters:,} parameters",
+        parameters=each,
+        gradients=each,
+        optimizer_state=moments * each,
+        strategy=strategy,
+    )
+
+
+def capacity_of(world: World) -> tuple[int, int, int]:
+    """(what this process may use, what its allocator reserves unused, what is outside torch), in bytes."""
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
+        reserved, allocated = torch.cuda.memory_reserved(world.device), torch.cuda.memory_allocated(world.device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(world.device))
+        return min(allowed, free + reserved), reserved - allocated, total - free - reserved
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):  # not in a container, or its limit is "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    own = resource.getrlimit(resource.RLIMIT_AS)[0]
+    shared = min(limits) // world.local_world_size
+    return shared if own == resource.RLIM_INFINITY else min(shared, own), 0, 0

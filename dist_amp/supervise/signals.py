@@ -13,10 +13,11 @@ from dist_amp.world import World
 
 
 class AgreedStop:
-    """A signal to any rank stops all ranks at one and the same step.
+    """Stops all ranks after the same step when any of them gets a stop signal.
 
-    The handler only sets a flag. `poll`, called by every rank once a step, starts the exchange of the flags on the
-    host and returns what the previous exchange agreed: it overlaps the step, so a stop comes one step late.
+    The signal handler only sets a flag. `poll`, called by every rank once per step, starts an exchange of the flags
+    between the hosts and returns the result of the previous one. The exchange overlaps the step, so a stop comes one
+    step late.
     """
 
     def __init__(self, world: World):
@@ -30,7 +31,7 @@ class AgreedStop:
         self._previous_handlers: dict[int, object] = {}
 
     def __enter__(self) -> "AgreedStop":
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             for number in STOP_SIGNALS:
                 self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
@@ -42,14 +43,14 @@ class AgreedStop:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again = time.monotonic() - self._requested_at > 2  # torchrun passes on a Ctrl-C that the rank had already
+        again = time.monotonic() - self._requested_at > 2  # torchrun forwards a Ctrl-C that the rank already got
         if number == signal.SIGINT and self.requested_by == "SIGINT" and again:
-            raise KeyboardInterrupt  # the second Ctrl-C means now
+            raise KeyboardInterrupt  # a second Ctrl-C stops at once
         if not self.requested_by:
             self.requested_by, self._requested_at = signal.Signals(number).name, time.monotonic()
 
     def poll(self) -> bool:
-        """True on every rank, at the same step, once any rank was asked to stop."""
+        """True on every rank, at the same step, after any rank got a stop signal."""
         if self._world.control is None:
             self.agreed = bool(self.requested_by)
             return self.agreed
@@ -61,6 +62,6 @@ class AgreedStop:
         return self.agreed
 
     def poll_now(self) -> bool:
-        """The same without the delay of a step: for where the ranks wait for each other anyway."""
+        """`poll` without the delay of a step, for places where the ranks wait for each other anyway."""
         self.poll()
         return self.poll()

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dist_amp.config.range import Range
 from dist_amp.errors import DataError
-from dist_amp.settings import DataConfig, Range
+from dist_amp.settings import DataConfig
 from dist_amp.tasks.documents import load_split, pick_split
 
 log = logging.getLogger(__name__)

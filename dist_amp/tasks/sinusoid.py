@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_amp.settings import Range
+from dist_amp.config.range import Range
 
 Count = Annotated[int, Range(low=1)]
 

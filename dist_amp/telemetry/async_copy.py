@@ -1,39 +1,38 @@
-"""What the steps of a log interval came to, and its way from the device to the host, which nobody waits for."""
+"""The results of a log interval's steps, copied from the device to the host without waiting for them."""
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MOST_STEPS = 64  # that are kept on the device before their outcomes are sent to the host
+MAX_STEPS_ON_DEVICE = 64  # before their results are copied to the host
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step's outcome: scalar tensors on the device, read by nobody until the next log step."""
+    """One step's results: scalar tensors on the device, not read before the next log step."""
 
     losses: list[Tensor]  # this rank's loss sums, one per micro-batch
-    weight: Tensor  # all ranks', what the loss sum is divided by
+    weight: Tensor  # of all ranks: what the loss sum is divided by
     norm: Tensor  # of the unscaled gradients, before clipping
-    applied: Tensor  # bool; False: skipped, because the norm was not finite
+    applied: Tensor  # bool; False if the step was skipped because the norm was not finite
 
     @property
     def loss_sum(self) -> Tensor:
-        """This rank's, over its micro-batches."""
+        """Of this rank's micro-batches."""
         return torch.stack(self.losses).sum()
 
 
 @dataclass(frozen=True)
 class AsyncCopy:
-    """Figures on their way to the host: `read` waits for them."""
+    """Values on their way to the host; `read` waits for them."""
 
-    values: Tensor  # float32 in the host's memory
+    values: Tensor  # float32 on the host
     arrived: torch.cuda.Event | None
-    losses: list[int]  # how many each step has
+    losses_per_step: list[int]
 
     def read(self) -> list[float]:
         if self.arrived is not None:
@@ -41,81 +40,68 @@ class AsyncCopy:
         return self.values.tolist()
 
 
-def send(reports: Sequence[StepReport], *more: Tensor) -> AsyncCopy:
-    """Pack steps' outcomes, and what is to come with them, and send them off: all at once, in one copy.
-
-    Each operation has its price, whatever its size: three for all steps are cheaper than one for each.
-    """
-    parts = []
-    if reports:
-        floats = [value for report in reports for value in (*report.losses, report.weight)]
-        parts = [torch.stack([*floats, reports[-1].norm]), torch.stack([report.applied for report in reports])]
-    values, arrived = torch.cat([part.float() for part in (*parts, *more)]), None
-    if values.is_cuda:
-        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        values, arrived = copy.copy_(values, non_blocking=True), torch.cuda.Event()
-        arrived.record()
-    return AsyncCopy(values, arrived, [len(report.losses) for report in reports])
-
-
 @dataclass
-class Sums:
-    """An interval's sums on the host, one step after the other: the same wherever a checkpoint cuts the interval."""
+class Interval:
+    """The steps since the last log step; its sums are float64, added step by step, wherever a checkpoint cuts it."""
 
     loss: float = 0.0
     weight: float = 0.0
-    least_weight: float = math.inf
+    min_weight: float = math.inf
     norm: float = 0.0  # of the last step
-
-    def add(self, parcel: AsyncCopy) -> list[float]:
-        """Add the steps of a parcel; return what came with them."""
-        values, steps = parcel.read(), len(parcel.losses)
-        if not steps:
-            return values
-        at, flags = 0, sum(parcel.losses) + steps + 1
-        self.norm = values[flags - 1]
-        for count, applied in zip(parcel.losses, values[flags : flags + steps], strict=True):
-            *losses, weight = values[at : at + count + 1]
-            at += count + 1
-            self.least_weight = min(self.least_weight, weight) if weight == weight else weight
-            if applied:  # a skipped step's loss is often not finite, and would be the whole interval's
-                self.loss += sum(losses)
-                self.weight += weight
-        return values[flags + steps :]
-
-
-@dataclass
-class Interval:
-    """The steps since the last log step."""
-
-    sums: Sums = field(default_factory=Sums)
     steps: int = 0
     _reports: list[StepReport] = field(default_factory=list)
-    _parcels: list[AsyncCopy] = field(default_factory=list)
+    _copies: list[AsyncCopy] = field(default_factory=list)
 
     def add(self, report: StepReport) -> None:
-        """Note a step's outcome; reads nothing."""
+        """Record a step's results without reading them."""
         self._reports.append(report)
         self.steps += 1
-        if len(self._reports) == MOST_STEPS:
-            self.send()
+        if len(self._reports) == MAX_STEPS_ON_DEVICE:
+            self.start_copy()
 
-    def send(self, *more: Tensor) -> None:
-        """Send off what is on the device, and 1-dimensional tensors with it."""
-        if self._reports or more:
-            self._parcels.append(send(self._reports, *more))
-            self._reports = []
+    def start_copy(self, *more: Tensor) -> None:
+        """Start one copy to the host of what is still on the device, and of further 1-dimensional tensors.
+
+        The values in order: losses and weight of each step, the last norm, each step's `applied` flag, then `more`.
+        Each operation has a fixed cost whatever its size: three for all steps are cheaper than one per step.
+        """
+        reports, self._reports, parts = self._reports, [], list(more)
+        if reports:
+            floats = [value for report in reports for value in (*report.losses, report.weight)]
+            flags = [report.applied for report in reports]
+            parts = [torch.stack([*floats, reports[-1].norm]), torch.stack(flags), *more]
+        if not parts:
+            return
+        values, arrived = torch.cat([part.float() for part in parts]), None
+        if values.is_cuda:
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values, arrived = on_host.copy_(values, non_blocking=True), torch.cuda.Event()
+            arrived.record()
+        self._copies.append(AsyncCopy(values, arrived, [len(report.losses) for report in reports]))
 
     def read(self) -> list[float]:
-        """Bring `sums` up to date; returns what came with the last parcel. Waits for the device."""
-        parcels, self._parcels, more = self._parcels, [], []
-        for parcel in parcels:
-            more = self.sums.add(parcel)
+        """Add the copied steps to the sums; return the `more` values of the last copy. Waits for the copies."""
+        copies, self._copies, more = self._copies, [], []
+        for copy in copies:
+            more = self._add(copy)
         return more
+
+    def _add(self, copy: AsyncCopy) -> list[float]:
+        values = iter(copy.read())
+        steps = [([next(values) for _ in range(count)], next(values)) for count in copy.losses_per_step]
+        if steps:
+            self.norm = next(values)
+        for losses, weight in steps:
+            applied = next(values)
+            self.min_weight = weight if math.isnan(weight) else min(self.min_weight, weight)
+            if applied:  # a skipped step's loss is often not finite, and would spoil the interval's mean
+                self.loss += sum(losses)
+                self.weight += weight
+        return list(values)
 
 
 class Clock:
-    """Time that the device spends, as a stopwatch: on a GPU by events in its stream, which nobody waits for."""
+    """A stopwatch for the device: on a GPU it records events in the stream, and nothing waits for them."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -132,11 +118,11 @@ class Clock:
     def pause(self) -> None:
         self._spans.append((self._since, self._now()))
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._since = self._now()
 
     def lap(self) -> list[tuple[Any, Any]]:
-        """The spans since the last lap, for `seconds` once the device has reached their ends."""
+        """The spans since the last lap; pass them to `seconds` once the device has reached their ends."""
         self.pause()
         spans, self._spans = self._spans, []
         self._since = spans[-1][1]

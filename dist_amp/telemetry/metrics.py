@@ -1,7 +1,7 @@
-"""What happened: throughput and memory of every rank, loss and scale of the world, live in TensorBoard.
+"""The run's metrics: throughput and memory of every rank, global loss and loss scale, live in TensorBoard.
 
-A step is only noted. At a log step each rank sends its figures off to the host in one copy, and a step later, when they
-have long arrived, adds them up there; one gather among the hosts shows every rank's row to all. Nothing waits.
+A step's results are only recorded. At a log step each rank starts one copy of its metrics to the host; one step later,
+when the copy has long arrived, it sums them up there and gathers every rank's row. Nothing waits for the device.
 """
 
 import math
@@ -24,16 +24,16 @@ from dist_amp.data import Batches
 from dist_amp.optim import Schedule
 from dist_amp.precision import Scaler
 from dist_amp.settings import MetricsConfig
-from dist_amp.telemetry.async_copy import Clock, Interval, StepReport, Sums
+from dist_amp.telemetry.async_copy import Clock, Interval, StepReport
 from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 from dist_amp.world import World
 
-# TensorBoard ticks no run at all once there are hundreds; above this, rank 0's ranks/* tags tell of all.
+# TensorBoard selects no run by default if there are hundreds; above this, only rank 0 writes, with its ranks/* tags.
 MAX_RANK_FOLDERS = 64
 
-# A rank's row of figures, in this order: those that the device keeps, then the host's.
-RANK_FIGURES = (
-    "loss_sum", "weight_sum", "least_weight", "grad_norm", "lr", "loss_scale", "applied_steps", "skipped_steps",
+# A rank's row of metrics, in this order: first those from the device, then the host's.
+RANK_METRICS = (
+    "loss_sum", "weight_sum", "min_weight", "grad_norm", "lr", "loss_scale", "applied_steps", "skipped_steps",
     "skips_in_a_row", "seconds", "steps", "items", "tokens", "data_wait_seconds", "peak_bytes", "allocated_bytes",
     "item_seconds_at_peak",
 )  # fmt: skip
@@ -41,7 +41,7 @@ RANK_FIGURES = (
 
 @dataclass(frozen=True)
 class LogRow:
-    """The figures of one log interval, the same on every rank: `ranks[r][name]` for each of RANK_FIGURES."""
+    """The metrics of one log interval, the same on every rank: `ranks[r][name]` for each of RANK_METRICS."""
 
     step: int
     ranks: list[dict[str, float]]
@@ -50,29 +50,29 @@ class LogRow:
     def loss(self) -> float:
         """Weighted mean over the interval's steps, all micro-batches and all ranks."""
         weight = self["weight_sum"]
-        return sum(rank["loss_sum"] for rank in self.ranks) / weight if weight else math.nan
+        return self.total("loss_sum") / weight if weight else math.nan
 
     def __getitem__(self, name: str) -> float:
-        """A figure that is the world's: equal on all ranks."""
+        """A metric that is the same on all ranks."""
         return self.ranks[0][name]
 
     def total(self, name: str) -> float:
         return sum(rank[name] for rank in self.ranks)
 
     @cached_property
-    def counts_tokens(self) -> bool:
-        """Whether the task counts tokens; found once, since rank 0 writes the tags of every rank."""
+    def has_tokens(self) -> bool:
+        """Whether the task counts tokens; cached because rank 0 asks for every rank."""
         return self.total("tokens") > 0
 
     def per_second(self, name: str, rank: int) -> float:
         return self.ranks[rank][name] / max(self.ranks[rank]["seconds"], 1e-9)
 
     def mfu(self, rank: int) -> float:
-        """Model FLOPs utilisation, 1 at the device's peak; 0 where it is not known. See peaks.py."""
+        """Model FLOPs utilisation, 1 at the device's peak; 0 if it is not known. See mfu.py."""
         return self.per_second("items", rank) * self.ranks[rank]["item_seconds_at_peak"]
 
-    def of_rank(self, rank: int) -> dict[str, float]:
-        """The tags that every rank writes."""
+    def rank_tags(self, rank: int) -> dict[str, float]:
+        """The TensorBoard tags that every rank writes."""
         row = self.ranks[rank]
         steps = max(row["steps"], 1)
         tags = {
@@ -82,14 +82,14 @@ class LogRow:
             "time/step_seconds": row["seconds"] / steps,
             "time/data_wait_seconds": row["data_wait_seconds"] / steps,
         }
-        if self.counts_tokens:
+        if self.has_tokens:
             tags["throughput/tokens_per_second"] = self.per_second("tokens", rank)
         if row["item_seconds_at_peak"]:
             tags["throughput/mfu"] = self.mfu(rank)
         return tags
 
-    def of_world(self) -> dict[str, float]:
-        """The tags that rank 0 writes besides."""
+    def global_tags(self) -> dict[str, float]:
+        """The TensorBoard tags that only rank 0 writes."""
         tags = {
             "train/loss": self.loss,
             "train/grad_norm": self["grad_norm"],
@@ -117,7 +117,7 @@ class LogRow:
 
 @dataclass(frozen=True)
 class PendingMetrics:
-    """A log step's figures on their way to the host."""
+    """A log step's metrics on their way to the host."""
 
     step: int
     interval: Interval
@@ -128,213 +128,191 @@ class PendingMetrics:
 class Metrics:
     """Collects step reports; writes console lines, metrics.jsonl and TensorBoard at log steps.
 
-    A log step's figures are begun (`begin`) and read a step later (`read`), or at once (`log`). Nothing is written
-    before `open`: a notebook that steps a run by hand leaves no files behind.
+    `begin` starts copying a log step's metrics and `read` reads them a step later; `log` does both at once. Nothing is
+    written before `open`, so a notebook that steps a run leaves no files behind.
     """
 
     def __init__(self, config: MetricsConfig, world: World):
         self.config = config
         self.world = world
         self.last: LogRow | None = None
-        self.evaluation: dict[str, float] = {}  # the newest
+        self.evaluation: dict[str, float] = {}  # the latest
         self.evaluated_step = 0
-        self.item_seconds_at_peak = 0.0  # peaks.py knows; constant over a run
-        self.best: dict[str, float] = {}  # the lowest held-out loss, with its step
+        self.best: dict[str, float] = {}  # the lowest validation loss, with its step
+        self.item_seconds_at_peak = 0.0  # from mfu.py, constant over a run
         self._interval = Interval()
         self._totals: list[Counter[str]] = [Counter() for _ in range(world.world_size)]  # per rank, over the run
         self._hosts = world.gather_texts(platform.node())
-        self._begun: PendingMetrics | None = None
+        self._pending: PendingMetrics | None = None
         self._clock = Clock(world.device)
-        self._lines: JsonlWriter | None = None
-        self._board: TensorBoardWriter | None = None
+        self._jsonl: JsonlWriter | None = None
+        self._tensorboard: TensorBoardWriter | None = None
 
     def open(self, folder: Path, first_step: int, config_text: str) -> None:
-        """Start writing into the run's folder; what a resumed run does again replaces what stands there."""
+        """Start writing into the run's folder; steps that a resumed run takes again replace their earlier entries."""
+        rank, warn = self.world.rank, self.world.warn
         if self.world.is_main:
-            self._lines = JsonlWriter(folder / "metrics.jsonl", first_step)
-            if self._lines.before is not None:
-                self.world.warn(f"{folder} had figures but no checkpoint: they are kept in {self._lines.before}")
-        if self.world.rank < (MAX_RANK_FOLDERS if self.world.world_size <= MAX_RANK_FOLDERS else 1):
-            self._board = TensorBoardWriter(folder / "tensorboard" / f"rank{self.world.rank:05d}", first_step + 1)
+            self._jsonl = JsonlWriter(folder / "metrics.jsonl", first_step, warn)
+        if rank < (MAX_RANK_FOLDERS if self.world.world_size <= MAX_RANK_FOLDERS else 1):
+            self._tensorboard = TensorBoardWriter(folder / "tensorboard" / f"rank{rank:05d}", first_step + 1, warn)
             if self.world.is_main:
-                self._board.write(lambda writer: writer.add_text("config", f"```toml\n{config_text}\n```"))
+                self._tensorboard.write(lambda writer: writer.add_text("config", f"```toml\n{config_text}\n```"))
         self._clock = Clock(self.world.device)
 
     @property
     def interval(self) -> Tensor:
-        """What a resumed run needs of a log interval that a checkpoint cuts: [3] float64 on the host. Waits."""
-        self._interval.send()
-        self._interval.read()
-        sums = self._interval.sums
-        return torch.tensor([sums.loss, sums.weight, sums.least_weight], dtype=torch.float64)
+        """What a checkpoint saves of an unfinished log interval: loss, weight, min_weight, [3] float64 on the host.
 
-    def resume(
-        self,
-        evaluation: dict[str, float],
-        evaluated_step: int,
-        best: dict[str, float],
-        intervals: Tensor,
-        same_world: bool,
-    ) -> None:
-        """Go on from a checkpoint's figures. intervals: every rank's `interval` then, [ranks then, 3] float64."""
-        self.evaluation, self.evaluated_step, self.best = evaluation, evaluated_step, best
-        loss, weight, least_weight = intervals[self.world.rank if same_world else 0].tolist()
-        if not same_world:  # a rank's loss is summed over ranks later, so one of them carries all
+        Waits for the device.
+        """
+        self._interval.start_copy()
+        self._interval.read()
+        interval = self._interval
+        return torch.tensor([interval.loss, interval.weight, interval.min_weight], dtype=torch.float64)
+
+    def resume_interval(self, intervals: Tensor, same_world: bool) -> None:
+        """Continue an unfinished log interval. intervals: every saving rank's `interval`, [ranks, 3] float64."""
+        loss, weight, min_weight = intervals[self.world.rank if same_world else 0].tolist()
+        if not same_world:  # losses are summed over ranks at the log step, so rank 0 carries all of them
             loss = intervals[:, 0].sum().item() if self.world.is_main else 0.0
-        self._interval.sums = Sums(loss, weight, least_weight)
+        self._interval = Interval(loss, weight, min_weight)
 
     def record(self, report: StepReport) -> None:
-        """Note one step's outcome; reads nothing."""
+        """Record one step's results without reading them."""
         self._interval.add(report)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """Leave what happens inside (evaluation, saving) out of the throughput."""
+        """Exclude what happens inside (evaluation, saving) from the throughput."""
         self._clock.pause()
         yield
-        self._clock.go_on()
+        self._clock.resume()
 
     def begin(self, step: int, schedule: Schedule, scaler: Scaler, data: Batches) -> None:
-        """Begin to copy the interval's figures to the host; waits for nothing. Every rank calls it at the same step."""
+        """Start copying the interval's metrics to the host, without waiting; every rank calls it at the same step."""
         device, interval = self.world.device, self._interval
-        spans = self._clock.lap()  # first: what has arrived below is later than its end
-        interval.send(
+        spans = self._clock.lap()  # first, so that its end has been reached once the copy below has arrived
+        interval.start_copy(
             torch.stack((schedule.last_lr.to(device), scaler.scale_tensor)),
-            schedule.counters.to(device),  # float32 holds them exactly up to 2^24, of which train.steps is short
+            schedule.counters.to(device),  # float32 is exact up to 2^24, which is more than train.steps may be
         )
         memory = memory_bytes(device)
         on_host = (interval.steps, data.items, data.tokens, data.wait_seconds, *memory, self.item_seconds_at_peak)
-        self._begun = PendingMetrics(step, interval, spans, on_host)
+        self._pending = PendingMetrics(step, interval, spans, on_host)
         self._interval = Interval()
         data.items, data.tokens, data.wait_seconds = 0, 0, 0.0
 
     def read(self) -> LogRow | None:
-        """The figures that were begun, of all ranks; None if there are none. Every rank calls it at the same step."""
-        begun, self._begun = self._begun, None
-        if begun is None:
+        """The pending metrics of all ranks, or None if there are none; every rank calls it at the same step."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return None
-        of_device, sums = begun.interval.read(), begun.interval.sums
-        row = [sums.loss, sums.weight, sums.least_weight, sums.norm, *of_device]
-        figures = self.world.gather_numbers([*row, self._clock.seconds(begun.spans), *begun.on_host])
-        self.last = LogRow(begun.step, [dict(zip(RANK_FIGURES, values, strict=True)) for values in figures])
+        interval = pending.interval
+        of_device, seconds = interval.read(), self._clock.seconds(pending.spans)
+        sums = (interval.loss, interval.weight, interval.min_weight, interval.norm)
+        rows = self.world.gather_numbers([*sums, *of_device, seconds, *pending.on_host])
+        self.last = LogRow(pending.step, [dict(zip(RANK_METRICS, values, strict=True)) for values in rows])
         for total, rank in zip(self._totals, self.last.ranks, strict=True):
             total.update({name: rank[name] for name in ("items", "tokens", "seconds")})
         return self.last
 
     def log(self, step: int, schedule: Schedule, scaler: Scaler, data: Batches) -> LogRow:
-        """The figures of the interval up to now, of all ranks, read at once."""
+        """The metrics of the interval up to now, of all ranks, read at once."""
         self.begin(step, schedule, scaler, data)
         row = self.read()
         assert row is not None
         return row
 
     def write(self, row: LogRow, last_step: int) -> None:
-        """The row to TensorBoard, metrics.jsonl and the console."""
+        """Write a row to TensorBoard, metrics.jsonl and the console."""
         if not self.world.is_main:
-            self._scalars(row.of_rank(self.world.rank), row.step)
+            if self._tensorboard is not None:
+                self._tensorboard.write_scalars(row.rank_tags(self.world.rank), row.step)
             return
-        world, ranks = row.of_world(), [row.of_rank(rank) for rank in range(len(row.ranks))]
-        self._append({"step": row.step, **world, "ranks": ranks})
+        global_tags, ranks = row.global_tags(), [row.rank_tags(rank) for rank in range(len(row.ranks))]
         print(console_line(row, last_step), flush=True)
-        self._scalars(ranks[self.world.rank] | world, row.step)
+        if self._jsonl is not None and self._tensorboard is not None:
+            self._jsonl.append({"step": row.step, **global_tags, "ranks": ranks})
+            self._tensorboard.write_scalars(ranks[0] | global_tags, row.step)
 
     def write_scalars(self, step: int, tags: Mapping[str, float]) -> None:
-        """Figures of the world, written by rank 0 to metrics.jsonl and TensorBoard."""
-        if self.world.is_main:
-            self._append({"step": step, **tags})
-            self._scalars(tags, step)
+        """Global metrics, written by rank 0 to metrics.jsonl and TensorBoard."""
+        if self._jsonl is not None and self._tensorboard is not None:
+            self._jsonl.append({"step": step, **tags})
+            self._tensorboard.write_scalars(tags, step)
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Evaluation figures, equal on all ranks, written by rank 0."""
+        """The metrics of an evaluation, equal on all ranks, written by rank 0."""
         if not values:
             return
         self.evaluation, self.evaluated_step = values, step
         if values["loss"] < self.best.get("loss", math.inf):
             self.best = {"step": step, "loss": values["loss"]}
         self.write_scalars(step, {f"eval/{name}": value for name, value in values.items()})
-        if self.world.is_main:
-            text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-            print(f"eval  {step:>6}  {text}", flush=True)
+        text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.world.say(f"eval  {step:>6}  {text}")
 
     def write_sample(self, step: int, sample: str | Tensor) -> None:
-        """What the model made: text is printed and kept, an image [C, H, W] is kept."""
-        if self._lines is None or self._board is None:
+        """What the model generated: text is printed and written, an image [C, H, W] is written; rank 0 only."""
+        if self._jsonl is None or self._tensorboard is None:
             return
         if isinstance(sample, str):
             sample = printable(sample)
             print(f"\nsample:\n{sample}\n", flush=True)
-            self._lines.path.with_name("sample.txt").write_text(sample, encoding="utf-8")
+            self._jsonl.path.with_name("sample.txt").write_text(sample, encoding="utf-8")
             self.write_text("sample", sample, step)
         else:
-            self._board.write(lambda writer: writer.add_image("sample", sample, step))
+            self._tensorboard.write(lambda writer: writer.add_image("sample", sample, step))
 
     def write_text(self, tag: str, text: str, step: int) -> None:
-        """A text of this rank's, set as it stands, to TensorBoard."""
-        block = f"```\n{text}\n```"
-        if self._board is not None and (trouble := self._board.write(lambda to: to.add_text(tag, block, step))):
-            self.world.warn(trouble)
+        """This rank's preformatted text, to TensorBoard."""
+        if self._tensorboard is not None:
+            self._tensorboard.write(lambda writer: writer.add_text(tag, f"```\n{text}\n```", step))
 
     @property
-    def logged(self) -> dict[str, Any]:
-        """The newest figures of the world, by their tags; a resumed run has those of before. Empty without any."""
+    def last_logged(self) -> dict[str, Any]:
+        """The latest global metrics by their tags; right after a resume, the last line of metrics.jsonl; may be empty.
+
+        With "step", and in the latter case with "ranks".
+        """
         if self.last is not None:
-            return {"step": self.last.step, **self.last.of_world()}
-        return self._lines.last if self._lines is not None else {}
+            return {"step": self.last.step, **self.last.global_tags()}
+        return self._jsonl.last if self._jsonl is not None else {}
 
     def rank_table(self) -> list[dict[str, Any]]:
-        """Per rank: host, peak memory, and throughput since the start or resume, evaluation and saving left out.
+        """Per rank: host, peak memory, and throughput since the start or resume without evaluation and saving.
 
-        With `mfu` where it is known.
+        With `mfu` if it is known.
         """
-        if self.last is None:
-            logged = self.logged.get("ranks", [])
-            table = [
-                {
-                    "rank": rank,
-                    "host": self._hosts[rank] if rank < len(self._hosts) else "",
-                    "peak_memory_bytes": int(tags["memory/peak_bytes"]),
-                    "items_per_second": tags["throughput/items_per_second"],
-                    "tokens_per_second": tags.get("throughput/tokens_per_second", 0.0),
-                }
-                for rank, tags in enumerate(logged)
-            ]
-            mfu = [tags.get("throughput/mfu", 0.0) for tags in logged]
+        if self.last is None:  # nothing was logged since the resume
+            ranks = self.last_logged.get("ranks", [])
         else:
-            table = [
-                {
-                    "rank": rank,
-                    "host": self._hosts[rank],
-                    "peak_memory_bytes": int(self.last.ranks[rank]["peak_bytes"]),
-                    "items_per_second": total["items"] / max(total["seconds"], 1e-9),
-                    "tokens_per_second": total["tokens"] / max(total["seconds"], 1e-9),
-                }
-                for rank, total in enumerate(self._totals)
-            ]
-            mfu = [row["items_per_second"] * self.last.ranks[row["rank"]]["item_seconds_at_peak"] for row in table]
-        return [row | ({"mfu": share} if share else {}) for row, share in zip(table, mfu, strict=True)]
+            run = LogRow(self.last.step, [{**a, **b} for a, b in zip(self.last.ranks, self._totals, strict=True)])
+            ranks = [run.rank_tags(rank) for rank in range(len(run.ranks))]
+        return [
+            {
+                "rank": rank,
+                "host": self._hosts[rank] if rank < len(self._hosts) else "",  # the world may have been larger
+                "peak_memory_bytes": int(tags["memory/peak_bytes"]),
+                "items_per_second": tags["throughput/items_per_second"],
+                "tokens_per_second": tags.get("throughput/tokens_per_second", 0.0),
+            }
+            | ({"mfu": tags["throughput/mfu"]} if tags.get("throughput/mfu") else {})
+            for rank, tags in enumerate(ranks)
+        ]
 
-    def rescue(self, last_step: int) -> None:
-        """Write what was begun before a failure. Not of several ranks: others may be gone, and can't be asked."""
-        if self.world.world_size == 1 and self._begun is not None:
-            row = self.read()
-            assert row is not None
+    def write_pending(self, last_step: int) -> None:
+        """After a failure, write metrics that were not read yet; one process only, since other ranks may have died."""
+        if self.world.world_size == 1 and (row := self.read()) is not None:
             self.write(row, last_step)
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
-
-    def _append(self, line: dict[str, Any]) -> None:
-        if self._lines is not None and (trouble := self._lines.append(line)):
-            self.world.warn(trouble)
-
-    def _scalars(self, values: Mapping[str, float], step: int) -> None:
-        if self._board is not None and (trouble := self._board.write_scalars(values, step)):
-            self.world.warn(trouble)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
 
 def printable(text: str) -> str:
-    """The text without control characters: an untrained model's would be the terminal's commands."""
+    """The text without control characters, which an untrained model may generate and a terminal would execute."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -345,7 +323,7 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY)  # by os: a tenth of what opening it as text costs
+        file = os.open("/proc/self/statm", os.O_RDONLY)  # a tenth of the cost of opening it as text
     except OSError:  # no /proc outside Linux
         return peak, peak
     pages = int(os.read(file, 64).split()[1])
@@ -354,7 +332,7 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def console_line(row: LogRow, last_step: int) -> str:
-    """One interval in one line."""
+    """One log interval in one line."""
     ranks = range(len(row.ranks))
     parts = [
         f"step {row.step:>6}/{last_step}",
@@ -363,7 +341,7 @@ def console_line(row: LogRow, last_step: int) -> str:
         f"lr {row['lr']:.2e}",
         f"items/s {sum(row.per_second('items', rank) for rank in ranks):,.0f}",
     ]
-    if row.counts_tokens:
+    if row.has_tokens:
         parts.append(f"tokens/s {sum(row.per_second('tokens', rank) for rank in ranks):,.0f}")
     if all(rank["item_seconds_at_peak"] for rank in row.ranks):
         parts.append(f"mfu {100 * sum(map(row.mfu, ranks)) / len(ranks):.3g} %")

@@ -1,10 +1,9 @@
-"""MFU, model FLOPs utilisation: the share of a device's peak at which the model's own arithmetic is done.
+"""MFU, model FLOPs utilisation: the share of a device's peak FLOP/s that goes into the model's own arithmetic.
 
     MFU = items per second x the task's flops_per_item(model) / the device's peak
 
-Only what the model needs is counted: recomputation (activation checkpointing) earns nothing, and lowers MFU by the time
-it takes. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B. To delete: this file, metrics.peak_flops and its
-line in train.py.
+Recomputation (activation checkpointing) does not count, so it lowers MFU by the time it takes. Source: Chowdhery et al.
+2022, arXiv:2204.02311, appendix B. To delete: this file, metrics.peak_flops and its line in train.py.
 """
 
 import math
@@ -17,16 +16,16 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_amp.checkpoint.state import as_it_was
+from dist_amp.checkpoint.state import no_side_effects
 from dist_amp.errors import DataError, Failure, in_one_line
 from dist_amp.run import Run
 from dist_amp.task import Task
 
-# Dense TFLOP/s of one device, as torch counts devices; 0 where the vendor gives no figure, or two that differ. Where a
-# datasheet has only the rate with structured sparsity, twice the dense one, the source says so. fp16 is with sums in
-# float32, as matmuls have them. A name is the whole of torch.cuda.get_device_name but for the maker's words, so that
-# laptops, MIG slices and other variants are not taken for it; an MI300X in several partitions keeps its name, and wants
-# metrics.peak_flops.
+# Dense TFLOP/s of one device, as torch counts devices; 0 if the vendor gives no number, or two that differ. If a
+# datasheet has only the rate with structured sparsity, which is twice the dense one, the source says so. fp16 is with
+# float32 accumulation, as in torch's matmuls. A pattern matches the whole of torch.cuda.get_device_name without the
+# vendor's words, so that laptop GPUs, MIG slices and other variants don't match; a partitioned MI300X keeps its name
+# and needs metrics.peak_flops.
 PEAKS = (
     # name, a pattern                        fp32   tf32    bf16    fp16  source
     (r"V100-SXM2-(16|32)GB",                 15.7,     0,      0,    125, "NVIDIA V100 datasheet, V100 SXM2"),
@@ -49,7 +48,7 @@ PEAKS = (
     (r"GH200 (480GB|120GB|144G HBM3e)",      66.9, 494.7,  989.4,  989.4, "NVIDIA GH200 datasheet: as the H100 SXM5"),
     (r"B100",                                   0,   875,   1750,   1750, "NVIDIA HGX B100 page, 28,000 / 2 / 8"),
     (r"B200",                                   0,  1125,   2250,   2250, "NVIDIA HGX B200 page, 36,000 / 2 / 8"),
-    # AMD: float32 by the matrix cores; no tf32, which torch does not use there without being told. A GCD is a device.
+    # AMD: float32 on the matrix cores; no tf32, which torch does not use there by default. Each GCD is a device.
     (r"MI210",                               45.3,     0,  181.0,  181.0, "AMD Instinct MI210 datasheet"),
     (r"MI250X",                             47.85,     0,  191.5,  191.5, "AMD Instinct MI250X datasheet, half of it"),
     (r"MI300X( OAM)?",                      163.4,     0, 1307.4, 1307.4, "AMD Instinct MI300X datasheet"),
@@ -58,23 +57,23 @@ PEAKS = (
 
 COLUMNS = ("fp32", "tf32", "bf16", "fp16")
 
-MAKER = re.compile(r"\b(NVIDIA|Tesla|GeForce|AMD|Instinct)\b")
+VENDOR = re.compile(r"\b(NVIDIA|Tesla|GeForce|AMD|Instinct)\b")
 
 
 def known_peak(device_name: str, dtype: str) -> float:
-    """FLOP/s of a device in fp32, tf32, bf16 or fp16, dense; 0 where the table has none."""
-    name = " ".join(MAKER.sub("", device_name).split())
-    for pattern, *figures, _ in PEAKS:
+    """Dense FLOP/s of a device in fp32, tf32, bf16 or fp16; 0 if the table does not have it."""
+    name = " ".join(VENDOR.sub("", device_name).split())
+    for pattern, *tflops, _ in PEAKS:
         if re.fullmatch(str(pattern), name):
-            return float(figures[COLUMNS.index(dtype)]) * 1e12
+            return float(tflops[COLUMNS.index(dtype)]) * 1e12
     return 0.0
 
 
 def item_seconds_at_peak(run: Run) -> float:
-    """Seconds in which this rank's device would do one item's arithmetic at its peak; 0 where MFU can't be known.
+    """Seconds for one item's arithmetic at the peak of this rank's device; 0 if MFU can't be computed.
 
-    Says once what is missing, on GPUs and where metrics.peak_flops is set. Every rank calls it; the ranks' devices may
-    differ. Errors: DataError where the task's flops_per_item is not a number of operations.
+    Says once what is missing, on GPUs and if metrics.peak_flops is set. Every rank calls it; their devices may differ.
+    Errors: DataError if the task's flops_per_item is not a number of operations.
     """
     peak, device = run.config.metrics.peak_flops, run.world.device
     if peak == "auto" and device.type != "cuda":
@@ -87,12 +86,10 @@ def item_seconds_at_peak(run: Run) -> float:
         peak = known_peak(name, dtype)
         if not peak:
             missing.append(f"the peak of {name} in {dtype} is not known; set metrics.peak_flops, in FLOP/s")
-    with as_it_was(run):  # a task may count by running its model
+    with no_side_effects(run):  # a task may count by running its model
         flops = flops_per_item(run.task, run.parallel.module)
     if not flops:
-        missing.append(
-            "the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops tells what it should return"
-        )
+        missing.append("the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops computes it")
     if missing:
         run.world.say("mfu    not shown: " + "; and ".join(missing))
         return 0.0
@@ -100,9 +97,9 @@ def item_seconds_at_peak(run: Run) -> float:
 
 
 def flops_per_item(task: Task, model: nn.Module) -> float:
-    """What the task says of one item's forward and backward; 0 where it says nothing.
+    """The task's count for one item's forward and backward; 0 if it has none.
 
-    Errors: DataError where its method fails, or returns anything but a finite number above 0.
+    Errors: DataError if its method fails, or returns anything but a finite number above 0.
     """
     method = getattr(task, "flops_per_item", None)
     if method is None:
@@ -113,7 +110,7 @@ def flops_per_item(task: Task, model: nn.Module) -> float:
         raise
     except Exception as error:
         raise DataError(
-            f"the task's flops_per_item(model) failed: {in_one_line(error)}; mend it, or leave the method out"
+            f"the task's flops_per_item(model) failed: {in_one_line(error)}; fix it, or remove the method"
         ) from error
     # What isn't a number is shown by its type alone: a tensor's text has many lines.
     if not isinstance(flops, Real) or not 0 < float(flops) < math.inf:
@@ -128,13 +125,13 @@ def flops_per_item(task: Task, model: nn.Module) -> float:
 def count_flops(task: Task, model: nn.Module, batch: Any) -> float:
     """Floating-point operations of forward, loss and backward of a batch, as torch.utils.flop_counter counts them.
 
-    Matrix products and convolutions; a multiply-add is two. What is elementwise, looked up or a kernel of your own is
-    not counted. Attention is computed as plain products meanwhile: fused kernels are counted differently, and on the
-    CPU not at all. Take a fresh model without activation checkpointing, and divide by the batch's samples:
+    Counts matrix products and convolutions; a multiply-add is two. Elementwise operations, lookups and custom kernels
+    are not counted. Attention runs as plain matrix products here, because fused kernels are counted differently, and
+    on the CPU not at all. Pass a fresh model without activation checkpointing, and divide by the number of samples:
 
         count_flops(task, task.build_model(), collate([task.build_dataset("train")[0]]))
 
-    With the model built under `torch.device("meta")`, and the batch there too, it takes no memory and no time.
+    With the model built under `torch.device("meta")` and the batch there too, it takes no memory and no time.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.enable_grad():

@@ -1,4 +1,4 @@
-"""What a run says at its start and end: the banner, RUN/summary.json and the closing table."""
+"""What a run reports at its start and end: the banner, RUN/summary.json and the closing table."""
 
 import json
 from pathlib import Path
@@ -7,26 +7,26 @@ from typing import Any
 import torch
 
 from dist_amp.run import Run
-from dist_amp.runtime.files import write_synced
+from dist_amp.runtime.files import write_durably
 from dist_amp.telemetry.writers import plain_json
 
 
-def introduce(run: Run) -> None:
-    """Say what is about to run."""
+def print_banner(run: Run) -> None:
+    """Print what is about to run."""
     world, plan, precision = run.world, run.data.plan, run.precision
     parameters = sum(p.numel() for p in run.parallel.module.parameters())
     accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     cast = f" cast by {precision.cast_by}" if precision.cast_by != "nothing" else ""
-    begin, source = ", from step 0: it holds no checkpoint", run.resumed_from
+    start, source = ", from step 0: it holds no checkpoint", run.resumed_from
     if source is not None:
         own = source.resolve().is_relative_to(run.folder.resolve())
-        begin = f", resumed from step {run.step}" + ("" if own else f" ({source})")
+        start = f", resumed from step {run.step}" + ("" if own else f" ({source})")
         if own and run.config.run.resume not in ("auto", "never", str(source)):
-            begin += f"; it has gone on since it began from run.resume={run.config.run.resume}"
+            start += f"; it has gone on since it began from run.resume={run.config.run.resume}"
     held_out = run.validation.plan.length if run.validation else 0
     world.say(
-        f"run    {run.folder}{begin}\n"
+        f"run    {run.folder}{start}\n"
         f"model  {parameters:,} parameters, {run.parallel.strategy} on {world.world_size} x {where}, "
         f"{precision.name}{cast}\n"
         f"batch  {plan.global_batch_size} samples = {plan.micro_batch_size} x {plan.world_size} ranks x "
@@ -37,7 +37,7 @@ def introduce(run: Run) -> None:
 
 
 def is_completed(folder: Path) -> bool:
-    """Whether its summary says so; a run that was killed after its last checkpoint still owes one."""
+    """Whether the run's summary says so; a run that was killed after its last checkpoint has none yet."""
     try:
         return bool(json.loads((folder / "summary.json").read_text())["stopped_by"] == "completed")
     except (OSError, ValueError, LookupError):
@@ -45,10 +45,10 @@ def is_completed(folder: Path) -> bool:
 
 
 def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int, cause: str) -> dict[str, Any]:
-    """RUN/summary.json, from the figures of the last log step, so that rank 0 alone can write it."""
+    """Write RUN/summary.json from the metrics of the last log step, so that no other rank is needed; return it."""
     summary: dict[str, Any] = {"stopped_by": stopped_by, "exit_code": exit_code, "cause": cause}
     if run is not None:
-        logged, ranks = run.metrics.logged, run.metrics.rank_table()
+        logged, ranks = run.metrics.last_logged, run.metrics.rank_table()
         summary |= {
             "steps": run.step,
             "world_size": run.world.world_size,
@@ -69,27 +69,24 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
                 "final_loss": logged["train/loss"],
                 "loss_scale": logged["amp/loss_scale"],
             }
-    fresh = folder / ".summary.json.writing"
-    write_synced(fresh, json.dumps(plain_json(summary), indent=2) + "\n")
-    fresh.replace(folder / "summary.json")
+    write_durably(folder / "summary.json", json.dumps(plain_json(summary), indent=2) + "\n")
     return summary
 
 
 def closing_table(summary: dict[str, Any], folder: Path) -> str:
-    """Each rank's throughput and memory, and where the rest is."""
-    with_mfu = "mfu" in summary
-    lines = [
-        f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10} {'tokens/s':>12}" + f"{'mfu':>11}" * with_mfu
-    ]
+    """Each rank's throughput and memory, the result, and the run's folder."""
+    rows = [f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10} {'tokens/s':>12}"]
     for rank in summary["ranks"]:
-        lines.append(
+        rows.append(
             f"{rank['rank']:>4}  {rank['host']:<20} {rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB "
             f"{rank['items_per_second']:>10,.1f} {rank['tokens_per_second']:>12,.0f}"
-            + (f" {100 * rank['mfu']:>8.3g} %" if with_mfu else "")
         )
-    held_out = "".join(f", held-out {name} {value:.4f}" for name, value in summary["evaluation"].items())
-    done = f"{summary['steps']} steps"
-    if "final_loss" in summary:  # not where an evaluation alone was owed, and the figures before it are gone
-        done += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
-        done += f", loss {float(summary['final_loss']):.4f}"
-    return "\n".join([*lines, f"done: {done}{held_out}", f"all of it is in {folder}"])
+    if "mfu" in summary:
+        mfu = [f"{'mfu':>11}", *(f" {100 * rank['mfu']:>8.3g} %" for rank in summary["ranks"])]
+        rows = [row + column for row, column in zip(rows, mfu, strict=True)]
+    result = f"{summary['steps']} steps"
+    if "final_loss" in summary:  # missing if a resumed run only had to evaluate and its metrics.jsonl is lost
+        result += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
+        result += f", loss {float(summary['final_loss']):.4f}"
+    result += "".join(f", held-out {name} {value:.4f}" for name, value in summary["evaluation"].items())
+    return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])

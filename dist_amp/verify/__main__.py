@@ -16,7 +16,8 @@ import torch
 
 from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError, nearest_name
+from dist_amp.config.suggest import nearest_name
+from dist_amp.errors import ConfigError
 from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.verify.compare import Verdict
 from dist_amp.verify.findings import Finding, inspect_task

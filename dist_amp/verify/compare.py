@@ -167,7 +167,7 @@ def capture(run: Run) -> list[State]:
             captured.append(State(parameters, gradients))
         return unscale_and_clip(optimizer, norm, correction, clip)
 
-    run.scaler.unscale_and_clip = recorded  # type: ignore[method-assign]
+    run.scaler.unscale_and_clip = recorded  # type: ignore[method-assign, assignment]
     return captured
 
 
@@ -313,7 +313,7 @@ def gradients_by_mistake(reference: Reference, cell: Cell, world: World, step: i
             if weight := float(reference.task.weight(batch)) * share.counts:
                 parts.append((rank, number, weight, gradients_of(model)))
     total = sum(weight for _, _, weight, _ in parts)
-    of_rank = [sum(weight for r, _, weight, _ in parts if r == rank) for rank in range(ranks)]
+    rank_tags = [sum(weight for r, _, weight, _ in parts if r == rank) for rank in range(ranks)]
     of_number = [sum(weight for _, n, weight, _ in parts if n == number) for number in range(accumulation)]
 
     def mix(factor_of: Callable[[int, int, float], float]) -> Values:
@@ -329,7 +329,7 @@ def gradients_by_mistake(reference: Reference, cell: Cell, world: World, step: i
             lambda r, n, weight: 1 / (ranks * accumulation * weight)
         ),
         "each rank divides by its own weight, not by that of all ranks": mix(
-            lambda r, n, weight: 1 / (ranks * of_rank[r])
+            lambda r, n, weight: 1 / (ranks * rank_tags[r])
         ),
         "each round of micro-batches is divided by its own weight and not by accumulation_steps": mix(
             lambda r, n, weight: 1 / of_number[n]

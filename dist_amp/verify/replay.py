@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from dist_amp.checkpoint.format import Refused, all_checkpoints, read_manifest
+from dist_amp.checkpoint.format import CheckpointRejected, all_checkpoints
 from dist_amp.checkpoint.reader import Reader, read_into
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
@@ -110,9 +110,9 @@ def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path
     elif checkpoints := all_checkpoints(path.parent.parent):
         named, whose = get_model_state_dict(model), f"the weights of {checkpoints[-1].name}"
         try:
-            reader = Reader(checkpoints[-1], read_manifest(checkpoints[-1]).files)
+            reader = Reader(checkpoints[-1])
             read_into({"model": named}, reader, alone=True)
-        except Refused as error:
+        except CheckpointRejected as error:
             raise DataError(f"--replay {path} needs the weights of {checkpoints[-1]}: {error}") from None
     else:
         return "initial weights: it keeps none, and the run's folder holds no checkpoint"

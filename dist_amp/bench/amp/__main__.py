@@ -50,8 +50,9 @@ from dist_amp.bench.machine import about
 from dist_amp.bench.report import rows_of_markdown
 from dist_amp.bench.timing import prime, release, why_not
 from dist_amp.commands.command_line import Parser, exit_status
-from dist_amp.errors import ConfigError, Failure, nearest_name
-from dist_amp.runtime.rendezvous import environment_number
+from dist_amp.config.suggest import nearest_name
+from dist_amp.errors import ConfigError, Failure
+from dist_amp.runtime.environment import environment_number
 from dist_amp.settings import RunConfig
 from dist_amp.world import World, start
 

@@ -1,0 +1,60 @@
+"""What happens around the loop: whether a run has steps left, its files opened, its summary and sample written."""
+
+from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
+from dist_amp.errors import SAVED_AND_STOPPED, in_one_line
+from dist_amp.fast.compile import as_compiled_so_far
+from dist_amp.run import Run
+from dist_amp.supervise.preflight import check_free_space
+from dist_amp.supervise.signals import AgreedStop
+from dist_amp.telemetry.mfu import item_seconds_at_peak
+from dist_amp.telemetry.summary import closing_table, is_completed, print_banner, write_summary
+
+
+def is_finished(run: Run) -> bool:
+    """Whether the run has no steps left and its summary is written; says so."""
+    # Without checkpoints of its own, it was to start from another run's, which has no steps left.
+    finished = run.step >= run.config.train.steps and (is_completed(run.folder) or not all_checkpoints(run.folder))
+    if run.world.from_main(str(finished)) != "True":
+        return False
+    run.world.say(
+        f"{run.folder} is finished: it took {run.step} of train.steps={run.config.train.steps}; raise train.steps to "
+        "go on"
+    )
+    return True
+
+
+def open_run(run: Run) -> None:
+    """Print what is about to run, and open its files."""
+    print_banner(run)
+    run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
+    check_free_space(run)
+    if run.world.is_main:
+        for path in quarantine_after(run.folder, run.step):
+            run.world.warn(f"{path} was refused: it is kept under this name, and its steps are taken again")
+        (run.folder / "config.toml").write_text(run.config_text)
+    run.metrics.open(run.folder, run.step, run.config_text)
+
+
+def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
+    """Write the summary, and a sample of a completed run; return the exit status."""
+    if stopped_by == "preempted":
+        cause = stop.requested_by or "a signal to another rank"
+        saved = run.config.checkpoint.every != "off"
+        status = SAVED_AND_STOPPED if saved else 1  # 75 would restart it, each time from the beginning
+        if run.world.is_main:
+            write_summary(run.folder, run, stopped_by, status, cause)
+        then = f"go on with --run.dir {run.folder}" if saved else "checkpoint.every=off, so nothing was saved"
+        run.world.say(f"stopped after step {run.step} by {cause}; {then}")
+        return status
+    if hasattr(run.task, "sample"):
+        try:
+            with run.parallel.evaluating(), run.precision.autocast(), as_compiled_so_far():
+                run.metrics.write_sample(run.step, run.task.sample(run.parallel.module))
+        except Exception as error:  # the training is done, and saved
+            run.world.warn(
+                f"the task's sample(model) failed: {in_one_line(error)}; python -m dist_amp.sample tries again"
+            )
+    if run.world.is_main:
+        summary = write_summary(run.folder, run, stopped_by, 0, "")
+        print(closing_table(summary, run.folder), flush=True)
+    return 0
