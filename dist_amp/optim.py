@@ -95,8 +95,9 @@ class Schedule:
 
     def bind(self) -> None:
         """Give the optimizer's groups the live rate: loading a checkpoint leaves them tensors of their own."""
+        lr = self.lr if self._device_lr else float(self.lr)
         for group in self._optimizer.param_groups:
-            group["lr"] = self.lr if self._device_lr else float(self.lr)
+            group["lr"] = lr
 
     def load_counters(self, counters: Tensor) -> None:
         """Go on from a checkpoint's counters."""

@@ -203,7 +203,7 @@ def test_a_sample_that_cannot_be_read_is_named_with_its_rank(rows, workers):
     assert message.startswith(
         "rank 0: sample 17 of the training split could not be read: OSError: cannot identify image file (test_bad_"
     )
-    assert message.endswith("); mend or remove it")
+    assert message.endswith("); fix or remove it")
 
 
 def test_a_sample_to_validate_on_is_named_with_its_split():

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.config.load import load_config
-from dist_amp.diagnostics.nonfinite import examine
+from dist_amp.diagnostics.nonfinite import find_nonfinite
 from dist_amp.errors import ConfigError
 from dist_amp.fast.compile import as_compiled_so_far, check_compile
 from dist_amp.runtime import recompute
@@ -325,7 +325,7 @@ def first_fault(world, words):
     run = make_run(world, Spoilt(), *FP32, *words)
     take_steps(run, 1)  # it is compiled by now
     with run.parallel.gradient_sync(True):
-        return examine(run.task, run.parallel.module, next(run.data)[0], torch.ones(()), run.precision)
+        return find_nonfinite(run.task, run.parallel.module, next(run.data)[0], torch.ones(()), run.precision)
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])

@@ -70,9 +70,9 @@ def test_each_part_of_each_recorded_step_is_a_range_in_the_trace(tmp_path, capsy
     found = ranges(tmp_path / f"profile/{name}.json.gz")
     counts = {label: len(times) for label, times in found.items()}
     assert {"ProfilerStep#13": 1, "ProfilerStep#14": 1, "data wait": 6, "micro-batch": 6, "forward": 6, "backward": 6,
-            "totals": 2, "update": 2, "Optimizer.step#FusedAdamW.step": 2}.items() <= counts.items()  # fmt: skip
+            "gradient norm": 2, "update": 2, "Optimizer.step#FusedAdamW.step": 2}.items() <= counts.items()  # fmt: skip
     in_order = sorted((start, end, label) for label in PARTS for start, end in found[label])
-    once = ["data wait"] * 3 + ["forward", "backward"] * 3 + ["totals", "update"]
+    once = ["data wait"] * 3 + ["forward", "backward"] * 3 + ["gradient norm", "update"]
     assert [label for _, _, label in in_order] == once * 2
     assert all(end <= start for (_, end, _), (start, _, _) in pairwise(in_order))
     assert found["ProfilerStep#13"][0][0] <= in_order[0][0]
@@ -85,7 +85,7 @@ def test_each_part_of_each_recorded_step_is_a_range_in_the_trace(tmp_path, capsy
     assert "profile  steps 13 to 14 of rank 0 of 1\n" in said
     assert "ms per step on the host: data wait " in said
     assert f"{name}.json.gz opens in ui.perfetto.dev" in said
-    for owner, names in ((run.parallel, ["totals"]), (run.precision, ["autocast"]), (run.data, ["receive"]),
+    for owner, names in ((run.parallel, ["global_grad_norm"]), (run.precision, ["autocast"]), (run.data, ["receive"]),
                          (run.optimizer, ["apply"]), (run.optimizer, ["step"])):  # fmt: skip
         assert not set(names) & set(vars(owner)), "the wrappers are removed"
 

@@ -48,7 +48,7 @@ class Saver(Observer):
             _write(snapshot, self._run.world, self._pending)
             self._finish(must_succeed=wait)
 
-    def on_log(self, row: LogRow) -> None:
+    def on_log(self, row: LogRow | None = None) -> None:
         """Check whether the background save has ended, and how; every rank calls it and gets the same answer."""
         if self._pending is None:
             return
