@@ -5,8 +5,8 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-# How many GPUs, and the precision that this machine computes natively unless "$@" or the environment choose one: emulated
-# bf16 makes the demo 10 times slower. One process for both, since importing torch takes seconds.
+# Asks for the number of GPUs, and for this machine's native precision unless "$@" or the environment choose one:
+# emulated bf16 makes the demo 10 times slower. One process for both, since importing torch takes seconds.
 ask='import sys, torch; from dist_amp.runtime.native_precision import suggestion
 print(torch.cuda.device_count(), suggestion(sys.argv[1:]))'
 answer="$("$PYTHON" -c "$ask" "$@")"

@@ -107,7 +107,7 @@ def _local_files(path: str) -> list[str]:
         raise DataError(f"data.path={path} names no file; give a file, a folder or a glob")
     if not any(Path(file).stat().st_size for file in found):
         raise DataError(
-            f"data.path={path} could not be loaded: all files are empty, as {found[0]}; give files with data"
+            f"data.path={path} could not be loaded: its files, such as {found[0]}, are empty; give files with data"
         )
     kinds = {FORMATS.get(Path(file).suffix) for file in found}
     if None in kinds or len(kinds) > 1:
