@@ -150,19 +150,19 @@ def test_torchrun_forms_the_jobs_world_from_pet_variables_alone(tmp_path):
 
 def begin_in_a_folder_of_its_own(world, folder):
     """What make_folder says where each rank's `runs` is another; without the minute that a network disk is given."""
-    from dist_amp import train
+    from dist_amp.supervise import preflight
 
-    own, before, appears = Path(folder) / f"pod{world.rank}", os.getcwd(), train.appears
+    own, before, appears = Path(folder) / f"pod{world.rank}", os.getcwd(), preflight.appears
     own.mkdir()
     os.chdir(own)
-    train.appears = partial(appears, seconds=0.1)
+    preflight.appears = partial(appears, seconds=0.1)
     try:
-        train.make_folder(Path("runs/demo"), load_config(), world)
+        preflight.make_folder(Path("runs/demo"), load_config(), world)
     except Failure as error:
         return str(error)
     finally:
         os.chdir(before)
-        train.appears = appears
+        preflight.appears = appears
 
 
 def test_pods_that_do_not_share_a_claim_are_told_so(tmp_path):
