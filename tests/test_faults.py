@@ -437,9 +437,9 @@ class FourKinds(Tiny):
         return Rows(x=x, y=(x[:, 0] != x[:, 1]).float(), counts=torch.ones(64))
 
 
-@pytest.mark.parametrize("task", [AllAlike(), FourKinds()])
-def test_data_with_many_equal_samples_is_no_fault(task):
-    words = ["--train.steps", 60, "--train.micro_batch_size", 1]
+@pytest.mark.parametrize(("task", "steps"), [(AllAlike(), 12), (FourKinds(), 60)])
+def test_data_with_many_equal_samples_is_no_fault(task, steps):
+    words = ["--train.steps", steps, "--train.micro_batch_size", 1]
     assert on_ranks(4, failure_of, nothing, task, *words) == [""] * 4
 
 
