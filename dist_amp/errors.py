@@ -40,8 +40,13 @@ def error_context(**facts: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.dist_amp_context = {**facts, **context_of(error)}  # type: ignore[attr-defined]
+        add_context(error, **facts)
         raise
+
+
+def add_context(error: BaseException, **facts: Any) -> None:
+    """Attach facts to an error; of two values the first stays."""
+    error.dist_amp_context = {**facts, **context_of(error)}  # type: ignore[attr-defined]
 
 
 def context_of(error: BaseException) -> dict[str, Any]:

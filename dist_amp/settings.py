@@ -22,13 +22,41 @@ class RunConfig:
     deterministic: bool = False
     """Only deterministic kernels; slower, and bit-identical from run to run."""
     resume: str = "auto"
-    """auto: from the newest whole checkpoint in run.dir, if there is one; never; or the path of a checkpoint."""
+    """auto: from the newest valid checkpoint in run.dir, if any; never; or the path of a checkpoint or a run."""
     allow_config_change: bool = False
-    """Resume although settings that change the mathematics, or the data, are not the checkpoint's."""
+    """Resume even if the data, or settings that change the mathematics, differ from the checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA (or ROCm) where there is a GPU, else the CPU."""
+    """auto: CUDA (or ROCm) if there is a GPU, else the CPU."""
     timeout_seconds: Annotated[float, Range(above=0)] = 300.0
     """How long a collective may wait for the other ranks before the job ends with an error."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    target: str = "dist_amp.tasks.causal_lm:CausalLM"
+    """The task's class, as module:Class or path/to/file.py:Class."""
+    args: Any = field(default_factory=dict)
+    """The task's constructor arguments."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str = "auto"
+    """A dataset on the Hugging Face hub, as user/name or user/name:configuration; auto: what the task ships with."""
+    path: str = "off"
+    """Local files in place of a name: a file, folder or glob of text, JSON lines, Parquet or CSV."""
+    split: str = "train"
+    """The split to train on."""
+    validation_split: str = "auto"
+    """The split to evaluate on; auto: "validation" or "test" if there is one, else a part held out of `split`."""
+    validation_fraction: Annotated[float, Range(above=0, below=1)] = 0.05
+    """The part held out if there is no split to evaluate on."""
+    text_column: str = "text"
+    """The column that holds the text."""
+    workers: Annotated[int, Range(low=0)] = 0
+    """Loader processes per rank; 0: batches are made in the training process."""
+    shuffle: bool = True
+    """A new order every epoch; false: the dataset's own."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +70,7 @@ class ScalerConfig:
     growth_interval: Annotated[int, Range(low=1)] = 2000
     """Finite steps in a row before the scale grows."""
     min_scale: Annotated[float, Range(above=0)] = 1.0
-    """End the run when the scale has fallen below this: gradients that no scale makes finite do not come from it."""
+    """End the run when the scale falls below this: gradients that stay infinite at any scale have another cause."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +78,13 @@ class PrecisionConfig:
     use_amp: bool = True
     """Mixed precision; false computes everything in float32."""
     dtype: Literal["bf16", "fp16"] = "bf16"
-    """What mixed precision computes in; fp16 comes with the loss scaler."""
+    """The dtype of mixed precision; fp16 uses the loss scaler."""
     cast_by: Literal["auto", "autocast", "policy"] = "auto"
-    """Who casts: autocast (any strategy) or FSDP2's policy (fsdp, hsdp); auto: the policy where there is one."""
+    """Who casts: autocast (any strategy) or FSDP2's policy (fsdp, hsdp); auto: the policy if sharded."""
     tf32: bool = False
     """Let CUDA round float32 products to TF32 (10 bits of mantissa) on the tensor cores."""
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
-    """The fp16 loss scaler; without effect in bf16 and float32."""
+    """The fp16 loss scaler; no effect in bf16 and float32."""
 
     @property
     def name(self) -> str:
@@ -64,49 +92,25 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw: Loshchilov & Hutter 2019, arXiv:1711.05101; or sgd with momentum."""
-    lr: PositiveFloat = 3e-4
-    """The peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How lr falls, after the warm-up, until the last step."""
-    warmup_steps: Annotated[int, Range(low=0)] = 0
-    """Applied steps over which lr rises linearly from zero."""
-    min_lr_ratio: Annotated[float, Range(low=0, high=1)] = 0.1
-    """What share of lr the schedule ends at."""
-    weight_decay: Annotated[float, Range(low=0)] = 0.1
-    """Decoupled decay of matrices; vectors (biases, norms) get none. For sgd: added to the gradient."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's term for numerical stability."""
-    momentum: Beta = 0.9
-    """Momentum of sgd."""
-    fused: bool = True
-    """One kernel that unscales, clips, steps or skips; false: the textbook path, which reads once per step."""
-
-
-@dataclass(frozen=True)
 class ParallelConfig:
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
-    """single: one process; ddp: a whole copy per rank; fsdp: one copy sharded over all ranks; hsdp: sharded within
-    each of `replicas` groups; auto: single for one process, else ddp where the training state fits in half of the
+    """single: one process; ddp: a full copy per rank; fsdp: one copy sharded over all ranks; hsdp: sharded within
+    each of `replicas` groups; auto: single for one process, else ddp if the training state fits in half of the
     device's memory, else fsdp."""
     replicas: Annotated[int, Range(low=1)] | Literal["auto"] = "auto"
     """hsdp: how many copies there are, each sharded over world_size / replicas ranks; auto: one per machine, or two."""
     param_dtype: Literal["fp32", "bf16"] = "fp32"
-    """fsdp, hsdp: what parameters and moments are stored and updated in; bf16 halves them and loses small updates."""
+    """fsdp, hsdp: dtype of stored parameters and moments; bf16 halves their memory and loses small updates."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """fsdp, hsdp: what gradients are summed over ranks in, and accumulated in."""
+    """fsdp, hsdp: dtype in which gradients are summed over ranks, and accumulated."""
     comm_dtype: Literal["off", "bf16", "fp16"] = "off"
-    """ddp: compress gradients to this while they travel; off: as they are."""
+    """ddp: compress gradients to this for the all-reduce."""
     accumulate_reduce: Literal["last", "every"] = "last"
     """fsdp, hsdp: reduce gradients after the last micro-batch only (holds 4 bytes per parameter unsharded on each
     rank), or after every one (holds 4 / world_size bytes, and sends up to twice as much: docs/collectives.md)."""
     activation_checkpointing: Checkpointing = "none"
-    """Blocks whose activations are not kept for backward but computed again in it: none, full (all), or every n-th.
-    full leaves one block's activations and the inputs of all, for about a third more computation."""
+    """Blocks that recompute their activations in backward: none, full (all), or every n-th. full keeps one block's
+    activations and the inputs of all, for about a third more computation."""
     cpu_offload: bool = False
     """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; costs a host read per step."""
 
@@ -114,39 +118,19 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class CompileConfig:
     blocks: bool = False
-    """Compile each block with torch.compile, once for all that are alike; the first step and the first evaluation
-    then take seconds to minutes more. A model without blocks is compiled as a whole."""
+    """Compile each block with torch.compile, identical blocks once; the first step and the first evaluation then take
+    seconds to minutes more. A model without blocks is compiled as one."""
     fullgraph: bool | Literal["auto"] = "auto"
-    """true: refuse a block that does not become one graph; auto: compile it in parts then, and say what breaks it;
-    false: in parts, without a word."""
+    """true: refuse a block that is not one graph; auto: compile such a block in parts and report what breaks it;
+    false: in parts, silently."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """What inductor spends time on: reduce-overhead replays CUDA graphs; max-autotune does too, and picks kernels by
-    timing them, so that a resumed run may differ in the last bits."""
+    """inductor's mode: reduce-overhead replays CUDA graphs; max-autotune does too, and picks kernels by timing them,
+    so a resumed run may differ in the last bits."""
     backend: str = "inductor"
-    """Who generates the code; aot_eager and eager generate none, and are quick to try a model with."""
+    """The code generator; aot_eager and eager generate no code, which is quick for trying a model."""
     dynamic: bool = False
-    """false: code for each shape that a block meets, at most 8, so that a resumed run computes the same bits; true:
-    one for all shapes, for batches that are padded to their own longest."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    name: str = "auto"
-    """A dataset on the Hugging Face hub, as user/name or user/name:configuration; auto: what the task ships with."""
-    path: str = "off"
-    """Local files in place of a name: a file, a folder or a glob of text, JSON lines, Parquet or CSV."""
-    split: str = "train"
-    """Which of the dataset's splits to train on."""
-    validation_split: str = "auto"
-    """Which split to evaluate on; auto: "validation" or "test" where there is one, else a part held out of `split`."""
-    validation_fraction: Annotated[float, Range(above=0, below=1)] = 0.05
-    """The part held out where no split is there to evaluate on."""
-    text_column: str = "text"
-    """Which column holds the text."""
-    workers: Annotated[int, Range(low=0)] = 0
-    """Loader processes per rank; 0: batches are made in the training process."""
-    shuffle: bool = True
-    """A new order every epoch; false: the dataset's own."""
+    """false: code for each input shape, at most 8, so a resumed run computes the same bits; true: one for all shapes,
+    for batches padded to their own longest sample."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +150,10 @@ class TrainConfig:
     max_grad_value: Annotated[float, Range(above=0)] = 1.0
     """The limit of clip_by=value."""
     max_skips_in_a_row: Count = 50
-    """End the run when so many steps in a row were skipped; looked at every metrics.log_every steps."""
+    """End the run after this many skipped steps in a row; checked every metrics.log_every steps."""
     gc_every: Count | Literal["off"] = 50
-    """Steps between Python's collections of garbage, on all ranks at once; off: whenever Python likes, which holds up
-    the other ranks for each rank's."""
+    """Steps between Python's garbage collections, on all ranks at once; off: at any time, and all ranks wait for each
+    rank's."""
 
     @property
     def clip_limit(self) -> float:
@@ -177,66 +161,82 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class OptimConfig:
+    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw: Loshchilov & Hutter 2019, arXiv:1711.05101; or sgd with momentum."""
+    lr: PositiveFloat = 3e-4
+    """The peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How lr decays after the warm-up, until the last step."""
+    warmup_steps: Annotated[int, Range(low=0)] = 0
+    """Applied steps over which lr rises linearly from zero."""
+    min_lr_ratio: Annotated[float, Range(low=0, high=1)] = 0.1
+    """The schedule ends at this share of lr."""
+    weight_decay: Annotated[float, Range(low=0)] = 0.1
+    """Decoupled decay of matrices; vectors (biases, norms) get none. For sgd: added to the gradient."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's term for numerical stability."""
+    momentum: Beta = 0.9
+    """Momentum of sgd."""
+    fused: bool = True
+    """One kernel that unscales, clips, steps or skips; false: unscale_, clip_grad_norm_, step and update one by one,
+    with two host reads per step."""
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     every: Count | Literal["off"] = 100
-    """Steps between evaluations; there is one at the end as well. off: none at all."""
+    """Steps between evaluations; there is also one at the end. off: none."""
     batches: Count | Literal["all"] = "all"
     """How many micro-batches of each rank an evaluation takes."""
 
 
 @dataclass(frozen=True)
-class MetricsConfig:
-    log_every: Annotated[int, Range(low=1)] = 10
-    """Steps between two lines of figures. The device is read for them alone, and a step later, when it has long had
-    the next one to work on."""
-    peak_flops: Annotated[float, Range(low=1e9)] | Literal["auto"] = "auto"
-    """Peak of one device in FLOP/s, as in 989e12, dense, in the dtype that is computed in; throughput/mfu is measured
-    against it. auto: from the table in peaks.py, on GPUs."""
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     every: Annotated[int, Range(low=1)] | Literal["off"] = 100
-    """Steps between checkpoints; there is one at the end, and one when a signal stops the run. off: none at all."""
+    """Steps between checkpoints; there is also one at the end, and one when a signal stops the run. off: none."""
     keep: Annotated[int, Range(low=2)] = 2
-    """How many of the newest checkpoints stay; the one with the lowest held-out loss stays beside them."""
+    """How many of the newest checkpoints are kept, besides the one with the lowest held-out loss."""
     async_save: bool = True
-    """Write in the background, from a copy of the state in the host's memory; false: training waits."""
+    """Write in the background, from a copy of the state in host memory; false: training waits."""
     on_failure: Literal["go_on", "stop"] = "go_on"
     """When a checkpoint can't be written: warn and try again at the next one, or end the run."""
 
 
 @dataclass(frozen=True)
-class TaskConfig:
-    target: str = "dist_amp.tasks.causal_lm:CausalLM"
-    """The task's class, as module:Class or path/to/file.py:Class."""
-    args: Any = field(default_factory=dict)
-    """The task's constructor arguments."""
+class MetricsConfig:
+    log_every: Annotated[int, Range(low=1)] = 10
+    """Steps between logged metrics. Only they read the device, one step later, while it works on the next."""
+    peak_flops: Annotated[float, Range(low=1e9)] | Literal["auto"] = "auto"
+    """Dense peak of one device in FLOP/s, such as 989e12, in the dtype that is used: the 1 of throughput/mfu. auto: on
+    GPUs, from the table in telemetry/mfu.py."""
 
 
 @dataclass(frozen=True)
 class DebugConfig:
     check_every: Count | Literal["off"] = 100
-    """Steps between looks at whether the ranks still hold the same model and read different data; see checks.py."""
+    """Steps between checks that all ranks hold the same model and read different data: diagnostics/consistency.py."""
     detect_anomaly: bool = False
-    """Stop at the operation whose backward makes a nan, with its forward's stack; several times slower."""
+    """Stop at the operation whose backward gives a nan, with its forward's stack; several times slower."""
     nonfinite: Literal["log", "step", "off"] = "log"
-    """When to replay a skipped step and name its first module with an inf or nan. log: at log steps; step:
-    after every step, with the parameters exactly as they were, for a host read each; off."""
+    """When to replay a skipped step and name its first module with an inf or nan. log: at log steps; step: right after
+    it, with the parameters unchanged, for a host read per step; off."""
     numerics: bool = False
-    """At log steps, measure the gradients that become zero in fp16 (two more micro-batches) and the updates lost to
-    rounding (a copy of the parameters), per group of parameters."""
+    """At log steps, measure per parameter group the gradients that become zero in fp16 (two more micro-batches) and the
+    updates lost to rounding (a copy of the parameters)."""
     profile: Count | Literal["off"] = "off"
-    """How many steps torch.profiler records, once this process has warmed up: a trace and a table; see profiling.py."""
+    """How many steps torch.profiler records after the warm-up: a trace and a table; diagnostics/profiling.py."""
     memory_snapshot: bool = False
-    """On GPUs, keep the history of allocations, and write it after the profiled steps and when memory runs out."""
+    """On GPUs, record allocations, and write them after the profiled steps and when memory runs out."""
     ranks: tuple[Annotated[int, Range(low=0)], ...] | Literal["all"] = "all"
-    """The ranks that profile and write memory snapshots, as 0 3; or all."""
+    """The ranks that profile and write memory snapshots, such as 0 3; or all."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run. Each section is defined in the file that it configures."""
+    """All settings of a run, by section."""
 
     run: RunConfig = field(default_factory=RunConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

@@ -34,6 +34,9 @@ ON_THE_WORLD = {
 }
 # These read a whole run, and train.py alone names them.
 ON_THE_RUN = {"telemetry.mfu", "telemetry.summary"}
+# These look into a graph, a trace or a checkpoint's pickle once something has gone wrong or was asked for by a setting.
+NOT_IN_A_STEP = {"diagnostics.nonfinite", "diagnostics.profiling", "diagnostics.replay", "checkpoint.reader"}
+BESIDE_TRAINING = ("fast", "verify", "bench", "commands", "tasks")
 HEAVY = {
     "datasets": {"data", "tasks", "supervise.preflight"},
     "tensorboard": {"telemetry.writers"},
@@ -119,3 +122,21 @@ def test_the_core_imports_torch_and_the_standard_library(name):
 
 def test_nothing_imports_the_main_job():
     assert [name for name in FILES if "train" in own_imports(name)] == []
+
+
+def private_names_of_torch(path):
+    """The dotted names of torch with a leading underscore that a file uses, in imports and attribute chains."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            if re.match(r"(torch|dist)\b", name) and re.search(r"\._[a-zA-Z]", name):
+                yield name
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if not name.startswith(BESIDE_TRAINING)))
+def test_private_names_of_torch_are_used_in_fast_alone(name):
+    assert name in NOT_IN_A_STEP or not set(private_names_of_torch(FILES[name]))

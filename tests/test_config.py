@@ -1,4 +1,4 @@
-"""The configuration: where values come from, which one wins, and what is said of a wrong one."""
+"""The configuration: where values come from, which one wins, and the errors for wrong ones."""
 
 import tomllib
 from pathlib import Path
@@ -34,7 +34,7 @@ def written(folder, text, name="mine.toml"):
 
 
 def refused(call, *args, **more):
-    """What is said of a wrong config: one line, exit status 64."""
+    """The error message for a wrong config: one line, exit status 64."""
     with pytest.raises(ConfigError) as caught:
         call(*args, **more)
     assert caught.value.exit_code == 64
@@ -84,12 +84,12 @@ def test_hyphens_in_keys_are_underscores():
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False), ("True", True), ("False", False)])
-def test_truth_is_written_in_lower_case_or_as_python_does(word, value):
+def test_booleans_are_written_in_lower_case_or_as_in_python(word, value):
     assert load("--precision.tf32", word).precision.tf32 is value
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False)])
-def test_truth_in_a_file(tmp_path, word, value):
+def test_booleans_in_a_file(tmp_path, word, value):
     path = written(tmp_path, f"[precision]\ntf32 = {word}\nuse_amp = {word}")
     assert load("--config", path).precision.tf32 is load("--config", path).precision.use_amp is value
 
@@ -114,7 +114,7 @@ def test_a_negative_number_is_a_value():
 
 
 @pytest.mark.parametrize("text", ["true", "False", "--dashes first", "-d", "", "two\nlines", "a = 'b' \"c\" # d"])
-def test_a_text_is_kept_as_it_is(tmp_path, text):
+def test_a_text_is_not_changed(tmp_path, text):
     config = load(f"--task.args.prompt={text}")
     assert config.task.args.prompt == text
     assert load("--config", written(tmp_path, to_toml(config))).task.args.prompt == text
@@ -124,7 +124,7 @@ def test_the_environment_sets_a_tasks_argument():
     assert load(DIST_AMP_TASK__ARGS__WIDTH="64").task.args.width == 64
 
 
-def test_the_launch_scripts_own_variable_is_no_setting():
+def test_the_launch_scripts_variable_is_not_a_setting():
     assert values(load(DIST_AMP_PYTHON="/usr/bin/python3")) == values(load())
 
 
@@ -137,7 +137,7 @@ def test_written_toml_reads_back_the_same(tmp_path):
     assert values(load("--config", written(tmp_path, to_toml(config)))) == values(config)
 
 
-def test_print_config_prints_what_reads_back_the_same_and_does_nothing_else(tmp_path, monkeypatch, capsys):
+def test_the_output_of_print_config_reads_back_the_same_and_nothing_else_happens(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--train.steps", "7", "--print_config", "--use_amp", "false"]) == 0
     path = written(tmp_path, capsys.readouterr().out)
@@ -157,7 +157,7 @@ def test_help_lists_every_key_with_its_meaning(capsys):
     assert "The peak learning rate." in text
 
 
-def test_help_lists_the_arguments_of_the_task_that_is_asked_for(capsys):
+def test_help_lists_the_arguments_of_the_chosen_task(capsys):
     assert main(["--task.target", "tiny:NeedsName", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--task.args.name " in text
@@ -229,20 +229,20 @@ def test_an_unknown_key_on_the_command_line_names_the_nearest_right_one():
         ("OPTIM.LR", "optim.lr"),
     ],
 )
-def test_a_right_name_in_the_wrong_place_is_pointed_to(wrong, right):
+def test_for_a_misplaced_or_misspelt_key_the_right_one_is_suggested(wrong, right):
     assert_says(refusal(f"--{wrong}", "1"), f"did you mean {right}?")
 
 
-def test_a_key_like_no_other_points_to_the_help():
+def test_for_a_key_unlike_any_other_the_error_names_help():
     assert_says(refusal("--zzz", "1"), "unknown key zzz", "--help")
 
 
-def test_a_value_in_place_of_a_section_is_refused(tmp_path):
+def test_a_value_in_place_of_a_section_is_rejected(tmp_path):
     path = written(tmp_path, "[precision]\nscaler = 1")
     assert_says(refusal("--config", path), "precision.scaler", path)
 
 
-def test_a_word_that_belongs_to_no_key_is_refused():
+def test_a_word_that_belongs_to_no_key_is_rejected():
     assert_says(refusal("optim.lr", "1"), "'optim.lr'", "--section.key")
 
 
@@ -278,11 +278,11 @@ def test_a_missing_file_is_named():
     assert_says(refusal("--config", "missing.toml"), "missing.toml", "No such file", "path of a TOML file")
 
 
-def test_config_without_a_path_is_refused():
+def test_config_without_a_path_is_rejected():
     assert_says(refusal("--config"), "--config", "path of a TOML file")
 
 
-def test_a_folder_is_no_config_file(tmp_path):
+def test_a_folder_is_not_a_config_file(tmp_path):
     assert_says(refusal("--config", tmp_path), tmp_path, "directory")
 
 
@@ -331,16 +331,16 @@ def test_a_wrong_type_in_the_environment_names_the_variable():
     assert message == "run.seed=x in the environment as DIST_AMP_RUN__SEED is not a whole number"
 
 
-def test_a_key_without_a_value_is_refused():
+def test_a_key_without_a_value_is_rejected():
     assert_says(refusal("--train.steps", "--optim.lr", "1"), "train.steps", "nothing", "a whole number")
 
 
-def test_a_value_too_many_is_refused():
+def test_an_extra_value_is_rejected():
     assert_says(refusal("--train.steps", "5", "6"), "train.steps=5 6", "a whole number")
 
 
 @pytest.mark.parametrize("words", ["0.9", "0.9 0.95 0.99"])
-def test_a_list_of_the_wrong_length_says_the_right_one(words):
+def test_for_a_list_of_the_wrong_length_the_error_says_the_right_one(words):
     assert_says(refusal("--optim.betas", *words.split()), f"optim.betas={words}", "a list of 2 numbers")
 
 
@@ -390,10 +390,10 @@ def test_a_number_out_of_range_names_key_value_source_and_range(key, value, rule
     assert_says(message, key, value.split()[0], "on the command line", rule)
 
 
-# Values that do not go together.
+# Values that do not work together.
 
 
-def test_a_global_batch_that_the_ranks_do_not_divide_names_one_that_they_do():
+def test_for_a_global_batch_that_the_ranks_do_not_divide_the_error_names_one_that_they_do():
     message = refused(accumulation_steps, TrainConfig(micro_batch_size=8, global_batch_size=100), 8)
     assert_says(
         message, "train.global_batch_size=100", "micro_batch_size 8", "8 ranks", "64", "use global_batch_size=128"
@@ -406,7 +406,7 @@ def test_batch_arithmetic_that_does_not_work_out_names_the_product_and_a_value_t
     assert_says(message, "train.global_batch_size=512", "accumulation_steps 3 = 192", "use accumulation_steps=8")
 
 
-def test_fp16_on_the_wire_needs_the_loss_scaler():
+def test_fp16_communication_needs_the_loss_scaler():
     message = refused(check_parallel, ParallelConfig(comm_dtype="fp16"), "ddp", PrecisionConfig(), TWO_RANKS)
     assert_says(message, "parallel.comm_dtype=fp16", "precision.dtype=fp16", "scaler", "use bf16 or off")
 

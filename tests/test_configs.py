@@ -1,4 +1,4 @@
-"""Every config runs as it stands: three steps at its stated world size, made small enough for a CPU."""
+"""Every config runs as it is: three steps on the number of ranks in its first line, made small enough for a CPU."""
 
 import json
 import re
@@ -21,7 +21,7 @@ QUICK = ("debug", "demo", "fsdp_bf16")  # one of each number of ranks and strate
 
 
 def stated_ranks(path):
-    """What the file's first line says: torchrun --nproc_per_node=N, python -m, or the demo's two."""
+    """The ranks in the file's first line: torchrun --nproc_per_node=N, python -m (0), or the demo's 2."""
     first = path.read_text().splitlines()[0]
     if match := re.search(r"--nproc_per_node=(\d+)", first):
         return int(match[1])
@@ -35,7 +35,7 @@ def stated_ranks(path):
         for path in sorted(CONFIGS.glob("*.toml"))
     ],
 )
-def test_config_runs_as_it_stands(path, launch, tmp_path):
+def test_config_runs_as_it_is(path, launch, tmp_path):
     ranks = stated_ranks(path)
     words = ["--config", path, "--run.dir", "run", *SMALL, *REDUCED.get(path.stem, GPT)]
     for done in launch.each(ranks, *words) if ranks else [launch(0, *words)]:

@@ -161,7 +161,7 @@ def gpu_of(monkeypatch):
     return world
 
 
-def test_a_dtype_that_the_gpu_does_not_support_is_rejected_with_those_that_it_does(gpu_of, monkeypatch):
+def test_a_dtype_that_the_device_cannot_do_is_rejected_with_those_that_it_can(gpu_of, monkeypatch):
     monkeypatch.setitem(validate.CAPABILITY, "bf16", ((8, 0), (7, 5)))
     with pytest.raises(ConfigError) as error:
         check_dtype(PrecisionConfig(dtype="bf16"), gpu_of(6, 1))

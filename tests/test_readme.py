@@ -49,7 +49,6 @@ def test_the_readme_is_short():
     assert len(README.split()) <= 1100
 
 
-@pytest.mark.xfail(reason="step.py is being rewritten")
 def test_the_readmes_training_step_is_the_real_one():
     from dist_amp.step import train_step
 

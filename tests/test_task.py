@@ -1,4 +1,4 @@
-"""Tasks: how a user's class is found, checked and built; and the two that are shipped."""
+"""Tasks: how a user's class is found, checked and built; and the two shipped ones."""
 
 import json
 import math
@@ -25,7 +25,7 @@ METHODS = """
 
 
 @pytest.fixture(autouse=True)
-def what_a_test_imports_is_forgotten(monkeypatch, tmp_path):
+def imported_modules_are_removed_after_each_test(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name, module in list(sys.modules.items()):
@@ -53,7 +53,7 @@ def build(target, *argv):
 
 
 def refusal(call, *args, status=64):
-    """What is said of a wrong task or wrong data: one line."""
+    """The error message for a wrong task or wrong data: one line."""
     with pytest.raises(Failure) as caught:
         call(*args)
     assert isinstance(caught.value, {64: ConfigError, 65: DataError}[status])
@@ -104,7 +104,7 @@ def test_an_argument_without_annotation_takes_the_type_of_its_default(tmp_path):
     assert build(target, "--task.args.rate", "2", "--task.args.layers", "1", "2").all == (2.0, (1, 2))
 
 
-def test_an_argument_without_annotation_and_default_is_a_number_where_it_reads_as_one(tmp_path):
+def test_an_argument_without_annotation_and_default_is_a_number_if_it_can_be_read_as_one(tmp_path):
     target = task_file(tmp_path, "name", "self.name = name")
     for text, value in (("7", 7), ("0.5", 0.5), ("seven", "seven")):
         assert build(target, "--task.args.name", text).name == value
@@ -145,19 +145,19 @@ def test_a_target_without_module_or_class_shows_the_form(target):
 
 
 @pytest.mark.parametrize("module", ["missing", "missing.part", "dist_amp.missing", "dist_amp.missing.part"])
-def test_a_module_that_is_not_there_is_named(module):
+def test_a_missing_module_is_named(module):
     assert_says(refusal(build, f"{module}:Mine"), f"task.target={module}:Mine", f"there is no module {module}")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     assert_says(refusal(build, f"{tmp_path}/missing.py:Mine"), "there is no", f"{tmp_path}/missing.py")
 
 
-def test_a_class_that_is_not_there_names_the_nearest():
+def test_for_a_missing_class_the_nearest_is_suggested():
     assert_says(refusal(build, "tiny:Tinny"), "task.target=tiny:Tinny", "no class Tinny", "did you mean Tiny?")
 
 
-def test_a_function_is_no_class_and_only_the_modules_own_classes_are_suggested():
+def test_a_function_is_not_a_class_and_only_the_modules_own_classes_are_suggested():
     message = refusal(build, "dist_amp.tasks.causal_lm:rotate")
     assert_says(message, "there is no class rotate")
     assert "Annotated" not in message
@@ -182,19 +182,19 @@ def test_a_module_that_exits_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["not_there_at_all", "json.not_there"])
-def test_a_module_that_imports_what_is_missing_names_that(tmp_path, what):
+def test_a_missing_module_that_the_tasks_module_imports_is_named(tmp_path, what):
     message = refusal(build, task_file(tmp_path, head=f"import {what}"))
     assert_says(message, "mine.py:Mine", f"it imports {what}, which is missing", "install")
 
 
-def test_a_file_named_like_another_module_is_told_to_be_renamed(tmp_path):
+def test_for_a_file_named_like_another_module_the_error_says_to_rename_it(tmp_path):
     assert_says(refusal(build, task_file(tmp_path, name="queue.py")), tmp_path / "queue.py", "rename")
 
 
 # Arguments that are wrong.
 
 
-def test_an_argument_of_a_task_without_arguments_is_told_so(tmp_path):
+def test_for_a_task_without_arguments_the_error_says_so(tmp_path):
     assert_says(refusal(build, task_file(tmp_path), "--task.args.width", "1"), "task.args.width", "no arguments")
 
 
@@ -219,7 +219,7 @@ def test_a_constructor_that_raises_value_error_is_quoted(tmp_path):
     assert_says(refusal(build, target), target, "task.args", "a=2 must be odd")
 
 
-def test_an_annotation_that_python_does_not_know_is_named(tmp_path):
+def test_an_unknown_name_in_an_annotation_is_named(tmp_path):
     assert_says(refusal(build, task_file(tmp_path, "a: 'Missing' = 1")), "Mine", "'Missing'")
 
 
@@ -292,12 +292,12 @@ def data_refusal(path, *argv):
     return refusal(language_model(path, *argv).build_dataset, "train", status=65)
 
 
-def test_a_missing_column_lists_those_that_are_there(tmp_path):
+def test_a_missing_column_lists_the_existing_ones(tmp_path):
     message = data_refusal(write_jsonl(tmp_path), "--data.text_column", "body")
     assert_says(message, "data.text_column=body", "text, length")
 
 
-def test_a_column_that_is_not_text_is_refused(tmp_path):
+def test_a_column_that_is_not_text_is_rejected(tmp_path):
     message = data_refusal(write_jsonl(tmp_path), "--data.text_column", "length")
     assert_says(message, "data.text_column=length", "int, not text", "name a column of text")
 
@@ -307,14 +307,14 @@ def test_a_path_without_a_file_is_named(tmp_path):
     assert_says(message, f"data.path={tmp_path}/missing/*.txt", "no file", "a file, a folder or a glob")
 
 
-def test_files_of_two_formats_are_refused(tmp_path):
+def test_files_of_two_formats_are_rejected(tmp_path):
     write_text(tmp_path)
     write_jsonl(tmp_path)
     assert_says(data_refusal(tmp_path), f"data.path={tmp_path}", "one format", ".jsonl", ".parquet")
 
 
 @pytest.mark.parametrize("key", ["data.split", "data.validation_split"])
-def test_an_unknown_split_lists_those_that_are_there(tmp_path, key):
+def test_for_an_unknown_split_the_existing_ones_are_listed(tmp_path, key):
     message = data_refusal(write_jsonl(tmp_path), f"--{key}", "trian")
     assert_says(message, f"{key}=trian", "the dataset has train")
 
@@ -326,12 +326,12 @@ def test_a_broken_file_is_named(tmp_path, text):
     assert_says(message, f"data.path={tmp_path}/*.jsonl", "could not be loaded", "broken.jsonl")
 
 
-def test_a_held_out_part_that_leaves_nothing_to_train_on_is_refused(tmp_path):
+def test_a_held_out_part_that_leaves_nothing_to_train_on_is_rejected(tmp_path):
     message = data_refusal(write_jsonl(tmp_path), "--data.validation_fraction", "0.999")
     assert_says(message, "data.validation_fraction=0.999", "40")
 
 
-def test_a_width_that_the_heads_do_not_divide_is_refused():
+def test_a_width_that_the_heads_do_not_divide_is_rejected():
     message = refusal(build, "dist_amp.tasks.causal_lm:CausalLM", "--task.args.heads", "3")
     assert_says(message, "width=128", "2 x heads=3")
 
@@ -401,7 +401,7 @@ def test_evaluation_reports_bits_per_byte():
     sums = task.metrics(task.build_model(), batch)
     assert task.weight(batch) == 32
     assert sums["bits_per_byte"].item() == pytest.approx(sums["loss"].item() / math.log(2))
-    assert sums["bits_per_byte"].item() / 32 == pytest.approx(8, abs=0.5)  # an untrained model knows next to nothing
+    assert sums["bits_per_byte"].item() / 32 == pytest.approx(8, abs=0.5)  # an untrained model is close to uniform
 
 
 # The shipped picture.
@@ -438,17 +438,17 @@ def test_crops_to_validate_on_cover_every_pixel_once():
 
 
 @pytest.mark.parametrize(("size", "crop"), [(32, 64), (40, 16)])
-def test_a_picture_that_crops_can_not_tile_is_refused(size, crop):
+def test_a_picture_that_crops_can_not_tile_is_rejected(size, crop):
     message = refusal(build, SINUSOID, "--task.args.size", size, "--task.args.crop", crop)
     assert_says(message, f"size={size}", f"crop={crop}")
 
 
-def test_a_picture_of_one_pixel_is_refused():
+def test_a_picture_of_one_pixel_is_rejected():
     message = refusal(build, SINUSOID, "--task.args.size", 1, "--task.args.crop", 1)
     assert_says(message, "size=1", "at least 2")
 
 
-def test_the_sample_shows_the_target_beside_what_the_model_makes_of_it():
+def test_the_sample_shows_the_target_next_to_the_models_drawing():
     task = build(SINUSOID, "--task.args.size", 32, "--task.args.crop", 16, "--task.args.width", 8)
     with torch.no_grad():
         image = task.sample(task.build_model())

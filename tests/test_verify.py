@@ -1,4 +1,4 @@
-"""`python -m dist_amp.verify` proves a task on this machine, and says what is wrong with it where it can't."""
+"""`python -m dist_amp.verify` checks a task on this machine, and names what is wrong with the task or the step."""
 
 import os
 import re
@@ -18,6 +18,7 @@ from torch import nn
 from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
 from dist_amp.verify import __main__ as verify_main
+from dist_amp.verify import ranks as verify_ranks
 from dist_amp.verify.__main__ import rows_of as rows_in
 from dist_amp.verify.compare import Cell, check_cell, config_of
 from dist_amp.verify.findings import inspect_task
@@ -40,7 +41,7 @@ class Finished:
 @pytest.fixture
 def verify(monkeypatch, capfd):
     """verify(*args): the command in this process, with its ranks forked from one that has the imports."""
-    monkeypatch.setattr(verify_main.multiprocessing, "get_context", lambda method: forked.context)
+    monkeypatch.setattr(verify_ranks.multiprocessing, "get_context", lambda method: forked.context)
 
     def run(*args):
         capfd.readouterr()
@@ -153,7 +154,7 @@ class Breaks(Tiny):
 """
 
 
-def test_a_rank_that_dies_fails_its_rows_with_its_last_words(verify, tmp_path, monkeypatch):
+def test_a_rank_that_dies_fails_its_rows_with_its_error(verify, tmp_path, monkeypatch):
     (tmp_path / "breaks_on_rank_1.py").write_text(BREAKS)
     monkeypatch.syspath_prepend(tmp_path)
     args = ["--task.target", "breaks_on_rank_1:Breaks", "--task.args.samples", "300"]
@@ -178,22 +179,22 @@ def test_a_rank_that_dies_fails_its_rows_with_its_last_words(verify, tmp_path, m
         (["--task.target", "nowhere:Task"], "task.target=nowhere:Task"),
     ],
 )
-def test_a_mistake_on_its_command_line_is_refused(verify, args, words):
+def test_a_mistake_on_its_command_line_is_rejected(verify, args, words):
     done = verify(*SINUSOID, *args)
     assert done.returncode == 64, done.stdout + done.stderr
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-# ---- what is the task's own doing ----
+# ---- findings: problems of the task itself ----
 
 
 def reference_of(task):
     return Reference(load_config([], environ={}), torch.device("cpu"), task)
 
 
-def told(task):
-    """(what is found, what fails)."""
+def findings_of(task):
+    """(the texts of all findings, whether any fails)."""
     findings = inspect_task(reference_of(task))
     return "\n".join(f.text for f in findings), any(f.fails for f in findings)
 
@@ -204,7 +205,7 @@ class Task(Tiny):
 
 
 def test_nothing_is_found_in_a_sound_task():
-    assert told(Task()) == ("", False)
+    assert findings_of(Task()) == ("", False)
 
 
 class BatchNorm(Task):
@@ -214,7 +215,7 @@ class BatchNorm(Task):
         )
 
 
-def test_batch_statistics_and_dropout_are_named_and_silenced_not_failed():
+def test_batch_statistics_and_dropout_are_named_and_turned_off_not_failed():
     reference = reference_of(BatchNorm())
     texts = [finding.text for finding in inspect_task(reference)]
     assert texts[0] == "4 (Dropout): dropout is off for the comparison"
@@ -222,7 +223,7 @@ def test_batch_statistics_and_dropout_are_named_and_silenced_not_failed():
     assert len(texts) == 2
     assert reference.task.eval_modules == {"1", "3"}
     assert not any(finding.fails for finding in inspect_task(reference))
-    assert reference.bound("fp32") < 1e-4, "measured with batch statistics at rest"
+    assert reference.bound("fp32") < 1e-4, "measured in evaluation mode"
 
 
 class Around(Task):
@@ -241,8 +242,8 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
-def test_a_users_own_module_that_looks_at_the_whole_batch_is_named():
-    text, fails = told(Around(Centred))
+def test_a_users_own_module_that_depends_on_the_whole_batch_is_named():
+    text, fails = findings_of(Around(Centred))
     assert "1 (Centred): the result depends on the whole batch (batch statistics)" in text
     assert fails
 
@@ -253,7 +254,7 @@ class Drops(nn.Module):
 
 
 def test_functional_dropout_is_named_and_compared_in_evaluation_mode():
-    text, fails = told(Around(Drops))
+    text, fails = findings_of(Around(Drops))
     assert text == "1 (Drops): the result is drawn at random in training mode; compared in evaluation mode"
     assert not fails
 
@@ -263,8 +264,8 @@ class Unseeded(nn.Module):
         return x + torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).float()
 
 
-def test_a_module_that_does_not_repeat_itself_is_named():
-    text, fails = told(Around(Unseeded))
+def test_a_module_that_is_not_deterministic_is_named():
+    text, fails = findings_of(Around(Unseeded))
     assert "1 (Unseeded) is not deterministic: two identical runs differ" in text
     assert fails
 
@@ -275,8 +276,8 @@ class Output:
     logits: torch.Tensor
 
 
-class HasItsLoss(nn.Module):
-    """As models of the Hugging Face library do: the loss, a mean, is among what they return."""
+class ReturnsItsLoss(nn.Module):
+    """Like the models of the Hugging Face library, it returns its loss, a mean."""
 
     def __init__(self, kind):
         super().__init__()
@@ -294,7 +295,7 @@ class ModelWithLoss(Task):
         self.kind = kind
 
     def build_model(self):
-        return HasItsLoss(self.kind)
+        return ReturnsItsLoss(self.kind)
 
     def loss_sum(self, model, batch):
         output = model(batch["x"], batch["y"])
@@ -311,14 +312,14 @@ class HalfLossOfOutput(ModelWithLoss):
 
 @pytest.mark.parametrize("kind", [dict, Output])
 def test_a_model_that_returns_its_own_mean_loss_is_sound(kind):
-    assert told(ModelWithLoss(kind)) == ("", False)
+    assert findings_of(ModelWithLoss(kind)) == ("", False)
 
 
 def test_a_loss_in_half_of_an_output_class_is_found():
-    assert "the loss is computed in half precision" in told(HalfLossOfOutput(Output))[0]
+    assert "the loss is computed in half precision" in findings_of(HalfLossOfOutput(Output))[0]
 
 
-def test_weight_decay_does_not_drive_the_comparison_apart_where_gradients_are_small():
+def test_weight_decay_does_not_make_the_comparison_diverge_where_gradients_are_small():
     class Small(Task):
         def loss_sum(self, model, batch):
             return super().loss_sum(model, batch) * 1e-4
@@ -337,7 +338,7 @@ def test_replicas_that_do_not_divide_a_world_size_are_left_to_auto():
     assert config_of(reference, Cell("hsdp", "fp32"), World(world_size=4)).parallel.replicas == 4
 
 
-def test_each_number_of_ranks_has_the_strategies_that_it_can_have():
+def test_each_number_of_ranks_has_the_strategies_that_exist_on_it():
     everything = ["single", "ddp", "fsdp", "hsdp"]
     assert rows_in(1, everything, ["fp32"]) == [(1, "single", "fp32")]
     assert [row[1] for row in rows_in(3, everything, ["fp32"])] == ["ddp", "fsdp"]
@@ -376,13 +377,13 @@ class Unused(Task):
         (Unused, "the parameter forgotten (1 such) gets no gradient"),
     ],
 )
-def test_a_task_that_is_wrong_in_itself_fails_and_is_told_how(task, words):
-    text, fails = told(task(samples=300) if task is AlwaysNan else task())
+def test_a_wrong_task_fails_with_the_rule_that_it_breaks(task, words):
+    text, fails = findings_of(task(samples=300) if task is AlwaysNan else task())
     assert words in text
     assert fails
 
 
-def test_a_dataset_too_short_to_compare_is_refused():
+def test_a_dataset_too_short_to_compare_is_rejected():
     with pytest.raises(DataError, match="has 64 samples; the comparison takes 5 steps of 48 = 240"):
         inspect_task(reference_of(Tiny(samples=64)))
 

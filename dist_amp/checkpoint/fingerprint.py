@@ -3,9 +3,9 @@
 import hashlib
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from dist_amp.data import Batches
+from dist_amp.runtime.nested import leaves
 from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
 from dist_amp.world import World
 
@@ -31,7 +31,7 @@ def dataset_hash(data: Batches) -> str:
             sample = data.fetch.read((index,))
         except Exception:  # the step that needs the sample raises the error
             sample = ["can't be read"]
-        for leaf in tree_leaves(sample):
+        for leaf in leaves(sample):
             if isinstance(leaf, torch.Tensor):
                 digest.update(leaf.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
             elif hasattr(leaf, "tobytes"):  # arrays and pictures

@@ -1,4 +1,4 @@
-"""A config from a command line: the sources, and the arguments of the task that they name."""
+"""The config of a command line: all sources, and the arguments of the task that they name."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,10 @@ from typing import Any
 
 import tomli_w
 
-from dist_amp.config import parse as settings
-from dist_amp.config import sources
+from dist_amp.config import parse
+from dist_amp.config.sources import Settings, collect
 from dist_amp.config.task_class import args_dataclass, find_task
-from dist_amp.settings import (
-    Config,
-    TaskConfig,
-)
+from dist_amp.settings import Config, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
 
@@ -25,37 +22,36 @@ def schema(target: str) -> type[Config]:
     return _schema(target, args_dataclass(find_task(target)))
 
 
-@cache  # so that two configs of one task are of one type, and compare
+@cache  # so that two configs of one task have the same type and can be compared
 def _schema(target: str, args: type) -> type[Config]:
-    about_task = [("target", str, field(default=target)), ("args", args, field(default_factory=args))]
-    task = make_dataclass("TaskConfig", about_task, bases=(TaskConfig,), frozen=True)
-    doc = {"__doc__": Config.__doc__}
+    task_fields = [("target", str, field(default=target)), ("args", args, field(default_factory=args))]
+    task = make_dataclass("TaskConfig", task_fields, bases=(TaskConfig,), frozen=True)
     section = ("task", task, field(default_factory=task))
-    return make_dataclass("Config", [section], bases=(Config,), frozen=True, namespace=doc)
+    return make_dataclass("Config", [section], bases=(Config,), frozen=True, namespace={"__doc__": Config.__doc__})
 
 
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
-    """The config of a command line, with its `--config` files and the environment under it.
+    """The config of a command line: defaults < its `--config` files < environment < its other arguments.
 
-    Errors: ConfigError for what is unknown, mistyped or out of range, and for a task that can't be found.
+    Errors: ConfigError for an unknown, mistyped or out-of-range key, and for a task that can't be found.
     """
-    given = sources.collect(argv, environ, ALIASES)
-    return settings.build(schema(_target(given)), given)
+    settings = collect(argv, environ, ALIASES)
+    return parse.build(schema(_target(settings)), settings)
 
 
 def show_help(argv: Sequence[str], prog: str, description: str) -> str:
     """The text of --help, with the arguments of the task that `argv` names."""
     words = [word for word in argv if word not in ("-h", "--help")]
-    return settings.show_help(schema(_target(sources.collect(words, aliases=ALIASES))), prog, description)
+    return parse.show_help(schema(_target(collect(words, aliases=ALIASES))), prog, description)
 
 
-def _target(given: sources.Settings) -> str:
-    words = given["task.target"].words if "task.target" in given else (TaskConfig.target,)
+def _target(settings: Settings) -> str:
+    words = settings["task.target"].words if "task.target" in settings else (TaskConfig.target,)
     return words[0] if words else ""
 
 
 def defaults_of(config: Config) -> str:
-    """The same task's config with nothing set, as TOML; "" where the task has arguments that must be."""
+    """The same task's default config, as TOML; "" if the task has required arguments."""
     try:
         return to_toml(type(config)())
     except TypeError:

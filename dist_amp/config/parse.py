@@ -1,12 +1,11 @@
-"""Configuration: defaults, then TOML files, then the environment, then the command line; the last one wins.
+"""Settings to config: every value, whatever its source, is checked by tyro against the types of the dataclasses.
 
-Every value, wherever it stands, becomes one `Setting` and goes through one validator: tyro, which reads the
-dataclasses' types. The dataclasses live in the files that they configure; nothing here knows their names.
+Nothing here knows the dataclasses' names; they are in settings.py.
 """
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import MISSING, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -21,24 +20,24 @@ from dist_amp.errors import ConfigError
 T = TypeVar("T")
 
 
-def build(schema: type[T], settings: Settings, prog: str = "dist_amp") -> T:
+def build(schema: type[T], settings: Settings) -> T:
     """An instance of the dataclass `schema`, nested ones included, with `settings` over its defaults.
 
-    Errors: ConfigError for an unknown, missing, mistyped or out-of-range key, naming its source and the mend.
+    Errors: ConfigError for an unknown, missing, mistyped or out-of-range key, naming its source and the fix.
     """
     leaves = dict(_leaves(schema))
     for key, setting in settings.items():
         if key not in leaves:
-            raise ConfigError(f"unknown key {key} {setting.source}{_nearest(key, leaves)}")
+            raise ConfigError(f"unknown key {key} {setting.source}{_hint(key, list(leaves))}")
     for key, (_, default) in leaves.items():
         if default is MISSING and key not in settings:
             raise ConfigError(f"{key} is required and not set; add --{key} VALUE")
-    hints = {key: hint for key, (hint, _) in leaves.items()}
-    config = _parse(schema, settings, hints, prog)
+    types = {key: kind for key, (kind, _) in leaves.items()}
+    config = _parse(schema, settings, types)
     if config is None:
-        raise _culprit(settings, hints, prog)
+        raise _type_error(settings, types)
     for key, value in flat_values(config):
-        if rule := _broken_rule(hints[key], value):
+        if rule := _broken_rule(types[key], value):
             where = f" {settings[key].source}" if key in settings else ""
             shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else value
             raise ConfigError(f"{key}={shown}{where} must be {rule}")
@@ -56,36 +55,36 @@ def show_help(schema: type, prog: str, description: str) -> str:
 _TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
 
-def _parse(schema: type[T], settings: Settings, hints: Mapping[str, Any], prog: str) -> T | None:
-    """What tyro makes of the settings; None where it refuses one."""
+def _parse(schema: type[T], settings: Settings, types: Mapping[str, Any]) -> T | None:
+    """The settings as tyro parses them; None if it rejects one."""
     args: list[str] = []
     for key, setting in settings.items():
         words = list(setting.words)
-        if setting.unsplit and _list_in(hints[key]) is not None:
+        if setting.unsplit and _list_in(types[key]) is not None:
             words = words[0].split()
-        if "bool" in str(hints[key]):
+        if "bool" in str(types[key]):
             words = [{"true": "True", "false": "False"}.get(word, word) for word in words]
         # With "=", since a text may begin with dashes.
         args += [f"--{key}={words[0]}"] if len(words) == 1 else [f"--{key}", *words]
     try:
-        with redirect_stderr(io.StringIO()):  # tyro prints a box; our one line names the source as well
-            return tyro.cli(schema, args=args, prog=prog, use_underscores=True, config=_TYRO)
+        with redirect_stderr(io.StringIO()):  # tyro prints a box; our one line also names the source
+            return tyro.cli(schema, args=args, use_underscores=True, config=_TYRO)
     except SystemExit:
         return None
 
 
-def _culprit(settings: Settings, hints: Mapping[str, Any], prog: str) -> ConfigError:
-    """Name the setting that tyro refuses: the first that it refuses on its own."""
+def _type_error(settings: Settings, types: Mapping[str, Any]) -> ConfigError:
+    """Names the first setting that tyro rejects by itself."""
     for key, setting in settings.items():
-        alone = make_dataclass("Alone", [("value", hints[key])])
-        if _parse(alone, {"value": setting}, {"value": hints[key]}, prog) is None:
+        alone = make_dataclass("Alone", [("value", types[key])])
+        if _parse(alone, {"value": setting}, {"value": types[key]}) is None:
             value = " ".join(setting.words) or "(nothing)"
-            return ConfigError(f"{key}={value} {setting.source} is not {_expected(hints[key])}")
+            return ConfigError(f"{key}={value} {setting.source} is not {_expected(types[key])}")
     return ConfigError(f"these settings do not go together: {', '.join(settings)}")
 
 
 def _leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """(dotted key, (type, default or MISSING)) of every field, nested dataclasses taken apart."""
+    """(dotted key, (type, default or MISSING)) of every field, nested dataclasses flattened."""
     hints = get_type_hints(schema, include_extras=True)
     for item in fields(schema):
         key, hint = f"{prefix}{item.name}", hints[item.name]
@@ -96,7 +95,7 @@ def _leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, tuple[Any, An
 
 
 def flat_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every field of a config, nested ones taken apart."""
+    """(dotted key, value) of every field of a config, nested ones flattened."""
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
@@ -105,13 +104,12 @@ def flat_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{item.name}", value
 
 
-def _nearest(key: str, leaves: Iterable[str]) -> str:
-    leaves = list(leaves)
-    section, _, last = key.lower().rpartition(".")
-    last_names = {leaf: leaf.rpartition(".")[2] for leaf in leaves}
-    inside = {name: leaf for leaf, name in last_names.items() if leaf == f"{section}.{name}"}
-    same_name = [leaf for leaf, name in last_names.items() if name == last]
-    match = inside.get(nearest_name(last, inside)) or (same_name[0] if len(same_name) == 1 else "")
+def _hint(key: str, leaves: list[str]) -> str:
+    """What the user may have meant by an unknown key: a name in the same section, the same name in another, ..."""
+    section, _, name = key.lower().rpartition(".")
+    siblings = {leaf.removeprefix(f"{section}."): leaf for leaf in leaves if leaf.rpartition(".")[0] == section}
+    namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
+    match = siblings.get(nearest_name(name, siblings)) or (namesakes[0] if len(namesakes) == 1 else "")
     if not match and f"{section}.".startswith("task.args."):
         args = ", ".join(leaf for leaf in leaves if leaf.startswith("task.args."))
         return f"; the task takes {args or 'no arguments'}"
@@ -120,7 +118,7 @@ def _nearest(key: str, leaves: Iterable[str]) -> str:
 
 
 def _broken_rule(hint: Any, value: Any) -> str:
-    """What a number, or one in a list, should have been; empty if all is well."""
+    """The rule that a number, or one in a list, breaks; "" if none."""
     if isinstance(value, tuple | list) and (list_type := _list_in(hint)) is not None:
         parts = [part for part in get_args(list_type) if part is not ...]
         parts = parts if len(parts) == len(value) else parts[:1] * len(value)
@@ -136,12 +134,12 @@ def _is_list(hint: Any) -> bool:
 
 
 def _list_in(hint: Any) -> Any:
-    """The list in a type that is one, or a union of one and a word; None where there is none."""
+    """The list type in a type or union; None if there is none."""
     return next((part for part in (hint, *get_args(hint)) if _is_list(part)), None)
 
 
 def _range_of(hint: Any) -> Range | None:
-    """The Range in a type, through unions."""
+    """The Range of a type or of a member of a union; None if there is none."""
     if get_origin(hint) is Annotated:
         return next((extra for extra in hint.__metadata__ if isinstance(extra, Range)), None)
     return next((found for part in get_args(hint) if (found := _range_of(part)) is not None), None)

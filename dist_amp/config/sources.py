@@ -12,23 +12,23 @@ from dist_amp.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "DIST_AMP_"
 
-NOT_SETTINGS = {"DIST_AMP_PYTHON"}  # the launch scripts' own
+NOT_SETTINGS = {"DIST_AMP_PYTHON"}  # used by the launch scripts
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One key's value as text, one entry per element, and where it was set."""
+    """One key's value as text, one word per element, and where it was set."""
 
     words: tuple[str, ...]
     source: str
-    unsplit: bool = False  # a list stands in one word, split by spaces
+    unsplit: bool = False  # the elements of a list are in one word, separated by spaces
 
 
 Settings = dict[str, Setting]
 
 
 def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ, aliases: Mapping[str, str] = {}) -> Settings:
-    """Every setting of all sources, the later over the earlier; keys are not checked yet."""
+    """The settings of all sources, later ones over earlier ones; keys are not checked yet."""
     command_line, paths = _from_command_line(argv, aliases)
     settings: Settings = {}
     for path in paths:
@@ -58,7 +58,7 @@ def _from_command_line(argv: Sequence[str], aliases: Mapping[str, str]) -> tuple
 def _from_file(path: str) -> Settings:
     try:
         text = Path(path).read_text(encoding="utf-8")
-        table = tomllib.loads(text + "\n")  # so that a mistake in the last line has a line number too
+        table = tomllib.loads(text + "\n")  # so that an error in the last line has a line number too
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}; give the path of a TOML file") from None
     except UnicodeDecodeError as error:
@@ -66,7 +66,7 @@ def _from_file(path: str) -> Settings:
     except tomllib.TOMLDecodeError as error:
         number = re.search(r"line (\d+)", str(error))
         line = f" `{text.splitlines()[int(number[1]) - 1].strip()}`" if number else ""
-        raise ConfigError(f"{path} is not TOML: {error}{line}; mend that line") from None
+        raise ConfigError(f"{path} is not TOML: {error}{line}; fix that line") from None
     return {key: Setting(words, f"in {path}") for key, words in _flatten(table)}
 
 

@@ -25,11 +25,11 @@ SIGNATURES = {
     "weight": "weight(self, batch) -> number",
 }
 
-INJECTED = "data"  # the one constructor parameter that is not a setting
+INJECTED = "data"  # this constructor parameter is not a setting: it gets the data section
 
 
 def find_task(target: str) -> type[Task]:
-    """The class that `target` names. Errors: ConfigError where it can't be imported, is missing or lacks a method."""
+    """The class that `target` names. Errors: ConfigError if it can't be imported, is missing or lacks a method."""
     module_name, colon, class_name = target.partition(":")
     if not (module_name and colon and class_name):
         raise ConfigError(f"task.target={target} must be module:Class or path/to/file.py:Class")
@@ -70,7 +70,7 @@ def _import(module_name: str, target: str) -> Any:
     found = getattr(module, "__file__", None)
     if module_name.endswith(".py") and (found is None or Path(found).resolve() != Path(module_name).resolve()):
         raise ConfigError(
-            f"task.target={target}: another module is called {_dotted(module_name)} too ({found or 'built in'}); "
+            f"task.target={target}: another module has the name {_dotted(module_name)} ({found or 'built in'}); "
             f"rename {module_name}"
         )
     return module
@@ -78,14 +78,14 @@ def _import(module_name: str, target: str) -> Any:
 
 @cache
 def args_dataclass(cls: type) -> type:
-    """A dataclass of the constructor's parameters, by which `task.args` is checked and shown in --help."""
+    """A dataclass of the constructor's parameters, for checking `task.args` and for --help."""
     constructor = vars(cls).get("__init__") or getattr(cls, "__init__")  # noqa: B009 (mypy doubts the plain form)
     if constructor is object.__init__:
         return make_dataclass("Args", [], frozen=True)
     try:
         hints = get_type_hints(constructor, include_extras=True)
     except NameError as error:
-        raise ConfigError(f"{cls.__name__}: a type in its constructor is not known: {error}; import it") from error
+        raise ConfigError(f"{cls.__name__}: unknown type in its constructor: {error}; import it") from error
     items: list[Any] = []
     for parameter in list(inspect.signature(cls).parameters.values()):
         if parameter.name == INJECTED or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -96,7 +96,7 @@ def args_dataclass(cls: type) -> type:
             continue
         hint = hints.get(parameter.name, str | None if default is None else type(default))
         made_by = vars(cls).get("__dataclass_fields__", {}).get(parameter.name, field()).default_factory
-        if made_by is MISSING and type(default).__hash__ is None:  # a list: every task gets its own
+        if made_by is MISSING and type(default).__hash__ is None:  # a list: every task gets a copy of its own
             made_by = partial(deepcopy, default)
         default_field: Any = field(default=default) if made_by is MISSING else field(default_factory=made_by)
         items.append((parameter.name, hint, default_field))
@@ -116,7 +116,7 @@ def build_task(config: TaskConfig, data: Any) -> Task:
     try:
         return cls(**args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"task.target={config.target} refuses its task.args: {error}") from error
+        raise ConfigError(f"task.target={config.target} rejects its task.args: {error}") from error
 
 
 def as_scalar(value: float | Tensor, what: str, device: torch.device) -> Tensor:

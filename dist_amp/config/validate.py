@@ -1,4 +1,4 @@
-"""Settings that do not go together are refused here, before anything is built; each error says what would work."""
+"""Rejects settings that do not work together or on this device, before anything is built; errors name a fix."""
 
 from functools import cache
 
@@ -41,7 +41,7 @@ def warn_if_emulated(dtype: str, world: World) -> None:
 
 
 def check_parallel(config: ParallelConfig, strategy: Strategy, precision: PrecisionConfig, world: World) -> None:
-    """Refuse settings that do not go together; each line says what would."""
+    """Reject settings that do not work together; each error says what would."""
     on_cpu = world.device.type == "cpu"
     if strategy in ("fsdp", "hsdp"):
         dtypes = {name: getattr(config, name) for name in ("param_dtype", "reduce_dtype")}
@@ -76,7 +76,7 @@ def check_parallel(config: ParallelConfig, strategy: Strategy, precision: Precis
 
 
 def replicas_of(config: ParallelConfig, world: World) -> int:
-    """How many copies of the model hsdp keeps."""
+    """How many copies of the model hsdp has."""
     if config.replicas != "auto":
         return config.replicas
     machines = world.world_size // world.local_world_size
@@ -84,7 +84,7 @@ def replicas_of(config: ParallelConfig, world: World) -> int:
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> int:
-    """Micro-batches per step, from whichever of accumulation_steps and global_batch_size is set."""
+    """Micro-batches per step, from accumulation_steps or global_batch_size, whichever is set."""
     per_round = config.micro_batch_size * world_size
     if config.global_batch_size == "auto":
         return 1 if config.accumulation_steps == "auto" else config.accumulation_steps
@@ -106,7 +106,7 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
 
 
 def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> None:
-    """Refuse a precision that the device, the strategy or its own settings rule out."""
+    """Reject a precision that the device, the strategy or its own settings rule out."""
     check_dtype(config, world)
     if config.cast_by == "policy" and not sharded:
         raise ConfigError(

@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dist_amp.errors import DataError
+from dist_amp.fast.dataloader import kill, shut_down
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
 
 # A fork can leave a worker stuck before its first line: Python 3.11 takes a lock there that another thread of the
@@ -33,10 +33,9 @@ def load(
         started = multiprocessing.Semaphore(0)
         batches: Any = iter(_loader(fetch, requests, workers, pin_memory, seed, started))
         if all(started.acquire(timeout=START_SECONDS) for _ in range(workers)):
-            return batches, partial(_shut_down, batches)
-        _shut_down(batches)
-        for worker in batches._workers:  # stuck ones do not hear the shutdown
-            worker.kill()
+            return batches, partial(shut_down, batches)
+        shut_down(batches)
+        kill(batches)  # stuck ones do not notice the shutdown
     raise DataError(f"rank {rank}: the loader workers do not start; use data.workers=0, or check the machine's load")
 
 
@@ -58,11 +57,6 @@ def _loader(
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def _shut_down(batches: Any) -> None:
-    with suppress(RuntimeError):  # a worker has died already
-        batches._shutdown_workers()
 
 
 def _start_worker(started: Any, worker: int) -> None:

@@ -1,4 +1,4 @@
-"""A GPT on bytes: by default of Python's own standard library, which every machine has.
+"""A GPT on bytes, by default those of Python's standard library, which every machine has.
 
 Copy this file to train a language model on your text; set `[data]` to train this one on it.
 """
@@ -22,7 +22,7 @@ from dist_amp.settings import DataConfig
 from dist_amp.tasks.documents import load_split, pick_split
 
 log = logging.getLogger(__name__)
-END_OF_DOCUMENT = 0  # a byte that no text holds
+END_OF_DOCUMENT = 0  # a byte that text does not contain
 Count = Annotated[int, Range(low=1)]
 
 
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        # Each of the 2 * layers branches adds to the residual stream; this keeps its variance at the start.
+        # Each of the 2 * layers branches adds to the residual stream; this keeps its initial variance the same.
         # Source: Radford et al. 2019, "Language models are unsupervised multitask learners".
         nn.init.normal_(self.qkv.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.02 / math.sqrt(2 * layers))
@@ -68,8 +68,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`.
 
-    With `targets` [B, T] int64 the summed cross-entropy instead, a float32 scalar, from `loss_chunk` tokens' logits at
-    a time: in here, since FSDP gathers the head's weight for the model's forward.
+    With `targets` [B, T] int64 it returns the summed cross-entropy, a float32 scalar, computed from the logits of
+    `loss_chunk` tokens at a time; not outside the model, since FSDP gathers the head's weight only for its forward.
     """
 
     cos: Tensor
@@ -102,7 +102,7 @@ class GPT(nn.Module):
 def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """Cross-entropy of head(x) summed over all tokens: scalar float32; at most [chunk, vocabulary] logits at a time.
 
-    x: [B, T, width]; targets: [B, T]. Backward computes each chunk's logits once more, in place of keeping them.
+    x: [B, T, width]; targets: [B, T]. Backward recomputes each chunk's logits instead of keeping them.
     """
     pairs = zip(x.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
     losses = [checkpoint(loss_sum, head, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
@@ -110,7 +110,7 @@ def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) ->
 
 
 def loss_sum(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over [..., vocabulary] logits, in float32 whatever the head computes in: scalar."""
+    """Cross-entropy summed over [..., vocabulary] logits: scalar, in float32 whatever dtype the head computes in."""
     return F.cross_entropy(head(x).float().flatten(0, -2), targets.flatten(), reduction="sum")
 
 
@@ -122,7 +122,7 @@ def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + half) of the last dimension by its position's angle; the dtype stays."""
+    """Rotate each pair (i, i + half) of the last dimension by its position's angle; keeps the dtype."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -145,9 +145,9 @@ class CausalLM:
         sample_bytes: Annotated[int, Range(low=0)] = 400,
     ):
         if width % (2 * heads):
-            raise ValueError(f"width={width} must be a multiple of 2 x heads={heads}: rotary positions turn pairs")
+            raise ValueError(f"width={width} must be a multiple of 2 x heads={heads}: rotary positions rotate pairs")
         if not prompt:
-            raise ValueError("prompt is empty; the sample needs a beginning, at least a space")
+            raise ValueError("prompt is empty; a sample continues it, so use at least a space")
         self.data = data
         self.context = context
         self.loss_chunk = loss_chunk
@@ -192,14 +192,14 @@ class CausalLM:
         return batch["tokens"][:, 1:].numel()
 
     def flops_per_item(self, model: nn.Module) -> float:
-        """Of one sample, forward and backward: 3 x 2 per multiply-add, since a product has two gradients.
+        """FLOPs of one sample, forward and backward: 3 x 2 per multiply-add, since a product has two gradients.
 
-        Attention counts as if it were not causal, all T x T of it: a kernel that leaves out the masked half does less,
-        and its MFU looks better by that. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+        Attention counts in full, T x T, although it is causal: a kernel that skips the masked half computes less, so
+        its MFU is overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
         """
         vocabulary, context, width, layers, _, _ = self.shape
-        weights = layers * 12 * width**2 + vocabulary * width  # qkv 3, out 1, up 4, down 4; head. A look-up is nothing.
-        attention = layers * 2 * context * width  # a token's scores, and their sum of values
+        weights = layers * 12 * width**2 + vocabulary * width  # qkv 3, out 1, up 4, down 4; head; no lookup
+        attention = layers * 2 * context * width  # a token's scores and weighted sum of values
         return 3 * 2 * context * (weights + attention)
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -207,7 +207,7 @@ class CausalLM:
         return {"loss": loss, "bits_per_byte": loss / math.log(2)}
 
     def sample(self, model: nn.Module) -> str:
-        """The prompt continued, byte by byte; the same on every rank, since all take part in a sharded forward."""
+        """The continued prompt, byte by byte; the same on every rank, since all take part in a sharded forward."""
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(0)
         text = list(self.prompt.encode())
@@ -220,27 +220,25 @@ class CausalLM:
 
 
 def pack(rows: dict[str, list[Any]], column: str, length: int) -> dict[str, Any]:
-    """Documents end to end, cut into samples of `length` bytes: {"tokens": [samples, length] uint8}.
+    """Concatenate documents and cut them into samples of `length` bytes: {"tokens": [samples, length] uint8}.
 
-    What is left at the end of a batch of documents, less than one sample, is dropped.
+    The rest at the end of a batch of documents, less than one sample, is dropped.
     """
     if not all(isinstance(text, str) for text in rows[column]):
         kind = next(type(text).__name__ for text in rows[column] if not isinstance(text, str))
-        raise DataError(
-            f"data.text_column={column} holds {kind}, not text; name a column of text, or leave such rows out"
-        )
+        raise DataError(f"data.text_column={column} holds {kind}, not text; name a column of text, or remove such rows")
     stream = b"".join(text.encode() + bytes([END_OF_DOCUMENT]) for text in rows[column])
     samples = len(stream) // length
     return {"tokens": numpy.frombuffer(stream, numpy.uint8)[: samples * length].reshape(samples, length)}
 
 
 def python_source(config: DataConfig, split: str) -> Any:
-    """The standard library's source through `datasets`: some 11 MB; logs its sha256, which differs between releases."""
+    """The standard library's source as a dataset, about 11 MB; logs its sha256, which differs between releases."""
     import datasets
 
     root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
-    files = sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
+    excluded = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+    files = sorted(path for path in root.rglob("*.py") if not excluded & set(path.relative_to(root).parts))
     if split == "train":
         source = [path.read_bytes() for path in files]
         size, digest = sum(map(len, source)), hashlib.sha256(b"".join(source)).hexdigest()

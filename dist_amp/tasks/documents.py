@@ -1,4 +1,4 @@
-"""Text through the `datasets` library, as the `[data]` section names it: from the hub, or from local files."""
+"""The text that the `[data]` section names, from the hub or local files, through the `datasets` library."""
 
 import glob
 import logging
@@ -17,7 +17,7 @@ from dist_amp.settings import DataConfig
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
-# Local files by their ending -> the loader of the `datasets` library that reads them.
+# Suffix of local files -> the loader of the `datasets` library that reads them.
 FORMATS = {
     ".txt": "text",
     ".md": "text",
@@ -30,44 +30,39 @@ FORMATS = {
 
 
 def load_split(config: DataConfig, split: str) -> Any:
-    """The `datasets.Dataset` that `data.name` or `data.path` names, its training or validation part.
+    """The training or validation part of the `datasets.Dataset` that `data.name` or `data.path` names.
 
-    Errors: DataError for files, names, splits and columns that are not there.
+    Errors: DataError for files, names, splits and columns that do not exist.
     """
     import datasets
 
-    if config.path == "off" and not Path(config.name.partition(":")[0]).exists():
+    local = config.path != "off"
+    files = _local_files(config.path) if local else []
+    kind = FORMATS[Path(files[0]).suffix] if local else ""
+    if not local and not Path(config.name.partition(":")[0]).exists():
         stay_local_without_network()
     try:
-        if config.path != "off":
-            files = _local_files(config.path)
-            kind = FORMATS[Path(files[0]).suffix]
+        if local:
             by_document = {"sample_by": "document"} if kind == "text" else {}
             everything = datasets.load_dataset(kind, data_files=_by_split(files), **by_document)
         else:
             name, _, configuration = config.name.partition(":")
             everything = datasets.load_dataset(name, configuration or None)
-    except DataError:
-        raise
-    except Exception as error:  # the library's errors are many; each names what it could not read
-        source = f"data.path={config.path}" if config.path != "off" else f"data.name={config.name}"
-        cause = error.__cause__ or error  # the library wraps what went wrong in a general error
+    except Exception as error:  # the library raises many types; each message names what it could not read
+        cause = error.__cause__ or error  # the library wraps the error in a general one
         lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        if config.path != "off" and (broken := _first_broken(kind, files)):
-            source += f": {broken}"
-        mend = (
-            "check the files"
-            if config.path != "off"
-            else "check the name and the network, or set data.path to local files"
-        )
-        if "scripts are no longer supported" in lines[0]:  # here neither: it would be a stranger's code
-            mend = "convert it to Parquet elsewhere, with a release of datasets below 4, and set data.path to the files"
-        raise DataError(f"{source} could not be loaded: {lines[0]}; {mend}") from error
+        source, fix = f"data.name={config.name}", "check the name and the network, or set data.path to local files"
+        if local:
+            broken = _first_broken(kind, files)
+            source, fix = f"data.path={config.path}{': ' * bool(broken)}{broken}", "check the files"
+        if "scripts are no longer supported" in lines[0]:  # nor by us: they would run a stranger's code
+            fix = "convert it to Parquet elsewhere, with a release of datasets below 4, and set data.path to the files"
+        raise DataError(f"{source} could not be loaded: {lines[0]}; {fix}") from error
     return pick_split(everything, config, split)
 
 
 def stay_local_without_network() -> None:
-    """Where the hub does not answer within 5 s, look in the cache alone: its library would retry for half a minute."""
+    """Use only the cache if the hub does not answer within 5 s: its library would retry for half a minute."""
     import datasets
     from huggingface_hub import constants
 
@@ -78,20 +73,20 @@ def stay_local_without_network() -> None:
     try:
         in_time(5, partial(socket.create_connection, address, 5)).close()
     except OSError:
-        log.info("data: no network (%s does not answer), so only what is cached: HF_HUB_OFFLINE=1", hub.hostname)
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and for loader workers
+        log.info("data: no network (%s does not answer), so only cached data is used: HF_HUB_OFFLINE=1", hub.hostname)
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for later imports and loader workers
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def _by_split(files: list[str]) -> dict[str, list[str]] | list[str]:
-    """{split: files} where every file's name begins with its split's, as in train.parquet and validation.parquet."""
+    """{split: files} if every file name begins with its split, as train.parquet does; else the files."""
     named = {split: [file for file in files if Path(file).stem.startswith(split)] for split in SPLITS}
     found = {split: inside for split, inside in named.items() if inside}
     return found if "train" in found and sum(map(len, found.values())) == len(files) else files
 
 
 def _first_broken(kind: str, files: list[str]) -> str:
-    """The first file that can't be read by itself."""
+    """The first file that can't be read on its own; "" if there is none."""
     import datasets
 
     for file in files:
@@ -103,7 +98,7 @@ def _first_broken(kind: str, files: list[str]) -> str:
 
 
 def _local_files(path: str) -> list[str]:
-    """The readable files that a file, folder or glob names; all of one format."""
+    """The readable files that a file, folder or glob names, all of one format."""
     if Path(path).is_dir():
         found = sorted(str(file) for file in Path(path).rglob("*") if file.suffix in FORMATS)
     else:
@@ -112,7 +107,7 @@ def _local_files(path: str) -> list[str]:
         raise DataError(f"data.path={path} names no file; give a file, a folder or a glob")
     if not any(Path(file).stat().st_size for file in found):
         raise DataError(
-            f"data.path={path} could not be loaded: {found[0]} is empty, as all of it; give files with data"
+            f"data.path={path} could not be loaded: all files are empty, as {found[0]}; give files with data"
         )
     kinds = {FORMATS.get(Path(file).suffix) for file in found}
     if None in kinds or len(kinds) > 1:
@@ -121,33 +116,32 @@ def _local_files(path: str) -> list[str]:
 
 
 def pick_split(everything: Any, config: DataConfig, split: str) -> Any:
-    """The training or validation part of a `datasets.DatasetDict`; held out by a fixed seed where none is given."""
-    if config.split not in everything:
-        raise DataError(f"data.split={config.split} is not there; the dataset has {', '.join(everything)}")
-    if config.validation_split not in ("auto", *everything):
-        raise DataError(
-            f"data.validation_split={config.validation_split} is not there; the dataset has {', '.join(everything)}"
-        )
+    """The training or validation part of a `datasets.DatasetDict`; a fixed part is held out if there is no such split.
+
+    None for the validation part of a single document.
+    """
+    for key, name in (("split", config.split), ("validation_split", config.validation_split)):
+        if name not in everything and (key, name) != ("validation_split", "auto"):
+            raise DataError(f"data.{key}={name} does not exist; the dataset has {', '.join(everything)}")
+    rows = everything[config.split]
     held_out = config.validation_split
     if held_out == "auto":
         held_out = next((name for name in ("validation", "test") if name in everything and name != config.split), "")
     if held_out:
-        chosen = everything[config.split if split == "train" else held_out]
-    elif len(everything[config.split]) < 2:
+        chosen = rows if split == "train" else everything[held_out]
+    elif len(rows) < 2:
         if split == "validation":
-            log.info("data: a single document, so that none is held out: there is no evaluation")
-        chosen = everything[config.split] if split == "train" else None
+            log.info("data: a single document, so none is held out and there is no evaluation")
+        chosen = rows if split == "train" else None
     else:
-        length = len(everything[config.split])
-        if math.ceil(length * config.validation_fraction) >= length:
+        if math.ceil(len(rows) * config.validation_fraction) >= len(rows):
             raise DataError(
-                f"data.validation_fraction={config.validation_fraction} leaves none of {length} rows to train on; "
+                f"data.validation_fraction={config.validation_fraction} leaves none of {len(rows)} rows to train on; "
                 "use a smaller one"
             )
-        parts = everything[config.split].train_test_split(test_size=config.validation_fraction, seed=0)
+        parts = rows.train_test_split(test_size=config.validation_fraction, seed=0)
         chosen = parts["train" if split == "train" else "test"]
     if chosen is not None and config.text_column not in chosen.column_names:
-        raise DataError(
-            f"data.text_column={config.text_column} is not there; the columns are {', '.join(chosen.column_names)}"
-        )
+        columns = ", ".join(chosen.column_names)
+        raise DataError(f"data.text_column={config.text_column} does not exist; the columns are {columns}")
     return chosen

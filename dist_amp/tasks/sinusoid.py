@@ -1,7 +1,7 @@
-"""A pixel-wise network that draws: coordinates in, a quantised two-dimensional sinusoid out.
+"""A pixel-wise network that draws a quantised two-dimensional sinusoid from coordinates.
 
-All of its arithmetic is matrix products of one width, so that it shows what mixed precision buys; it has no batch
-statistics, so that any number of ranks computes the same step.
+Nearly all of its FLOPs are matrix products of one width, so it shows the gain of mixed precision; it has no batch
+statistics, so any number of ranks computes the same step.
 """
 
 import math
@@ -17,7 +17,7 @@ Count = Annotated[int, Range(low=1)]
 
 
 class PixelNorm(nn.Module):
-    """Layer normalisation over the channels of each pixel: [B, C, H, W] -> the same."""
+    """Layer normalisation over the channels of each pixel: [B, C, H, W] -> [B, C, H, W]."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -56,14 +56,14 @@ class Sinusoid:
         self.size = size
         self.crop = crop
         self.crops = crops
-        self._whole = draw(size, levels, frequencies)
+        self._picture = draw(size, levels, frequencies)
         self.model_shape = (width, hidden_layers)
 
     def build_model(self) -> nn.Module:
         return PixelNet(*self.model_shape)
 
     def build_dataset(self, split: str) -> Any:
-        """Random crops to train on; to validate, the crops that tile the whole picture."""
+        """Random crops for training; for validation, the crops that tile the picture."""
         import datasets
 
         if split == "train":
@@ -82,7 +82,7 @@ class Sinusoid:
 
     def picture(self, top: int, left: int, extent: int) -> tuple[Tensor, Tensor]:
         """(coordinates [2, extent, extent], levels [1, extent, extent] in 0..1) of one square of the picture."""
-        coordinates, levels = (part[:, top : top + extent, left : left + extent] for part in self._whole)
+        coordinates, levels = (part[:, top : top + extent, left : left + extent] for part in self._picture)
         return coordinates, levels
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -92,13 +92,13 @@ class Sinusoid:
         return batch["levels"].numel()
 
     def flops_per_item(self, model: nn.Module) -> float:
-        """Of one crop, forward and backward: 3 x 2 per multiply-add, without the coordinates' gradient."""
+        """FLOPs of one crop, forward and backward: 3 x 2 per multiply-add, without the coordinates' gradient."""
         width, hidden_layers = self.model_shape
         weights = 2 * width + hidden_layers * width**2 + width
         return 2 * self.crop**2 * (3 * weights - 2 * width)
 
     def sample(self, model: nn.Module) -> Tensor:
-        """The target and what the model makes of it, side by side: [1, H, 2 W] in 0..1."""
+        """The target and the model's drawing, side by side: [1, H, 2 W] in 0..1."""
         coordinates, levels = self.picture(0, 0, self.size)
         device = next(model.parameters()).device
         rows = [model(part[None].to(device))[0].float().cpu() for part in coordinates.split(64, dim=1)]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dist_amp.run import Run
-from dist_amp.runtime.files import write_synced
+from dist_amp.runtime.files import write_durably
 from dist_amp.telemetry.writers import plain_json
 
 
@@ -69,9 +69,7 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
                 "final_loss": logged["train/loss"],
                 "loss_scale": logged["amp/loss_scale"],
             }
-    temporary = folder / ".summary.json.writing"
-    write_synced(temporary, json.dumps(plain_json(summary), indent=2) + "\n")
-    temporary.replace(folder / "summary.json")
+    write_durably(folder / "summary.json", json.dumps(plain_json(summary), indent=2) + "\n")
     return summary
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dist_amp.runtime.files import write_synced
+from dist_amp.runtime.files import write_durably
 
 Warn = Callable[[str], object]
 
@@ -44,9 +44,7 @@ class JsonlWriter:
             if row["step"] <= step:
                 kept += f"{line}\n"
                 self.last = row if "train/loss" in row else self.last
-        temporary = path.with_name(".metrics.jsonl.writing")
-        write_synced(temporary, kept)
-        temporary.replace(path)  # atomic: a kill in between must not lose the log
+        write_durably(path, kept)  # a kill in between must not lose the log
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a line, after those that could not be written before; warns at the first failure."""

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.data import build_batches, shard_step
 from dist_amp.diagnostics import consistency
@@ -39,6 +38,7 @@ from dist_amp.settings import (
 from dist_amp.step import train_step
 from dist_amp.verify.reference import (
     STEPS,
+    OperationCounter,
     Reference,
     State,
     Values,
@@ -46,6 +46,7 @@ from dist_amp.verify.reference import (
     gradients_of,
     largest,
     relative_error,
+    sums_over_ranks,
 )
 from dist_amp.world import World
 
@@ -93,7 +94,7 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Callable[..
     position, reductions = 0, []
     for accumulation in cell.accumulation:
         micro_batches, position = micro_batches_at(run, reference, accumulation, position)
-        with ReductionCounter() as counter:
+        with OperationCounter(sums_over_ranks) as counter:
             step(run, micro_batches)
         run.step += 1
         reductions.append(counter.count)
@@ -119,13 +120,13 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
     cast_by = user.precision.cast_by if half and cell.strategy in ("fsdp", "hsdp") else "auto"
     if half and any(isinstance(part, _NormBase) for part in reference.model().modules()):
         cast_by = "autocast"  # a policy would cast batch norm's weights but not its statistics
-    precision = replace(user.precision, use_amp=half, cast_by=cast_by, tf32=False, scaler=ScalerConfig())
-    if cell.precision != "fp32":
-        precision = replace(precision, dtype=cell.precision)
+    scaler = ScalerConfig()
     if cell.precision == "fp16":
         scale = reference.init_scale
         scaler = ScalerConfig(init_scale=scale, growth_interval=2, min_scale=scale / 4)
-        precision = replace(precision, scaler=scaler)
+    precision = replace(user.precision, use_amp=half, cast_by=cast_by, tf32=False, scaler=scaler)
+    if cell.precision != "fp32":
+        precision = replace(precision, dtype=cell.precision)
     divides = user.parallel.replicas != "auto" and world.world_size % user.parallel.replicas == 0
     return replace(
         user,
@@ -210,16 +211,9 @@ def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step
 
 def by_rank(texts: list[str]) -> list[str]:
     """The faults of a skipped step, each once, with the ranks that have it; texts: one per rank, "" for no fault."""
-    found: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        if text:
-            found.setdefault(text, []).append(rank)
-    last = len(texts) - 1
-    return [
-        f"a step that is not finite on rank {last} must be skipped, but on rank{'s' if len(ranks) > 1 else ''} "
-        f"{', '.join(map(str, ranks))} {text}"
-        for text, ranks in found.items()
-    ]
+    where = f"a step that is not finite on rank {len(texts) - 1} must be skipped, but on rank"
+    ranks = {fault: [str(rank) for rank, text in enumerate(texts) if text == fault] for fault in texts if fault}
+    return [f"{where}{'s' * (len(found) > 1)} {', '.join(found)} {fault}" for fault, found in ranks.items()]
 
 
 def fault_of_state(run: Run) -> str:
@@ -359,22 +353,3 @@ def full(tensor: Tensor) -> Tensor:
     """A copy of the full tensor; a collective if it is sharded."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
-
-
-class ReductionCounter(TorchDispatchMode):
-    """Counts the collectives that sum gradients over ranks."""
-
-    supports_higher_order_operators = True  # compiled code has them
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise torch runs compiled blocks eagerly, and verify would check that
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(function)
-        self.count += "c10d" in name and ("reduce_scatter" in name or "allreduce" in name)
-        return function(*args, **(kwargs or {}))

@@ -6,7 +6,8 @@ by about 1 %, clipping takes effect, and AdamW's division does not amplify round
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,6 @@ from dist_amp.optim import learning_rate
 from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
 from dist_amp.settings import Config, OptimConfig
 from dist_amp.task import Task
-from dist_amp.world import World
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-12, "bf16": 2.0**-9}
 
@@ -55,9 +55,9 @@ class RepeatableTask:
     eval_modules: names of modules that stay in evaluation mode. infinite_loss: whether this rank's loss is infinite.
     """
 
-    def __init__(self, task: Task, world: World, length: int, eval_modules: frozenset[str] = frozenset()):
+    def __init__(self, task: Task, device: torch.device, length: int, eval_modules: frozenset[str] = frozenset()):
         self._task = task
-        self._world = world
+        self._device = device
         self._dataset: Any = None
         self.length = self._needed = length
         self.eval_modules = eval_modules
@@ -79,10 +79,8 @@ class RepeatableTask:
 
     def build_dataset(self, split: str) -> Any:
         if self._dataset is None:
-            before = random_state(self._world.device)
-            seed_all(0)  # a randomly generated dataset is then the same in every process
-            self._dataset = self._task.build_dataset("train")
-            set_random_state(before, self._world.device)
+            with self._seeded(0):  # a randomly generated dataset is then the same in every process
+                self._dataset = self._task.build_dataset("train")
             have = 0 if self._dataset is None else len(self._dataset)
             if have < self._needed:
                 raise DataError(
@@ -95,12 +93,17 @@ class RepeatableTask:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        before = random_state(self._world.device)
-        seed_all(index)  # a random augmentation is then the same on every reading
-        try:
+        with self._seeded(index):  # a random augmentation is then the same on every reading
             return self._dataset[int(index)]
+
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        before = random_state(self._device)
+        seed_all(seed)
+        try:
+            yield
         finally:
-            set_random_state(before, self._world.device)
+            set_random_state(before, self._device)
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         loss = self._task.loss_sum(model, batch)
@@ -140,7 +143,7 @@ class Reference:
         self.device = device
         self.global_batch = global_batch
         task = build_task(config.task, config.data) if task is None else task
-        self.task = RepeatableTask(task, World(device=device), STEPS * global_batch, eval_modules)
+        self.task = RepeatableTask(task, device, STEPS * global_batch, eval_modules)
         self._trajectories: dict[tuple[str, str, bool], Trajectory] = {}
         self._bounds: dict[str, float] = {}
         vars(self).update(measured or {})  # fills the cached properties
@@ -227,7 +230,7 @@ class Reference:
         model, samples = self.model(), self.step_samples(True)[0]
         weight, scale = self.task.weight(self.batch(samples)), self.init_scale if precision == "fp16" else 1.0
         for part in torch.tensor(samples).chunk(parts):
-            with RoundingCounter() as roundings:
+            with OperationCounter(rounds) as roundings:
                 with self.autocast(precision):
                     loss = self.task.loss_sum(model, self.batch(part.tolist()))
                 (loss * (scale / weight)).backward()
@@ -278,19 +281,36 @@ class Reference:
         )
 
 
-class RoundingCounter(TorchDispatchMode):
-    """Counts the operations that produce new floating-point values."""
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations for which `counts(function, output)` is true."""
 
-    def __init__(self) -> None:
+    supports_higher_order_operators = True  # compiled code has them
+
+    def __init__(self, counts: Callable[[Any, Any], bool]) -> None:
         super().__init__()
+        self.counts = counts
         self.count = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise torch runs compiled blocks eagerly, and verify would check that
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        is_view = any(value.alias_info is not None for value in function._schema.returns)
-        first = out[0] if isinstance(out, tuple | list) and out else out
-        self.count += isinstance(first, Tensor) and first.is_floating_point() and not is_view
+        self.count += self.counts(function, out)
         return out
+
+
+def rounds(function: Any, out: Any) -> bool:
+    """Whether an operation computes new floating-point values."""
+    is_view = any(value.alias_info is not None for value in function._schema.returns)
+    first = out[0] if isinstance(out, tuple | list) and out else out
+    return isinstance(first, Tensor) and first.is_floating_point() and not is_view
+
+
+def sums_over_ranks(function: Any, out: Any) -> bool:
+    """Whether an operation is a collective that sums gradients over ranks."""
+    return "c10d" in str(function) and any(name in str(function) for name in ("reduce_scatter", "allreduce"))
 
 
 def mean_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:

@@ -106,7 +106,7 @@ def _config_of(text: str, path: Path, argv: Sequence[str]) -> Config:
 def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path) -> str:
     """Load the saved weights, else those of the run's newest checkpoint; return which, in words."""
     if weights is not None:
-        named, whose = dict(weights), "the weights that it holds"
+        named, whose = dict(weights), "the weights that it keeps"
     elif checkpoints := all_checkpoints(path.parent.parent):
         named, whose = get_model_state_dict(model), f"the weights of {checkpoints[-1].name}"
         try:
@@ -115,7 +115,7 @@ def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path
         except CheckpointRejected as error:
             raise DataError(f"--replay {path} needs the weights of {checkpoints[-1]}: {error}") from None
     else:
-        return "initial weights: it holds none, and the run's folder holds no checkpoint"
+        return "initial weights: it keeps none, and the run's folder holds no checkpoint"
     try:
         set_model_state_dict(model, named)
     except (RuntimeError, ValueError) as error:
