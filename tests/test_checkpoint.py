@@ -89,8 +89,7 @@ def stop_and_go_on(world, folder, strategy, dtype, workers, task=Dropped, more=(
 
 # Each strategy, dtype, number of ranks and of workers at least once; the whole product is slow.
 CORE = {
-    (1, "single", "fp32", 0), (2, "ddp", "fp16", 2), (2, "ddp", "bf16", 0), (2, "fsdp", "fp16", 0),
-    (2, "fsdp", "fp32", 2), (3, "ddp", "fp32", 0), (4, "ddp", "fp16", 0), (4, "fsdp", "bf16", 2),
+    (1, "single", "fp32", 0), (2, "ddp", "fp16", 2), (2, "fsdp", "bf16", 2), (3, "ddp", "fp32", 0),
     (4, "hsdp", "fp16", 0),
 }  # fmt: skip
 WHOLE = [
@@ -110,7 +109,9 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path, ra
         assert all(equal)
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (4, "ddp")])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "single"), (2, "ddp"), pytest.param(4, "ddp", marks=pytest.mark.slow)]
+)
 def test_batch_statistics_go_on_bit_identical_on_every_rank_though_their_averages_are_saved(tmp_path, ranks, strategy):
     for equal in on_ranks(ranks, stop_and_go_on, tmp_path, strategy, "fp32", 0, Normed):
         assert all(equal)

@@ -106,7 +106,7 @@ def test_the_whole_matrix_computes_the_step_of_one_process(say, part):
     run_cells(everything()[part::PARTS], say)
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (4, "hsdp")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), pytest.param(4, "hsdp", marks=pytest.mark.slow)])
 def test_the_matrix_holds_where_gradients_are_reduced_after_every_micro_batch(ranks, strategy):
     cells = [Cell(strategy, precision, accumulate_reduce="every") for precision in PRECISIONS]
     assert on_ranks(ranks, causes, True, cells)[0] == ["", "", ""]
