@@ -32,6 +32,6 @@ RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb
 RUN { getent passwd 1000 || useradd --uid 1000 --create-home trainer; } && install -d -o 1000 -g 1000 runs
 COPY . .
 USER 1000
-# DIST_AMP_PYTHON: demo.sh and test.sh take this Python as it stands.
+# DIST_AMP_PYTHON: demo.sh and test.sh use this Python and install nothing.
 ENV PYTHONPATH=/app DIST_AMP_PYTHON=/opt/venv/bin/python
 CMD ["bash", "launch/demo.sh"]

@@ -26,6 +26,7 @@ from dist_amp.runtime.process import set_tf32
 from dist_amp.settings import PrecisionConfig, ScalerConfig
 from dist_amp.world import World
 
+NOTHING: AbstractContextManager[None] = nullcontext()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,9 +56,6 @@ class Precision:
         backward frees as it goes.
         """
         return keep_autocast_cache() if self.cast_by == "autocast" and not sharded and micro_batches > 1 else NOTHING
-
-
-NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)

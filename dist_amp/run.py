@@ -1,4 +1,4 @@
-"""A run: everything that training needs, assembled from one config; for the main job, scripts and notebooks alike."""
+"""A run: everything that training needs, assembled from one config; for the main job, scripts and notebooks."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -62,10 +62,9 @@ class World:
 
     def from_main(self, value: str) -> str:
         """Rank 0's value, on every rank."""
-        if self.control is None:
-            return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        if self.control is not None:
+            dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def gather_texts(self, text: str) -> list[str]:

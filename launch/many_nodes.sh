@@ -34,7 +34,7 @@ GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -o address show to "$here" | awk 
 python3 -m dist_amp.train --print_config "$@" >/dev/null || exit # reject bad settings here, not in each restart
 gpus="$(python3 -c 'import torch; print(torch.cuda.device_count())')"
 processes="${NPROC_PER_NODE:-$gpus}" cores="$(nproc)" numa=() SECONDS=0
-((processes > 0)) || fail "torch sees no GPU on this machine; mend that, or set NPROC_PER_NODE for ranks on the CPU" 1
+((processes > 0)) || fail "torch sees no GPU on this machine; fix that, or set NPROC_PER_NODE for ranks on the CPU" 1
 echo "machine $NODE_RANK of $NNODES ($here): waits at most $RDZV_TIMEOUT s for the others at $at"
 until ((NODE_RANK == 0)) || answers "$head"; do
     ((SECONDS < RDZV_TIMEOUT)) || fail "nothing answers at $at in $RDZV_TIMEOUT s; start machine 0, or open the port" 1

@@ -119,7 +119,7 @@ def stand_ins(folder, **scripts):
 
 @needs_ip
 def test_a_machine_of_several_that_sees_no_gpu_says_so_unless_told_how_many_ranks(tmp_path):
-    told = "error: torch sees no GPU on this machine; mend that, or set NPROC_PER_NODE for ranks on the CPU"
+    told = "error: torch sees no GPU on this machine; fix that, or set NPROC_PER_NODE for ranks on the CPU"
     assert start(NPROC_PER_NODE="", PATH=stand_ins(tmp_path, python3="echo 0")) == (1, told)
 
 
