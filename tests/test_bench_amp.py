@@ -1,4 +1,4 @@
-"""`python -m dist_amp.bench amp` measures what it says, and says what follows; how fast that is, no test asserts."""
+"""`python -m dist_amp.bench amp` measures what it says, and draws the right conclusions; no test asserts a time."""
 
 import argparse
 import gc
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,21 +18,25 @@ import torch.nn.functional as F
 from tiny import Rows, Tiny, make_run
 from torch import nn
 
-from dist_amp.bench import timing
+from dist_amp.bench import harness
 from dist_amp.bench.amp import __main__ as amp
-from dist_amp.bench.amp import contender as contending
 from dist_amp.bench.amp import measure as measuring
-from dist_amp.bench.amp.experiment import INFERENCE, MODES, TRAIN, Experiment, Published, Target
-from dist_amp.bench.amp.experiments import linear, mlp
-from dist_amp.bench.amp.measure import COMPILED, EAGER, Effort, measure
-from dist_amp.bench.amp.memory_use import rise_on_host
-from dist_amp.bench.amp.parity import band, drift, judged, windows
-from dist_amp.bench.amp.pictures import illustrate, write_board
-from dist_amp.bench.amp.recipes import BY_HAND, FP32, RECIPES, set_scaler
-from dist_amp.bench.amp.report import REDUCED_BANNER, markdown, mebibytes, published_table, table, targets_table
-from dist_amp.bench.amp.roofline import BOUNDS, Ceilings, Work, count
-from dist_amp.bench.amp.verdict import add_parity, best, si, verdict
+from dist_amp.bench.amp.experiments import EXPERIMENTS, INFERENCE, MODES, TRAIN, Experiment, Linear, Published, Target
+from dist_amp.bench.amp.measure import BASELINES, COMPILED, EAGER, FP32, RECIPES, measure, peak_on_cpu, set_scaler
+from dist_amp.bench.amp.parity import drift, judged, tolerance, windows
+from dist_amp.bench.amp.report import (
+    REDUCED_BANNER,
+    illustrate,
+    markdown,
+    published_table,
+    table_of,
+    targets_table,
+    write_tensorboard,
+)
+from dist_amp.bench.amp.roofline import BOUNDS, Ceilings, count
+from dist_amp.bench.amp.verdict import add_parity, best, verdict
 from dist_amp.bench.loops import Loop
+from dist_amp.bench.report import si
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.telemetry.async_copy import Clock
 from dist_amp.world import World
@@ -42,16 +46,22 @@ CPU = torch.device("cpu")
 CEILINGS = Ceilings({"fp32": 1e12, "tf32": 4e12, "bf16": 1e13, "fp16": 1e13}, 1e11, 1e-6)
 ASKED = ("fp32", "bf16", "fp16", "fp16_unscaled")
 ROUNDS = 2
-# As the reduced form has it.
+LINEAR = EXPERIMENTS["linear"].reduced()
+# As in the command's reduced form.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
 def quick_collections():
-    """As the command has it: garbage is collected often, and not looked for in all modules each time."""
+    """As in the command: garbage is collected often, but not searched for in all modules each time."""
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def known_ceilings(monkeypatch):
+    monkeypatch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
 
 
 # --- parity
@@ -60,43 +70,41 @@ def quick_collections():
 FALLING = [1.0 - 0.009 * step for step in range(100)]
 
 
-def test_a_curve_that_learns_nothing_drifts_by_one():
-    flat = [windows(FALLING)[0]] * 100
-    assert drift(flat, FALLING) == pytest.approx(1)
-    assert judged("bf16", flat, FALLING) == "drifts"
+FLAT = [windows(FALLING)[0]] * 100
+BUMP = [loss + (0.5 if 40 <= step < 50 else 0) for step, loss in enumerate(FALLING)]  # right at the end
 
 
-def test_drift_does_not_depend_on_what_the_loss_is_measured_in():
+@pytest.mark.parametrize(
+    ("name", "curve", "reference", "expected"),
+    [
+        ("bf16", FLAT, FALLING, "drifts"),
+        ("bf16", BUMP, FALLING, "drifts"),
+        ("fp16", [*FALLING[:-1], math.nan], FALLING, "diverges"),
+        ("fp16", [*FALLING[:-1], math.inf], FALLING, "diverges"),
+        ("bf16", FALLING, [1.0] * 100, "nothing to compare"),
+        ("bf16", [1.0, 0.5], [2.0, 1.0], "drifts"),  # two steps are a curve
+    ],
+)
+def test_a_curve_that_is_not_float32s_is_recognised(name, curve, reference, expected):
+    assert judged(name, curve, reference) == expected
+
+
+def test_drift_is_the_share_that_was_not_learned_in_any_unit_of_the_loss():
+    assert drift(FLAT, FALLING) == pytest.approx(1)
     near = [loss + 0.001 * (step % 7) for step, loss in enumerate(FALLING)]
     other = drift([1000 * loss + 5 for loss in near], [1000 * loss + 5 for loss in FALLING])
     assert other == pytest.approx(drift(near, FALLING))
     assert 0 < other < 0.01
 
 
-def test_a_curve_drifts_just_outside_the_band_of_its_precision():
+def test_a_curve_drifts_just_outside_the_tolerance_of_its_precision():
     learned = windows(FALLING)[0] - windows(FALLING)[-1]
-    for way in ("bf16", "fp16", "fp32_scaled"):
+    for name in ("bf16", "fp16", "fp32_scaled"):
         for share, expected in ((0.99, "within"), (1.01, "drifts")):
-            shifted = [loss + share * band(way) * learned for loss in FALLING]
-            assert judged(way, shifted, FALLING) == expected
-    assert (round(band("bf16"), 4), round(band("fp16"), 4)) == (0.0391, 0.0049)
-    assert band("fp32_scaled") == band("tf32") == band("fp16")
-
-
-def test_one_bad_stretch_is_seen_though_the_end_is_right():
-    bump = [loss + (0.5 if 40 <= step < 50 else 0) for step, loss in enumerate(FALLING)]
-    assert bump[-1] == FALLING[-1]
-    assert judged("bf16", bump, FALLING) == "drifts"
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_diverges(bad):
-    assert judged("fp16", [*FALLING[:-1], bad], FALLING) == "diverges"
-
-
-def test_a_float32_that_does_not_learn_compares_with_nothing():
-    assert judged("bf16", FALLING, [1.0] * 100) == "nothing to compare"
-    assert judged("bf16", [1.0, 0.5], [2.0, 1.0]) == "drifts", "two steps are a curve"
+            shifted = [loss + share * tolerance(name) * learned for loss in FALLING]
+            assert judged(name, shifted, FALLING) == expected
+    assert (round(tolerance("bf16"), 4), round(tolerance("fp16"), 4)) == (0.0391, 0.0049)
+    assert tolerance("fp32_scaled") == tolerance("tf32") == tolerance("fp16")
 
 
 # --- what a step asks of a device
@@ -104,20 +112,25 @@ def test_a_float32_that_does_not_learn_compares_with_nothing():
 
 ROWS, INSIDE, OUTSIDE = 4, 16, 8
 FLOPS = 2 * ROWS * INSIDE * OUTSIDE  # of one product
+NOTHING = {"flops": {}, "bytes": 0, "operations": 0}
 
 
 def a_layer():
-    """x, weight, and the gradient of the output, as a linear layer without a bias has them."""
+    """x, weight, and the gradient of the output, of a linear layer without a bias."""
     weight = nn.Parameter(torch.randn(OUTSIDE, INSIDE))
     return torch.randn(ROWS, INSIDE), weight, torch.randn(ROWS, OUTSIDE)
 
 
+def work(flops, size, operations):
+    return {"flops": flops, "bytes": size, "operations": operations}
+
+
 def test_a_linear_layers_forward_and_backward_are_two_products():
     x, weight, upstream = a_layer()
-    work = count(lambda: F.linear(x, weight).backward(upstream), CPU, tf32=False)
     # Each reads two of (x, weight, output's gradient), and writes the output, or the weight's gradient.
     one = 4 * (ROWS * INSIDE + OUTSIDE * INSIDE + ROWS * OUTSIDE)
-    assert work == {"flops": {"fp32": 2 * FLOPS}, "bytes": 2 * one, "operations": 2}
+    counted = count(lambda: F.linear(x, weight).backward(upstream), CPU, tf32=False)
+    assert counted == work({"fp32": 2 * FLOPS}, 2 * one, 2)
     assert count(lambda: F.linear(x, weight), CPU, tf32=True)["flops"] == {"tf32": FLOPS}
 
 
@@ -130,17 +143,16 @@ def test_under_autocast_the_products_are_in_half_precision_and_the_casts_count()
             y = F.linear(x, weight)
         y.backward(half)
 
-    work = count(step, CPU, tf32=False)
     one = 2 * (ROWS * INSIDE + OUTSIDE * INSIDE + ROWS * OUTSIDE)
     casts = (4 + 2) * (ROWS * INSIDE + 2 * OUTSIDE * INSIDE)  # x, weight, and the weight's gradient back
-    assert work == {"flops": {"bf16": 2 * FLOPS}, "bytes": 2 * one + casts, "operations": 2 + 3}
+    assert count(step, CPU, tf32=False) == work({"bf16": 2 * FLOPS}, 2 * one + casts, 2 + 3)
 
 
-def test_views_and_fresh_memory_count_nothing():
+def test_views_and_empty_memory_count_nothing():
     x = torch.randn(ROWS, INSIDE)
-    for look in (lambda: x.view(-1).reshape(INSIDE, ROWS).T.unsqueeze(0).expand(3, -1, -1)[0, 1:], lambda: x.detach()):
-        assert count(look, CPU, tf32=False) == asdict(Work())
-    assert count(lambda: torch.empty(5), CPU, tf32=False) == asdict(Work())
+    views = lambda: x.view(-1).reshape(INSIDE, ROWS).T.unsqueeze(0).expand(3, -1, -1)[0, 1:]  # noqa: E731
+    for call in (views, lambda: x.detach(), lambda: torch.empty(5)):
+        assert count(call, CPU, tf32=False) == NOTHING
 
 
 def test_an_expanded_tensor_is_read_once():
@@ -152,184 +164,8 @@ def test_a_fused_optimizer_counts_what_it_writes():
     weight = nn.Parameter(torch.ones(100))
     weight.grad = torch.ones(100)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
-    # It reads weight and gradient, and writes both, by torch's own word: its kernel may unscale gradients.
-    assert count(optimizer.step, CPU, tf32=False) == {"flops": {}, "bytes": 4 * 400, "operations": 1}
-
-
-@pytest.mark.parametrize(
-    ("work", "bound"),
-    [
-        (Work({"fp32": 10**12}, 10**9, 100), "products"),
-        (Work({"bf16": 10**12}, 10**11, 100), "traffic"),
-        (Work({"fp32": 10**6}, 10**5, 100), "launches"),
-    ],
-)
-def test_a_step_is_bound_by_what_takes_longest(work, bound):
-    seconds = CEILINGS.seconds(asdict(work))
-    assert CEILINGS.bound(asdict(work)) == bound == max(seconds, key=seconds.__getitem__)
-
-
-# --- verdicts, on made-up figures
-
-
-def row(seconds, peak=2**30, rounds=10, **more):
-    """All rounds alike, where float32 takes 0.1 s."""
-    return {"seconds": [seconds] * rounds, "of_fp32": [0.1 / seconds] * rounds, "peak_bytes": peak, **more}
-
-
-def a_told(curves=(), work=(), inference=(), compiled=(), **rows):
-    """What an experiment could tell: float32 takes 0.1 s a step, and all learn alike."""
-    rows = {FP32: row(0.1), **rows}
-    told = {"name": "made-up", "steps": 100, "micro_batch_size": 8, "accumulation": 1, "left_out": []}
-    told |= {"model": {"parameters": 1}, "again": []}
-    groups = {(TRAIN, EAGER): rows, (INFERENCE, EAGER): dict(inference), (TRAIN, COMPILED): dict(compiled)}
-    told["groups"] = [
-        {"mode": mode, "form": form, "micro_batch_size": 8, "samples_per_step": 8, "rows": found}
-        for (mode, form), found in groups.items()
-        if found
-    ]
-    told["curves"] = {name: FALLING for name in rows if name in RECIPES} | dict(curves)
-    told["work"] = {TRAIN: dict(work), INFERENCE: {}}
-    add_parity(told)
-    return told
-
-
-NO_TARGETS = Experiment("made-up", "Made up.", ("--train.steps", "100"))
-
-
-def says(told, experiment=NO_TARGETS):
-    return "\n".join(verdict(told, experiment, CEILINGS))
-
-
-def test_the_fastest_precision_that_learns_is_recommended_with_its_figures():
-    told = a_told(bf16=row(0.05, 2**29), fp16=row(0.049, 2**29), tf32=row(0.08))
-    assert best(told, TRAIN) == "bf16", "as fast as fp16, and without a scale to watch"
-    assert "train: bf16. 2.000 [2.000, 2.000] times the speed of fp32, 50 % less memory." in says(told)
-    assert best(a_told(bf16=row(0.05), fp16=row(0.04)), TRAIN) == "fp16"
-
-
-def test_where_nothing_helps_float32_is_recommended():
-    told = a_told(bf16=row(0.099), fp16=row(0.2, 2**20))
-    assert best(told, TRAIN) == FP32
-    assert "train: fp32. No other precision is 1.05 times as fast, or smaller and no slower." in says(told)
-
-
-def test_less_memory_at_the_same_speed_is_worth_it():
-    assert best(a_told(bf16=row(0.1, 2**29)), TRAIN) == "bf16"
-
-
-def test_a_gain_within_the_noise_is_none():
-    noisy = row(0.09) | {"of_fp32": [0.8, 0.9, 1.1, 1.2, 1.3, 1.4]}
-    assert best(a_told(bf16=noisy), TRAIN) == FP32
-
-
-def test_a_precision_that_drifts_is_called_out_and_not_recommended_though_it_is_the_fastest():
-    flat = [1.0] * 100
-    told = a_told({"fp16": flat}, fp16=row(0.01), bf16=row(0.05))
-    assert best(told, TRAIN) == "bf16"
-    assert "fp16 DRIFTS: its loss curve is" in says(told)
-    assert "DRIFTS" in table(told)
-    diverged = a_told({"fp16": [math.nan] * 100}, fp16=row(0.01))
-    assert best(diverged, TRAIN) == FP32
-    assert "fp16 DIVERGES: its loss is not finite." in says(diverged)
-    assert "diverges" in table(diverged)
-
-
-def test_no_curve_to_compare_with_is_said():
-    assert "take more steps" in says(a_told({name: [1.0] * 100 for name in (FP32, "bf16")}, bf16=row(0.05)))
-
-
-@pytest.mark.parametrize(
-    ("work", "sentence"),
-    [
-        (Work({"fp32": 8 * 10**10}, 10**9, 100), "80 GFLOP are 80 ms of products"),
-        (Work({"fp32": 10**10}, 8 * 10**9, 100), "8 GB 80 ms of traffic"),
-        (Work({"fp32": 10**6}, 10**6, 80_000), "80000 operations 80 ms of launching"),
-    ],
-)
-def test_the_reason_names_the_bound_its_counts_and_how_much_it_explains(work, sentence):
-    text = says(a_told(work={FP32: asdict(work)}))
-    assert f"fp32 is {BOUNDS[CEILINGS.bound(asdict(work))]}: " in text
-    assert sentence in text
-    assert "The longest explains 80 % of the 100 ms it takes." in text
-
-
-@pytest.mark.parametrize(
-    ("by_hand", "cause"), [(0.1 / 2.5, "train_step is the cause"), (0.1 / 1.6, "the device is the cause")]
-)
-def test_a_missed_target_is_put_down_to_the_loop_or_to_the_device(by_hand, cause):
-    told = a_told(**{"bf16": row(0.05), "fp32 by hand": row(0.1), "bf16 by hand": row(by_hand)})
-    experiment = replace(NO_TARGETS, targets=(Target(TRAIN, "bf16", 2.3),))
-    assert (
-        f"train bf16: 2.00 of the 2.30 that were expected; the loop by hand reaches {0.1 / by_hand:.2f}: {cause}"
-        in (says(told, experiment))
-    )
-    assert "missed" in targets_table(told, experiment)
-    met = a_told(bf16=row(0.04))
-    assert "expected" not in says(met, experiment)
-    assert "met" in targets_table(met, experiment)
-
-
-def test_memory_is_a_shortfall_only_where_a_saving_was_expected():
-    told = a_told(bf16=row(0.04, 2**31))
-    assert "memory saved" not in says(told, replace(NO_TARGETS, targets=(Target(TRAIN, "bf16", 2.3),)))
-    assert "-100 % of memory saved, 49 % expected" in says(
-        told, replace(NO_TARGETS, targets=(Target(TRAIN, "bf16", 2.3, 0.49),))
-    )
-
-
-def test_a_target_of_what_was_not_measured_is_open():
-    experiment = replace(NO_TARGETS, targets=(Target(INFERENCE, "fp16", 1.5),))
-    assert "open" in targets_table(a_told(), experiment)
-    assert "expected" not in says(a_told(), experiment)
-
-
-def test_the_scaler_and_the_loop_are_told_by_their_ratios():
-    told = a_told(
-        **{"fp16": row(0.05, skipped_steps=1), "fp16_unscaled": row(0.04), "fp16 by hand": row(0.049)},
-    )
-    assert "fp16 runs at 0.800 [0.800, 0.800] of its speed without the loss scaler, which skipped 1 step " in says(told)
-    assert "Speed of train_step over the loop by hand: 0.980 [0.980, 0.980] in fp16." in says(told)
-
-
-def test_what_compiling_does_is_said_of_the_recommended_precision():
-    helped = a_told(bf16=row(0.05), compiled={FP32: row(0.1), "bf16": row(0.025)})
-    assert "Compiling makes it 2.00 times as fast (timed apart)." in says(helped)
-    assert "Compiling makes it 1.00 times as fast (timed apart)." in says(a_told(compiled={FP32: row(0.1)}))
-
-
-def test_without_a_float32_that_fits_the_others_are_told_without_a_comparison():
-    told = a_told(bf16={"seconds": [0.1], "peak_bytes": 1}, fp32={"cant": "out of memory; use smaller micro-batches"})
-    del told["curves"]["fp32"]
-    add_parity(told)
-    why = "out of memory; use smaller micro-batches"
-    assert says(told) == f"train: fp32 is not there to compare with ({why}); these are: bf16 (100 ms, 1 B)."
-
-
-# --- the report
-
-
-def test_a_mib_is_two_to_the_twenty_bytes():
-    assert (mebibytes(3 * 2**20), mebibytes(2**31), mebibytes(1000)) == ("3", "2,048", "0.000954")
-    told = a_told(fp32=row(0.1, 2**31), bf16=row(0.05, 2**30))
-    line = next(line for line in table(told).splitlines() if "bf16" in line)
-    assert [cell.strip() for cell in line.strip("|").split("|")][5:8] == ["2.000 [2.000, 2.000]", "1,024", "50 %"]
-
-
-def test_published_seconds_are_beside_ours_for_as_many_steps():
-    published = (Published(TRAIN, FP32, 20, 2150, 0.01), Published(TRAIN, "fp16", 8, 1350))
-    told = a_told(fp32=row(0.1, 2 * 10**9), fp16=row(0.05, 10**9))
-    *_, first, second = published_table(told, replace(NO_TARGETS, published=published)).splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (first, second)]
-    assert cells[0] == ["train fp32", "20", "10", "1.00", "1.00", "2150", "2,000", "0.01", "0.15"]
-    assert cells[1][:7] == ["train fp16", "8", "5", "2.50", "2.00", "1350", "1,000"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.0031, "3.1 ms"), (2.5e12, "2.5 TB"), (0.0, "0 s"), (4e-7, "400 ns"), (12.0, "12 s")]
-)
-def test_a_figure_has_its_units_prefix(value, text):
-    assert si(value, text[-1]) == text
+    # It reads weight and gradient and, by torch's schema, writes both: its kernel may unscale gradients.
+    assert count(optimizer.step, CPU, tf32=False) == work({}, 4 * 400, 1)
 
 
 def test_memory_on_the_host_is_its_highest_point_in_bytes():
@@ -340,30 +176,217 @@ def test_memory_on_the_host_is_its_highest_point_in_bytes():
         third = torch.empty(500)
         return second, third
 
-    assert rise_on_host(call) == 4 * (1000 + 2000)
-    assert rise_on_host(lambda: None) == 0
+    assert peak_on_cpu(call) == 4 * (1000 + 2000)
+    assert peak_on_cpu(lambda: None) == 0
 
 
-def test_the_precisions_curves_share_a_tag_and_a_second_report_takes_the_firsts_place(tmp_path):
+# --- verdicts, on made-up numbers
+
+
+def row(seconds, peak=2**30, rounds=10, **more):
+    """All rounds equal, where float32 takes 0.1 s."""
+    return {"seconds": [seconds] * rounds, "speedup": [0.1 / seconds] * rounds, "peak_bytes": peak, **more}
+
+
+def a_result(curves=(), work=(), inference=(), compiled=(), **rows):
+    """An experiment's result: float32 takes 0.1 s a step, and all precisions learn the same."""
+    rows = {FP32: row(0.1), **rows}
+    result = {"name": "made-up", "steps": 100, "micro_batch_size": 8, "accumulation": 1, "left_out": []}
+    result |= {"model": {"parameters": 1}, "again": []}
+    groups = {(TRAIN, EAGER): rows, (INFERENCE, EAGER): dict(inference), (TRAIN, COMPILED): dict(compiled)}
+    result["groups"] = [
+        {"mode": mode, "form": form, "micro_batch_size": 8, "samples_per_step": 8, "rows": found}
+        for (mode, form), found in groups.items()
+        if found
+    ]
+    result["curves"] = {name: FALLING for name in rows if name in RECIPES} | dict(curves)
+    result["work"] = {TRAIN: dict(work), INFERENCE: {}}
+    add_parity(result)
+    return result
+
+
+NO_TARGETS = Experiment("made-up", "Made up.", "--train.steps 100")
+
+
+def says(result, experiment=NO_TARGETS):
+    return "\n".join(verdict(result, experiment, CEILINGS))
+
+
+NOISY = row(0.09) | {"speedup": [0.8, 0.9, 1.1, 1.2, 1.3, 1.4]}
+USE_BF16 = "train: use bf16. 2.000 [2.000, 2.000] times the speed of fp32, 50 % less memory."
+USE_FP32 = "train: use fp32. No other precision is 1.05 times as fast, or smaller and not slower"
+
+
+@pytest.mark.parametrize(
+    ("result", "name", "sentence"),
+    [
+        # As fast as fp16, and without a loss scale.
+        (a_result(bf16=row(0.05, 2**29), fp16=row(0.049, 2**29), tf32=row(0.08)), "bf16", USE_BF16),
+        (a_result(bf16=row(0.05), fp16=row(0.04)), "fp16", "train: use fp16. 2.500"),
+        (a_result(bf16=row(0.099), fp16=row(0.2, 2**20)), FP32, f"{USE_FP32}."),
+        (
+            a_result(bf16=row(0.1, 2**29)),
+            "bf16",
+            "1.000 [1.000, 1.000] times the speed of fp32, which may be noise, 50 %",
+        ),
+        (a_result(bf16=NOISY), FP32, USE_FP32),
+        # The fastest is not recommended if it does not learn.
+        (a_result({"fp16": [1.0] * 100}, fp16=row(0.01), bf16=row(0.05)), "bf16", "fp16 DRIFTS: its loss curve is"),
+        (a_result({"fp16": [math.nan] * 100}, fp16=row(0.01)), FP32, "fp16 DIVERGES: its loss is not finite."),
+        (a_result({"fp16": [math.nan] * 100}, fp16=row(0.01)), FP32, f"{USE_FP32} (excluded: fp16: diverges)."),
+    ],
+)
+def test_the_fastest_precision_that_learns_is_recommended_with_its_numbers(result, name, sentence):
+    assert best(result, TRAIN) == name
+    assert sentence in says(result)
+    for word in ("DRIFTS", "DIVERGES"):
+        assert word not in says(result) or word.lower() in table_of(result).lower()
+
+
+def test_a_missing_curve_to_compare_with_is_reported():
+    assert "take more steps" in says(a_result({name: [1.0] * 100 for name in (FP32, "bf16")}, bf16=row(0.05)))
+
+
+@pytest.mark.parametrize(
+    ("counted", "bound", "sentence"),
+    [
+        (work({"fp32": 8 * 10**10}, 10**9, 100), "products", "80 GFLOP of matrix products take at least 80 ms"),
+        (work({"fp32": 10**10}, 8 * 10**9, 100), "traffic", "8 GB of memory traffic 80 ms"),
+        (work({"fp32": 10**6}, 10**6, 80_000), "launches", "launching 80000 operations 80 ms"),
+    ],
+)
+def test_the_limit_is_what_takes_longest_with_its_counts_and_how_much_it_explains(counted, bound, sentence):
+    text = says(a_result(work={FP32: counted}))
+    assert f"fp32 is {BOUNDS[bound]}: " in text
+    assert sentence in text
+    assert "The longest of these explains 80 % of the measured 100 ms." in text
+
+
+@pytest.mark.parametrize(
+    ("baseline", "cause"), [(0.1 / 2.5, "train_step is the cause"), (0.1 / 1.6, "the device is the cause")]
+)
+def test_a_missed_target_is_attributed_to_train_step_or_to_the_device(baseline, cause):
+    result = a_result(**{"bf16": row(0.05), "fp32 baseline": row(0.1), "bf16 baseline": row(baseline)})
+    experiment = replace(NO_TARGETS, targets=(Target(TRAIN, "bf16", 2.3),))
+    sentence = f"train bf16: 2.00 of the expected 2.30; the baseline loop reaches {0.1 / baseline:.2f}: {cause}"
+    assert sentence in says(result, experiment)
+    assert "missed" in targets_table(result, experiment)
+    met = a_result(bf16=row(0.04))
+    assert "expected" not in says(met, experiment)
+    assert "met" in targets_table(met, experiment)
+
+
+def test_a_target_counts_only_for_what_was_measured_and_expected():
+    result, wanted = a_result(bf16=row(0.04, 2**31)), Target(TRAIN, "bf16", 2.3)
+    assert "memory saved" not in says(result, replace(NO_TARGETS, targets=(wanted,)))
+    saving = replace(NO_TARGETS, targets=(wanted._replace(saving=0.49),))
+    assert "-100 % of memory saved, 49 % expected" in says(result, saving)
+    unmeasured = replace(NO_TARGETS, targets=(Target(INFERENCE, "fp16", 1.5),))
+    assert "not measured" in targets_table(a_result(), unmeasured)
+    assert "expected" not in says(a_result(), unmeasured)
+
+
+def test_the_scaler_and_train_step_are_judged_by_their_ratios():
+    rows = {"fp16": row(0.05, skipped_steps=1), "fp16_unscaled": row(0.04), "fp16 baseline": row(0.049)}
+    text = says(a_result(**rows))
+    assert "fp16 runs at 0.800 [0.800, 0.800] of its speed without the loss scaler, which skipped 1 step " in text
+    assert "Speed of train_step relative to the baseline loop: 0.980 [0.980, 0.980] in fp16." in text
+
+
+@pytest.mark.parametrize(
+    ("result", "times"),
+    [
+        (a_result(bf16=row(0.05), compiled={FP32: row(0.1), "bf16": row(0.025)}), "2.00 times as fast"),
+        (a_result(compiled={FP32: row(0.1)}), "1.00 times as fast"),
+        (a_result(compiled={FP32: row(0.2)}), "2.00 times slower"),
+    ],
+)
+def test_the_effect_of_compiling_is_reported_for_the_recommended_precision(result, times):
+    assert f"Compiling makes it {times} (timed separately)." in says(result)
+
+
+def test_without_a_float32_that_fits_the_others_are_reported_without_a_comparison():
+    why = "out of memory; use smaller micro-batches"
+    result = a_result(bf16={"seconds": [0.1], "peak_bytes": 1}, fp32={"note": why})
+    del result["curves"]["fp32"]
+    add_parity(result)
+    assert says(result) == f"train: there is no fp32 to compare with ({why}); measured: bf16 (100 ms, 1 B)."
+
+
+# --- the report
+
+
+def cells_of(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_mib_is_two_to_the_twenty_bytes():
+    result = a_result(fp32=row(0.1, 2**31), bf16=row(0.05, 2**30), fp16=row(0.05, 1000))
+    _, _, _, *cells = [cells_of(line)[5:8] for line in table_of(result).splitlines()]
+    assert cells == [["2.000 [2.000, 2.000]", "1,024", "50 %"], ["2.000 [2.000, 2.000]", "0.000954", "100 %"]]
+
+
+def test_published_seconds_are_next_to_ours_for_as_many_steps():
+    published = (Published(TRAIN, FP32, 20, 2150, 0.01), Published(TRAIN, "fp16", 8, 1350))
+    result = a_result(fp32=row(0.1, 2 * 10**9), fp16=row(0.05, 10**9))
+    *_, first, second = published_table(result, replace(NO_TARGETS, published=published)).splitlines()
+    assert cells_of(first) == ["train fp32", "20", "10", "1.00", "1.00", "2150", "2,000", "0.01", "0.15"]
+    assert cells_of(second)[:7] == ["train fp16", "8", "5", "2.50", "2.00", "1350", "1,000"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0031, "3.1 ms"), (2.5e12, "2.5 TB"), (0.0, "0 s"), (4e-7, "400 ns"), (12.0, "12 s")]
+)
+def test_a_number_has_its_units_prefix(value, text):
+    assert si(value, text[-1]) == text
+
+
+def test_the_precisions_curves_share_a_tag_and_a_second_report_replaces_the_first(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as Pages
 
     for _ in range(2):
-        write_board(a_told(bf16=row(0.05)), tmp_path, [])
-    for way in (FP32, "bf16"):
-        board = EventAccumulator(str(tmp_path / "tensorboard/made-up" / way)).Reload()
+        write_tensorboard(a_result(bf16=row(0.05)), tmp_path, [])
+    for name in (FP32, "bf16"):
+        board = EventAccumulator(str(tmp_path / name)).Reload()
         assert board.Tags()["scalars"] == ["loss/made-up"]
         # TensorBoard keeps float32.
         assert [event.value for event in board.Scalars("loss/made-up")] == pytest.approx(FALLING, rel=1e-6)
-    (report,) = Pages(str(tmp_path / "tensorboard/made-up")).Reload().Tensors("made-up/text_summary")
+    (report,) = Pages(str(tmp_path)).Reload().Tensors("made-up/text_summary")
     assert b"train" in report.tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize("result", [a_result(), a_result(inference={FP32: row(0.1)}) | {"curves": {}, "parity": {}}])
+def test_a_report_of_few_results_can_be_written(result):
+    report = {"reduced": False, "command": "", "started": "", "seconds": 0.0, "rounds": 1, "left_out": [], "dtypes": {}}
+    report |= {"machine": {"cpu": "a CPU", "cores": 2}, "versions": {}, "ceilings": CEILINGS._asdict()}
+    text = markdown(report | {"experiments": [result | {"verdict": []}]}, [NO_TARGETS])
+    assert "## made-up" in text
+    assert REDUCED_BANNER not in text
+
+
+def test_the_pictures_show_what_was_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    partly = a_result({"fp16": [math.nan] * 100}, bf16=row(0.05), fp16=row(0.04), tf32={"note": "out of memory"})
+    drawn = {FP32: torch.rand(1, 8, 16)}
+    published = replace(NO_TARGETS, published=EXPERIMENTS["mlp"].published)
+    files = illustrate(partly, published, drawn, tmp_path, reduced=True)
+    assert [Path(file).read_bytes()[:4] for file in files] == [b"\x89PNG"] * 2
+
+
+def test_without_matplotlib_the_report_says_so_and_the_curves_are_kept(tmp_path, monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.lines"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (why,) = illustrate(a_result(), NO_TARGETS, {FP32: torch.rand(1, 8, 16)}, tmp_path, reduced=False)
+    assert why == "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
+    assert list((tmp_path / "tensorboard/made-up/fp32").iterdir())
 
 
 # --- a real run
 
 
 class Watched(Tiny):
-    """A linear layer whose gradients are too small for fp16, with a part that is frozen; it watches what is done."""
+    """A linear layer whose gradients are too small for fp16, with a frozen part; it records how it is called."""
 
     reads: list[bool]  # of a sample: whether the clock ran
     losses: list[tuple[bool, bool, bool, bool]]  # whether the clock ran; with gradients; in training; frozen part too
@@ -375,7 +398,7 @@ class Watched(Tiny):
 
     def build_dataset(self, split):
         Watched.datasets += 1
-        return WatchedRows(x=linear.Linear().build_dataset(split).tensors[0])
+        return WatchedRows(x=Linear().build_dataset(split).tensors[0])
 
     def loss_sum(self, model, batch):
         x = batch["x"]
@@ -403,39 +426,30 @@ class WatchedClock(Clock):
         return super().lap()
 
 
-OWN = {
-    "task.target": "test_bench_amp:Watched",
-    "train.steps": 15,
-    "train.micro_batch_size": 4,
-    "train.clip_by": "off",
-    "optim.name": "sgd",
-    "optim.lr": 0.1 / Watched.SMALL,
-    "optim.momentum": 0,
-    "optim.weight_decay": 0,
-    "optim.schedule": "constant",
-    # The gradients reach 2^20 then: a few steps are skipped until the scale is found.
-    "precision.scaler.init_scale": 2.0**46,
-    # What the precisions must not take over.
-    "precision.tf32": "true",
-    "compile.blocks": "true",
-}
-OWN_WORDS = [word for name, value in OWN.items() for word in (f"--{name}", str(value))] + ["--use_amp", "false"]
+STEPS, BATCH = 15, 4
+# The gradients reach 2^20 at this scale: a few steps are skipped until the scale is found. The settings after it must
+# not leak into the precisions.
+OWN_WORDS = (
+    f"--task.target test_bench_amp:Watched --train.steps {STEPS} --train.micro_batch_size {BATCH} "
+    f"--train.clip_by off --optim.name sgd --optim.lr {0.1 / Watched.SMALL} --optim.momentum 0 --optim.weight_decay 0 "
+    f"--optim.schedule constant --precision.scaler.init_scale {2.0**46} "
+    "--precision.tf32 true --compile.blocks true --use_amp false"
+).split()
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """(report, its Markdown, train_step's calls) of the command on `Watched`, with little patience."""
+    """(report, its Markdown, train_step's calls) of the command on `Watched`."""
     folder, calls = tmp_path_factory.mktemp("amp"), []
     Watched.reads, Watched.losses, Watched.datasets = [], [], 0
-    step = contending.train_step
+    step = measuring.train_step
 
     def train_step(run, micro_batches):
-        scale = float(run.scaler.scale_tensor)
         calls.append(
             argparse.Namespace(
                 way=(run.precision.name, run.scaler.scales),
                 timed=Watched.timing,
-                scale=scale,
+                scale=float(run.scaler.scale_tensor),
                 others=(run.config.precision.tf32, run.config.compile.blocks),
                 samples=[batch["x"].tolist() for batch in micro_batches],
             )
@@ -443,88 +457,87 @@ def own(tmp_path_factory):
         return step(run, micro_batches)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contending, "train_step", train_step)
-        patch.setattr(timing, "Clock", WatchedClock)
+        patch.setattr(measuring, "train_step", train_step)
+        patch.setattr(harness, "Clock", WatchedClock)
         patch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
         words = ["--reduced", "--precisions", *ASKED, "--forms", "eager", "--batches", "2"]
-        words += ["--out", str(folder), *OWN_WORDS]
-        assert amp.main(words) == 0
+        assert amp.main([*words, "--out", str(folder), *OWN_WORDS]) == 0
     return json.loads((folder / "amp.json").read_text()), (folder / "amp.md").read_text(), calls
 
 
-def calls_of(calls, way):
+def calls_of(calls, name):
     """With the task's own micro-batches."""
-    asked = (way.removesuffix("_unscaled"), way == "fp16")
-    return [call for call in calls if call.way == asked and len(call.samples[0]) == OWN["train.micro_batch_size"]]
+    asked = (name.removesuffix("_unscaled"), name == "fp16")
+    return [call for call in calls if call.way == asked and len(call.samples[0]) == BATCH]
 
 
 def test_every_cell_is_timed_through_train_step(own):
     report, _, calls = own
-    (told,) = report["experiments"]
-    (training, inference, smaller) = told["groups"]
-    assert list(training["rows"]) == [*ASKED, *BY_HAND]
+    (result,) = report["experiments"]
+    (training, inference, smaller) = result["groups"]
+    assert list(training["rows"]) == [*ASKED, *BASELINES]
     assert list(inference["rows"]) == list(smaller["rows"]) == ["fp32", "bf16", "fp16"]
-    for group in told["groups"]:
+    for group in result["groups"]:
         for one in group["rows"].values():
-            assert len(one["seconds"]) == len(one["of_fp32"]) == ROUNDS
+            assert len(one["seconds"]) == len(one["speedup"]) == ROUNDS
     blocks = 2 * measuring.STEPS_OF_DATA + ROUNDS  # the first round is not counted
     usual = {("fp32", False), ("bf16", False), ("fp16", True)}
-    cells = {(way, 4) for way in (*usual, ("fp16", False))} | {(way, 2) for way in usual}
+    cells = {(way, BATCH) for way in (*usual, ("fp16", False))} | {(way, 2) for way in usual}
     timed = Counter((call.way, len(call.samples[0])) for call in calls if call.timed)
     assert timed == dict.fromkeys(cells, blocks)
 
 
-def test_the_data_lie_ready_before_the_clock_and_are_built_once(own):
+def test_the_data_are_ready_before_the_clock_starts_and_are_built_once(own):
     assert Watched.reads
     assert not any(Watched.reads)
-    assert Watched.datasets == 2, "and once for what autocast computes in which dtype"
+    assert Watched.datasets == 2, "and once for the report of dtypes"
 
 
 def test_inference_keeps_no_graph_and_each_mode_has_the_model_in_its_own(own):
     timed = Counter(loss[1:] for loss in Watched.losses if loss[0])
     blocks = 2 * measuring.STEPS_OF_DATA + ROUNDS
     in_training, in_inference = (True, True, False), (False, False, False)
-    assert timed == {in_training: blocks * (len(ASKED) + len(BY_HAND) + 3), in_inference: blocks * 3}
+    assert timed == {in_training: blocks * (len(ASKED) + len(BASELINES) + 3), in_inference: blocks * 3}
 
 
-def test_the_scaler_is_where_its_precision_says(own):
+def test_each_precision_has_the_scaler_that_its_name_says(own):
     _, _, calls = own
-    for way in ("fp32", "bf16", "fp16_unscaled"):
-        assert {call.scale for call in calls_of(calls, way)} == {1.0}
+    for name in ("fp32", "bf16", "fp16_unscaled"):
+        assert {call.scale for call in calls_of(calls, name)} == {1.0}
     scales = [call.scale for call in calls_of(calls, "fp16")]
     assert scales[0] == 2.0**46
     assert scales[-1] < scales[0]
 
 
-def test_a_skipped_step_is_taken_again_on_the_same_samples(own):
+def test_a_skipped_step_is_repeated_on_the_same_samples(own):
     _, _, calls = own
 
-    def learned(way):
+    def learned(name):
         """The samples of the steps before the first that is timed."""
-        found = calls_of(calls, way)
+        found = calls_of(calls, name)
         return [call.samples for call in found[: next(n for n, call in enumerate(found) if call.timed)]]
 
     once, again = learned("bf16"), learned("fp16")
     assert learned("fp32") == once * 2, "float32 learns a second time, to show how far it drifts from itself"
-    assert len(once) == OWN["train.steps"] < len(again)
+    assert len(once) == STEPS < len(again)
     assert [samples for n, samples in enumerate(again) if n == 0 or samples != again[n - 1]] == once
 
 
-def test_gradients_that_vanish_without_the_scaler_are_called_out(own):
+def test_gradients_that_vanish_without_the_scaler_are_reported(own):
     report, text, _ = own
-    (told,) = report["experiments"]
-    verdicts = {way: row["verdict"] for way, row in told["parity"].items()}
+    (result,) = report["experiments"]
+    verdicts = {name: row["verdict"] for name, row in result["parity"].items()}
     assert verdicts == {"fp32": "within", "bf16": "within", "fp16": "within", "fp16_unscaled": "drifts"}
-    assert told["parity"]["fp16_unscaled"]["drift"] > 0.5, "it learned nothing; what is left is the samples' noise"
+    assert result["parity"]["fp16_unscaled"]["drift"] > 0.5, "it learned nothing; the rest is the samples' noise"
     assert "- fp16_unscaled DRIFTS: its loss curve is" in text
 
 
-def test_settings_of_ones_own_do_not_shift_the_precisions(own):
+def test_settings_of_ones_own_do_not_change_the_precisions(own):
     report, _, calls = own
-    assert len(calls_of(calls, "bf16")) == len(calls_of(calls, "fp32")) - OWN["train.steps"], "not float32 for all"
+    assert len(calls_of(calls, "bf16")) == len(calls_of(calls, "fp32")) - STEPS, "not float32 for all"
     assert {call.others for call in calls} == {(False, False)}
-    work = report["experiments"][0]["work"][TRAIN]
-    assert {way: set(counted["flops"]) for way, counted in work.items()} == {
+    counted = report["experiments"][0]["work"][TRAIN]
+    assert {name: set(each["flops"]) for name, each in counted.items()} == {
         "fp32": {"fp32"},
         "bf16": {"bf16"},
         "fp16": {"fp16"},
@@ -532,47 +545,48 @@ def test_settings_of_ones_own_do_not_shift_the_precisions(own):
     }
 
 
-def test_the_report_says_what_it_is_of(own):
+def test_the_report_names_its_task_and_its_form(own):
     report, text, _ = own
     assert report["reduced"] is True
     assert REDUCED_BANNER in text
     assert "`python -m dist_amp.train --task.target test_bench_amp:Watched --train.steps 15" in text
-    assert "1. `" not in text
-    assert [told["target"] for told in report["dtypes"]["operations"]] == ["test_bench_amp:Watched"]
+    assert [one["target"] for one in report["dtypes"]["operations"]] == ["test_bench_amp:Watched"]
 
 
-def an_effort(**changes):
-    words, far = ("--run.device", "cpu"), time.monotonic() + 600
-    return replace(Effort(World(), words, "eager", (EAGER,), MODES, ASKED, ROUNDS, 0.0, far), **changes)
+# --- what fails, what is left out
 
 
-def measured(effort, experiment):
-    told = {}
-    measure(effort, experiment, told)
-    return told
+def a_bench(precisions=ASKED, modes=MODES):
+    words = ["linear", "--reduced", "--forms", EAGER, "--backend", "eager"]
+    return amp.AmpBench(World(), amp.parse([*words, "--precisions", *precisions, "--modes", *modes]))
 
 
-def test_a_precision_that_does_not_fit_loses_the_others_nothing(monkeypatch):
-    build = contending.build_run
+def measured(bench):
+    result = {}
+    measure(bench, LINEAR, result)
+    return result
+
+
+def test_a_precision_that_does_not_fit_costs_the_others_nothing(monkeypatch):
+    build = measuring.build_run
 
     def build_run(config, *args):
         if config.precision.name == "bf16":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return build(config, *args)
 
-    monkeypatch.setattr(contending, "build_run", build_run)
-    names = ("fp32", "fp16_unscaled", "bf16")
-    told = measured(an_effort(precisions=names, modes=(TRAIN,)), linear.REDUCED)
-    rows = told["groups"][0]["rows"]
-    assert rows["bf16"] == {"cant": "out of memory; use smaller micro-batches"}
-    for name in ("fp32", "fp16_unscaled", "fp32 by hand", "bf16 by hand"):
-        assert rows[name]["of_fp32"], f"{name} took its turns"
-    assert list(told["curves"]) == ["fp32", "fp16_unscaled"]
+    monkeypatch.setattr(measuring, "build_run", build_run)
+    result = measured(a_bench(("fp32", "fp16_unscaled", "bf16"), [TRAIN]))
+    rows = result["groups"][0]["rows"]
+    assert rows["bf16"] == {"note": "out of memory; use smaller micro-batches"}
+    for name in ("fp32", "fp16_unscaled", "fp32 baseline", "bf16 baseline"):
+        assert rows[name]["speedup"], f"{name} took its turns"
+    assert list(result["curves"]) == ["fp32", "fp16_unscaled"]
 
 
 def test_a_precision_that_fails_while_it_is_timed_is_named_and_the_others_go_on(monkeypatch):
-    step = contending.train_step
-    left = Counter({"bf16": 15 + measuring.STEPS_OF_DATA + 2})
+    step = measuring.train_step
+    left = Counter({"bf16": 15 + measuring.STEPS_OF_DATA + 3})
 
     def train_step(run, micro_batches):
         left[run.precision.name] -= 1
@@ -580,97 +594,69 @@ def test_a_precision_that_fails_while_it_is_timed_is_named_and_the_others_go_on(
             raise torch.OutOfMemoryError
         return step(run, micro_batches)
 
-    monkeypatch.setattr(contending, "train_step", train_step)
-    told = measured(an_effort(precisions=("fp32", "bf16"), modes=(TRAIN,)), linear.REDUCED)
-    rows = told["groups"][0]["rows"]
-    assert rows["bf16"]["cant"] == "out of memory; use smaller micro-batches"
-    assert len(rows["fp32"]["of_fp32"]) == len(rows["bf16 by hand"]["of_fp32"]) == ROUNDS
+    monkeypatch.setattr(measuring, "train_step", train_step)
+    rows = measured(a_bench(("fp32", "bf16"), [TRAIN]))["groups"][0]["rows"]
+    assert rows["bf16"]["note"] == "out of memory; use smaller micro-batches"
+    assert len(rows["fp32"]["speedup"]) == len(rows["bf16 baseline"]["speedup"]) == ROUNDS
 
 
-def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch, capsys):
-    told = measured(an_effort(ends=time.monotonic() - 1), linear.REDUCED)
-    rows = told["groups"][0]["rows"]
-    assert {name: one["cant"] for name, one in rows.items()} == dict.fromkeys([*ASKED, *BY_HAND], "left out: no time")
-    assert not told["curves"]
-    monkeypatch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
+def test_what_there_is_no_time_for_is_named(tmp_path, known_ceilings, capsys):
+    bench = a_bench()
+    bench.ends = time.monotonic() - 1
+    result = measured(bench)
+    rows = result["groups"][0]["rows"]
+    assert {name: one["note"] for name, one in rows.items()} == dict.fromkeys([*ASKED, *BASELINES], "left out: no time")
+    assert not result["curves"]
     assert amp.main(["linear", "--reduced", "--minutes", "0.001", "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "amp.json").read_text())["left_out"] == ["linear"]
     assert "left out, no time: linear" in (tmp_path / "amp.md").read_text()
     assert "linear\nleft out: no time" in capsys.readouterr().out
 
 
-def test_a_precision_that_a_device_lacks_is_named():
-    told = measured(an_effort(precisions=("fp32", "tf32"), modes=(INFERENCE,)), linear.REDUCED)
-    assert told["left_out"] == ["tf32, for GPUs alone"]
-    assert list(told["groups"][0]["rows"]) == ["fp32"]
+def test_a_precision_that_a_device_does_not_support_is_named():
+    result = measured(a_bench(("fp32", "tf32"), [INFERENCE]))
+    assert result["left_out"] == ["tf32, only on GPUs"]
+    assert list(result["groups"][0]["rows"]) == ["fp32"]
 
 
-@pytest.mark.parametrize("way", list(RECIPES))
-def test_a_precision_sets_its_scaler(way):
-    run = make_run(World(), Tiny(), *RECIPES[way].words)
-    set_scaler(run, RECIPES[way])
-    scaled = way in ("fp16", "fp32_scaled")
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_precision_sets_its_scaler(name):
+    run = make_run(World(), Tiny(), *RECIPES[name].words.split())
+    set_scaler(run, RECIPES[name])
+    scaled = name in ("fp16", "fp32_scaled")
     assert (run.scaler.scales, float(run.scaler.scale_tensor)) == (scaled, 65536.0 if scaled else 1.0)
 
 
-def test_a_run_that_is_stopped_leaves_the_experiments_that_it_has_whole(tmp_path, monkeypatch):
-    answers = iter([a_told(bf16=row(0.05))])
+def test_a_run_that_is_stopped_keeps_its_complete_experiments(tmp_path, monkeypatch, known_ceilings):
+    answers = iter([a_result(bf16=row(0.05))])
 
-    def fill(effort, experiment, told):
+    def fill(bench, experiment, result):
         if (answer := next(answers, None)) is None:
             raise KeyboardInterrupt
-        told |= answer | {"name": experiment.name}
+        result |= answer | {"name": experiment.name}
 
     monkeypatch.setattr(amp, "measure", fill)
-    monkeypatch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
     assert amp.main(["linear", "mlp", "gpt", "--reduced", "--out", str(tmp_path)]) == 130
     report = json.loads((tmp_path / "amp.json").read_text())
-    assert [told["name"] for told in report["experiments"]] == ["linear", "mlp"]
-    assert report["experiments"][1]["cant"] == "stopped by hand"
-    assert report["experiments"][0]["verdict"][0].startswith("train: bf16.")
+    assert [result["name"] for result in report["experiments"]] == ["linear", "mlp"]
+    assert report["experiments"][1]["note"] == "stopped by Ctrl-C"
+    assert report["experiments"][0]["verdict"][0].startswith("train: use bf16.")
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_what_fails_in_one_experiment_is_told_and_the_next_goes_on(tmp_path, monkeypatch):
-    def fill(effort, experiment, told):
-        told |= a_told() | {"name": experiment.name}
+def test_a_failed_experiment_is_reported_and_the_next_goes_on(tmp_path, monkeypatch, known_ceilings):
+    def fill(bench, experiment, result):
+        result |= a_result() | {"name": experiment.name}
         if experiment.name == "linear":
             raise RuntimeError("cuDNN error")
 
     monkeypatch.setattr(amp, "measure", fill)
-    monkeypatch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
     assert amp.main(["mlp", "linear", "--reduced", "--out", str(tmp_path)]) == 1
     text = (tmp_path / "amp.md").read_text()
-    assert "can't: cuDNN error" in text
-    assert text.count("| train | eager") == 2, "what was measured before is kept"
+    assert "failed: cuDNN error" in text
+    assert text.count("| train  | eager") == 2, "what was measured before is kept"
     report = json.loads((tmp_path / "amp.json").read_text())
-    assert [told["name"] for told in report["experiments"]] == ["linear", "mlp"]
-
-
-@pytest.mark.parametrize("told", [a_told(), a_told(inference={FP32: row(0.1)}) | {"curves": {}, "parity": {}}])
-def test_the_report_of_little_can_be_written(told):
-    report = {"reduced": False, "command": "", "began": "", "seconds": 0.0, "rounds": 1, "left_out": [], "dtypes": {}}
-    report |= {"machine": {"cpu": "a CPU", "cores": 2}, "versions": {}, "ceilings": asdict(CEILINGS)}
-    text = markdown(report | {"experiments": [told | {"verdict": []}]}, [NO_TARGETS])
-    assert "## made-up" in text
-    assert REDUCED_BANNER not in text
-
-
-def test_the_pictures_show_what_there_is(tmp_path):
-    pytest.importorskip("matplotlib")
-    partly = a_told({"fp16": [math.nan] * 100}, bf16=row(0.05), fp16=row(0.04), tf32={"cant": "out of memory"})
-    drawn = {FP32: torch.rand(1, 8, 16)}
-    files = illustrate(partly, replace(NO_TARGETS, published=mlp.FULL.published), drawn, tmp_path, reduced=True)
-    assert [Path(file).read_bytes()[:4] for file in files] == [b"\x89PNG"] * 2
-
-
-def test_without_matplotlib_the_report_says_so_and_the_curves_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    (why,) = illustrate(a_told(), NO_TARGETS, {FP32: torch.rand(1, 8, 16)}, tmp_path, reduced=False)
-    assert why == "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
-    assert list((tmp_path / "tensorboard/made-up/fp32").iterdir())
+    assert [result["name"] for result in report["experiments"]] == ["linear", "mlp"]
 
 
 # --- mistakes
@@ -681,16 +667,16 @@ def test_without_matplotlib_the_report_says_so_and_the_curves_are_kept(tmp_path,
     [
         (["linaer"], ConfigError, "there is no experiment 'linaer'; did you mean linear?"),
         (["--reduced", "linaer"], ConfigError, "there is no experiment 'linaer'; did you mean linear?"),
-        (["linear", "--train.steps", "3"], ConfigError, "--train.steps 3 is a setting of a task of your own"),
+        (["linear", "--train.steps", "3"], ConfigError, "--train.steps 3 is a setting for your own task"),
         (["linear", "--minuts", "3"], ConfigError, "there is no option --minuts; did you mean --minutes?"),
         (["--zzzzzz"], ConfigError, "there is no option --zzzzzz; see python -m dist_amp.bench amp --help"),
-        (["--precisions", "bf16"], ConfigError, "--precisions bf16 lacks fp32, with which others are compared; add it"),
+        (["--precisions", "bf16"], ConfigError, "--precisions bf16 lacks fp32, which others are compared with; add it"),
         (["--precisions", "fp32", "bf17"], ConfigError, "invalid choice: 'bf17'"),
-        (["--forms", "compiled"], ConfigError, "--forms compiled lacks eager, with which others are compared; add it"),
-        (["--rounds", "0"], ConfigError, "--rounds 0 must be at least 1"),
+        (["--forms", "compiled"], ConfigError, "--forms compiled lacks eager, which others are compared with; add it"),
+        (["--rounds", "0"], ConfigError, "--rounds: 0 must be at least 1"),
         (["--minutes", "0"], ConfigError, "--minutes 0 must be above 0"),
-        (["--minutes", "nan"], ConfigError, "--minutes nan must be above 0"),
-        (["--batches", "0"], ConfigError, "--batches 0 must be at least 1"),
+        (["--minutes", "nan"], ConfigError, "--minutes: nan must be at least 0"),
+        (["--batches", "0"], ConfigError, "--batches: 0 must be at least 1"),
         (["--task.target", "nowhere:Nothing"], ConfigError, "there is no module nowhere"),
         (["--task.target", "tiny:Tine"], ConfigError, "did you mean Tiny?"),
         (["--task.target", "tiny:Tiny", "--train.stepz", "3"], ConfigError, "did you mean train.steps?"),
@@ -698,25 +684,24 @@ def test_without_matplotlib_the_report_says_so_and_the_curves_are_kept(tmp_path,
         (["--task.target", "tiny:Tiny", "--train.micro_batch_size", "65"], DataError, "has 64 samples, fewer than"),
         (["--task.target", "tiny:HalfLoss"], DataError, "HalfLoss: the task's loss_sum returned torch.bfloat16"),
         (["linear", "--batches", "8", "21"], DataError, "linear: the training dataset has 20 samples, fewer than"),
-        (["linear", "--out", f"{__file__}/amp"], ConfigError, "can't be written: Not a directory; name another folder"),
+        (["linear", "--out", f"{__file__}/amp"], ConfigError, "can't be written: Not a directory; choose another"),
     ],
 )
-def test_a_mistake_is_refused_in_one_line(words, status, says, tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_refused_in_one_line(words, status, says, tmp_path, monkeypatch, known_ceilings, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
     assert amp.main([*words, "--reduced"]) == status.exit_code
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert last.startswith("error: ")
     assert says in last
 
 
-def test_it_is_for_one_process(monkeypatch, capsys):
+def test_it_runs_in_one_process(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert amp.main(["linear", "--reduced"]) == ConfigError.exit_code
-    assert "the bench amp is for one process, and here are 2; leave out torchrun" in capsys.readouterr().err
+    assert "bench amp runs in one process, but 2 were launched; run it without torchrun" in capsys.readouterr().err
 
 
-def test_a_setting_in_the_environment_is_one_of_ones_own_task(monkeypatch):
+def test_a_setting_in_the_environment_is_one_for_ones_own_task(monkeypatch):
     monkeypatch.setenv("DIST_AMP_TRAIN__STEPS", "7")
     (own,) = amp.parse(["--task.target", "tiny:Tiny"]).experiments
     assert own.config().train.steps == 7
@@ -724,52 +709,62 @@ def test_a_setting_in_the_environment_is_one_of_ones_own_task(monkeypatch):
     assert named.config().train.steps == 15
 
 
-def test_a_name_may_stand_behind_an_option():
+def test_names_may_come_after_an_option():
     assert [one.name for one in amp.parse(["--reduced", "linear", "cnn"]).experiments] == ["linear", "cnn"]
     assert [one.name for one in amp.parse(["cnn", "--rounds", "3"]).experiments] == ["cnn"]
+
+
+def test_the_baseline_is_timed_as_the_others_are():
+    """Seconds per step, from an idle device to an idle device."""
+    calls = []
+
+    class Device(World):
+        def wait_for_device(self):
+            calls.append("wait")
+
+    loop = Loop(nn.Identity(), lambda batches: calls.append("step"), lambda: calls.append("prepare"))
+    harness.timed_block(Device(), loop, [[]], 2)
+    assert calls == ["prepare", "wait", "step", "step", "wait"]
 
 
 # --- the whole command
 
 
-def launch(folder, *words):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    command = [sys.executable, "-m", "dist_amp.bench", "amp", *words]
+def launch(folder, *words, module=("dist_amp.bench", "amp")):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *module, *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
-def test_the_reduced_form_takes_every_path_and_says_that_its_timings_mean_nothing(tmp_path):
+def test_the_reduced_form_runs_every_code_path_and_says_that_its_times_are_meaningless(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    began = time.monotonic()
     done = launch(tmp_path, "--reduced")
     assert done.returncode == 0, done.stderr[-2000:]
-    # The command promises three minutes, here on a machine that may do other things as well.
-    assert time.monotonic() - began < 360
     out = tmp_path / "runs/amp_reduced"
     report, text = json.loads((out / "amp.json").read_text()), (out / "amp.md").read_text()
     assert done.stdout.startswith(REDUCED_BANNER.strip("*"))
     assert REDUCED_BANNER in text
-    assert [told["name"] for told in report["experiments"]] == list(amp.EXPERIMENTS)
+    assert [result["name"] for result in report["experiments"]] == list(EXPERIMENTS)
     assert [row["x @ y.T"] for row in report["dtypes"]["rows"]] == ["fp32", "bf16", "fp16"]
     assert [row["x + y"] for row in report["dtypes"]["rows"]] == ["fp32"] * 3
-    for told in report["experiments"]:
-        name, learned = told["name"], [*ASKED, *(["fp32_scaled"] if told["name"] == "mlp" else [])]
-        notes = [row["cant"] for group in told["groups"] for row in group["rows"].values() if "cant" in row]
-        assert not notes, name
-        assert {way: row["verdict"] for way, row in told["parity"].items()} == dict.fromkeys(learned, "within"), name
-        cells = {(group["mode"], group["form"]) for group in told["groups"]}
+    for result in report["experiments"]:
+        name, learned = result["name"], [*ASKED, *(["fp32_scaled"] if result["name"] == "mlp" else [])]
+        assert not [row for group in result["groups"] for row in group["rows"].values() if "note" in row], name
+        verdicts = {one: row["verdict"] for one, row in result["parity"].items()}
+        assert verdicts == dict.fromkeys(learned, "within"), name
+        cells = {(group["mode"], group["form"]) for group in result["groups"]}
         assert cells == {(mode, form) for mode in MODES for form in (EAGER, COMPILED)}
-        assert any(line.startswith("train: ") for line in told["verdict"])
-        for way in learned:
-            board = EventAccumulator(str(out / "tensorboard" / name / way)).Reload()
-            assert len(board.Scalars(f"loss/{name}")) == told["steps"]
-        sizes = {group["micro_batch_size"] for group in told["groups"]}
-        assert sizes == {told["micro_batch_size"], *amp.EXPERIMENTS[name].REDUCED.batches}
+        assert any(line.startswith("train: ") for line in result["verdict"])
+        for one in learned:
+            board = EventAccumulator(str(out / "tensorboard" / name / one)).Reload()
+            assert len(board.Scalars(f"loss/{name}")) == result["steps"]
+        sizes = {group["micro_batch_size"] for group in result["groups"]}
+        assert sizes == {result["micro_batch_size"], *EXPERIMENTS[name].smaller_batches}
     pytest.importorskip("matplotlib")
     pictures = sorted(path.stem for path in out.glob("*.png"))
-    assert pictures == sorted([*(f"amp_{name}" for name in amp.EXPERIMENTS), "amp_sinusoid_drawn"])
+    assert pictures == sorted([*(f"amp_{name}" for name in EXPERIMENTS), "amp_sinusoid_drawn"])
     shown = EventAccumulator(str(out / "tensorboard/sinusoid")).Reload().Tags()["images"]
     assert sorted(shown) == ["pictures/amp_sinusoid", "pictures/amp_sinusoid_drawn"]
 
@@ -801,34 +796,19 @@ def test_a_task_of_ones_own_is_taken_from_a_file(tmp_path):
     words = ["--task.target", "my_file.py:Mine", "--train.steps", "20", "--optim.lr", "0.03"]
     done = launch(tmp_path, "--reduced", *words, "--batches", "4", "--out", "here")
     assert done.returncode == 0, done.stderr[-2000:]
-    (told,) = json.loads((tmp_path / "here/amp.json").read_text())["experiments"]
-    assert (told["name"], told["target"], told["steps"]) == ("Mine", "my_file.py:Mine", 20)
-    assert {group["micro_batch_size"] for group in told["groups"]} == {8, 4}
-    assert told["parity"]["bf16"]["verdict"] == "within"
-    # Nothing of the main job's is left there.
+    (result,) = json.loads((tmp_path / "here/amp.json").read_text())["experiments"]
+    assert (result["name"], result["target"], result["steps"]) == ("Mine", "my_file.py:Mine", 20)
+    assert {group["micro_batch_size"] for group in result["groups"]} == {8, 4}
+    assert result["parity"]["bf16"]["verdict"] == "within"
+    # The main job's files are not left there.
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["here", "my_file.py"]
 
 
 @pytest.mark.slow
 def test_under_torchrun_it_is_refused_once(tmp_path):
     words = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node=2", "-m", "dist_amp.bench", "amp", "linear"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = launch(tmp_path, *words, module=("torch.distributed.run",))
     assert done.returncode != 0
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert told == ["error: the bench amp is for one process, and here are 2; leave out torchrun"]
-    assert told[0].removeprefix("error: ") in done.stderr.splitlines()[-2], "torchrun's own last word"
-
-
-def test_the_loop_by_hand_is_timed_as_the_others_are():
-    """Seconds per step, from a device that has nothing to do to one that has done all of it."""
-    told = []
-
-    class Device(World):
-        def wait_for_device(self):
-            told.append("wait")
-
-    loop = Loop(nn.Identity(), lambda batches: told.append("step"), lambda: told.append("prepare"))
-    timing.timed_block(Device(), loop, [[]], 2)
-    assert told == ["prepare", "wait", "step", "step", "wait"]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == ["error: bench amp runs in one process, but 2 were launched; run it without torchrun"]
+    assert errors[0].removeprefix("error: ") in done.stderr.splitlines()[-2], "torchrun's own last line"

@@ -17,7 +17,7 @@ from tiny import Tiny, make_run, take_steps
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dist_amp.bench.collectives import Collective, Counting, compare, main, measure, tell
+from dist_amp.bench.collectives import Collective, Counting, check, compare, main, measure
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import Failure
@@ -257,12 +257,12 @@ def test_the_page_has_the_numbers_of_its_command(words):
 def test_a_step_that_sends_other_bytes_than_the_formulas_is_an_error(capsys):
     with imagined(8) as world:
         run = run_of(world, "rooted", "--parallel.strategy", "fsdp")
-        tell(run)
+        check(run)
         formula, counted = capsys.readouterr().out.splitlines()[-2:]
         assert formula.split()[1:] == counted.split()[1:]
         run.config = replace(run.config, parallel=replace(run.config.parallel, reduce_dtype="bf16"))
         with pytest.raises(Failure, match="rank 0 put .* bytes into collectives, by the formula"):
-            tell(run)
+            check(run)
 
 
 def test_the_command_compares_strategies_and_refuses_a_world_of_one(capsys):

@@ -1,20 +1,21 @@
-"""What one step sends: how many collectives, and bytes, by the formulas of docs/collectives.md; counted where it runs.
+"""What one step sends: number and bytes of its collectives, by the formulas of docs/collectives.md, and counted.
 
 python -m dist_amp.bench.collectives --config configs/gpt_124m.toml [--world_size 8]
 torchrun --nproc_per_node=2 -m dist_amp.bench.collectives --config configs/fsdp_bf16.toml
 
-One process compares the strategies for the config's model on so many ranks, eight to a machine. Several take steps of
-the config's own strategy, and hold what they counted against the formula. MB are 10^6 bytes, as in a network's GB/s.
+In one process it compares the strategies for the config's model on so many ranks, eight to a machine. On several ranks
+it takes steps with the config's own strategy and compares the counted bytes with the formula. MB are 10^6 bytes.
 """
 
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,11 +35,10 @@ from dist_amp.step import train_step
 from dist_amp.task import Task
 from dist_amp.world import World
 
-RANKS_PER_MACHINE = 8  # of a world that is only imagined
+RANKS_PER_MACHINE = 8  # assumed where no ranks were launched
 # DDP's buckets, in bytes. Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
-# How many float32 numbers each all-reduce of the step's own takes: the weight, and the squared norm.
-STEP_SUMS = (2,)
+STEP_SUMS = 8  # bytes of the step's own all-reduce: the weight and the squared gradient norm, in float32
 KINDS = {
     "allreduce_": "all_reduce",
     "allgather_": "all_gather",
@@ -49,9 +49,8 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective as a rank sees it: among how many ranks, and the bytes that it puts in and gets out."""
+class Collective(NamedTuple):
+    """One collective as a rank sees it: the size of its group, and the bytes that the rank puts in and gets out."""
 
     kind: str
     ranks: int
@@ -65,46 +64,17 @@ class Collective:
         return rounds * (self.ranks - 1) / self.ranks * max(self.bytes_in, self.bytes_out)
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What FSDP2 gathers and reduces as one: a block, or what is left in the root."""
-
-    parameters: Sequence[Tensor]
-    is_root: bool = False
-    stays: bool = False  # whole from its forward to its backward: gathered once, not once for each
-
-    def bytes(self, shards: int, dtype: torch.dtype | None, trained_only: bool = False) -> int:
-        """Of all shards together: each parameter's first dimension is padded to a multiple of their number.
-
-        dtype: what it travels in; None: as it is.
-        """
-        return sum(
-            math.ceil(p.shape[0] / shards) * shards * math.prod(p.shape[1:]) * (dtype or p.dtype).itemsize
-            for p in self.parameters
-            if p.requires_grad or not trained_only
-        )
+# --- by the formulas
 
 
-def units_of(module: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
-    """The blocks, and what is left in the root, in the order in which their forwards end."""
-    units = [Unit(list(block.parameters()), stays=block is blocks[-1]) for block in blocks]
-    inside = {id(p) for unit in units for p in unit.parameters}
-    units.append(Unit([p for p in module.parameters() if id(p) not in inside], is_root=True, stays=True))
-    return [unit for unit in units if unit.parameters]
+def of_ddp(parameters: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) -> Counter[Collective]:
+    """One all-reduce per bucket, for any number of micro-batches; the gradient that fills a bucket closes it.
 
-
-def of_step_sums(ranks: int) -> Counter[Collective]:
-    """The step's own: what the loss is divided by, and the gradients' squared norm."""
-    return Counter(Collective("all_reduce", ranks, 4 * numbers, 4 * numbers) for numbers in STEP_SUMS)
-
-
-def of_ddp(parameters: Iterable[Tensor], ranks: int, dtype: torch.dtype | None) -> Counter[Collective]:
-    """One all-reduce per bucket, whatever the number of micro-batches: a gradient that fills a bucket closes it.
-
-    Gradients are taken to become ready in the reverse order of the parameters: another order makes buckets of other
-    sizes, and not more bytes. dtype: what they travel in; None: their own.
+    Gradients are assumed to become ready in the reverse order of the parameters; another order changes the sizes of
+    buckets, not their total. dtype: in which gradients are sent; None: their own.
     """
-    buckets, held = [0], 0
+    # The first gradient to arrive is this rank's weight: a float32 scalar; it is left out where gradients are compressed.
+    buckets, held = ([4], 4) if dtype is None else ([0], 0)
     for p in reversed([p for p in parameters if p.requires_grad]):
         if held >= (FIRST_BUCKET if len(buckets) == 1 else BUCKET):
             buckets.append(0)
@@ -114,29 +84,47 @@ def of_ddp(parameters: Iterable[Tensor], ranks: int, dtype: torch.dtype | None) 
     return Counter(Collective("all_reduce", ranks, size, size) for size in buckets)
 
 
+def padded_bytes(parameters: Sequence[Tensor], shards: int, dtype: torch.dtype | None) -> int:
+    """Bytes of all shards together: FSDP2 pads each parameter's first dimension to a multiple of their number.
+
+    dtype: in which the parameters are sent; None: their own.
+    """
+    return sum(
+        math.ceil(p.shape[0] / shards) * shards * math.prod(p.shape[1:]) * (dtype or p.dtype).itemsize
+        for p in parameters
+    )
+
+
 def of_sharded(
-    units: Sequence[Unit],
+    config: ParallelConfig,
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    precision: Precision,
     shards: int,
     replicas: int,
     micro_batches: int,
-    reduce_every: bool,
-    gathered_in: torch.dtype | None,
-    reduced_in: torch.dtype | None,
 ) -> Counter[Collective]:
-    """FSDP2, or HSDP where there are replicas: of a model each of whose blocks is trained, and called once."""
+    """FSDP2, or HSDP with replicas, of a model whose blocks are all trained and are called once each."""
+    casts = precision.cast_by == "policy"
+    gathered_in, reduced_in = (precision.dtype, DTYPES[config.reduce_dtype]) if casts else (None, None)
+    # The units: the blocks, then the root with all other parameters, in the order in which their forwards end.
+    in_blocks = [list(block.parameters()) for block in blocks]
+    inside = {id(p) for block in in_blocks for p in block}
+    root = [p for p in module.parameters() if id(p) not in inside]
     counted: Counter[Collective] = Counter()
-    for unit in units:
-        gathered = unit.bytes(shards, gathered_in)
-        reduced = unit.bytes(shards, reduced_in, trained_only=True)
-        # In backward FSDP2 fetches ahead by the order of all forwards since the last step: from the first block on to
-        # what came last in the micro-batch before, in vain at the step's end, unless that is the root, still whole.
-        in_vain = unit is units[-1] and not unit.is_root and micro_batches > 1
-        gathers = micro_batches * (1 if unit.stays else 2) + in_vain
+    for number, parameters in enumerate([*in_blocks, root]):
+        gathered = padded_bytes(parameters, shards, gathered_in)
+        reduced = padded_bytes([p for p in parameters if p.requires_grad], shards, reduced_in)
+        # The last block and the root are not resharded between forward and backward: one gather instead of two. In
+        # backward FSDP2 prefetches in the order of all forwards since the last step; without a root, the last prefetch
+        # of a step is of the last block, and is not used.
+        stays = number >= len(in_blocks) - 1
+        unused = number == len(in_blocks) - 1 and not root and micro_batches > 1
+        gathers = micro_batches * (1 if stays else 2) + unused
         counted[Collective("all_gather", shards, gathered // shards, gathered)] += gathers
-        reductions = micro_batches if reduce_every else 1
+        reductions = micro_batches if config.accumulate_reduce == "every" else 1
         counted[Collective("reduce_scatter", shards, reduced, reduced // shards)] += reductions
-        if replicas > 1:
-            counted[Collective("all_reduce", replicas, reduced // shards, reduced // shards)] += 1
+        counted[Collective("all_reduce", replicas, reduced // shards, reduced // shards)] += 1
     return Counter({one: times for one, times in counted.items() if one.bytes_in and one.ranks > 1})
 
 
@@ -149,31 +137,26 @@ def of_a_step(
     world: World,
     micro_batches: int,
 ) -> Counter[Collective]:
-    """How often a rank calls each collective in one `train_step`, from the third on; before, DDP lays out its buckets.
+    """How often a rank calls each collective in one `train_step` without the step's own all-reduce.
 
-    module, blocks: as `build_parallel` gets them, or has left them. precision: of the sharded strategies.
+    It holds from the third step on: in the first two DDP rebuilds its buckets. module, blocks: before or after
+    `build_parallel`.
     """
     if strategy == "single":
         return Counter()
-    own = of_step_sums(world.world_size)
     if strategy == "ddp":
         dtype = None if config.comm_dtype == "off" else DTYPES[config.comm_dtype]
-        return own + of_ddp(module.parameters(), world.world_size, dtype)
+        return of_ddp(list(module.parameters()), world.world_size, dtype)
     replicas = replicas_of(config, world) if strategy == "hsdp" else 1
-    casts = precision.cast_by == "policy"
-    return own + of_sharded(
-        units_of(module, blocks),
-        world.world_size // replicas,
-        replicas,
-        micro_batches,
-        config.accumulate_reduce == "every",
-        precision.dtype if casts else None,
-        DTYPES[config.reduce_dtype] if casts else None,
-    )
+    shards = world.world_size // replicas
+    return of_sharded(config, module, blocks, precision, shards, replicas, micro_batches)
+
+
+# --- counted
 
 
 class Counting(TorchDispatchMode):
-    """Counts what is called inside, by DDP's reducer in C++ too; not where a rank is alone, and nothing travels."""
+    """Counts collectives, those of DDP's C++ reducer too, but not those in groups of one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,74 +166,13 @@ class Counting(TorchDispatchMode):
         if function.namespace == "c10d":
             kind = KINDS.get(function._opname, function._opname)
             group = next(value for value in args if isinstance(value, torch.ScriptObject))
-            sizes = [_bytes(value) for value in args if isinstance(value, Tensor | list) and _bytes(value)]
+            tensors = [tree_leaves(value) for value in args if isinstance(value, Tensor | list)]
+            sizes = [sum(t.numel() * t.element_size() for t in each if isinstance(t, Tensor)) for each in tensors]
+            sizes = [size for size in sizes if size]
             ranks = torch.distributed.ProcessGroup.unbox(group).size()
             if ranks > 1:
-                self.collectives[Collective(kind, ranks, sizes[-1], sizes[0])] += 1  # outputs stand first
+                self.collectives[Collective(kind, ranks, sizes[-1], sizes[0])] += 1  # outputs come first
         return function(*args, **(kwargs or {}))
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command: compares the strategies, or counts one. Exit status 1 if count and formula differ."""
-    return exit_status(count_or_compare, argv)
-
-
-def count_or_compare(words: Sequence[str]) -> int:
-    parser = Parser("python -m dist_amp.bench.collectives", __doc__)
-    parser.add_argument("--world_size", type=int, default=8, help="ranks to compare the strategies on; default 8")
-    options, words = parser.parse_known_args(words)
-    if environment_number("WORLD_SIZE", 1) > 1:
-        return on_a_run(tell, words)
-    if options.world_size < 2:
-        raise ConfigError(f"--world_size={options.world_size} sends nothing; use 2 or more")
-    config = load_config(words)
-    task = build_task(config.task, config.data)
-    print("\n".join(compare(config, task, task.build_model(), options.world_size)))
-    return 0
-
-
-def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[str]:
-    """JsonlWriter: what a step of each strategy sends on so many ranks; of hsdp where its replicas divide them.
-
-    Without the step's own sums, which are a few bytes.
-    """
-    world = World(world_size=ranks, local_world_size=min(ranks, RANKS_PER_MACHINE))
-    micro_batches = accumulation_steps(config.train, ranks)
-    precision = build_precision(config.precision, True, world)
-    replicas = replicas_of(config.parallel, world)
-    last, every = (replace(config.parallel, accumulate_reduce=when) for when in ("last", "every"))
-    ways: list[tuple[str, Strategy, ParallelConfig]] = [("ddp", "ddp", config.parallel)]
-    ways += [("fsdp, last", "fsdp", last), ("fsdp, every", "fsdp", every)]
-    if ranks % replicas == 0:
-        ways += [(f"hsdp of {replicas}, last", "hsdp", last), (f"hsdp of {replicas}, every", "hsdp", every)]
-    rows = []
-    for name, strategy, parallel in ways:
-        step = of_a_step(parallel, strategy, module, blocks_of(task, module), precision, world, micro_batches)
-        rows.append(row(name, step - of_step_sums(ranks)))
-    parameters = sum(p.numel() for p in module.parameters())
-    return [
-        f"{parameters:,} parameters, {ranks} ranks, {precision.name}, a step of {micro_batches} micro-batches",
-        "",
-        *table(rows),
-    ]
-
-
-def tell(run: Run) -> None:
-    """Errors: Failure where a step's collectives take other bytes than by the formula."""
-    expected, counted = measure(run)
-    run.world.say(
-        f"{run.parallel.strategy} on {run.world.world_size} x {run.world.device.type}, {run.precision.name}\n"
-    )
-    run.world.say("\n".join(table([row("formula", expected), row("counted", counted)])))
-    if (other := volume(counted)) != (own := volume(expected)):
-        raise Failure(
-            f"rank {run.world.rank} put {dict(other)} bytes into collectives, by the formula {dict(own)}; modules that "
-            "are frozen, or called more than once, are not in it"
-        )
 
 
 def measure(run: Run) -> tuple[Counter[Collective], Counter[Collective]]:
@@ -260,9 +182,11 @@ def measure(run: Run) -> tuple[Counter[Collective], Counter[Collective]]:
     micro_batches = next(run.data)
     with Counting() as counting:
         train_step(run, micro_batches)
-    config, parallel, module = run.config.parallel, run.parallel, run.parallel.module
-    blocks = blocks_of(run.task, module)
-    expected = of_a_step(config, parallel.strategy, module, blocks, run.precision, run.world, len(micro_batches))
+    config, parallel, world = run.config.parallel, run.parallel, run.world
+    blocks = blocks_of(run.task, parallel.module)
+    expected = of_a_step(config, parallel.strategy, parallel.module, blocks, run.precision, world, len(micro_batches))
+    if parallel.strategy != "single" and parallel.carrier is None:
+        expected[Collective("all_reduce", world.world_size, STEP_SUMS, STEP_SUMS)] += 1
     return expected, counting.collectives
 
 
@@ -270,28 +194,77 @@ def blocks_of(task: Task, module: nn.Module) -> Sequence[nn.Module]:
     return list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
 
 
-def volume(step: Counter[Collective]) -> Counter[str]:
-    """Bytes that a rank puts into the collectives of each kind."""
-    total: Counter[str] = Counter()
-    for one, times in step.items():
-        total[f"{one.kind} of {one.ranks}"] += times * one.bytes_in
-    return total
+# --- the command
 
 
-def row(name: str, step: Counter[Collective]) -> list[str]:
-    """Cells: how many of each kind, and the bytes of their larger side, in or out; at last what a rank sends."""
-    cells = [name]
-    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        of_kind = {one: times for one, times in step.items() if one.kind == kind}
-        size = sum(times * max(one.bytes_in, one.bytes_out) for one, times in of_kind.items())
-        cells.append(f"{sum(of_kind.values())} x, {size / 1e6:,.1f} MB" if of_kind else "-")
-    return [*cells, f"{sum(times * one.sent for one, times in step.items()) / 1e6:,.1f} MB"]
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: compares the strategies, or counts one. Exit status 1 if count and formula differ."""
+    return exit_status(compare_or_check, argv)
 
 
-def table(rows: list[list[str]]) -> list[str]:
-    rows = [["", "all_gather", "reduce_scatter", "all_reduce", "each rank sends"], *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in rows]
+def compare_or_check(words: Sequence[str]) -> int:
+    parser = Parser("python -m dist_amp.bench.collectives", __doc__)
+    parser.add_argument("--world_size", type=int, default=8, help="ranks to compare the strategies on; default: 8")
+    options, words = parser.parse_known_args(words)
+    if environment_number("WORLD_SIZE", 1) > 1:
+        return on_a_run(check, words)
+    if options.world_size < 2:
+        raise ConfigError(f"--world_size={options.world_size} sends nothing; use 2 or more")
+    config = load_config(words)
+    task = build_task(config.task, config.data)
+    print("\n".join(compare(config, task, task.build_model(), options.world_size)))
+    return 0
+
+
+def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[str]:
+    """Lines: what a step of each strategy sends on so many ranks, without the step's own all-reduce of a few bytes."""
+    world = World(world_size=ranks, local_world_size=min(ranks, RANKS_PER_MACHINE))
+    micro_batches, replicas = accumulation_steps(config.train, ranks), replicas_of(config.parallel, world)
+    precision, blocks = build_precision(config.precision, True, world), blocks_of(task, module)
+    last, every = (replace(config.parallel, accumulate_reduce=when) for when in ("last", "every"))
+    ways: list[tuple[str, Strategy, ParallelConfig]] = [("ddp", "ddp", config.parallel)]
+    ways += [("fsdp, last", "fsdp", last), ("fsdp, every", "fsdp", every)]
+    if ranks % replicas == 0:
+        ways += [(f"hsdp of {replicas}, last", "hsdp", last), (f"hsdp of {replicas}, every", "hsdp", every)]
+    steps = {
+        name: of_a_step(parallel, strategy, module, blocks, precision, world, micro_batches)
+        for name, strategy, parallel in ways
+    }
+    parameters = sum(p.numel() for p in module.parameters())
+    head = f"{parameters:,} parameters, {ranks} ranks, {precision.name}, a step of {micro_batches} micro-batches"
+    return [head, "", *table(steps)]
+
+
+def check(run: Run) -> None:
+    """Print a step's collectives. Errors: Failure if the bytes differ from the formula's."""
+    expected, counted = measure(run)
+    ranks, device = run.world.world_size, run.world.device.type
+    run.world.say(f"{run.parallel.strategy} on {ranks} x {device}, {run.precision.name}\n")
+    run.world.say("\n".join(table({"formula": expected, "counted": counted})))
+    sums: list[Counter[str]] = [Counter(), Counter()]  # bytes that a rank puts in, by kind
+    for total, step in zip(sums, (expected, counted), strict=True):
+        for one, times in step.items():
+            total[f"{one.kind} of {one.ranks}"] += times * one.bytes_in
+    if sums[0] != sums[1]:
+        raise Failure(
+            f"rank {run.world.rank} put {dict(sums[1])} bytes into collectives, by the formula {dict(sums[0])}; the "
+            "formula does not cover modules that are frozen or called more than once"
+        )
+
+
+def table(steps: dict[str, Counter[Collective]]) -> list[str]:
+    """Lines: how many of each kind with the bytes of their larger side, in or out; and what each rank sends."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    rows = []
+    for name, step in steps.items():
+        cells = [name]
+        for kind in kinds:
+            of_kind = {one: times for one, times in step.items() if one.kind == kind}
+            size = sum(times * max(one.bytes_in, one.bytes_out) for one, times in of_kind.items())
+            cells.append(f"{sum(of_kind.values())} x, {size / 1e6:,.1f} MB" if of_kind else "-")
+        rows.append([*cells, f"{sum(times * one.sent for one, times in step.items()) / 1e6:,.1f} MB"])
+    head, align = ["", *kinds, "each rank sends"], ["left", *["right"] * 4]
+    return tabulate(rows, head, "plain", disable_numparse=True, colalign=align).splitlines()
 
 
 if __name__ == "__main__":

@@ -1,43 +1,41 @@
-"""python -m dist_amp.bench gpu: what one GPU makes of dist_amp, of the loop written by hand, and of its peers.
+"""python -m dist_amp.bench gpu: training speed on one GPU, compared with a hand-written loop and its peers.
 
-Tokens per second, MFU and peak memory of a GPT of 124 M parameters and one of 1 B, with blocks compiled and as they are
-written, in bf16 and fp16; before it, fifty steps in which torch raises at whatever waits for the device. All train on
-the same random tokens, which lie on the GPU. The loops of a cell stand in memory together, as many as fit, and take
-turns, in an order drawn anew each round, with blocks of steps that CUDA events time; a round gives each loop's speed
-over the bare loop's of the same round, and the table the median of these with its 95 % interval.
+It measures tokens per second, MFU and peak memory of a GPT with 124 M parameters and one with 1 B, in bf16 and fp16,
+with compiled blocks and without. First it takes fifty steps during which torch raises on any call that waits for the
+device. All loops train on the same random tokens, which are on the GPU already. As many loops as fit are in memory
+together and take turns, in a new random order each round; CUDA events time blocks of steps. Each round gives every
+loop's speed relative to the baseline's of the same round; the table has the median and its 95 % interval.
 
-compiled   torch.compile of each block: dist_amp by its own settings, the others by block.compile()
-eager      as it is written
-whole      the bare loop with model and loss in one graph, beside the same compiled block by block: what that leaves
+compiled   torch.compile of each block: dist_amp by its own setting, the others by block.compile()
+eager      no compilation
+whole      the baseline with model and loss in one graph, next to the baseline compiled block by block
 
-What does not fit into --minutes is left out, the most important cells come first, and the files are written after each.
+Whatever does not fit into --minutes is left out; the most important cells come first, and the report is written after
+each of them.
 """
 
 import argparse
-import gc
+import copy
 import itertools
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from dist_amp.bench.gpu_cells import MODES, ON_A_GPU, PRECISIONS, SHARE, SMOKE, Cell, Contender, cells_of, contenders
-from dist_amp.bench.gpu_report import WHOLE, finish, save, table
-from dist_amp.bench.harness import HostReads
-from dist_amp.bench.loops import Loop, RandomTokens, Setup
-from dist_amp.bench.machine import about, clocks
-from dist_amp.bench.report import BARE
-from dist_amp.bench.timing import OUT_OF_MEMORY, fits, in_turns, prime, release, timed_block, why_not
+from dist_amp.bench import harness
+from dist_amp.bench.gpu_report import OURS_IN_BF16, WHOLE, finish, save, table_of
+from dist_amp.bench.harness import Arena, Bench, timed_block
+from dist_amp.bench.loops import Loop, RandomTokens, Setup, baseline, config_of, dist_amp
+from dist_amp.bench.machine import nvidia_smi
+from dist_amp.bench.peers import accelerate, fabric
+from dist_amp.bench.report import BASELINE, OURS, PEERS
 from dist_amp.commands.command_line import Parser, exit_status
-from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, in_one_line
 from dist_amp.fast.compile import uncompiled
 from dist_amp.precision import DTYPES
@@ -49,119 +47,165 @@ from dist_amp.telemetry.metrics import memory_bytes
 from dist_amp.telemetry.mfu import flops_per_item, known_peak
 from dist_amp.world import World, start
 
-# Whose versions are told; Fabric comes in three packages.
+MODES = ("compiled", "eager", "whole")
+PRECISIONS = ("bf16", "fp16")
 PACKAGES = ("accelerate", "lightning-fabric", "lightning", "pytorch-lightning", "triton", "matplotlib")
-STEPS_OF_DATA = 4  # that lie on the device, again and again
+# Estimates, assumed: seconds of a cell with compiled blocks, and the cost of other modes relative to that.
+SECONDS, COST = {"124m": 50.0, "1b": 70.0}, {"compiled": 1.0, "eager": 0.7, "whole": 1.3}
+STEPS_OF_DATA = 4  # kept on the device and used again and again
 LOG_EVERY = 10
-SPARE_SECONDS = 20  # of --minutes, for what a cell takes longer than was thought, and for the picture
-FIRST_STEPS = 3  # of a loop: they compile, and take memory that is not needed again
-ROOMY = 100e9  # bytes of a device; with less, micro-batches are half as large
-NO_TIME = "left out: no time"
-SMOKE_PEAK = 1e12  # FLOP/s: a CPU has none in the table, and the figures mean nothing anyway
+FIRST_STEPS = 3  # of a loop: they compile, and allocate memory that later steps do not need
+LARGE_GPU = 100e9  # bytes; below, micro-batches are half as large
+SMOKE_PEAK = 1e12  # FLOP/s: stands in for a CPU's, whose MFU is meaningless anyway
+TRAIN = "train"
 
 
-class Bench:
-    """One run of the command: its settings, its time and its report."""
+@dataclass(frozen=True)
+class Model:
+    about: str
+    layers: int
+    width: int
+    heads: int
+    micro_batch_size: int  # on a GPU with 141 GB
+    mfu: float  # the target: compiled, in bf16
+    context: int = 1024
+    vocabulary: int = 50304
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Which models are measured, and for how long."""
+
+    models: Mapping[str, Model]
+    free_steps: int  # steps in which nothing may wait for the device
+    warm_up: int  # steps before any is timed; those after FIRST_STEPS give the peak memory
+    block_seconds: float  # of steps between two clock readings
+
+
+GPT_124M, GPT_1B = Model("124 M", 12, 768, 12, 32, mfu=0.42), Model("1.0 B", 18, 2048, 16, 16, mfu=0.50)
+ON_A_GPU = Effort({"124m": GPT_124M, "1b": GPT_1B}, free_steps=50, warm_up=10, block_seconds=0.35)
+FEW = Model("few", 2, 32, 2, 2, mfu=0.42, context=32, vocabulary=512)
+MORE = Model("a few more", 3, 64, 2, 2, mfu=0.50, context=32, vocabulary=512)
+SMOKE = Effort({"124m": FEW, "1b": MORE}, free_steps=10, warm_up=5, block_seconds=0)
+
+
+class Cell(NamedTuple):
+    model: str
+    mode: str
+    precision: str
+
+    def __str__(self) -> str:
+        return " ".join(self)
+
+
+def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
+    """The most important first."""
+    for mode in (mode for mode in MODES if mode in options.modes):
+        for precision in (name for name in PRECISIONS if name in options.precisions):
+            for model in options.models:
+                if mode != "whole" or precision == "bf16":
+                    yield Cell(model, mode, precision)
+
+
+def builders(cell: Cell, setup: Setup) -> dict[str, tuple[Callable[[Setup], Loop], Setup]]:
+    """{loop: (how to build it, from what)} of a cell; the baseline is first."""
+    if cell.mode == "whole":
+        return {BASELINE: (baseline, setup), WHOLE: (baseline_in_one_graph, setup)}
+    in_bf16 = replace(setup, config=replace(setup.config, precision=replace(setup.config.precision, dtype="bf16")))
+    return {
+        BASELINE: (baseline, setup),
+        OURS: (dist_amp, setup),
+        **({OURS_IN_BF16: (dist_amp, in_bf16)} if cell.precision == "fp16" else {}),
+        PEERS[0]: (accelerate, setup),
+        # Fabric refuses to clip with fused AdamW and the scaler.
+        PEERS[1]: (fabric, replace(setup, fused=cell.precision != "fp16")),
+    }
+
+
+def baseline_in_one_graph(setup: Setup) -> Loop:
+    """The baseline with model and loss compiled as one graph, so that the loss is fused too."""
+    options, task = setup.config.compile, copy.copy(setup.task)
+    task.loss_sum = torch.compile(task.loss_sum, backend=options.backend, dynamic=options.dynamic)
+    return baseline(replace(setup, task=task, config=replace(setup.config, compile=replace(options, blocks=False))))
+
+
+class GpuBench(Bench):
+    """One run of the command."""
 
     def __init__(self, world: World, options: argparse.Namespace):
-        self.world = world
-        self.options = options
         self.effort = SMOKE if options.smoke else ON_A_GPU
-        self.began = time.monotonic()
-        self.pace: dict[str, float] = {}
-        self.report: dict[str, Any] = {
-            "smoke": options.smoke,
-            "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["python -m dist_amp.bench gpu", *options.words]),
-            **about(world.device, *PACKAGES),
-            "models": {
-                name: {**asdict(self.effort.models[name]), "micro_batch_size": self.micro_batch_size(name)}
-                for name in options.models
-            },
-            "accumulation": options.accumulation,
-            "backend": options.backend,
-            "loss_chunk": options.loss_chunk or "off",
-            "rounds": options.rounds,
-            "warm_up": self.effort.warm_up,
-            "minutes": options.minutes,
-            "seconds": 0.0,
-            "free_steps": [],
-            "cells": [],
-            "left_out": [],
-        }
-
-    @property
-    def seconds_left(self) -> float:
-        return self.options.minutes * 60 - SPARE_SECONDS - (time.monotonic() - self.began)
+        super().__init__("gpu", world, options, self.effort.block_seconds, *PACKAGES)
+        models = {name: asdict(self.effort.models[name]) for name in options.models}
+        models = {name: {**model, "micro_batch_size": self.micro_batch_size(name)} for name, model in models.items()}
+        settings = {"accumulation": options.accumulation, "loss_chunk": options.loss_chunk or "off"}
+        self.report |= {"smoke": options.smoke, "models": models, "warm_up": self.effort.warm_up, **settings}
+        self.report |= {"free_steps": [], "cells": []}
 
     def micro_batch_size(self, name: str) -> int:
         if name in self.options.micro_batch:
             return int(self.options.micro_batch[name])
         full, device = self.effort.models[name].micro_batch_size, self.world.device
-        small = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < ROOMY
+        small = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < LARGE_GPU
         return full // 2 if small else full
 
     def setup(self, cell: Cell, micro_batch_size: int, accumulation: int) -> Setup:
         model = self.effort.models[cell.model]
-        words = ["--train.micro_batch_size", micro_batch_size, "--train.accumulation_steps", accumulation]
-        words += ["--train.steps", 20_000, "--optim.warmup_steps", 10]
-        words += ["--precision.dtype", cell.precision, "--run.device", self.world.device.type]
-        words += ["--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
+        words = f"--train.micro_batch_size {micro_batch_size} --train.accumulation_steps {accumulation} "
+        words += f"--train.steps 20000 --optim.warmup_steps 10 --precision.dtype {cell.precision} "
+        words += f"--run.device {self.world.device.type} "
         if cell.mode != "eager":
-            words += ["--compile.blocks", "true", "--compile.backend", self.options.backend]
+            words += f"--compile.blocks true --compile.backend {self.options.backend}"
         sizes = {name: getattr(model, name) for name in ("context", "width", "layers", "heads", "vocabulary")}
         chunk = self.options.loss_chunk or "off"
         task = RandomTokens(self.world.device, DataConfig(), loss_chunk=chunk, **sizes)
-        return Setup(load_config([str(word) for word in words], environ={}), self.world, task)
+        return Setup(config_of(words), self.world, task)
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s; 0 where it is not known."""
+        """FLOP/s; 0 if it is not known."""
         if self.options.peak_flops:
             return float(self.options.peak_flops)
         if self.options.smoke:
             return SMOKE_PEAK
         return known_peak(torch.cuda.get_device_name(self.world.device), precision)
 
-    def estimate(self, cell: Cell) -> float:
-        """Seconds that a cell takes; by what was assumed, and by how far the last one of its model was from that."""
-        return self.effort.models[cell.model].seconds * SHARE[cell.mode] * self.pace.get(cell.model, 1.0)
-
     def run(self) -> None:
-        prime(self.world.device)
+        harness.warm_up_libraries(self.world.device)
         for precision in self.options.precisions:
-            told = self.tell(lambda: free_steps(self, precision))  # noqa: B023 (it is called at once)
-            self.report["free_steps"].append({"precision": precision, **told})
+            found = self.guarded({"precision": precision}, partial(free_steps, self, precision))
+            self.report["free_steps"].append(found)
             save(self.report, self.options.out)
+        pace: dict[str, float] = {}  # measured over estimated seconds of a model's last cell
         for cell in cells_of(self.options):
-            if self.seconds_left < (expected := self.estimate(cell)):
+            estimate = 0.0 if self.options.smoke else SECONDS[cell.model] * COST[cell.mode]
+            if self.seconds_left < estimate * pace.get(cell.model, 1.0):
                 self.report["left_out"].append(str(cell))
                 continue
-            told = {**asdict(cell), **self.tell(lambda: measure(self, cell))}  # noqa: B023
-            if expected:
-                self.pace[cell.model] = told["took_seconds"] / expected * self.pace.get(cell.model, 1.0)
-            self.report["cells"].append(told)
+            found = self.guarded(cell._asdict(), partial(measure, self, cell))
+            if estimate:
+                pace[cell.model] = found["took_seconds"] / estimate
+            self.report["cells"].append(found)
             save(self.report, self.options.out)
-            self.world.say(f"{cell}, {told['took_seconds']:.0f} s\n{table([told])}\n")
+            self.world.say(f"{cell}, {found['took_seconds']:.0f} s\n{table_of([found])}\n")
 
-    def tell(self, what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What it tells, or why it can't; afterwards the device's memory is empty again."""
-        began = time.monotonic()
+    def guarded(self, found: dict[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """`found` with what is measured, or with a note; afterwards the device's memory is empty again."""
+        started = time.monotonic()
         try:
-            told = what()
-        except Exception as error:  # which is not kept: it would hold what was on the device
-            told = {"cant": why_not(error)}
-        told["clocks"] = clocks(self.world.device)
+            found |= measure()
+        except Exception as error:  # not kept: its traceback would hold device memory
+            found["note"] = harness.note_of(error)
+        found["clocks"] = nvidia_smi(self.world.device, "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
         if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # the code would be taken for the next cell's
-        release(self.world.device)
-        told["took_seconds"] = time.monotonic() - began
-        self.report["seconds"] = time.monotonic() - self.began
-        return told
+            torch.compiler.reset()  # otherwise compiled code is reused by the next measurement
+        harness.release(self.world.device)
+        found["took_seconds"] = time.monotonic() - started
+        self.report["seconds"] = time.monotonic() - self.started
+        return found
 
 
 @contextmanager
 def no_waiting(device: torch.device, reads: int = 0) -> Iterator[None]:
-    """What waits for the device raises: on a GPU in torch; on a CPU, at the end, if there were more host reads."""
+    """Waiting for the device raises: on a GPU in torch; on a CPU at the end, after more than `reads` host reads."""
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -169,16 +213,16 @@ def no_waiting(device: torch.device, reads: int = 0) -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return
-    with HostReads() as seen:
+    with harness.HostReads() as counted:
         yield
-    if seen.count > reads:
-        raise RuntimeError(f"{seen.count} host reads")
+    if counted.count > reads:
+        raise RuntimeError(f"{counted.count} host reads")
 
 
-def free_steps(bench: "Bench", precision: str) -> dict[str, Any]:
-    """Steps in which nothing may wait for the device: their outcomes are noted, then logged too, as the main job does.
+def free_steps(bench: GpuBench, precision: str) -> dict[str, Any]:
+    """Steps in which nothing may wait for the device, first recorded only, then also logged, as in the main job.
 
-    Tells what waited: "nothing", or the error.
+    `waits` and `waits_when_logged` are "nothing", or the error.
     """
     cell, size, steps = Cell(bench.options.models[0], "eager", precision), 2, bench.effort.free_steps
     setup = bench.setup(cell, size, accumulation=2)
@@ -190,9 +234,9 @@ def free_steps(bench: "Bench", precision: str) -> dict[str, Any]:
         run.step += 1
         run.metrics.record(report)
 
-    def step_with_figures() -> None:
+    def logged_step() -> None:
         step()
-        run.metrics.read()  # those begun a step before
+        run.metrics.read()  # those started one step earlier
         if run.step % LOG_EVERY == 0:
             run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
 
@@ -208,171 +252,111 @@ def free_steps(bench: "Bench", precision: str) -> dict[str, Any]:
     for _ in range(3):
         step()
     run.metrics.log(run.step, run.schedule, run.scaler, run.data)
-    told: dict[str, Any] = {"steps": steps, "waits": what_waits(step, 0)}
-    # On a CPU its own memory is what a log step reads; on a GPU what was sent there, and has arrived.
-    told["waits_when_logged"] = what_waits(step_with_figures, steps // LOG_EVERY)
-    return {**told, "applied": int(run.schedule.applied_steps), "taken": run.step}
+    found: dict[str, Any] = {"steps": steps, "waits": what_waits(step, 0)}
+    # On a CPU a log step reads memory directly; on a GPU it reads an async copy that has arrived.
+    found["waits_when_logged"] = what_waits(logged_step, steps // LOG_EVERY)
+    return {**found, "applied": int(run.schedule.applied_steps), "taken": run.step}
 
 
-def measure(bench: "Bench", cell: Cell) -> dict[str, Any]:
-    """One cell: every loop built, warmed up, and timed beside the bare one, as many at a time as memory holds."""
-    device, entrants = bench.world.device, contenders(cell)
+def measure(bench: GpuBench, cell: Cell) -> dict[str, Any]:
+    """One cell: every loop is warmed up, then timed in turns with the baseline, as many at a time as memory holds."""
     size, accumulation = bench.micro_batch_size(cell.model), bench.options.accumulation
     setup = bench.setup(cell, size, accumulation)
-    data = setup.task.batches(STEPS_OF_DATA, accumulation, size)
-    rows: dict[str, dict[str, Any]] = {}
-    groups: list[list[str]] = []
-    resident: dict[str, Loop] = {}
-
-    def time_and_clear() -> None:
-        groups.append(list(resident))
-        time_together(bench, resident, rows, data)
-        for name in [name for name in resident if name != BARE]:
-            del resident[name]
-        release(device)
-
-    for name, contender in entrants.items():
-        if rows and bench.seconds_left < 0:
-            rows[name] = {"cant": NO_TIME}
-            continue
-        if len(resident) > 1 and not fits(device, rows.values()):
-            time_and_clear()
-        rows[name] = warmed(bench, name, contender, setup, data, resident)
-        release(device)
-        if rows[name].get("cant") == OUT_OF_MEMORY and len(resident) > 1:  # perhaps because of the others
-            time_and_clear()
-            rows[name] = warmed(bench, name, contender, setup, data, resident)
-            release(device)
-    if len(resident) > 1 or not groups:  # the bare loop alone was timed already
-        time_and_clear()
+    arena = CellArena(bench, cell, setup, setup.task.batches(STEPS_OF_DATA, accumulation, size))
+    tokens = sum(setup.task.tokens(micro_batch) for micro_batch in arena.data[0])
+    arena.measure(arena.builders)
     with torch.device("meta"):
         model = CausalLM.build_model(setup.task)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "micro_batch_size": size,
         "accumulation": accumulation,
-        "tokens_per_step": sum(setup.task.tokens(micro_batch) for micro_batch in data[0]),
+        "tokens_per_step": tokens,
         "flops_per_token": flops_per_item(setup.task, model) / setup.task.context,
         "peak_flops": bench.peak_flops(cell.precision),
-        "groups": groups,
-        "loops": rows,
+        "groups": arena.groups,
+        "loops": arena.rows[TRAIN],
     }
 
 
-def warmed(
-    bench: "Bench", name: str, contender: Contender, setup: Setup, data: Sequence[Any], resident: dict[str, Loop]
-) -> dict[str, Any]:
-    """Take a loop's first steps and make it resident; returns its memory and loss, or why it can't."""
-    world, own = bench.world, contender.own(setup)
-    before = memory_bytes(world.device)[1]
-    try:
-        loop = contender.make(own)
-        seen: list[torch.dtype] = []
-        head = [part for part in loop.module.modules() if isinstance(part, nn.Linear)][-1]  # in no block
-        hook = head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+class CellArena(Arena):
+    """The loops of one cell."""
+
+    def __init__(self, bench: GpuBench, cell: Cell, setup: Setup, data: Sequence[Any]):
+        super().__init__(bench, BASELINE, [TRAIN], base_may_leave=False)
+        self.data, self.warm_up = list(data), bench.effort.warm_up
+        self.builders = builders(cell, setup)
+
+    def enter(self, name: str) -> dict[str, Loop]:
+        build, setup = self.builders[name]
+        before = memory_bytes(self.device)[1]
+        loop = build(setup)
+        dtypes: set[torch.dtype] = set()
+        head = [part for part in loop.module.modules() if isinstance(part, nn.Linear)][-1]  # outside of all blocks
+        hook = head.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
         if name == WHOLE:
-            hook.remove()  # it is compiled as well
-        timed_block(world, loop, data, FIRST_STEPS)
+            hook.remove()  # the head is compiled too
+        timed_block(self.world, loop, self.data, FIRST_STEPS)
         hook.remove()
-        if set(seen) - {DTYPES[own.precision]}:
-            return {"cant": f"can't: trains in {str(seen[0]).removeprefix('torch.')}"}
-        if world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(world.device)
-        seconds = timed_block(world, loop, data, bench.effort.warm_up - FIRST_STEPS)
-        peak, after = memory_bytes(world.device)
-        loss = loss_of(own, loop, data[0][0])
-    except Exception as error:
-        return {"cant": why_not(error)}
-    resident[name] = loop
-    return {"step_seconds": seconds, "peak_bytes": peak - before, "resident_bytes": after - before, "loss": loss}
+        if wrong := dtypes - {DTYPES[setup.precision]}:
+            raise RuntimeError(f"trains in {str(wrong.pop()).removeprefix('torch.')}")
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        seconds = timed_block(self.world, loop, self.data, self.warm_up - FIRST_STEPS)
+        peak, after = (size - before for size in memory_bytes(self.device))
+        # What the loop has made of its model: the mean loss, computed in the same way for all loops.
+        with uncompiled(), torch.no_grad(), torch.autocast(self.device.type, dtype=DTYPES[setup.precision]):
+            loss = float(setup.task.loss_sum(loop.module, self.data[0][0], "mean"))
+        row = {"step_seconds": seconds, "peak_bytes": peak, "resident_bytes": after, "loss": loss}
+        self.rows[TRAIN][name] = row
+        return {TRAIN: loop}
 
 
-def loss_of(setup: Setup, loop: Loop, batch: Any) -> float:
-    """What the loop has made of its model, to compare with the others': mean loss, computed alike for all."""
-    with uncompiled(), torch.no_grad(), torch.autocast(setup.world.device.type, dtype=DTYPES[setup.precision]):
-        return float(setup.task.loss(loop.module, batch, "mean"))
-
-
-def time_together(bench: "Bench", loops: dict[str, Loop], rows: dict[str, dict[str, Any]], data: Sequence[Any]) -> None:
-    """Note in the rows each loop's seconds per step, one number a round, and its speed over the bare loop's there.
-
-    A loop that fails leaves, with its reason in its row.
-    """
-    slowest = max((rows[name]["step_seconds"] for name in loops), default=1.0)
-    steps = max(1, round(bench.effort.block_seconds / slowest))
-    seconds, failed = in_turns(bench.world, loops, data, bench.options.rounds, steps, lambda: bench.seconds_left >= 0)
-    for name, why in failed.items():
-        rows[name]["cant"] = why
-        del loops[name]
-    for name, own in seconds.items():
-        rows[name].setdefault("seconds", []).extend(own)
-        if BARE in seconds:
-            speeds = [theirs / mine for theirs, mine in zip(seconds[BARE], own, strict=True)]
-            rows[name].setdefault("of_bare", []).extend(speeds)
+# --- the command
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m dist_amp.bench gpu", __doc__)
-    add, models = parser.add_argument, list(ON_A_GPU.models)
-    add("--models", nargs="+", choices=models, default=models, help="default: all")
-    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
-    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: both")
-    add("--micro_batch", nargs="+", default=[], metavar="MODEL=N",
-        help="samples in a micro-batch; default: 124m=32 1b=16, half of it below 100 GB")  # fmt: skip
-    add("--accumulation", type=int, default=1, metavar="N", help="micro-batches in a step; default: 1")
-    add("--loss_chunk", type=int, default=0, metavar="N",
-        help="the task's own, tokens whose logits exist at a time: less memory, more time; default: off")  # fmt: skip
-    add("--backend", help="of torch.compile; default: inductor, with --smoke aot_eager")
-    add("--peak_flops", type=float, default=0.0, metavar="N", help="FLOP/s; default: from the table of peaks.py")
-    add("--rounds", type=int, default=0, metavar="N", help="default: 10, with --smoke 2")
-    add("--minutes", type=float, default=8.0, metavar="N", help="default: 8")
-    add("--out", type=Path, metavar="DIR", help="default: benchmarks, with --smoke runs/gpu_smoke")
-    add("--smoke", action="store_true", help="on a CPU, models reduced: tries every path; its figures mean nothing")
-    options = parser.parse_args(argv)
-    options.words = list(argv)
-    options.rounds = options.rounds or (2 if options.smoke else 10)
-    options.backend = options.backend or ("aot_eager" if options.smoke else "inductor")
-    options.out = options.out or Path("runs/gpu_smoke" if options.smoke else "benchmarks")
-    options.micro_batch = dict(micro_batch(text, models) for text in options.micro_batch)
-    for name in ("accumulation", "rounds"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
+    add = parser.add_argument
+    harness.add_choices(parser, models=list(ON_A_GPU.models), modes=MODES, precisions=PRECISIONS)
+    text = "samples per micro-batch; default: 124m=32 1b=16, half of that on a GPU below 100 GB"
+    add("--micro_batch", nargs="+", type=micro_batch, default=[], metavar="MODEL=N", help=text)
+    add("--accumulation", type=harness.at_least(1), default=1, metavar="N", help="micro-batches per step; default: 1")
+    text = "the task's loss_chunk, the tokens whose logits exist at a time: less memory, more time; default: off"
+    add("--loss_chunk", type=int, default=0, metavar="N", help=text)
+    text = "the GPU's peak FLOP/s for the MFU; default: from the table in telemetry/mfu.py"
+    add("--peak_flops", type=float, default=0.0, metavar="N", help=text)
+    harness.add_common(parser, 8.0, "benchmarks", "smoke", "runs/gpu_smoke")
+    options = harness.with_defaults(parser.parse_args(argv), argv)
+    options.micro_batch = dict(options.micro_batch)
     return options
 
 
-def micro_batch(text: str, models: Sequence[str]) -> tuple[str, int]:
-    """("124m", 32) of "124m=32"."""
+def micro_batch(text: str) -> tuple[str, int]:
+    """An argparse type: "124m=32" -> ("124m", 32)."""
     name, _, number = text.partition("=")
-    if name not in models or not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"--micro_batch {text} is not one of {' or '.join(models)}, and a number, as in 124m=32")
+    if name not in ON_A_GPU.models or not number.isdecimal() or int(number) < 1:
+        models = " or ".join(ON_A_GPU.models)
+        raise argparse.ArgumentTypeError(f"{text} is not {models} and a number, as in 124m=32")
     return name, int(number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0 measured, 64 an argument or no GPU."""
+    """The command; returns the exit status: 0 measured, 64 a wrong argument or no GPU."""
     return exit_status(measure_all, argv)
 
 
 def measure_all(words: Sequence[str]) -> None:
-    """What the words ask for, cell by cell. Errors: ConfigError for a word, or without a GPU."""
+    """Measure cell by cell. Errors: ConfigError for a wrong argument, or without a GPU."""
     options = parse(words)
     if not options.smoke and not torch.cuda.is_available():
-        raise ConfigError(
-            "the bench gpu needs a GPU, and torch finds none; run it where there is one, or add --smoke to try its "
-            "paths on this CPU, which measures nothing"
-        )
-    with start(RunConfig(device="cpu" if options.smoke else "cuda")) as world, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of compilers, schedulers and half precision: they repeat for each loop
-        if world.world_size > 1:
-            raise ConfigError(f"the bench gpu is for one process, and here are {world.world_size}; leave out torchrun")
-        bench, threads = Bench(world, options), torch.get_num_threads()
-        torch.set_num_threads(1 if options.smoke else threads)  # its models are too small to share
-        gc.freeze()  # modules: they would be looked at in each of a hundred collections
+        raise ConfigError("bench gpu needs a GPU, and torch finds none; add --smoke to test its code paths on this CPU")
+    with start(RunConfig(device="cpu" if options.smoke else "cuda")) as world, harness.quiet_process(options.smoke):
+        harness.single_process("gpu", world.world_size)
+        bench = GpuBench(world, options)
         try:
             bench.run()
-        finally:  # stopped by hand, too
-            gc.unfreeze()
-            torch.set_num_threads(threads)
+        finally:  # after Ctrl-C too
             world.say(finish(bench.report, options.out))
 
 

@@ -1,67 +1,197 @@
-"""What the benches share: a run of the command line, ranks of their own, a count of host reads, an interval."""
+"""What the benches share: launching, counting host reads, and timing loops that take turns on one device."""
 
+import argparse
+import gc
+import itertools
 import json
-import math
+import logging
 import os
+import random
+import shlex
 import signal
-import socket
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+from dist_amp.bench.loops import Loop
+from dist_amp.bench.machine import about
 from dist_amp.commands.command_line import exit_status
 from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError, first_line
 from dist_amp.run import Run, build_run
 from dist_amp.runtime.process import die_with_parent
 from dist_amp.settings import RunConfig
-from dist_amp.world import start
+from dist_amp.supervise.out_of_memory import is_out_of_memory
+from dist_amp.telemetry.async_copy import Clock
+from dist_amp.world import World, start
+
+MEMORY_LIMIT = 0.9  # share of the device's memory that resident loops may fill together
+SPARE_SECONDS = 20  # of --minutes, for the pictures and for a measurement that takes longer than estimated
+OUT_OF_MEMORY = "out of memory; use smaller micro-batches"
+NO_TIME = "left out: no time"
+
+
+class NoTime(Exception):
+    """The bench has used up its --minutes."""
+
+
+def note_of(error: Exception) -> str:
+    """Why something was not measured, in one line."""
+    if isinstance(error, NoTime):
+        return NO_TIME
+    if isinstance(error, ImportError):
+        return "not installed: pip install 'dist_amp[bench]'"
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    return f"failed: {first_line(error).split('. ')[0][:160] or type(error).__name__}"
+
+
+# --- commands
 
 
 def on_a_run(bench: Callable[[Run], None], argv: Sequence[str] | None) -> int:
-    """Build the run of a command line, afresh and without evaluations, for `bench`; return the exit status."""
+    """Build a fresh run from a command line, without evaluations, and pass it to `bench`; returns the exit status."""
 
-    def on_words(words: Sequence[str]) -> None:
+    def command(words: Sequence[str]) -> None:
         config = load_config(["--run.resume", "never", "--eval.every", "off", *words])
         with start(config.run) as world:
             run = build_run(config, world)
             bench(run)
             run.data.close()
 
-    return exit_status(on_words, argv)
+    return exit_status(command, argv)
 
 
 def on_ranks(size: int, bench: Callable[..., Any], *args: Any) -> Any:
-    """What bench(world, *args) returns on rank 0 of `size` new processes of one CPU thread each; it goes by JSON."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Run bench(world, *args) on `size` new processes with one CPU thread each; returns rank 0's result, via JSON."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        torch.multiprocessing.spawn(_rank, (size, port, str(result), bench, args), nprocs=size)  # type: ignore[attr-defined]
+        torch.multiprocessing.spawn(_rank, (size, get_free_port(), result, bench, args), size)  # type: ignore[attr-defined]
         return json.loads(result.read_text())
 
 
-def _rank(rank: int, size: int, port: int, result: str, bench: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(rank: int, size: int, port: int, result: Path, bench: Callable[..., Any], args: tuple[Any, ...]) -> None:
     die_with_parent(signal.SIGKILL)
     if size > 1:
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in places.items()}}
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}}
     torch.set_num_threads(1)
     with start(RunConfig(device="cpu")) as world:
-        told = bench(world, *args)
+        returned = bench(world, *args)
         if world.is_main:
-            Path(result).write_text(json.dumps(told))
+            result.write_text(json.dumps(returned))
+
+
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """An argparse type: a number that is `least` or more."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not value >= least:  # also true of nan
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least:g}")
+        return value
+
+    return number
+
+
+def add_choices(parser: argparse.ArgumentParser, **choices: Sequence[str]) -> None:
+    """Options that take one or more of some names; all by default."""
+    for name, names in choices.items():
+        text = f"of {', '.join(names)}; default: all"
+        parser.add_argument(f"--{name}", nargs="+", choices=names, default=list(names), metavar="NAME", help=text)
+
+
+def add_common(parser: argparse.ArgumentParser, minutes: float, out: str, small: str, small_out: str) -> None:
+    """--rounds, --minutes, --backend, --out, and the flag for small models on a CPU with its own defaults."""
+    add = parser.add_argument
+    add(f"--{small}", action="store_true", help="small models on a CPU: tests all code paths; its times mean nothing")
+    add("--rounds", type=at_least(1), metavar="N", help=f"default: 10, with --{small} 2")
+    add("--minutes", type=at_least(0, float), default=minutes, metavar="N", help=f"default: {minutes:g}")
+    add("--backend", help=f"of torch.compile; default: inductor, with --{small} aot_eager")
+    add("--out", type=Path, metavar="DIR", help=f"default: {out}, with --{small} {small_out}")
+    parser.set_defaults(small=small, outs=(out, small_out))
+
+
+def with_defaults(options: argparse.Namespace, words: Sequence[str]) -> argparse.Namespace:
+    """Fill in what depends on whether the models are small; `words` is the command line."""
+    small = getattr(options, options.small)
+    options.words, options.rounds = list(words), options.rounds or (2 if small else 10)
+    options.backend = options.backend or ("aot_eager" if small else "inductor")
+    options.out = options.out or Path(options.outs[small])
+    return options
+
+
+def single_process(name: str, ranks: int) -> None:
+    """Errors: ConfigError for more than one process."""
+    if ranks > 1:
+        raise ConfigError(f"bench {name} runs in one process, but {ranks} were launched; run it without torchrun")
+
+
+@contextmanager
+def quiet_process(one_thread: bool) -> Iterator[None]:
+    """Without warnings and info logs, and with loaded modules kept out of garbage collections.
+
+    one_thread: for models too small to share between CPU threads.
+    """
+    threads, log = torch.get_num_threads(), logging.getLogger("dist_amp")
+    level = log.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # compilers, schedulers and half precision repeat theirs for each loop
+        log.setLevel(logging.ERROR)
+        torch.set_num_threads(1 if one_thread else threads)
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+            torch.set_num_threads(threads)
+            log.setLevel(level)
+
+
+class Bench:
+    """One run of a bench command: its options, its time budget and its report.
+
+    block_seconds: how long a loop is timed between two clock readings; 0: one step.
+    """
+
+    def __init__(self, name: str, world: World, options: argparse.Namespace, block_seconds: float, *packages: str):
+        self.world, self.options, self.block_seconds = world, options, block_seconds
+        self.started = time.monotonic()
+        self.ends = self.started + options.minutes * 60 - SPARE_SECONDS
+        self.report: dict[str, Any] = {
+            "command": f"python -m dist_amp.bench {name} {shlex.join(options.words)}".rstrip(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            **about(world.device, *packages),
+            **{name: getattr(options, name) for name in ("rounds", "minutes", "backend")},
+            "seconds": 0.0,
+            "left_out": [],
+        }
+
+    @property
+    def seconds_left(self) -> float:
+        return self.ends - time.monotonic()
+
+
+# --- host reads
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device: item(), float(), bool(); and tolist(), by replacing it.
+    """Counts calls that make the host wait for the device: item(), float(), bool(), and tolist().
 
-    torch's own looks at step counts, which stay on the host, are counted too; fused optimizers have none.
+    torch's own reads of step counts that are kept on the host are counted too; fused optimizers have none.
     """
 
     def __init__(self) -> None:
@@ -69,7 +199,7 @@ class HostReads(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):  # first into its parts, which then come by here
+        if any(issubclass(kind, DTensor) for kind in types):  # DTensor dispatches again on its local tensors
             return NotImplemented
         self.count += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
@@ -89,17 +219,169 @@ class HostReads(TorchDispatchMode):
         super().__exit__(*error)
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """(median, low, high): the median of a sample, and an interval that holds its population's in 95 % or more.
+# --- timing
 
-    Between two order statistics, which no distribution needs to be assumed for: the population's median lies below the
-    k-th smallest of n values with the probability of fewer than k heads in n tosses. Below 6 values it is the sample's
-    whole range, which holds less. Source: David & Nagaraja 2003, "Order Statistics", 3rd edition, section 7.1.
+
+def warm_up_libraries(device: torch.device) -> None:
+    """Let the libraries allocate their workspaces before anyone's memory is measured."""
+    layer = nn.Linear(64, 64, device=device)
+    with torch.autocast(device.type, dtype=torch.float16):  # the half precision that every GPU supports
+        layer(torch.ones(64, 64, device=device)).float().sum().backward()
+
+
+def release(device: torch.device) -> None:
+    """Free memory that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def timed(world: World, call: Callable[[], object]) -> float:
+    """Seconds, measured from an idle device to an idle device."""
+    world.wait_for_device()
+    clock = Clock(world.device)
+    call()
+    spans = clock.lap()
+    world.wait_for_device()
+    return clock.seconds(spans)
+
+
+def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> float:
+    """Seconds per step."""
+    # Each step gets its own containers: a task may pop its labels from a batch.
+    ready = [tree_map(lambda part: part, step) for step in itertools.islice(itertools.cycle(data), steps)]
+    loop.prepare()
+    return timed(world, lambda: [loop.step(micro_batches) for micro_batches in ready]) / steps
+
+
+def in_turns(
+    names: Iterable[str],
+    block: Callable[[str, bool], Any],
+    rounds: int,
+    in_time: Callable[[], bool] = lambda: True,
+    may_fail: bool = True,
+) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """({loop: block(loop, is_warm_up) of each round}, {loop that failed: why}), in a new random order each round.
+
+    The order is the same on all ranks. After the first round it stops once `in_time()` is false.
     """
-    ordered, n = sorted(values), len(values)
-    tail, k = 0.5**n, 0  # tail: the probability of k heads or fewer
-    while tail + math.comb(n, k + 1) * 0.5**n <= 0.025:
-        k += 1
-        tail += math.comb(n, k) * 0.5**n
-    middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
-    return middle, ordered[k], ordered[n - 1 - k]
+    order = random.Random(0)
+    values: dict[str, list[Any]] = {name: [] for name in names}
+    failed: dict[str, str] = {}
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(-1, rounds):  # the first is a warm-up: memory is allocated and every shape compiled
+            if number > 0 and not in_time():
+                break
+            gc.collect()
+            for name in order.sample(list(values), len(values)):
+                try:
+                    value = block(name, number < 0)
+                except Exception as error:
+                    if not may_fail:
+                        raise
+                    failed[name] = note_of(error)
+                    del values[name]
+                else:
+                    values[name] += [value] if number >= 0 else []
+    finally:
+        gc.enable()
+    return values, failed
+
+
+class Arena:
+    """Loops that take turns on one device, as many at a time as its memory holds.
+
+    rows: {mode: {loop: row}}. A row has `step_seconds` (a first estimate), `peak_bytes` and, on a GPU,
+    `resident_bytes`; `seconds` per step and `speedup` over the base loop, one number per round; or a `note` with the
+    reason why not.
+    """
+
+    def __init__(self, bench: Bench, base: str, modes: Iterable[str], base_may_leave: bool):
+        self.bench, self.world, self.device = bench, bench.world, bench.world.device
+        self.base, self.base_may_leave = base, base_may_leave
+        self.data: list[Any] = []
+        self.rows: dict[str, dict[str, dict[str, Any]]] = {mode: {} for mode in modes}
+        self.loops: dict[str, dict[str, Loop]] = {}  # in memory, by mode
+        self.groups: list[list[str]] = []  # which were timed together
+
+    def enter(self, name: str) -> dict[str, Loop]:
+        """Build a loop, take its first steps and add its rows; returns it for each mode."""
+        raise NotImplementedError
+
+    def is_fatal(self, name: str, error: Exception) -> bool:
+        """Whether no other loop can work either."""
+        return False
+
+    def measure(self, names: Iterable[str]) -> None:
+        """Measure all loops; those that do not fit next to the others come after them."""
+        first = next(iter(self.rows.values()))
+        for name in names:
+            if len(self.loops) > 1 and not fits(self.device, first.values()):
+                self.make_room(keep=self.base)
+            note = self._try_to_enter(name)
+            for kept in (self.base, "") if self.base_may_leave else (self.base,):
+                if note == OUT_OF_MEMORY and self.loops.keys() - {kept}:
+                    self.make_room(keep=kept)
+                    note = self._try_to_enter(name)
+            if note:
+                first[name] = {"note": note}
+        self.make_room()
+        self.data = []
+        release(self.device)
+
+    def _try_to_enter(self, name: str) -> str:
+        release(self.device)
+        try:
+            if self.bench.seconds_left < 0:
+                raise NoTime
+            self.loops[name] = self.enter(name)
+        except Exception as error:  # not kept: its traceback would hold device memory
+            if self.is_fatal(name, error):
+                raise
+            return note_of(error)
+        return ""
+
+    def make_room(self, keep: str = "") -> None:
+        """Time the loops that are in memory in turns, then drop all but `keep`."""
+        for mode, rows in self.rows.items():
+            loops = {name: modes[mode] for name, modes in self.loops.items() if mode in modes}
+            if loops.keys() - {self.base} or not rows.get(self.base, {}).get("seconds"):
+                self._time_together(loops, rows)
+        failed = any("note" in rows.get(keep, {}) for rows in self.rows.values())
+        self.loops = {name: modes for name, modes in self.loops.items() if name == keep and not failed}
+        release(self.device)
+
+    def _time_together(self, loops: Mapping[str, Loop], rows: dict[str, dict[str, Any]]) -> None:
+        slowest = max((rows[name]["step_seconds"] for name in loops), default=1.0)
+        steps = max(1, round(self.bench.block_seconds / slowest))
+
+        def block(name: str, is_warm_up: bool) -> float:
+            return timed_block(self.world, loops[name], self.data, len(self.data) if is_warm_up else steps)
+
+        seconds, failed = in_turns(loops, block, self.bench.options.rounds, lambda: self.bench.seconds_left > 0)
+        self.groups.append(list(loops))
+        for name, note in failed.items():
+            rows[name]["note"] = note
+        earlier = rows.get(self.base, {}).get("seconds", [])  # of the base loop, if it had to leave
+        for name, own in seconds.items():
+            base = seconds.get(self.base) or ([median(earlier)] * len(own) if earlier else [])
+            if earlier and self.base not in seconds:
+                rows[name]["note"] = f"timed apart from {self.base}: there is no room for both"
+            rows[name].setdefault("seconds", []).extend(own)
+            rows[name].setdefault("speedup", []).extend(b / mine for b, mine in zip(base, own, strict=False))
+
+
+def fits(device: torch.device, rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether one more loop probably has room next to the resident ones, for itself and for anyone's step.
+
+    rows: of loops like it, with `resident_bytes` between steps and `peak_bytes` within one.
+    """
+    known = [row for row in rows if "peak_bytes" in row]
+    if device.type != "cuda" or not known:
+        return True
+    resident = max(row["resident_bytes"] for row in known)
+    step = max(row["peak_bytes"] - row["resident_bytes"] for row in known)
+    room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return torch.cuda.memory_allocated(device) + resident + step < MEMORY_LIMIT * room

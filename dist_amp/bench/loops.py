@@ -1,7 +1,7 @@
-"""The loops that are compared, each as its users write it: by hand, dist_amp's, Accelerate's and Lightning Fabric's.
+"""The loops that are compared: the hand-written baseline and dist_amp's; Accelerate's and Fabric's are in peers.py.
 
-All of them take the same step: micro-batches that lie ready, the mean loss, the norm of all gradients clipped, fused
-AdamW with the same two groups of parameters, the same schedule, gradients set to None.
+All of them take the same step: micro-batches that are on the device already, the mean loss, the norm of all gradients
+clipped, fused AdamW with the same two parameter groups, the same schedule, gradients set to None.
 """
 
 import itertools
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.auto import find_blocks
+from dist_amp.config.load import load_config
 from dist_amp.config.validate import accumulation_steps
 from dist_amp.optim import learning_rate, parameter_groups
 from dist_amp.precision import DTYPES
@@ -32,6 +33,13 @@ from dist_amp.world import World
 
 SAMPLES = 1024
 Step = Callable[[Sequence[Any]], object]
+# A bench needs no run folder, evaluation or checkpoint.
+UNDISTURBED = ["--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
+
+
+def config_of(words: str) -> Config:
+    """The main job's config with these arguments of its command line. Errors: ConfigError."""
+    return load_config([*words.split(), *UNDISTURBED], environ={})
 
 
 class TwoLayers:
@@ -44,52 +52,46 @@ class TwoLayers:
         x = torch.randn(SAMPLES, 64, generator=torch.Generator().manual_seed(0))
         return [{"x": row, "y": row.flip(0)} for row in x]
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor], reduction: str) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor], reduction: str = "sum") -> Tensor:
         return F.mse_loss(model(batch["x"]).float(), batch["y"], reduction=reduction)
-
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return self.loss(model, batch, "sum")
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return batch["y"].numel()
 
 
 class RandomBytes(CausalLM):
-    """A GPT on bytes that mean nothing: what they are changes no time. Batch: tokens [B, context + 1] uint8."""
+    """A GPT on random bytes: the text does not change the time. Batch: tokens [B, context + 1] uint8."""
 
     def build_dataset(self, split: str) -> Any:
         size = (SAMPLES, self.context + 1)
         rows = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         return [{"tokens": row} for row in rows]
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor], reduction: str) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor], reduction: str = "sum") -> Tensor:
         tokens = batch["tokens"].long()
         logits = model(tokens[:, :-1]).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return self.loss(model, batch, "sum")
 
-
-class RandomTokens(RandomBytes):
-    """The same on tokens of a whole vocabulary, built where it trains. Batch: tokens [B, context + 1] int64."""
+class RandomTokens(CausalLM):
+    """A GPT on random tokens of its whole vocabulary, built on the device. Batch: tokens [B, context + 1] int64."""
 
     def __init__(self, device: torch.device, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self.device = device
 
     def build_model(self) -> nn.Module:
-        with self.device:  # a billion numbers are drawn at once there; by a CPU in ten seconds
+        with self.device:  # a CPU takes ten seconds to draw a billion random weights
             return super().build_model()
 
     def batches(self, steps: int, accumulation: int, size: int) -> list[list[dict[str, Tensor]]]:
-        """So many steps' micro-batches of `size` samples, on the device, the same every time."""
+        """Micro-batches of `size` samples for so many steps, on the device; the same on every call."""
         shape, generator = (steps, accumulation, size, self.context + 1), torch.Generator(self.device).manual_seed(0)
         tokens = torch.randint(self.shape[0], shape, device=self.device, generator=generator)
         return [[{"tokens": micro_batch} for micro_batch in step] for step in tokens]
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor], reduction: str) -> Tensor:
-        total = CausalLM.loss_sum(self, model, batch)  # which has its own ways to save memory
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor], reduction: str = "sum") -> Tensor:
+        total = CausalLM.loss_sum(self, model, batch)  # it has its own ways to save memory
         return total if reduction == "sum" else total / self.tokens(batch)
 
 
@@ -99,8 +101,8 @@ class Setup:
 
     config: Config
     world: World
-    task: Any  # with the mean loss besides, as those of this file have it
-    fused: bool = True  # AdamW; else torch's own choice, one operation for many tensors
+    task: Any  # loss_sum(model, batch, "mean") is the mean loss
+    fused: bool = True  # AdamW; False: torch's default, one operation for many tensors
 
     @property
     def precision(self) -> str:
@@ -114,8 +116,8 @@ class Setup:
     def strategy(self) -> str:
         return self.config.parallel.strategy
 
-    def fresh_model(self) -> nn.Module:
-        """The same weights every time; compiled block by block if the settings say so."""
+    def new_model(self) -> nn.Module:
+        """The same initial weights every time; compiled block by block if the config says so."""
         seed_all(self.config.run.seed)
         module = self.task.build_model().to(self.world.device)
         for block in self.blocks(module) if self.config.compile.blocks else ():
@@ -126,18 +128,18 @@ class Setup:
         return self.task.blocks(module) if hasattr(self.task, "blocks") else find_blocks(module)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        knobs, fused = self.config.optim, self.fused or None
-        groups = parameter_groups(model, knobs)
-        if knobs.name == "sgd":
-            return torch.optim.SGD(groups, lr=knobs.lr, momentum=knobs.momentum, fused=fused)
-        return torch.optim.AdamW(groups, lr=knobs.lr, betas=knobs.betas, eps=knobs.eps, fused=fused)
+        optim, fused = self.config.optim, self.fused or None
+        groups = parameter_groups(model, optim)
+        if optim.name == "sgd":
+            return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
 
     def schedule(self) -> Callable[[torch.optim.Optimizer], None]:
-        """set_rate(optimizer), once before each step."""
-        knobs, total, steps = self.config.optim, self.config.train.steps, itertools.count()
+        """set_rate(optimizer): sets the next step's learning rate; call it once per step."""
+        optim, total, steps = self.config.optim, self.config.train.steps, itertools.count()
 
         def set_rate(optimizer: torch.optim.Optimizer) -> None:
-            rate = learning_rate(knobs, min(next(steps), total), total)
+            rate = learning_rate(optim, min(next(steps), total), total)
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
@@ -151,13 +153,13 @@ class Loop:
     module: nn.Module
     step: Step
     prepare: Callable[[], object] = lambda: None
-    # The two parts of a step by hand, for where they are timed apart.
-    backward: Step | None = None
-    update: Callable[[], object] | None = None
+    # The two halves of the baseline's step.
+    backward: Step = lambda micro_batches: None
+    update: Callable[[], object] = lambda: None
 
 
 def shard(module: nn.Module, setup: Setup, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2 as its tutorial has it: each block a unit, the last one kept whole between forward and backward."""
+    """FSDP2 as in its tutorial: each block is a unit, and the last one is not resharded after forward."""
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[setup.precision], reduce_dtype=torch.float32)
     blocks = setup.blocks(module)
     for number, block in enumerate(blocks):
@@ -166,10 +168,10 @@ def shard(module: nn.Module, setup: Setup, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-def bare(setup: Setup) -> Loop:
-    """What an expert writes by hand, for one precision and strategy; it logs nothing."""
-    task, world, train = setup.task, setup.world, setup.config.train
-    module = model = setup.fresh_model()
+def baseline(setup: Setup) -> Loop:
+    """The loop that an expert writes for one precision and strategy; it logs nothing."""
+    world, train = setup.world, setup.config.train
+    module = model = setup.new_model()
     if setup.strategy == "ddp":
         model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     elif setup.strategy == "fsdp":
@@ -188,7 +190,7 @@ def bare(setup: Setup) -> Loop:
                 model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
             with model.no_sync() if setup.strategy == "ddp" and not is_last else nullcontext():  # type: ignore[operator]
                 with autocast:
-                    loss = task.loss(model, batch, "mean") / len(micro_batches)
+                    loss = setup.task.loss_sum(model, batch, "mean") / len(micro_batches)
                 (scaler.scale(loss) if scaler else loss).backward()
 
     def update() -> None:
@@ -214,26 +216,22 @@ def bare(setup: Setup) -> Loop:
 def dist_amp(setup: Setup) -> Loop:
     """train_step."""
     run = build_run(setup.config, setup.world, setup.task)
-
-    def step(micro_batches: Sequence[Any]) -> None:
-        train_step(run, micro_batches)
-
-    return Loop(run.parallel.module, step)
+    return Loop(run.parallel.module, lambda micro_batches: train_step(run, micro_batches))
 
 
 def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
-    """train_step and all figures: TensorBoard, metrics.jsonl, and the console's line to nowhere."""
+    """train_step and all metrics: TensorBoard, metrics.jsonl, and the console line, which is discarded."""
     run = build_run(setup.config, setup.world, setup.task)
     run.metrics.open(folder, 0, run.config_text)
-    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (for as long as the loop)
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (open as long as the loop)
     samples, log_every = setup.config.train.micro_batch_size, setup.config.metrics.log_every
 
     def step(micro_batches: Sequence[Any]) -> None:
         report = train_step(run, micro_batches)
         run.step += 1
         run.metrics.record(report)
-        run.data.items += samples * len(micro_batches)  # which its data would have counted
-        if (row := run.metrics.read()) is not None:  # as the main job does, a step later
+        run.data.items += samples * len(micro_batches)  # its own data loader is not used here
+        if (row := run.metrics.read()) is not None:  # one step after they were started, as in the main job
             with redirect_stdout(nowhere):
                 run.metrics.write(row, run.config.train.steps)
         if run.step % log_every == 0:
@@ -242,27 +240,26 @@ def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
     return Loop(run.parallel.module, step)
 
 
-def update_by_hand(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
-    """What the bare loop does once the gradients are there, always those of `micro_batches`: unscale, clip, step."""
-    loop = bare(setup)
-    assert loop.backward is not None
-    assert loop.update is not None
+# --- the optimizer update alone: unscale, clip, and step or skip, always with the gradients of `micro_batches`
+
+
+def baseline_update(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
+    """The update of the baseline loop."""
+    loop = baseline(setup)
     loop.backward(micro_batches)
-    gradients = [parameter.grad for parameter in loop.module.parameters()]
-    return _update_alone(loop.module, gradients, loop.update)
+    return _update_alone(loop.module, [p.grad for p in loop.module.parameters()], loop.update)
 
 
-def update_of_dist_amp(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
-    """What train_step does instead, with the same gradients."""
-    by_hand = bare(setup)
-    assert by_hand.backward is not None
-    by_hand.backward(micro_batches)
-    gradients = [parameter.grad for parameter in by_hand.module.parameters()]
+def dist_amp_update(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
+    """The update of train_step, with the same gradients."""
+    loop = baseline(setup)
+    loop.backward(micro_batches)
     run = build_run(setup.config, setup.world, setup.task)
-    return _update_alone(run.parallel.module, gradients, lambda: update(run))
+    return _update_alone(run.parallel.module, [p.grad for p in loop.module.parameters()], lambda: update(run))
 
 
 def update(run: Run) -> None:
+    """What train_step does after the last backward."""
     one = torch.ones((), device=run.world.device)
     run.normalizer.begin(one)
     if run.parallel.carrier is not None:
@@ -276,8 +273,8 @@ def update(run: Run) -> None:
 
 
 def _update_alone(module: nn.Module, gradients: Sequence[Tensor | None], update: Callable[[], object]) -> Loop:
-    def prepare() -> None:
+    def set_gradients() -> None:
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone() if gradient is not None else None
 
-    return Loop(module, lambda _: update(), prepare)
+    return Loop(module, lambda _: update(), set_gradients)

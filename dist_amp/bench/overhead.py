@@ -1,11 +1,16 @@
-"""python -m dist_amp.bench overhead: what a step costs against the loop that an expert would write by hand.
+"""python -m dist_amp.bench overhead: what a step of train_step costs, compared with a hand-written loop and its peers.
 
-On CPU processes, where nothing hides what the host does. All loops run in one process per rank, in rounds: in each,
-every loop takes one block of ten steps, in an order drawn anew, and its fastest step (its mean, where one of them logs)
-is divided by the bare loop's of the same round. The table has the median of these ratios with its 95 % interval.
-"bare again" shows what is noise. Parity is how far a loop drifts from the bare one in 20 steps, relative to the largest
-parameter: the sum of what its steps do otherwise, each taken from the bare loop's parameters. Left alone, two bf16 runs
-from weights that differ in the last place are 1e-4 apart by then.
+It runs on CPU processes, where no device hides the host's work. The loops are the baseline (the loop that an expert
+writes), train_step, train_step with full telemetry, Accelerate's and Lightning Fabric's. They share one process per
+rank and take turns: in each round every loop runs one block of ten steps, in a new random order. Its fastest step (with
+full telemetry, which logs in one of ten, the mean) is divided by the baseline's of the same round.
+
+ratio        time per step over the baseline's: the median of the rounds and its 95 % interval; below 1 is faster.
+             "baseline again" is the same loop a second time: its distance from 1 is noise
+host reads   how often a step reads a value back from the device
+parity       how far the parameters drift from the baseline's in 20 steps, relative to the largest parameter. Each step
+             starts from the baseline's parameters; otherwise two bf16 runs whose weights differ in the last bit are
+             1e-4 apart by then
 """
 
 import argparse
@@ -13,164 +18,157 @@ import gc
 import itertools
 import json
 import math
-import random
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dist_amp.bench.harness import HostReads, on_ranks
-from dist_amp.bench.loops import (
-    Loop,
-    RandomBytes,
-    Setup,
-    TwoLayers,
-    bare,
-    dist_amp,
-    dist_amp_with_telemetry,
-    update_by_hand,
-    update_of_dist_amp,
-)
-from dist_amp.bench.machine import about
-from dist_amp.bench.overhead_report import AGAIN, HEADER, OUR_UPDATE, TELEMETRY, UPDATE, Cell, base, line, rows_of
+from dist_amp.bench import harness, loops
+from dist_amp.bench.loops import Loop, Setup
+from dist_amp.bench.machine import about, machine_line
 from dist_amp.bench.peers import accelerate, fabric
-from dist_amp.bench.report import BARE, OURS, PEERS, save
+from dist_amp.bench.report import BASELINE, OURS, PEERS, document, interval, median, median_interval, save, table
 from dist_amp.commands.command_line import Parser, exit_status
-from dist_amp.config.load import load_config
 from dist_amp.data import build_batches, build_split
-from dist_amp.errors import ConfigError, first_line
 from dist_amp.fast.fused import local
 from dist_amp.precision import DTYPES
 from dist_amp.settings import DataConfig
 from dist_amp.world import World
 
-BLOCK = 10  # steps; with all figures logged every so many
+# Names of loops, next to BASELINE, OURS and PEERS.
+AGAIN, TELEMETRY = "baseline again", "dist_amp, full telemetry"
+UPDATE, OUR_UPDATE = "update only, baseline", "update only, dist_amp"
+PROMISED = (OURS, TELEMETRY, OUR_UPDATE)  # the loops that get a verdict
+BLOCK = 10  # steps per round; full telemetry logs once per block
 ACCUMULATION = 4
-# A loop gets so many seconds for each of the rounds that are asked for: short steps then make up to 20 of one.
+# Each loop gets this long for each round that is asked for: where steps are short, up to 20 rounds instead of one.
 ROUND_SECONDS, MOST_ROUNDS = 0.3, 20
-PARITY_STEPS = 20  # from the same weights, before anything is timed
+PARITY_STEPS = 20  # from the same initial weights, before anything is timed
 PRECISIONS = ("bf16", "fp16", "fp32")
 STRATEGIES = ("ddp", "fsdp")
-PACKAGES = ("accelerate", "lightning-fabric")  # whose versions are told
+MEASURES = ("step_cpu", "step_wall", "block_cpu", "block_wall")  # fastest step and mean; CPU time and wall time
 Steps = list[list[torch.Tensor]]  # parameters, after each step
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model to train."""
+class Workload(NamedTuple):
+    """A model to train. parity: how far dist_amp's loops may drift from the baseline."""
 
     about: str
     task: Callable[[], Any]
     micro_batch_size: int
+    parity: float
 
 
+DEEP = partial(loops.RandomBytes, DataConfig(), context=16, width=64, layers=12, heads=4)
+GPT = partial(loops.RandomBytes, DataConfig(), context=32, width=256, layers=4, heads=4)
 WORKLOADS = {
-    "tiny": Workload("two linear layers of 64", TwoLayers, 16),
-    "deep": Workload("a GPT of 12 layers, 64 wide", partial(RandomBytes, DataConfig(), 16, 64, 12, 4), 1),
-    "gpt": Workload("a GPT of 4 layers, 256 wide", partial(RandomBytes, DataConfig(), 32, 256, 4, 4), 2),
+    "tiny": Workload("two linear layers of 64", loops.TwoLayers, 16, 1e-6),
+    "deep": Workload("a GPT of 12 layers, 64 wide", DEEP, 1, 1e-5),
+    "gpt": Workload("a GPT of 4 layers, 256 wide", GPT, 2, 1e-5),
 }
+
+
+class Cell(NamedTuple):
+    workload: str
+    precision: str
+    ranks: int
+    strategy: str
 
 
 def build_setup(cell: Cell, world: World) -> Setup:
     workload = WORKLOADS[cell.workload]
-    words = ["--parallel.strategy", cell.strategy, "--train.micro_batch_size", workload.micro_batch_size]
-    words += ["--train.accumulation_steps", ACCUMULATION, "--train.steps", 20_000, "--optim.warmup_steps", 10]
-    words += ["--use_amp", "false"] if cell.precision == "fp32" else ["--precision.dtype", cell.precision]
-    words += ["--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
-    words += ["--metrics.log_every", BLOCK, "--run.device", "cpu"]
-    return Setup(load_config([str(word) for word in words], environ={}), world, workload.task())
+    config = loops.config_of(
+        f"--parallel.strategy {cell.strategy} --train.micro_batch_size {workload.micro_batch_size} --run.device cpu "
+        f"--train.accumulation_steps {ACCUMULATION} --train.steps 20000 --optim.warmup_steps 10 "
+        f"--metrics.log_every {BLOCK} "
+        + ("--use_amp false" if cell.precision == "fp32" else f"--precision.dtype {cell.precision}")
+    )
+    return Setup(config, world, workload.task())
 
 
-def makers(cell: Cell, folder: Path, first_step: Sequence[Any]) -> dict[str, Callable[[Setup], Loop]]:
-    """Every loop of a cell, by its name in the table; those of `PEERS` may turn out not to be able to."""
-    loops: dict[str, Callable[[Setup], Loop]] = {
-        BARE: bare,
-        AGAIN: bare,
-        OURS: dist_amp,
-        TELEMETRY: partial(dist_amp_with_telemetry, folder=folder),
-        PEERS[0]: accelerate,
-        PEERS[1]: fabric,
-    }
-    if cell.strategy == "fsdp":
-        loops[UPDATE] = partial(update_by_hand, micro_batches=first_step)
-        loops[OUR_UPDATE] = partial(update_of_dist_amp, micro_batches=first_step)
-    return loops
+def reference_of(name: str) -> str:
+    """The loop that another one is compared with."""
+    return UPDATE if name in (UPDATE, OUR_UPDATE) else BASELINE
+
+
+# --- measuring
 
 
 def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
-    """One cell's parity, host reads and times, or why a loop has none; every rank calls it, rank 0's counts."""
+    """Every loop of a cell: parity, host reads and times, or a note; every rank calls it, rank 0's result counts."""
     setup = build_setup(cell, world)
-    data = steps_of_data(setup)
-    loops: dict[str, Loop] = {}
-    cant: dict[str, str] = {}
-    parity: dict[str, float] = {}
-    paths: dict[str, Steps] = {UPDATE: [], BARE: []}
+    split, size = build_split(setup.task, "train", world), setup.config.train.micro_batch_size
+    seed = setup.config.run.seed
+    batches = build_batches(setup.config.data, setup.task, split, size, ACCUMULATION, seed, world)
+    data = list(itertools.islice(batches, 8))  # the same steps for every loop
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what matters of them is looked for: see followed
-        to_make = makers(cell, Path(folder), data[0])
-        for name, make in to_make.items():
-            loop, drift, why = followed(setup, make, data, paths[base(name)], may_fail=name in PEERS)
-            whys, drifts = world.gather_texts(why), world.gather_texts(str(drift))
-            if loop is None or any(whys):
-                cant[name] = next(filter(None, whys))
-            else:
-                loops[name], parity[name] = loop, max(map(float, drifts))
-        told = {
-            **asdict(cell),
-            "loops": list(to_make),
-            "cant": cant,
-            "parity": parity,
-            "host_reads": {
-                name: host_reads(loop, data, BLOCK if name == TELEMETRY else 1) for name, loop in loops.items()
-            },
-            "collectives": {name: collectives(loop) for name, loop in loops.items() if name in (UPDATE, OUR_UPDATE)},
-        }
-        # Many short rounds tell more than few long ones: what disturbs a moment is in all of its ratio, or in none.
-        bare_seconds = float(timed_block(loops[BARE], data)[MEASURES.index("block_wall")]) * BLOCK
-        more = int(world.from_main(str(min(max(round(ROUND_SECONDS / bare_seconds), 1), MOST_ROUNDS))))
-        return {**told, "seconds": timed_rounds(world, loops, data, rounds * more)}
+        warnings.simplefilter("ignore")  # what they warn of is checked: see first_steps
+        telemetry = partial(loops.dist_amp_with_telemetry, folder=Path(folder))
+        builders: dict[str, Callable[[Setup], Loop]] = {BASELINE: loops.baseline, AGAIN: loops.baseline}
+        builders |= {OURS: loops.dist_amp, TELEMETRY: telemetry, PEERS[0]: accelerate, PEERS[1]: fabric}
+        if cell.strategy == "fsdp":
+            builders[UPDATE] = partial(loops.baseline_update, micro_batches=data[0])
+            builders[OUR_UPDATE] = partial(loops.dist_amp_update, micro_batches=data[0])
+        rows: dict[str, dict[str, Any]] = {}
+        built: dict[str, Loop] = {}
+        paths: dict[str, Steps] = {UPDATE: [], BASELINE: []}
+        for name, build in builders.items():
+            loop, drift, note = first_steps(setup, build, data, paths[reference_of(name)], may_fail=name in PEERS)
+            notes, drifts = world.gather_texts(note), world.gather_texts(str(drift))
+            if loop is None or any(notes):
+                rows[name] = {"note": next(filter(None, notes))}
+                continue
+            built[name] = loop
+            reads = host_reads(loop, data, BLOCK if name == TELEMETRY else 1)
+            rows[name] = {"parity": max(map(float, drifts)), "host_reads": reads, "collectives": None}
+            if name in (UPDATE, OUR_UPDATE):
+                loop.prepare()
+                with CommDebugMode() as counted:
+                    loop.step([])
+                rows[name]["collectives"] = counted.get_total_counts()
+        for name, seconds in timed_rounds(world, built, data, rounds).items():
+            rows[name]["seconds"] = seconds
+    return {**cell._asdict(), "loops": rows}
 
 
-def followed(
-    setup: Setup, make: Callable[[Setup], Loop], data: Sequence[Any], path: Steps, may_fail: bool
+def first_steps(
+    setup: Setup, build: Callable[[Setup], Loop], data: Sequence[Any], path: Steps, may_fail: bool
 ) -> tuple[Loop | None, float, str]:
-    """The loop after its first steps, and its drift; or why it can't do this cell: what it raises, or does in silence.
+    """(loop, drift, note) after its first steps; the note says why it can't run this cell, raised or silently wrong.
 
-    path: this rank's parameters after each step of the loop that goes first, which fills it.
+    path: this rank's parameters after each step of the reference loop, which runs first and fills it.
     """
-    seen: list[torch.dtype] = []
+    dtypes: set[torch.dtype] = set()
     try:
-        loop = make(setup)
+        loop = build(setup)
         if setup.strategy == "fsdp" and not all(isinstance(p, DTensor) for p in loop.module.parameters()):
-            return None, math.nan, "can't: shards nothing"
+            return None, math.nan, "failed: its parameters are not sharded"
         first = next(part for part in loop.module.modules() if isinstance(part, nn.Linear))
-        hook = first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-        drift = follow(loop, data, path)
+        hook = first.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+        drift = drift_of(loop, data, path)
         hook.remove()
     except Exception as error:
         if not may_fail:
             raise
-        if isinstance(error, ImportError):
-            return None, math.nan, "not installed: pip install 'dist_amp[bench]'"
-        return None, math.nan, f"can't: {first_line(error).split('. ')[0]}"
-    if set(seen) - {DTYPES[setup.precision]}:
-        return loop, drift, f"can't: trains in {str(seen[0]).removeprefix('torch.')}"
+        return None, math.nan, harness.note_of(error)
+    if wrong := dtypes - {DTYPES[setup.precision]}:
+        return loop, drift, f"failed: trains in {str(wrong.pop()).removeprefix('torch.')}"
     return loop, drift, ""
 
 
 @torch.no_grad()
-def follow(loop: Loop, data: Sequence[Any], path: Steps) -> float:
-    """The drift of the loop's first steps, each from where the path was."""
+def drift_of(loop: Loop, data: Sequence[Any], path: Steps) -> float:
+    """Drift of the loop's first steps, each started from the reference's parameters in `path`."""
     sums = [torch.zeros_like(local(parameter)) for parameter in loop.module.parameters()]
     for number, micro_batches in enumerate(itertools.islice(itertools.cycle(data), PARITY_STEPS)):
         loop.prepare()
@@ -179,161 +177,168 @@ def follow(loop: Loop, data: Sequence[Any], path: Steps) -> float:
         own = [local(parameter) for parameter in loop.module.parameters()]
         if number == len(path):
             path.append([tensor.clone() for tensor in own])
-        for tensor, there, total in zip(own, path[number], sums, strict=True):
-            total += tensor - there
-            tensor.copy_(there)
+        for tensor, reference, total in zip(own, path[number], sums, strict=True):
+            total += tensor - reference
+            tensor.copy_(reference)
     drift = max(float(total.abs().max()) for total in sums if total.numel())
-    return drift / max(float(there.abs().max()) for there in path[-1] if there.numel())
-
-
-def steps_of_data(setup: Setup) -> list[list[Any]]:
-    """Eight steps' micro-batches of this rank, the same for every loop."""
-    config, world = setup.config, setup.world
-    split = build_split(setup.task, "train", world)
-    size = config.train.micro_batch_size
-    return list(
-        itertools.islice(build_batches(config.data, setup.task, split, size, ACCUMULATION, config.run.seed, world), 8)
-    )
+    return drift / max(float(reference.abs().max()) for reference in path[-1] if reference.numel())
 
 
 def host_reads(loop: Loop, data: Sequence[Any], steps: int) -> list[int]:
-    """What each of so many steps reads back from the device."""
+    """How many values each of so many steps reads back from the device."""
     counts = []
     for micro_batches in itertools.islice(itertools.cycle(data), steps):
         loop.prepare()
-        with HostReads() as seen:
+        with harness.HostReads() as reads:
             loop.step(micro_batches)
-        counts.append(seen.count)
+        counts.append(reads.count)
     return counts
 
 
-def collectives(loop: Loop) -> int:
-    """How often a step meets the other ranks."""
-    loop.prepare()
-    with CommDebugMode() as seen:
-        loop.step([])
-    return seen.get_total_counts()
+def timed_rounds(world: World, built: dict[str, Loop], data: Sequence[Any], rounds: int) -> dict[str, Any]:
+    """{loop: {measure: seconds per step, one number per round}}, of the slowest rank."""
 
+    def block(name: str, is_warm_up: bool) -> list[float]:
+        world.barrier()
+        return timed_block(built[name], data)
 
-MEASURES = ("step_cpu", "step_wall", "block_cpu", "block_wall")
-
-
-def timed_rounds(
-    world: World, loops: dict[str, Loop], data: Sequence[Any], rounds: int
-) -> dict[str, dict[str, list[float]]]:
-    """{loop: {measure: seconds per step, one per round}}, of the slowest rank; one block of each loop is a round."""
-    order, names = random.Random(0), list(loops)  # the same on all ranks
-    seconds = torch.zeros(rounds, len(names), len(MEASURES), dtype=torch.float64)
-    gc.collect()
+    # Many short rounds say more than few long ones: a disturbance is in both parts of a round's ratio, or in neither.
+    seconds = timed_block(built[BASELINE], data)[MEASURES.index("block_wall")] * BLOCK
+    more = int(world.from_main(str(min(max(round(ROUND_SECONDS / seconds), 1), MOST_ROUNDS))))
     gc.freeze()
-    for number in range(rounds):
-        gc.collect()
-        gc.disable()
-        for name in order.sample(names, len(names)):
-            world.barrier()
-            seconds[number, names.index(name)] = timed_block(loops[name], data)
-        gc.enable()
+    own, _ = harness.in_turns(built, block, rounds * more, may_fail=False)
     gc.unfreeze()
-    of_ranks = world.gather_texts(json.dumps(seconds.tolist()))
-    slowest = torch.tensor([json.loads(text) for text in of_ranks], dtype=torch.float64).amax(dim=0)
-    return {
-        name: {measure: slowest[:, i, j].tolist() for j, measure in enumerate(MEASURES)} for i, name in enumerate(names)
-    }
+    of_ranks = [json.loads(text) for text in world.gather_texts(json.dumps(own))]
+    slowest = {name: np.max([each[name] for each in of_ranks], axis=0).T for name in built}
+    return {name: dict(zip(MEASURES, values.tolist(), strict=True)) for name, values in slowest.items()}
 
 
-def timed_block(loop: Loop, data: Sequence[Any]) -> torch.Tensor:
-    """MEASURES of one block of steps, its fastest and its mean: [4] float64, seconds per step."""
-    clock = []
+def timed_block(loop: Loop, data: Sequence[Any]) -> list[float]:
+    """`MEASURES` of one block of steps, in seconds per step."""
+    seconds = []
     for micro_batches in itertools.islice(itertools.cycle(data), BLOCK):
         loop.prepare()
-        before = now()
+        cpu, wall = time.process_time_ns(), time.perf_counter_ns()
         loop.step(micro_batches)
-        clock.append((before, now()))
-    began, ended = torch.tensor(clock, dtype=torch.float64).unbind(dim=1)
-    steps = (ended - began) * 1e-9
-    return torch.cat([steps.amin(dim=0), steps.mean(dim=0)])
+        seconds.append((1e-9 * (time.process_time_ns() - cpu), 1e-9 * (time.perf_counter_ns() - wall)))
+    return [*np.min(seconds, axis=0).tolist(), *np.mean(seconds, axis=0).tolist()]
 
 
-def now() -> tuple[int, int]:
-    """Nanoseconds of this process's CPU time, and of the wall's."""
-    return time.process_time_ns(), time.perf_counter_ns()
+# --- reporting
+
+
+def target(cell: Cell, loop: str) -> float | None:
+    """The largest ratio to the baseline that is promised; None where nothing is."""
+    if loop == OUR_UPDATE:
+        return 0.5
+    if loop == OURS and cell.workload == "deep" and cell.ranks == 1:
+        return 0.99
+    if cell.workload != "tiny":
+        return None
+    if loop == OURS:
+        return {"bf16": 0.95, "fp16": 0.88}.get(cell.precision) if cell.ranks == 1 else {"ddp": 0.98}.get(cell.strategy)
+    return 0.97 if loop == TELEMETRY and cell.ranks == 1 and cell.precision != "fp32" else None
+
+
+def judge(cell: Cell, rows: dict[str, dict[str, Any]]) -> None:
+    """Add to the rows that have times: the ratio to the baseline, the target and, where one is promised, a verdict."""
+    for name, row in ((name, row) for name, row in rows.items() if "seconds" in row):
+        # The fastest step is never the one that logs, so full telemetry is compared by the block's mean.
+        measure = "block_cpu" if name == TELEMETRY else "step_cpu"
+        own = row["seconds"][measure]
+        row["ratios"] = np.divide(own, rows[reference_of(name)]["seconds"][measure]).tolist()
+        row["ratio"], *row["interval"] = median_interval(row["ratios"])
+        row |= {"us_per_step": 1e6 * median(own), "target": target(cell, name)}
+        if name in PROMISED:
+            row["verdict"] = verdict(name, row, WORKLOADS[cell.workload].parity)
+
+
+def verdict(name: str, row: dict[str, Any], parity: float) -> str:
+    """met, or what was missed; the ratio is judged by its median."""
+    missed = {
+        "ratio": row["target"] is not None and row["ratio"] > row["target"],
+        "parity": not row["parity"] <= parity,  # nan fails too
+        "host reads": sum(row["host_reads"]) > (name == TELEMETRY),
+        "collectives": row["collectives"] not in (None, 1),
+    }
+    names = ", ".join(what for what, is_missed in missed.items() if is_missed)
+    return f"missed: {names}" if names else "met"
+
+
+def table_of(cells: Sequence[dict[str, Any]]) -> str:
+    """A row per loop; one without times has its note in place of a verdict."""
+    rows = []
+    for measured, name in [(one, name) for one in cells for name in one["loops"]]:
+        row = measured["loops"][name]
+        timed, is_reference = "seconds" in row, reference_of(name) == name
+        calls, most = row.get("collectives"), row.get("target")
+        rows.append(
+            {
+                **{field: str(measured[field]) for field in Cell._fields},
+                "loop": name,
+                "us/step": f"{row['us_per_step']:,.0f}" if timed else "",
+                "ratio [95 % interval]": "" if not timed else "1" if is_reference else interval(row["ratios"]),
+                "host reads": " / ".join(map(str, sorted(set(row.get("host_reads", ()))))),
+                "collectives": "" if calls is None else str(calls),
+                "parity": f"{row['parity']:.0e}" if timed and not is_reference else "",
+                "target": "" if most is None else f"<= {most:.2f}",
+                "verdict": row.get("verdict", row.get("note", "")),
+            }
+        )
+    return table(rows, left=5)
+
+
+def introduction(options: argparse.Namespace, report: dict[str, Any]) -> str:
+    lines = [machine_line(report)]
+    for name in options.workloads:
+        workload = WORKLOADS[name]
+        sizes = [p.numel() for p in workload.task().build_model().parameters()]
+        batch = f"{ACCUMULATION} micro-batches of {workload.micro_batch_size}"
+        lines.append(f"{name}: {workload.about}, {sum(sizes):,} parameters in {len(sizes)} tensors, {batch}")
+    lines.append(
+        f"us/step: CPU time of the slowest rank: the fastest of {BLOCK} steps, or their mean with full telemetry; the "
+        f"median of {options.rounds} rounds or more.\nratio: to the baseline loop's time in the same round; below 1 is "
+        "faster. host reads: values that a step reads back from the device."
+    )
+    return "\n".join(lines)
+
+
+# --- the command
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m dist_amp.bench overhead", __doc__)
-    add = parser.add_argument
-    add("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="default: all")
-    add("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: all")
-    add("--ranks", nargs="+", type=int, default=[1, 2], metavar="N", help="default: 1 2")
-    add("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES),
-        help="of two ranks and more; default: both")  # fmt: skip
-    add(
-        "--rounds",
-        type=int,
-        default=20,
-        metavar="N",
-        help="at least 6, for an interval; short steps make more of them; default: 20",
-    )
-    add("--out", type=Path, metavar="DIR", help="where to leave overhead.json and overhead.txt; default: nowhere")
-    options = parser.parse_args(argv)
-    if min(options.ranks) < 1:
-        raise ConfigError(f"--ranks {min(options.ranks)} must be at least 1")
-    if options.rounds < 6:
-        raise ConfigError(f"--rounds {options.rounds} must be at least 6: fewer have no interval of 95 %")
-    return options
+    harness.add_choices(parser, workloads=list(WORKLOADS), precisions=PRECISIONS, strategies=STRATEGIES)
+    add, one, six = parser.add_argument, harness.at_least(1), harness.at_least(6)
+    add("--ranks", nargs="+", type=one, default=[1, 2], metavar="N", help="processes; default: 1 2")
+    text = "at least 6, for a 95 %% interval; where steps are short, more are taken; default: 20"
+    add("--rounds", type=six, default=20, metavar="N", help=text)
+    add("--out", type=Path, metavar="DIR", help="write overhead.json and overhead.txt there; default: only print")
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0 measured, 64 an argument."""
+    """The command; returns the exit status: 0 measured, 64 a wrong argument."""
     return exit_status(measure_all, argv)
 
 
 def measure_all(words: Sequence[str]) -> None:
-    """The cells that the words ask for, one after the other, each in processes of its own."""
+    """Measure each cell in new processes, one cell after the other."""
     options = parse(words)
-    report: dict[str, Any] = {**about(torch.device("cpu"), *PACKAGES), "rounds": options.rounds, "cells": []}
-    lines: list[str] = []
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-        lines.append(text)
-
-    say(head(options, report))
-    for cell in cells_of(options):
-        told = on_ranks(cell.ranks, measure, cell, options.rounds)
-        told["rows"] = rows_of(cell, told)
-        report["cells"].append(told)
-        for row in told["rows"]:
-            say(line(cell, row))
-        if options.out is not None:  # after each cell: all of them may take an hour
-            save(report, "\n".join(lines) + "\n", options.out, "overhead", "txt")
-
-
-def head(options: argparse.Namespace, report: dict[str, Any]) -> str:
-    """What stands above the table."""
-    found = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    lines = [f"{report['machine']['cpu']}, {report['machine']['cores']} cores; {found}"]
-    for name in options.workloads:
-        workload = WORKLOADS[name]
-        parameters = list(workload.task().build_model().parameters())
-        size = f"{sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors"
-        batch = f"{ACCUMULATION} micro-batches of {workload.micro_batch_size}"
-        lines.append(f"{name:<6} {workload.about}: {size}, {batch}")
-    lines.append(
-        f"us/step: the process's CPU time, of the slowest rank: the fastest of {BLOCK} steps, or their mean with full "
-        f"telemetry;\nmedian of {options.rounds} rounds or more. ratio: to the bare loop's in the same round"
-    )
-    return "\n".join([*lines, "", HEADER])
-
-
-def cells_of(options: argparse.Namespace) -> list[Cell]:
-    return [
-        Cell(workload, precision, ranks, strategy)
-        for workload in options.workloads
-        for ranks in options.ranks
-        for strategy in (options.strategies if ranks > 1 else ["single"])
-        for precision in options.precisions
-    ]
+    report: dict[str, Any] = about(torch.device("cpu"), "accelerate", "lightning-fabric")
+    report |= {"rounds": options.rounds, "cells": []}
+    text = introduction(options, report)
+    print(text, flush=True)
+    for workload, ranks in itertools.product(options.workloads, options.ranks):
+        strategies = options.strategies if ranks > 1 else ["single"]
+        for strategy, precision in itertools.product(strategies, options.precisions):
+            cell = Cell(workload, precision, ranks, strategy)
+            measured = harness.on_ranks(ranks, measure, cell, options.rounds)
+            judge(cell, measured["loops"])
+            report["cells"].append(measured)
+            print(f"\n{table_of([measured])}", flush=True)
+            if options.out is not None:  # after each cell: all of them may take an hour
+                save(report, document(text, table_of(report["cells"])), options.out, "overhead.txt")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Accelerate's and Lightning Fabric's loops, as their documentation writes them; the extra `bench` installs both.
+"""Accelerate's and Lightning Fabric's loops, as in their documentation; the extra `bench` installs both.
 
-What each offers for speed is on: views of the gradients' buckets, no broadcast of buffers, no look at the norm.
+Their options for speed are on: gradients as bucket views, no broadcast of buffers, no check that the norm is finite.
 """
 
 import logging
@@ -21,7 +21,7 @@ def accelerate(setup: Setup) -> Loop:
 
     AcceleratorState._reset_state(reset_partial_state=True)  # it keeps one precision per process
     GradientState._reset_state()
-    module, limit = setup.fresh_model(), setup.config.train.max_grad_norm
+    module, limit = setup.new_model(), setup.config.train.max_grad_norm
     plugin = None
     if setup.strategy == "fsdp":
         classes = sorted({type(block).__name__ for block in setup.blocks(module)})
@@ -47,7 +47,7 @@ def accelerate(setup: Setup) -> Loop:
         set_rate(adamw)
         for batch in micro_batches:
             with accelerator.accumulate(model):
-                accelerator.backward(setup.task.loss(model, batch, "mean"))
+                accelerator.backward(setup.task.loss_sum(model, batch, "mean"))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), limit)
                 optimizer.step()
@@ -58,28 +58,28 @@ def accelerate(setup: Setup) -> Loop:
 
 def fabric(setup: Setup) -> Loop:
     """Source: lightning.ai/docs/fabric, "Efficient gradient accumulation" and "Model parallelism: FSDP2"."""
-    from lightning_fabric import Fabric
-    from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+    import lightning_fabric
 
-    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it says what it casts to
-    module, limit, ranks = setup.fresh_model(), setup.config.train.max_grad_norm, setup.world.world_size
+    lightning: Any = lightning_fabric  # its annotations are stricter than its documentation
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it logs what it casts to
+    module, limit, ranks = setup.new_model(), setup.config.train.max_grad_norm, setup.world.world_size
     strategy: Any = "auto"
     if setup.strategy == "ddp":
-        strategy = DDPStrategy(**DDP_OPTIONS)
+        strategy = lightning.strategies.DDPStrategy(**DDP_OPTIONS)
     elif setup.strategy == "fsdp":
-        strategy = ModelParallelStrategy(
+        strategy = lightning.strategies.ModelParallelStrategy(
             lambda module, mesh: shard(module, setup, mesh["data_parallel"]),
             data_parallel_size=ranks,
             tensor_parallel_size=1,
         )
-    precisions: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-    # FSDP2's own policy casts to bf16, as in the other loops: autocast besides would cost time for nothing.
+    precisions = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+    # FSDP2's own policy casts to bf16, as in the other loops; autocast on top would only cost time.
     precision = precisions["fp32" if (setup.strategy, setup.precision) == ("fsdp", "bf16") else setup.precision]
-    lab = Fabric(accelerator=setup.world.device.type, devices=ranks, strategy=strategy, precision=precision)
+    lab = lightning.Fabric(accelerator=setup.world.device.type, devices=ranks, strategy=strategy, precision=precision)
     lab.launch()
     if setup.strategy == "fsdp":
         model = lab.setup_module(module)
-        adamw = setup.optimizer(module)  # sharded by now
+        adamw = setup.optimizer(module)  # the parameters are sharded now
         optimizer = lab.setup_optimizers(adamw)
     else:
         adamw = setup.optimizer(module)
@@ -90,7 +90,7 @@ def fabric(setup: Setup) -> Loop:
         set_rate(adamw)
         for is_last, batch in mark_last(micro_batches):
             with lab.no_backward_sync(model, enabled=not is_last):
-                lab.backward(setup.task.loss(model, batch, "mean") / len(micro_batches))
+                lab.backward(setup.task.loss_sum(model, batch, "mean") / len(micro_batches))
         lab.clip_gradients(model, optimizer, max_norm=limit, error_if_nonfinite=False)
         optimizer.step()
         optimizer.zero_grad()

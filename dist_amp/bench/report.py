@@ -1,48 +1,118 @@
-"""What the reports of the benches share: files that are whole or as they were, tables, the machine, colours."""
+"""How the benches report: statistics, tables in Markdown, JSON files, and pictures."""
 
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dist_amp.bench.harness import median_interval
-from dist_amp.bench.machine import MISSING
-from dist_amp.errors import in_one_line
+import numpy as np
+
+from dist_amp.errors import ConfigError, in_one_line
 from dist_amp.telemetry.writers import plain_json
 
-# The names of loops, in every table.
-BARE, OURS = "bare", "dist_amp"
+try:
+    from tabulate import tabulate
+except ImportError:
+    raise ConfigError("the benches need tabulate for their tables; pip install 'dist_amp[bench]'") from None
+
+# Names of loops, in every table.
+BASELINE, OURS = "baseline loop", "dist_amp"
 PEERS = ("Accelerate", "Fabric")
-# Okabe & Ito's colours, which the colour-blind tell apart, with grey in place of black. Source: jfly.uni-koeln.de/color
-OKABE_ITO = {
-    "grey": "#999999",
-    "orange": "#E69F00",
-    "sky blue": "#56B4E9",
-    "green": "#009E73",
-    "yellow": "#F0E442",
-    "blue": "#0072B2",
-    "vermilion": "#D55E00",
-    "purple": "#CC79A7",
-}
+TARGETS_ARE_FOR = "H200"
+# Okabe & Ito's palette for colour-blind readers, with grey in place of black. Source: jfly.uni-koeln.de/color
+GREY, ORANGE, SKY_BLUE, GREEN = "#999999", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 Report = Mapping[str, Any]
 
 
-def save(report: Report, text: str, folder: Path, name: str, suffix: str = "md") -> None:
-    """NAME.json, and the text as NAME.md, each whole or as it was: the run may be killed at any time."""
+class Bar(NamedTuple):
+    """A bar with a label above it; low < high: the ends of its interval."""
+
+    height: float
+    label: str
+    low: float = 0.0
+    high: float = 0.0
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """(median, low, high): the sample's median, and an interval with the population's in 95 % of cases or more.
+
+    low and high are order statistics, so no distribution is assumed: the population's median is below the k-th smallest
+    of n values with the probability of fewer than k heads in n tosses. Below 6 values it is the sample's range, which
+    covers less than 95 %. Source: David & Nagaraja 2003, "Order Statistics", 3rd edition, section 7.1.
+    """
+    ordered, n = np.sort(values), len(values)
+    heads = np.cumsum([math.comb(n, k) / 2**n for k in range(n)])  # probability of k heads or fewer
+    k = max(int(np.count_nonzero(heads <= 0.025)) - 1, 0)
+    return float(np.median(ordered)), float(ordered[k]), float(ordered[n - 1 - k])
+
+
+def median(values: Sequence[float]) -> float:
+    return float(np.median(values))
+
+
+def interval(values: Sequence[float]) -> str:
+    """The median and its 95 % interval: "0.987 [0.981, 0.993]"."""
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*median_interval(values))
+
+
+def digits(value: float) -> str:
+    """Three significant digits, or all before the decimal point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def si(value: float, unit: str) -> str:
+    """With an SI prefix: 0.0031, "s" -> "3.1 ms"."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g} {unit}"
+    power = max(-3, min(5, math.floor(math.log10(abs(value)) / 3)))
+    prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P")[power + 3]
+    return f"{digits(value / 1000**power)} {prefix}{unit}"
+
+
+# --- text
+
+
+def table(rows: Sequence[Mapping[str, str]], left: int) -> str:
+    """A Markdown table with one dict per row; its first `left` columns are left-aligned, and the last one too."""
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    align = ["left" if number < left or number == len(head) - 1 else "right" for number in range(len(head))]
+    cells = [[row.get(name, "") for name in head] for row in rows]
+    return tabulate(cells, head, "pipe", disable_numparse=True, colalign=align) if rows else ""
+
+
+def document(*parts: str) -> str:
+    """The parts that are not empty, as paragraphs."""
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def save(report: Report, text: str, folder: Path, name: str) -> None:
+    """Write the report as JSON to NAME.json and the text to NAME.md, or to `name` if it has a suffix.
+
+    Each file is replaced in one operation: the process may be killed at any time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for file, content in (
-        (f"{name}.json", json.dumps(plain_json(report), indent=1) + "\n"),
-        (f"{name}.{suffix}", text),
-    ):
-        (folder / f"{file}.new").write_text(content)
-        os.replace(folder / f"{file}.new", folder / file)
+    path = folder / (name if "." in name else f"{name}.md")
+    for file, content in ((path.with_suffix(".json"), json.dumps(plain_json(report), indent=1) + "\n"), (path, text)):
+        new = file.with_name(f"{file.name}.new")
+        new.write_text(content)
+        os.replace(new, file)
 
 
-def picture(draw: Callable[[Report, Path], None], report: Report, path: Path) -> str:
-    """Draw the report's picture; returns its path, or why there is none: the figures are there all the same."""
+# --- pictures, with matplotlib where it is installed
+
+
+def picture(draw: Callable[[Path], None], path: Path) -> str:
+    """Draw a picture; returns its path, or why there is none: the numbers are in the report anyway."""
     try:
-        draw(report, path)
+        draw(path)
         return str(path)
     except ImportError:
         return "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
@@ -50,31 +120,41 @@ def picture(draw: Callable[[Report, Path], None], report: Report, path: Path) ->
         return f"no picture: {in_one_line(error)}"
 
 
-def machine_line(report: Report) -> str:
-    """The GPU and its limits, the host, and the versions of what is installed; of a report with `machine.about`."""
-    machine, smi = report["machine"], report["machine"].get("nvidia_smi", {})
-    facts = [machine.get("gpu", ""), f"CUDA {machine['cuda']}" if "cuda" in machine else ""]
-    facts += [f"{name} {value}" for name, value in smi.items()]
-    facts += [f"{machine['cpu']}, {machine['cores']} cores"]
-    facts += [f"{name} {number}" for name, number in report["versions"].items() if number != MISSING]
-    return ", ".join(fact for fact in facts if fact)
+@contextmanager
+def figure(path: Path, title: str, size: tuple[float, float], rows: int, columns: int, **options: Any) -> Iterator[Any]:
+    """(figure, panels [rows][columns]), saved as PNG at the end. Errors: ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title)
+    yield figure, figure.subplots(rows, columns, squeeze=False, **options)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
 
 
-def rows_of_markdown(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table whose first `left` columns are aligned to the left, the others to the right; readable as plain text."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+def draw_bars(
+    axes: Any, groups: Sequence[Mapping[str, Bar]], colours: Mapping[str, str]
+) -> dict[tuple[int, str], float]:
+    """Groups of bars side by side; returns each bar's x by the number of its group and its name."""
+    places = {}
+    for place, group in enumerate(groups):
+        width = 0.86 / max(len(group), 4)
+        for number, (name, (height, label, low, high)) in enumerate(group.items()):
+            places[place, name] = at = place + (number - (len(group) - 1) / 2) * width
+            axes.bar(at, height, 0.94 * width, color=colours[name])
+            if low < high:
+                axes.vlines(at, low, high, color="black", lw=1)
+            top = (at, min(max(high, height), 1.2 * height))
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # in front of target lines and intervals
+            style = {"textcoords": "offset points", "ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
+            axes.annotate(label, top, (0, 4), bbox=box, **style)
+    return places
 
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "| " + " | ".join(cells) + " |"
 
-    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join([line(head), "| " + " | ".join(rule) + " |", *map(line, rows)])
+def draw_legend(figure: Any, colours: Mapping[str, str], more: Sequence[Any] = ()) -> None:
+    """Below the panels: a patch for each colour, then `more` artists with labels."""
+    from matplotlib.patches import Patch
 
-
-def interval(values: Sequence[float]) -> str:
-    """The sample's median and its 95 % interval, as in "0.987 [0.981, 0.993]"."""
-    middle, low, high = median_interval(values)
-    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+    handles = [*(Patch(color=colour, label=name) for name, colour in colours.items()), *more]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

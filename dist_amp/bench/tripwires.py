@@ -1,4 +1,4 @@
-"""The share of the time that the tripwires take, at the intervals that the config says; target: below 0.5 %.
+"""The share of training time that the consistency checks take, at the config's intervals; target: below 0.5 %.
 
 torchrun --nproc_per_node=2 -m dist_amp.bench.tripwires --config configs/demo.toml --train.steps 400
 """
@@ -15,31 +15,23 @@ from dist_amp.step import train_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: takes the config's steps, without evaluation or checkpoints, and writes nothing."""
-    return on_a_run(tell, argv)
+    """The command: takes the config's steps without evaluations or checkpoints, and writes nothing."""
+    return on_a_run(measure, argv)
 
 
-def tell(run: Run) -> None:
-    seconds, whole = measure(run)
-    run.world.say(
-        f"{run.config.train.steps} steps, {run.parallel.strategy} on {run.world.world_size} x "
-        f"{run.world.device.type}: tripwires took {seconds:.3f} s of {whole:.1f} s, {100 * seconds / whole:.2f} %"
-    )
-
-
-def measure(run: Run) -> tuple[float, float]:
-    """(seconds in the tripwires, seconds in all), of this rank."""
+def measure(run: Run) -> None:
+    """Print the seconds of this rank in the checks, and in all."""
     wait, spent = run.world.wait_for_device, 0.0
 
-    def timed(look: Callable[..., None], *at: Any) -> float:
-        wait()  # what was queued before is not theirs
-        began = time.perf_counter()
-        look(*at)
+    def timed(check: Callable[..., None], *arguments: Any) -> float:
+        wait()  # for work that was queued before
+        started = time.perf_counter()
+        check(*arguments)
         wait()
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     tripwires = Consistency(run)
-    began = time.perf_counter()
+    started = time.perf_counter()
     for micro_batches in run.data:
         report = train_step(run, micro_batches)
         run.metrics.record(report)
@@ -50,7 +42,11 @@ def measure(run: Run) -> tuple[float, float]:
             spent += timed(tripwires.on_log, row)
         if run.step == run.config.train.steps:
             break
-    return spent, time.perf_counter() - began
+    total = time.perf_counter() - started
+    run.world.say(
+        f"{run.config.train.steps} steps, {run.parallel.strategy} on {run.world.world_size} x "
+        f"{run.world.device.type}: tripwires took {spent:.3f} s of {total:.1f} s, {100 * spent / total:.2f} %"
+    )
 
 
 if __name__ == "__main__":

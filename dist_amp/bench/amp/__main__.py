@@ -1,277 +1,232 @@
-"""python -m dist_amp.bench amp [EXPERIMENT ...]: what mixed precision buys on this device, as a table and a picture.
+"""python -m dist_amp.bench amp [EXPERIMENT ...]: what mixed precision buys on this device, as tables and pictures.
 
-linear     ten numbers to one, twenty points: the smallest thing that works
-mlp        three layers of 4096: matrix products and little else; batch sizes, autocast and scaler each on and off
-sinusoid   1 x 1 convolutions that draw a picture of 512 x 512: traffic to memory
+linear     ten numbers to one, on twenty points: the smallest model that works
+mlp        three layers of 4096: mostly matrix products; batch sizes, autocast and scaler each on and off
+sinusoid   1 x 1 convolutions that draw a picture of 512 x 512: memory traffic
 cnn        two convolutions on 3 x 32 x 32: small operations
 gpt        a GPT of 124 M parameters
-dtypes     what autocast computes in which dtype
+dtypes     which operations autocast computes in which dtype
 
-Without a name, all of them. A task of your own, with the main job's settings:
+Without a name it runs all of them. To measure your own task, give the main job's settings:
 
     python -m dist_amp.bench amp --task.target my_file:MyTask --train.micro_batch_size 32 --train.steps 100
 
-Each runs in float32, TF32, bfloat16 and float16, with and without the loss scaler, as train_step takes its steps; in
-training and inference, eager and compiled; beside the loop written by hand. The report is amp.md, amp.json, pictures,
-and a TensorBoard folder: times, peak memory, the loss curves and whether they agree, what the device is held up by, and
-what to use. What does not fit into --minutes is left out, and named.
+Each experiment runs in float32, TF32, bfloat16 and float16, with and without the loss scaler, by the main job's
+train_step; in training and inference, eager and compiled; next to a hand-written baseline loop. The report consists of
+amp.md, amp.json, pictures and a TensorBoard folder: times, peak memory, whether the loss curves agree, what limits the
+device, and which precision to use. Whatever does not fit into --minutes is left out, and named.
 """
 
 import argparse
-import gc
-import logging
-import os
-import shlex
 import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import replace
+from io import StringIO
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dist_amp.bench.amp.experiment import MODES, Experiment, own_experiment
-from dist_amp.bench.amp.experiments import cnn, dtypes, gpt, linear, mlp, sinusoid
-from dist_amp.bench.amp.measure import EAGER, FORMS, Effort, measure
-from dist_amp.bench.amp.pictures import illustrate
-from dist_amp.bench.amp.recipes import FP32, RECIPES
-from dist_amp.bench.amp.report import LEGEND, REDUCED_BANNER, busy_machine, save, terminal
-from dist_amp.bench.amp.roofline import Ceilings, measure_ceilings
+from dist_amp.bench import harness
+from dist_amp.bench.amp.experiments import EXPERIMENTS, MODES, Experiment, own_experiment
+from dist_amp.bench.amp.measure import EAGER, FORMS, FP32, RECIPES, measure
+from dist_amp.bench.amp.report import LEGEND, REDUCED_BANNER, busy_machine, illustrate, save, terminal
+from dist_amp.bench.amp.roofline import measure_ceilings
 from dist_amp.bench.amp.verdict import add_parity, verdict
-from dist_amp.bench.machine import about
-from dist_amp.bench.report import rows_of_markdown
-from dist_amp.bench.timing import prime, release, why_not
+from dist_amp.bench.harness import NO_TIME, Bench, note_of
+from dist_amp.bench.report import table
 from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import ConfigError, Failure
+from dist_amp.precision import DTYPES
 from dist_amp.runtime.environment import environment_number
-from dist_amp.settings import RunConfig
+from dist_amp.settings import Config, RunConfig
+from dist_amp.verify.dtypes import SHORT, dtype_report
 from dist_amp.world import World, start
 
-EXPERIMENTS = {"linear": linear, "mlp": mlp, "sinusoid": sinusoid, "cnn": cnn, "gpt": gpt}
-DTYPES = "dtypes"
-NAMES = (*EXPERIMENTS, DTYPES)
-CHOICES: dict[str, Sequence[str]] = {"precisions": list(RECIPES), "modes": MODES, "forms": FORMS}
-PACKAGES = ("triton", "matplotlib")
-SPARE_SECONDS = 20  # of --minutes, for the pictures
-BLOCK_SECONDS = 0.2  # of steps between two clocks
-STOPPED = 130  # the exit status after Ctrl-C, as shells have it
+NAMES = (*EXPERIMENTS, "dtypes")
+ABOUT_DTYPES = """\
+What autocast does, operation by operation: x @ y.T comes out in half precision, x + y keeps its dtype. x and y are
+(1024, 1), float32. Then the modules of a task, and what each computes in; of your own with --task.target."""
+BLOCK_SECONDS = 0.2  # of steps between two clock readings
+STOPPED = 130  # the exit status after Ctrl-C, as in shells
 
 
-class Bench:
-    """One run of the command: its settings, its time and its report."""
+class AmpBench(Bench):
+    """One run of the command."""
 
     def __init__(self, world: World, options: argparse.Namespace):
-        self.world, self.options = world, options
-        self.began = time.monotonic()
-        self.experiments: list[Experiment] = options.experiments
-        self.effort = Effort(
-            world,
-            ("--run.device", world.device.type),
-            options.backend,
-            options.forms,
-            options.modes,
-            options.precisions,
-            options.rounds,
-            0.0 if options.reduced else BLOCK_SECONDS,
-            self.began + options.minutes * 60 - SPARE_SECONDS,
-        )
-        self.report: dict[str, Any] = {
-            "reduced": options.reduced,
-            "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": f"python -m dist_amp.bench amp {shlex.join(options.words)}",
-            **about(world.device, *PACKAGES),
-            "rounds": options.rounds,
-            "seconds": 0.0,
-            "ceilings": {},
-            "experiments": [],
-            "dtypes": {},
-            "left_out": [],
-        }
+        super().__init__("amp", world, options, 0.0 if options.reduced else BLOCK_SECONDS, "triton", "matplotlib")
+        self.report |= {"reduced": options.reduced, "ceilings": {}, "experiments": [], "dtypes": {}}
 
     def run(self) -> int:
-        """The exit status."""
-        if self.options.reduced:
-            self.world.say(REDUCED_BANNER.strip("*"))
-        prime(self.world.device)
-        ceilings = measure_ceilings(self.world)
-        self.report["ceilings"] = asdict(ceilings)
-        worst = 0
-        if self.options.dtypes:
+        """Run the experiments; returns the exit status."""
+        options, world, worst = self.options, self.world, 0
+        if options.reduced:
+            world.say(REDUCED_BANNER.strip("*"))
+        harness.warm_up_libraries(world.device)
+        self.ceilings = measure_ceilings(world)
+        self.report["ceilings"] = self.ceilings._asdict()
+        if options.dtypes:
             self.show_dtypes()
-        for experiment in self.experiments:
-            if self.effort.seconds_left < 0:
+        for experiment in options.experiments:
+            if self.seconds_left < 0:
                 self.report["left_out"].append(experiment.name)
-                self.world.say(f"\n{experiment.name}\nleft out: no time")
+                world.say(f"\n{experiment.name}\n{NO_TIME}")
                 continue
-            told, pictures, status = self.tell(experiment, ceilings)
-            self.report["experiments"].append(told)
-            self.report["seconds"] = time.monotonic() - self.began
-            self.world.say(terminal(told))
-            told["files"] = illustrate(told, experiment, pictures, self.options.out, self.options.reduced)
-            self.world.say("\n".join(told["files"]))
-            save(self.report, self.experiments, self.options.out)
+            status = self.run_one(experiment)
+            save(self.report, options.experiments, options.out)
             worst = worst or status
             if status == STOPPED:
                 break
-        save(self.report, self.experiments, self.options.out)
+        save(self.report, options.experiments, options.out)
         return worst
 
-    def tell(self, experiment: Experiment, ceilings: Ceilings) -> tuple[dict[str, Any], dict[str, Tensor], int]:
-        """The experiment's figures and verdict, and what its models draw; or why it has none, and the exit status."""
-        began, status = time.monotonic(), 0
-        told: dict[str, Any] = {"name": experiment.name}
-        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # each run's own introduction
-            try:
-                measure(self.effort, experiment, told)
-            except Failure as error:  # in the settings, the task or the data: all precisions' alike
-                raise type(error)(f"{experiment.name}: {error}") from error
-            except KeyboardInterrupt:  # what is told by then stays
-                told["cant"], status = "stopped by hand", STOPPED
-            except Exception as error:
-                text, status = traceback.format_exc(), 1
-                told["cant"], told["traceback"] = why_not(error), text.splitlines()
-                print(text, file=sys.stderr)
-        pictures: dict[str, Tensor] = told.pop("pictures", {})
-        if "curves" in told:
-            add_parity(told)
-            told["verdict"] = verdict(told, experiment, ceilings)
-        release(self.world.device)
-        told["took_seconds"] = time.monotonic() - began
-        return told, pictures, status
+    def run_one(self, experiment: Experiment) -> int:
+        """Measure, judge and show one experiment; returns the exit status."""
+        result: dict[str, Any] = {"name": experiment.name}
+        status, started = 0, time.monotonic()
+        try:
+            with redirect_stdout(StringIO()):  # each run introduces itself
+                measure(self, experiment, result)
+        except Failure as error:  # in the settings, the task or the data: the same for all precisions
+            raise type(error)(f"{experiment.name}: {error}") from error
+        except KeyboardInterrupt:  # what was measured until then is kept
+            result["note"], status = "stopped by Ctrl-C", STOPPED
+        except Exception as error:
+            text, status = traceback.format_exc(), 1
+            result["note"], result["traceback"] = note_of(error), text.splitlines()
+            print(text, file=sys.stderr)
+        harness.release(self.world.device)
+        result["took_seconds"] = time.monotonic() - started
+        self.report["seconds"] = time.monotonic() - self.started
+        drawn = result.pop("pictures", {})
+        if "curves" in result:
+            add_parity(result)
+            result["verdict"] = verdict(result, experiment, self.ceilings)
+        self.report["experiments"].append(result)
+        self.world.say(terminal(result))
+        result["files"] = illustrate(result, experiment, drawn, self.options.out, self.options.reduced)
+        self.world.say("\n".join(result["files"]))
+        return status
 
     def show_dtypes(self) -> None:
-        rows = dtypes.demonstrate(self.world.device)
-        shown = [self.options.own or gpt.REDUCED]
-        configs = [experiment.config(*self.effort.words) for experiment in shown]
-        told = [dtypes.operations(config, self.world) for config in configs]
-        self.report["dtypes"] = {"about": dtypes.__doc__, "rows": rows, "operations": told}
-        head = list(rows[0])
-        self.world.say(f"\n{DTYPES}\n" + rows_of_markdown(head, [list(row.values()) for row in rows], left=len(head)))
-        for one in told:
-            self.world.say(f"\n{one['target']}\n{one['text']}")
+        experiment = self.options.own or EXPERIMENTS["gpt"].reduced()
+        config = experiment.config("--run.device", self.world.device.type)
+        rows, found = autocast_dtypes(self.world.device), modules_of(config, self.world)
+        self.report["dtypes"] = {"about": ABOUT_DTYPES, "rows": rows, "operations": [found]}
+        self.world.say(f"\ndtypes\n{table(rows, left=3)}\n\n{found['target']}\n{found['text']}")
+
+
+def autocast_dtypes(device: torch.device) -> list[dict[str, str]]:
+    """A row for each precision: the dtypes of x @ y.T and x + y."""
+    x, y = (torch.ones(1024, 1, device=device) for _ in range(2))
+    rows = []
+    for name, dtype in DTYPES.items():
+        with torch.autocast(device.type, dtype=dtype, enabled=name != FP32):
+            product, total = x @ y.T, x + y
+        rows.append({"precision": name, "x @ y.T": SHORT[product.dtype], "x + y": SHORT[total.dtype]})
+    return rows
+
+
+def modules_of(config: Config, world: World) -> dict[str, Any]:
+    """The task's modules, and what each computes in under the config's precision."""
+    try:
+        text = dtype_report(config, world).text
+    except Failure:  # in the settings, the task or the data
+        raise
+    except Exception as error:  # an operation that can't be traced
+        text = note_of(error)
+    return {"target": config.task.target, "text": text}
+
+
+# --- the command
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The options; what they don't know are the main job's settings, of a task of one's own. Errors: ConfigError."""
+    """The options; arguments that are none of them are the main job's, for the user's task. Errors: ConfigError."""
     parser = Parser("python -m dist_amp.bench amp", __doc__)
-    add = parser.add_argument
-    add("--reduced", action="store_true", help="small models on a CPU: tries every path; its timings mean nothing")
-    for name, choices in CHOICES.items():
-        text = f"of {', '.join(choices)}; default: all"
-        add(f"--{name}", nargs="+", choices=choices, default=list(choices), metavar="NAME", help=text)
-    add("--batches", nargs="+", type=int, metavar="N", help="more micro-batch sizes; default: the experiment's own")
-    add("--backend", help="of torch.compile; default: inductor, with --reduced aot_eager")
-    add("--rounds", type=int, metavar="N", help="default: 10, with --reduced 2")
-    add("--minutes", type=float, default=20.0, metavar="N", help="default: 20")
-    add("--out", type=Path, metavar="DIR", help="default: runs/amp, with --reduced runs/amp_reduced")
+    harness.add_choices(parser, precisions=list(RECIPES), modes=MODES, forms=FORMS)
+    text = "other micro-batch sizes to train with; default: the experiment's own"
+    parser.add_argument("--batches", nargs="+", type=harness.at_least(1), metavar="N", help=text)
+    harness.add_common(parser, 20.0, "runs/amp", "reduced", "runs/amp_reduced")
     options, others = parser.parse_known_args(words)
     names = list(takewhile(lambda word: not word.startswith("-"), others))
     settings = others[len(names) :]
-    if options.rounds is None:
-        options.rounds = 2 if options.reduced else 10
-    options.backend = options.backend or ("aot_eager" if options.reduced else "inductor")
-    options.out = options.out or Path("runs/amp_reduced" if options.reduced else "runs/amp")
     check(options, names, settings)
-    options.words = list(words)
+    harness.with_defaults(options, words)
     options.own = own_experiment(settings) if settings else None
-    options.dtypes = DTYPES in names or not names
-    options.experiments = chosen(options, names)
+    options.dtypes = "dtypes" in names or not names
+    chosen = [one for name, one in EXPERIMENTS.items() if name in names or not names]
+    if options.own:
+        chosen = [] if names else [options.own]
+    elif options.reduced:
+        chosen = [one.reduced() for one in chosen]
+    batches = tuple(sorted(options.batches or ()))
+    options.experiments = [replace(one, batches=batches) if batches else one for one in chosen]
     return options
 
 
 def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[str]) -> None:
     """Errors: ConfigError."""
-    for name in names:
-        if name not in NAMES:
-            near = nearest_name(name, NAMES)
-            raise ConfigError(
-                f"there is no experiment {name!r}; "
-                + (f"did you mean {near}?" if near else f"there are {', '.join(NAMES)}")
-            )
-    others = [name for name in names if name != DTYPES]
-    for word in settings:
-        option = word.partition("=")[0]
+    for name in (name for name in names if name not in NAMES):
+        near = nearest_name(name, NAMES)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(NAMES)}"
+        raise ConfigError(f"there is no experiment {name!r}; {hint}")
+    for option in (word.partition("=")[0] for word in settings):
         if option.startswith("--") and "." not in option and option not in ("--config", "--use_amp"):
             near = nearest_name(option, [f"--{name}" for name in vars(options)])
-            hint = f"; did you mean {near}?" if near else "; see python -m dist_amp.bench amp --help"
-            raise ConfigError(f"there is no option {option}{hint}")
-    if settings and others:
+            hint = f"did you mean {near}?" if near else "see python -m dist_amp.bench amp --help"
+            raise ConfigError(f"there is no option {option}; {hint}")
+    if settings and (others := [name for name in names if name != "dtypes"]):
         raise ConfigError(
-            f"{' '.join(settings[:2])} is a setting of a task of your own, and {others[0]} has its own settings; leave "
-            "out the name or the setting"
+            f"{' '.join(settings[:2])} is a setting for your own task, but {others[0]} has its own settings; leave out "
+            "the name or the setting"
         )
     for option, needed in (("precisions", FP32), ("forms", EAGER)):
         given = getattr(options, option)
         if needed not in given:
-            raise ConfigError(f"--{option} {' '.join(given)} lacks {needed}, with which others are compared; add it")
-    if options.rounds < 1:
-        raise ConfigError(f"--rounds {options.rounds} must be at least 1")
-    if not options.minutes > 0:
-        raise ConfigError(f"--minutes {options.minutes:g} must be above 0")
-    if options.batches and min(options.batches) < 1:
-        raise ConfigError(f"--batches {min(options.batches)} must be at least 1")
+            raise ConfigError(f"--{option} {' '.join(given)} lacks {needed}, which others are compared with; add it")
+    if options.minutes == 0:
+        raise ConfigError("--minutes 0 must be above 0")
 
 
 def check_folder(folder: Path) -> None:
-    """Before hours of measuring rather than after. Errors: ConfigError."""
+    """Fail before hours of measuring rather than after. Errors: ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"--out {folder} can't be written: {error.strerror}; name another folder") from None
-
-
-def chosen(options: argparse.Namespace, names: Sequence[str]) -> list[Experiment]:
-    """The experiments to run, in the order of their names in `EXPERIMENTS`."""
-    if options.own:
-        return [] if names else [replace(options.own, batches=tuple(sorted(options.batches or ())))]
-    modules = [module for name, module in EXPERIMENTS.items() if name in names or not names]
-    picked = [module.REDUCED if options.reduced else module.FULL for module in modules]
-    return [replace(one, batches=tuple(sorted(options.batches))) if options.batches else one for one in picked]
+        raise ConfigError(f"--out {folder} can't be written: {error.strerror}; choose another folder") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status.
 
-    0 measured, 64 an argument or a setting, 65 the task or its data, 1 an experiment that failed, 130 stopped by hand.
+    0 measured, 64 a wrong argument or setting, 65 the task or its data, 1 an experiment failed, 130 stopped by Ctrl-C.
     """
     return exit_status(measure_all, argv)
 
 
 def measure_all(words: Sequence[str]) -> int:
-    """What the words ask for; returns the exit status. Errors: Failure."""
+    """Run the chosen experiments; returns the exit status. Errors: Failure."""
     options = parse(words)
-    if (ranks := environment_number("WORLD_SIZE", 1)) > 1:
-        raise ConfigError(f"the bench amp is for one process, and here are {ranks}; leave out torchrun")
+    harness.single_process("amp", environment_number("WORLD_SIZE", 1))
     check_folder(options.out)
     device = (options.own.config().run if options.own else RunConfig()).device
-    with start(RunConfig(device="cpu" if options.reduced else device)) as world, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of compilers, schedulers and half precision: they repeat for each run
-        log, bench, threads = logging.getLogger("dist_amp"), Bench(world, options), torch.get_num_threads()
-        level = log.level
-        log.setLevel(logging.ERROR)
-        torch.set_num_threads(1 if options.reduced else threads)  # its models are too small to share
-        gc.freeze()  # modules: they would be looked at in each of many collections
-        try:
-            status = bench.run()
-        finally:  # stopped by hand, too
-            gc.unfreeze()
-            torch.set_num_threads(threads)
-            log.setLevel(level)
+    with start(RunConfig(device="cpu" if options.reduced else device)) as world, harness.quiet_process(options.reduced):
+        bench = AmpBench(world, options)
+        status = bench.run()
         banner = f"\n{REDUCED_BANNER.strip('*')}" if options.reduced else ""
-        out = options.out
-        world.say(LEGEND + (f"\n{busy}" if (busy := busy_machine(bench.report)) else ""))
-        world.say(f"{banner}\n{out}/amp.md, {out}/amp.json\ntensorboard --logdir {out}/tensorboard")
+        out, busy = options.out, busy_machine(bench.report)
+        world.say(f"\n{LEGEND}\n{busy}".rstrip() + f"\n{banner}\n{out}/amp.md, {out}/amp.json")
+        world.say(f"tensorboard --logdir {out}/tensorboard")
         return status
 
 

@@ -1,76 +1,70 @@
-"""Whether a precision learns what float32 does: the distance of their loss curves, and the band it is to stay in.
+"""Whether a precision learns what float32 learns: the distance between their loss curves, and its tolerance.
 
-    drift = the largest |mean of a window - float32's mean of it| / how far float32's windows fall
+    drift = largest |window mean - float32's window mean| / how far float32's windows fall
 
 over ten windows of equally many steps, from the same weights on the same samples. So a precision that learns nothing
-has a drift of 1, whatever the loss is measured in. The band is the largest of three: ten of the precision's roundings
-(3.9 % for bfloat16, 0.5 % for float16, TF32 and what rounds no more); one rounding of the loss itself, if that is more
-than what is learned of it; twice what float32 drifts from itself when each of its weights begins one last place aside
-and other random numbers are drawn: training enlarges what no precision is to blame for.
+has a drift of 1, in any unit of the loss. The tolerance is the largest of three: ten roundings of the precision (3.9 %
+for bfloat16, 0.5 % for float16, TF32 and anything more precise); one rounding of the loss itself, if that is more than
+what is learned; twice the drift between two float32 runs, the second with each weight moved by one unit in the last
+place and with other random numbers, since training amplifies differences that no precision is to blame for.
 """
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Literal
 
-from dist_amp.bench.amp.recipes import RECIPES
+import numpy as np
+
+from dist_amp.bench.amp.measure import RECIPES
 
 WINDOWS = 10
-BAND = 10  # roundings
-NOISE = 2  # times what float32 drifts from itself
-WIDE = 0.25  # a band that tells nothing: assumed
-Verdict = Literal["within", "drifts", "diverges", "too noisy", "nothing to compare"]
+ROUNDINGS = 10
+NOISE = 2  # times float32's own drift
+TOO_WIDE = 0.25  # a tolerance beyond which nothing can be concluded: assumed
 
 
-def windows(curve: Sequence[float]) -> list[float]:
-    """The curve's means over up to ten windows."""
+def windows(curve: Sequence[float]) -> np.ndarray:
+    """Means of the curve over up to ten windows."""
     count = min(WINDOWS, len(curve))
-    edges = [round(number * len(curve) / count) for number in range(count + 1)]
-    return [sum(curve[begin:end]) / (end - begin) for begin, end in pairwise(edges)]
+    edges = np.round(np.arange(1, count) * len(curve) / count).astype(int)
+    return np.array([part.mean() for part in np.split(np.asarray(curve), edges)])
 
 
 def fall(curve: Sequence[float]) -> float:
-    """How far the loss comes down; 0 of a curve without steps."""
-    if not curve:
-        return 0.0
-    means = windows(curve)
-    return means[0] - min(means)
+    """How far the loss falls; 0 for a curve without steps."""
+    return float(windows(curve)[0] - windows(curve).min()) if len(curve) else 0.0
 
 
 def drift(curve: Sequence[float], reference: Sequence[float]) -> float:
-    """Distance to float32's curve, as a share of what that learns; nan where it learns nothing or one has a nan.
+    """Distance to float32's curve, as a share of its fall; nan if that does not fall or one has a nan.
 
-    A curve that there was no time to finish is compared as far as it goes.
+    A curve that is incomplete for lack of time is compared as far as it goes.
     """
-    reference = reference[: len(curve)]
-    curve = curve[: len(reference)]
-    learned = fall(reference)
+    common = min(len(curve), len(reference))
+    learned = fall(reference[:common])
     if not learned > 0:
         return math.nan
-    apart = [abs(own - other) for own, other in zip(windows(curve), windows(reference), strict=True)]
-    return math.nan if any(map(math.isnan, apart)) else max(apart) / learned
+    return float(np.abs(windows(curve[:common]) - windows(reference[:common])).max() / learned)
 
 
-def band(name: str, reference: Sequence[float] = (), again: Sequence[float] = ()) -> float:
-    """The largest drift that is within; of the precision alone where no curves are given.
+def tolerance(name: str, reference: Sequence[float] = (), again: Sequence[float] = ()) -> float:
+    """The largest drift that is accepted; without curves, the precision's own.
 
-    reference: float32's; again: the same from nudged weights.
+    reference: float32's curve; again: the second float32 run's.
     """
-    roundoff = max(RECIPES[name].roundoff, RECIPES["tf32"].roundoff)
-    limits = [BAND * roundoff]
+    limits = [ROUNDINGS * max(RECIPES[name].roundoff, RECIPES["tf32"].roundoff)]
     if fall(reference) > 0:
-        limits.append(RECIPES[name].roundoff * max(map(abs, windows(reference))) / fall(reference))
+        limits.append(RECIPES[name].roundoff * float(np.abs(windows(reference)).max()) / fall(reference))
         limits.append(NOISE * drift(again, reference) if again else 0.0)
-    return max(limit for limit in limits if math.isfinite(limit))
+    return max(filter(math.isfinite, limits))
 
 
-def judged(name: str, curve: Sequence[float], reference: Sequence[float], again: Sequence[float] = ()) -> Verdict:
-    if not all(map(math.isfinite, curve)):
+def judged(name: str, curve: Sequence[float], reference: Sequence[float], again: Sequence[float] = ()) -> str:
+    """within, drifts, diverges, too noisy, or nothing to compare."""
+    if not np.isfinite(curve).all():
         return "diverges"
-    apart = drift(curve, reference)
+    apart, limit = drift(curve, reference), tolerance(name, reference, again)
     if math.isnan(apart):
         return "nothing to compare"
-    if apart > band(name, reference, again):
+    if apart > limit:
         return "drifts"
-    return "within" if apart <= band(name) or band(name, reference, again) <= WIDE else "too noisy"
+    return "within" if apart <= tolerance(name) or limit <= TOO_WIDE else "too noisy"
