@@ -134,7 +134,8 @@ def test_ddp_sends_a_bucket_when_it_is_full():
     for expected, counted in on_ranks(2, buckets_of_wide):
         assert expected == counted
         # From the model's end: the first bucket is full at 1 MiB, a layer of 4 MiB; the second at 25 MiB, seven layers.
-        layer, ends = 4 * 1024 * 1024, (4 * (1024 + 1), 4 * (8 * 1024 + 1024))
+        # The 4 bytes more in the first are the rank's weight.
+        layer, ends = 4 * 1024 * 1024, (4 * (1024 + 1) + 4, 4 * (8 * 1024 + 1024))
         assert sorted(one.bytes_in for one in counted.elements())[-3:] == [ends[1], ends[0] + layer, 7 * layer]
 
 

@@ -73,7 +73,7 @@ def of_ddp(parameters: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) 
     Gradients are assumed to become ready in the reverse order of the parameters; another order changes the sizes of
     buckets, not their total. dtype: in which gradients are sent; None: their own.
     """
-    # The first gradient to arrive is this rank's weight: a float32 scalar; it is left out where gradients are compressed.
+    # The first gradient to arrive is this rank's weight, a float32 scalar, unless gradients are compressed.
     buckets, held = ([4], 4) if dtype is None else ([0], 0)
     for p in reversed([p for p in parameters if p.requires_grad]):
         if held >= (FIRST_BUCKET if len(buckets) == 1 else BUCKET):
