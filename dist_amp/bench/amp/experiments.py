@@ -1,4 +1,4 @@
-"""The experiments of the AMP report: settings of the main job, tasks, and what others have published for the same.
+"""The experiments of the AMP report: settings of the main job, tasks, and what is expected of an H200.
 
 Each one is a command line of `python -m dist_amp.train`; `smaller` is added to it for --reduced, on a CPU.
 """
@@ -24,16 +24,6 @@ TRAIN, INFERENCE = MODES = ("train", "inference")
 CLASSES = 10  # of the CNN
 
 
-class Published(NamedTuple):
-    """What the tutorial behind an experiment reports, for its own device and loop."""
-
-    mode: str
-    precision: str  # a name in `RECIPES`
-    seconds: float
-    peak_mb: float = 0.0  # 0: not given
-    loss: float = 0.0
-
-
 class Target(NamedTuple):
     """What is expected of one H200, at least: the speed over `over`, and the share of float32's memory saved."""
 
@@ -53,27 +43,18 @@ class Experiment:
     batches: Sequence[int] = ()  # other micro-batch sizes to train with
     smaller_batches: Sequence[int] = ()
     precisions: Sequence[str] = ()  # in addition to those of every experiment
-    published: Sequence[Published] = ()
     targets: Sequence[Target] = ()
-    environ: Mapping[str, str] = field(default_factory=dict)  # overridden by the words, as in the main job
-    draws: bool = False  # whether the task's sample(model) is a picture, with the target in its left half
-
-    @property
-    def words(self) -> list[str]:
-        return shlex.split(self.arguments)
+    environ: Mapping[str, str] = field(default_factory=dict)  # overridden by the arguments, as in the main job
 
     def config(self, *more: str) -> Config:
         """The settings with `more` added, in one process. Errors: ConfigError."""
-        return load_config([*self.words, *more, "--parallel.strategy", "single", *UNDISTURBED], self.environ)
-
-    def wants_ranks(self, *more: str) -> bool:
-        """Whether the settings ask for more than one process."""
-        return load_config([*self.words, *more], self.environ).parallel.strategy not in ("auto", "single")
+        words = [*shlex.split(self.arguments), *more, "--parallel.strategy", "single", *UNDISTURBED]
+        return load_config(words, self.environ)
 
     def reduced(self) -> "Experiment":
-        """The form for a CPU, without the published numbers and targets of the full one."""
+        """The form for a CPU, without the targets of the full one."""
         arguments = f"{self.arguments} {self.smaller}".rstrip()
-        return replace(self, arguments=arguments, batches=self.smaller_batches, published=(), targets=())
+        return replace(self, arguments=arguments, batches=self.smaller_batches, targets=())
 
 
 def own_experiment(words: Sequence[str]) -> Experiment:
@@ -127,12 +108,11 @@ class CNN(Linear):
         self.samples = samples
 
     def build_model(self) -> nn.Module:
-        stages = ((3, 32), (32, 64))
-        convolutions = (
-            nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-            for inputs, outputs in stages
+        return nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Flatten(), nn.Linear(64 * 8 * 8, CLASSES)),
         )
-        return nn.Sequential(*convolutions, nn.Sequential(nn.Flatten(), nn.Linear(64 * 8 * 8, CLASSES)))
 
     def build_dataset(self, split: str) -> TensorDataset:
         generator = torch.Generator().manual_seed(0)
@@ -173,7 +153,6 @@ cores need.""",
     batches=(128, 256, 513),
     smaller_batches=(16, 33),
     precisions=("fp32_scaled",),
-    published=tuple(Published(TRAIN, *one) for one in (("fp32", 5.621), ("fp16_unscaled", 2.462), ("fp16", 3.550))),
     # The scaler should cost less than 10 % of autocast alone.
     targets=(Target(TRAIN, "bf16", 2.3), Target(TRAIN, "fp16", 1 / 1.1, over="fp16_unscaled")),
 )
@@ -187,15 +166,7 @@ activations are 268 MB each in float32, so memory traffic matters as much as ari
     f"--train.steps 512 --train.micro_batch_size 1{ADAM}",
     "--task.args.size 32 --task.args.crop 32 --task.args.width 64 --task.args.frequencies 1 0.5 --train.steps 200 "
     "--optim.lr 0.004",
-    # On an AMD GPU. Inference takes more memory than training there: it kept the autograd graph.
-    published=(
-        Published(TRAIN, "fp32", 13.98, 2061, 0.01),
-        Published(TRAIN, "fp16", 7.50, 1035, 0.0083),
-        Published(INFERENCE, "fp32", 4.24, 3338),
-        Published(INFERENCE, "fp16", 2.87, 1676),
-    ),
     targets=(Target(TRAIN, "fp16", 1.87, 0.49), Target(INFERENCE, "fp16", 1.48)),
-    draws=True,
 )
 TWO_CONVOLUTIONS = Experiment(
     "cnn",
@@ -207,8 +178,6 @@ batches of 4096, which give a GPU enough work.""",
     "--task.args.samples 320 --train.micro_batch_size 8 --train.steps 30",
     batches=(4096,),
     smaller_batches=(16,),
-    # Their source calls these illustrative.
-    published=(Published(TRAIN, "fp32", 15.8, 2150), Published(TRAIN, "fp16", 7.5, 1350)),
 )
 GPT = Experiment(
     "gpt",

@@ -11,10 +11,11 @@ place and with other random numbers, since training amplifies differences that n
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from dist_amp.bench.amp.measure import RECIPES
+from dist_amp.bench.amp.measure import FP32, RECIPES
 
 WINDOWS = 10
 ROUNDINGS = 10
@@ -47,14 +48,11 @@ def drift(curve: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def tolerance(name: str, reference: Sequence[float] = (), again: Sequence[float] = ()) -> float:
-    """The largest drift that is accepted; without curves, the precision's own.
-
-    reference: float32's curve; again: the second float32 run's.
-    """
+    """The largest drift that is accepted: from float32's curve, known from two runs; without them, the precision's."""
     limits = [ROUNDINGS * max(RECIPES[name].roundoff, RECIPES["tf32"].roundoff)]
     if fall(reference) > 0:
         limits.append(RECIPES[name].roundoff * float(np.abs(windows(reference)).max()) / fall(reference))
-        limits.append(NOISE * drift(again, reference) if again else 0.0)
+        limits.append(NOISE * drift(again, reference))
     return max(filter(math.isfinite, limits))
 
 
@@ -68,3 +66,16 @@ def judged(name: str, curve: Sequence[float], reference: Sequence[float], again:
     if apart > limit:
         return "drifts"
     return "within" if apart <= tolerance(name) or limit <= TOO_WIDE else "too noisy"
+
+
+def add_parity(result: dict[str, Any]) -> None:
+    """Add each curve's drift, its tolerance and the verdict."""
+    reference, again = result["curves"].get(FP32, []), result["again"]
+    result["parity"] = {
+        name: {
+            "drift": drift(curve, reference),
+            "tolerance": tolerance(name, reference, again),
+            "verdict": judged(name, curve, reference, again),
+        }
+        for name, curve in result["curves"].items()
+    }
