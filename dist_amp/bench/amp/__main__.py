@@ -12,9 +12,9 @@ Without a name it runs all of them. To measure your own task, give the main job'
     python -m dist_amp.bench amp --task.target my_file:MyTask --train.micro_batch_size 32 --train.steps 100
 
 Each experiment runs in float32, TF32, bfloat16 and float16, with and without the loss scaler, by the main job's
-train_step; in training and inference, eager and compiled; next to a hand-written baseline loop. The report consists of
-amp.md, amp.json, pictures and a TensorBoard folder: times, peak memory, whether the loss curves agree, what limits the
-device, and which precision to use. Whatever does not fit into --minutes is left out, and named.
+train_step in one process; in training and inference, eager and compiled; next to a hand-written baseline loop. amp.md,
+amp.json, pictures and a TensorBoard folder say how fast it is, its peak memory, whether the loss curves agree, what
+limits the device, and which precision to use. Whatever does not fit into --minutes is left out, and named.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from itertools import takewhile
 from typing import Any
@@ -33,8 +32,7 @@ import torch
 from dist_amp.bench import harness
 from dist_amp.bench.amp.experiments import EXPERIMENTS, MODES, Experiment, own_experiment
 from dist_amp.bench.amp.measure import EAGER, FORMS, FP32, RECIPES, measure
-from dist_amp.bench.amp.parity import add_parity
-from dist_amp.bench.amp.report import LEGEND, REDUCED_BANNER, dtypes_text, illustrate, save, terminal
+from dist_amp.bench.amp.report import REDUCED_BANNER, dtypes_text, illustrate, save, terminal
 from dist_amp.bench.amp.roofline import measure_ceilings
 from dist_amp.bench.amp.verdict import verdict
 from dist_amp.bench.harness import NO_TIME, Bench, note_of
@@ -49,7 +47,6 @@ from dist_amp.world import World, start
 
 NAMES = (*EXPERIMENTS, "dtypes")
 BLOCK_SECONDS = 0.2  # of steps between two clock readings
-STOPPED = 130  # the exit status after Ctrl-C, as in shells
 
 
 class AmpBench(Bench):
@@ -58,26 +55,22 @@ class AmpBench(Bench):
     def __init__(self, world: World, options: argparse.Namespace):
         super().__init__("amp", world, options, 0.0 if options.reduced else BLOCK_SECONDS, "triton", "matplotlib")
         self.report |= {"reduced": options.reduced, "experiments": [], "dtypes": {}}
+        harness.warm_up_libraries(world.device)
 
     def run(self) -> int:
         """Run the experiments; returns the exit status."""
-        options, worst = self.options, 0
-        harness.warm_up_libraries(self.world.device)
-        self.ceilings = measure_ceilings(self.world)
+        options, self.ceilings, worst = self.options, measure_ceilings(self.world), 0
         self.report["ceilings"] = self.ceilings._asdict()
         if options.dtypes:
             self.report["dtypes"] = self.dtypes()
             self.world.say(f"\ndtypes\n{dtypes_text(self.report['dtypes'])}")
         for experiment in options.experiments:
-            if self.seconds_left < 0:
+            if self.seconds_left > 0:
+                worst = self.run_one(experiment) or worst
+            else:
                 self.report["left_out"].append(experiment.name)
                 self.world.say(f"\n{experiment.name}\n{NO_TIME}")
-                continue
-            status = self.run_one(experiment)
             save(self.report, options.out)
-            worst = worst or status
-            if status == STOPPED:
-                break
         save(self.report, options.out)
         return worst
 
@@ -90,8 +83,6 @@ class AmpBench(Bench):
                 measure(self, experiment, result)
         except Failure as error:  # in the settings, the task or the data: the same for all precisions
             raise type(error)(f"{experiment.name}: {error}") from error
-        except KeyboardInterrupt:  # what was measured until then is kept
-            result["note"], status = "stopped by Ctrl-C", STOPPED
         except Exception as error:
             result["note"], status = note_of(error), 1
             traceback.print_exc()
@@ -99,7 +90,6 @@ class AmpBench(Bench):
         self.report["seconds"] = time.monotonic() - self.started
         self.report["experiments"].append(result)
         if "curves" in result:
-            add_parity(result)
             result["verdict"] = verdict(result, experiment, self.ceilings)
             result["picture"] = illustrate(result, self.options.out, self.options.reduced)
         self.world.say(f"{terminal(result)}\n{result.get('picture', '')}")
@@ -116,10 +106,10 @@ class AmpBench(Bench):
         config = (self.options.own or EXPERIMENTS["gpt"].reduced()).config("--run.device", device.type)
         try:
             text = dtype_report(config, self.world).text
-        except Failure:  # in the settings, the task or the data
-            raise
-        except Exception as error:  # an operation that can't be traced
-            text = note_of(error)
+        except Exception as error:
+            if isinstance(error, Failure):  # in the settings, the task or the data
+                raise
+            text = note_of(error)  # an operation that can't be traced
         return {"rows": rows, "target": config.task.target, "text": text}
 
 
@@ -130,8 +120,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """The options; arguments that are none of them are the main job's, for the user's task. Errors: ConfigError."""
     parser = Parser("python -m dist_amp.bench amp", __doc__)
     harness.add_choices(parser, precisions=list(RECIPES), modes=MODES, forms=FORMS)
-    text = "other micro-batch sizes to train with; default: the experiment's own"
-    parser.add_argument("--batches", nargs="+", type=harness.at_least(1), metavar="N", help=text)
     harness.add_common(parser, 20.0, "runs/amp", "reduced", "runs/amp_reduced")
     options, others = parser.parse_known_args(words)
     harness.with_defaults(options, words)
@@ -140,21 +128,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     check(options, names, settings)
     options.own = own_experiment(settings) if settings else None
     options.dtypes = "dtypes" in names or not names
-    chosen = [one for name, one in EXPERIMENTS.items() if name in names or not names]
-    if options.own:
-        chosen = [] if names else [options.own]
-    elif options.reduced:
-        chosen = [one.reduced() for one in chosen]
-    options.experiments = [replace(one, batches=sorted(options.batches or one.batches)) for one in chosen]
+    named = [
+        one.reduced() if options.reduced else one for one in EXPERIMENTS.values() if one.name in names or not names
+    ]
+    options.experiments = [options.own] if options.own and not names else named
     return options
 
 
 def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[str]) -> None:
     """Errors: ConfigError."""
     for name in set(names).difference(NAMES):
-        near = nearest_name(name, NAMES)
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(NAMES)}"
-        raise ConfigError(f"there is no experiment {name!r}; {hint}")
+        hint = nearest_name(name, NAMES) or f"one of {', '.join(NAMES)}"
+        raise ConfigError(f"there is no experiment {name!r}; did you mean {hint}?")
     if settings and set(names) - {"dtypes"}:
         setting, name = " ".join(settings[:2]), names[0]
         raise ConfigError(f"{setting} is no option, and {name} has its own settings; leave out one of the two")
@@ -169,10 +154,7 @@ def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status.
-
-    0 measured, 64 a wrong argument or setting, 65 the task or its data, 1 an experiment failed, 130 stopped by Ctrl-C.
-    """
+    """Returns 0, 1 if an experiment failed, 64: wrong arguments or settings, 65: task or data, 130: Ctrl-C."""
     return exit_status(measure_all, argv)
 
 
@@ -180,12 +162,18 @@ def measure_all(words: Sequence[str]) -> int:
     """Run the chosen experiments; returns the exit status. Errors: Failure."""
     options = parse(words)
     harness.single_process("amp", environment_number("WORLD_SIZE", 1))
-    device = "cpu" if options.reduced else (options.own.config().run if options.own else RunConfig()).device
-    with start(RunConfig(device=device)) as world, harness.quiet_process(options.reduced):
+    run = options.own.config().run if options.own else RunConfig()
+    with (
+        start(RunConfig(device="cpu" if options.reduced else run.device)) as world,
+        harness.quiet_process(options.reduced),
+    ):
         banner = REDUCED_BANNER.strip("*") if options.reduced else ""
         world.say(banner)
-        status = AmpBench(world, options).run()
-        world.say(f"\n{LEGEND}\n{banner}\n{options.out}/amp.md, {options.out}/amp.json")
+        try:
+            status = AmpBench(world, options).run()
+        except KeyboardInterrupt:
+            status = 130  # as in shells
+        world.say(f"\n{banner}\n{options.out}/amp.md, {options.out}/amp.json")
         world.say(f"tensorboard --logdir {options.out}/tensorboard")
         return status
 

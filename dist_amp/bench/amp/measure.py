@@ -1,16 +1,15 @@
 """One experiment in every precision: its loss curve, its memory, and the time of its steps.
 
-Each precision first learns: train_step on the run's own data, in the main job's order, from the same weights. Then all
-that fit are in memory together and take turns on micro-batches that are on the device already: training, then
-inference, which is forward and loss in evaluation mode without gradients.
+Each precision first learns: train_step on the run's own data, in the main job's order, from the same weights. Then they
+take turns on micro-batches that are on the device already: training, then inference.
 """
 
 import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ class Recipe(NamedTuple):
     words: str
     roundoff: float
     about: str
-    scaler: bool | None = None  # None: as in the main job, in fp16 only
+    scales: bool | None = None  # with the loss scaler; None: as in the main job, in fp16 only
 
 
 FP32 = "fp32"
@@ -58,24 +57,12 @@ RECIPES = {
     "tf32": Recipe("--precision.tf32 true --use_amp false", 2**-11, "float32 with products in TF32"),
     "bf16": Recipe(f"{AUTO} bf16", 2**-8, "autocast to bfloat16"),
     "fp16": Recipe(f"{AUTO} fp16", 2**-11, "autocast to float16, with the loss scaler"),
-    "fp16_unscaled": Recipe(f"{AUTO} fp16", 2**-11, "autocast to float16, without the loss scaler", scaler=False),
-    "fp32_scaled": Recipe(FULL, 2**-24, "float32, with the loss scaler", scaler=True),
+    "fp16_unscaled": Recipe(f"{AUTO} fp16", 2**-11, "autocast to float16, without the loss scaler", scales=False),
+    "fp32_scaled": Recipe(FULL, 2**-24, "float32, with the loss scaler", scales=True),
 }
 USUAL = (FP32, "tf32", "bf16", "fp16")  # in every form and mode
 TO_TRAIN = (*USUAL, "fp16_unscaled")  # and `Experiment.precisions`
 BASELINES = {f"{name} baseline": name for name in (FP32, "bf16", "fp16")}  # the hand-written loop
-
-
-def is_supported(name: str, device: torch.device) -> bool:
-    """Whether a device can run a precision: TF32 needs an Ampere GPU or a later one."""
-    return name != "tf32" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
-
-
-def set_scaler(run: Run, recipe: Recipe) -> None:
-    """Remove the loss scaler, or give float32 one; the main job offers neither, since neither is useful."""
-    if recipe.scaler is not None:
-        run.scaler.scales = recipe.scaler
-        run.scaler.scale_tensor.fill_(run.config.precision.scaler.init_scale if recipe.scaler else 1.0)
 
 
 class SharedTask:
@@ -102,8 +89,9 @@ def measure(bench: Bench, experiment: Experiment, found: dict[str, Any]) -> None
     options, device = bench.options, bench.world.device
     config = experiment.config("--run.device", device.type)
     asked = [name for name in (*TO_TRAIN, *experiment.precisions) if name in options.precisions]
-    names = [name for name in asked if is_supported(name, device)]
-    left_out = [f"{name}, which this device does not support" for name in asked if name not in names]
+    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    names = [name for name in asked if name != "tf32" or has_tf32]
+    left_out = ["tf32, which this device does not support"] if names != asked else []
     baselines = [name for name, precision in BASELINES.items() if precision in names]
     if config.parallel.activation_checkpointing != "none" or config.train.clip_by == "value":
         left_out.append("the baseline loop, which has no activation checkpointing and clips by norm only")
@@ -114,46 +102,35 @@ def measure(bench: Bench, experiment: Experiment, found: dict[str, Any]) -> None
     found |= {"curves": {}, "again": [], "work": {mode: {} for mode in options.modes}}
     usual, trains = [name for name in names if name in USUAL], TRAIN in options.modes
     arena = partial(Precisions, bench, experiment, SharedTask(build_task(config.task, config.data)), found)
-    arenas = [arena(EAGER, size, options.modes, [*names, *baselines] if trains else usual)]
-    arenas += [arena(form, size, options.modes, usual) for form in options.forms if form != EAGER]
-    arenas += [arena(EAGER, n, [TRAIN], usual) for n in experiment.batches if n != size and trains]
+    arenas = {arena(EAGER, size, options.modes): [*names, *baselines] if trains else usual}
+    arenas |= {arena(form, size, options.modes): usual for form in options.forms if form != EAGER}
+    arenas |= {arena(EAGER, n, [TRAIN]): usual for n in experiment.batches if n != size and trains}
     for each in arenas:
         each.batches()
-    for each in arenas:
-        found["groups"] += each.groups
+    for each, names in arenas.items():
+        place = {"form": each.form, "micro_batch_size": each.size}
+        found["groups"] += [{"mode": mode, **place, "rows": rows} for mode, rows in each.rows.items()]
         # torch counts graphs by the forward's source, which the blocks of all precisions and modes share.
         with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
-            each.measure(each.names)
-        if each.form == COMPILED:
-            torch.compiler.reset()  # otherwise compiled code is reused in the next experiment
+            each.measure(names)
+        torch.compiler.reset()  # otherwise compiled code is reused in the next experiment
 
 
 class Precisions(Arena):
     """The precisions of one form and micro-batch size; those of the task itself also learn and count, into `found`."""
 
     def __init__(
-        self,
-        bench: Bench,
-        experiment: Experiment,
-        task: SharedTask,
-        found: dict[str, Any],
-        form: str,
-        size: int,
-        modes: Sequence[str],
-        names: Sequence[str],
+        self, bench: Bench, experiment: Experiment, task: Any, found: dict[str, Any], form: str, size: int, modes: Any
     ):
         super().__init__(bench, FP32, modes, base_may_leave=True)
-        self.experiment, self.task, self.found = experiment, task, found
-        self.form, self.size, self.names = form, size, names
+        self.experiment, self.task, self.found, self.form, self.size = experiment, task, found, form, size
         self.is_main = (form, size) == (EAGER, found["micro_batch_size"])
-        place = {"form": form, "micro_batch_size": size}
-        self.groups = [{"mode": mode, **place, "rows": rows} for mode, rows in self.rows.items()]
 
     def config(self, name: str) -> Config:
         words = ["--run.device", self.device.type, *RECIPES[BASELINES.get(name, name)].words.split()]
         words += ["--precision.cast_by", "auto", "--train.micro_batch_size", str(self.size)]
         words += ["--compile.blocks", str(self.form == COMPILED).lower()]
-        words += ["--compile.backend", self.bench.options.backend]
+        words += ["--compile.backend", self.bench.options.backend] if self.form == COMPILED else []
         return self.experiment.config(*words)
 
     def batches(self) -> Any:
@@ -188,22 +165,25 @@ class Precisions(Arena):
         return loops
 
     def build_run(self, name: str) -> Run:
-        run = build_run(self.config(name), self.world, self.task)
-        set_scaler(run, RECIPES[name])
+        run, scales = build_run(self.config(name), self.world, self.task), RECIPES[name].scales
+        if scales is not None:  # the main job offers neither, since neither is useful
+            run.scaler.scales = scales
+            run.scaler.scale_tensor.fill_(run.config.precision.scaler.init_scale if scales else 1.0)
         return run
 
     def learn(self, name: str, run: Run) -> None:
         """Record the loss curve, in float32 of a second run too."""
-        curves, ends = self.found["curves"], self.bench.ends
-        seconds = LEARNING * self.bench.seconds_left / (len(self.names) - len(curves) + 1)
-        curves[name] = loss_curve(run, len(curves.get(FP32, ())) or run.config.train.steps, seconds, ends)
+        curves = self.found["curves"]
+        steps = len(curves.get(FP32, ())) or run.config.train.steps
+        seconds = LEARNING * self.bench.seconds_left / (len(RECIPES) - len(curves) + 1)
+        curves[name] = loss_curve(run, steps, seconds)
         if name == FP32:
             again = self.build_run(FP32)
             with torch.no_grad():
                 for parameter in again.parallel.module.parameters():  # one unit in the last place, up or down
                     direction = torch.where(torch.rand_like(parameter) < 0.5, -math.inf, math.inf)
                     parameter.copy_(torch.nextafter(parameter, direction))
-            self.found["again"] = loss_curve(again, len(curves[FP32]), math.inf, ends, seed=1)
+            self.found["again"] = loss_curve(again, len(curves[FP32]), seconds, seed=1)
             del again
             release(self.device)  # before anyone's memory is measured
 
@@ -263,12 +243,11 @@ def in_both_modes(loop: Loop, run: Any, tf32: bool) -> dict[str, Loop]:
     return {TRAIN: replace(loop, prepare=partial(prepare, True)), INFERENCE: inference}
 
 
-def loss_curve(run: Run, most_steps: int, seconds: float, ends: float, seed: int = 0) -> list[float]:
+def loss_curve(run: Run, most_steps: int, seconds: float, seed: int = 0) -> list[float]:
     """The loss of each step of the main job: `most_steps`, or as many as there is time for in `seconds`.
 
-    A skipped step is repeated on the same samples, so that curves are compared update by update, without the first
-    steps in which the scaler finds its scale. Each attempt draws the same random numbers in every precision; another
-    `seed` draws others. Errors: NoTime at `ends`, by time.monotonic().
+    A skipped step is repeated on the same samples, so that curves are compared update by update. Each attempt draws the
+    same random numbers in every precision; another `seed` draws others.
     """
     curve, started = [], time.monotonic()
     with closing(run.data):
@@ -277,8 +256,6 @@ def loss_curve(run: Run, most_steps: int, seconds: float, ends: float, seed: int
                 break
             micro_batches = next(run.data)
             for _ in range(MOST_SKIPS if run.scaler.scales else 1):
-                if time.monotonic() > ends:
-                    raise NoTime
                 seed_all(run.config.run.seed + seed * most_steps + number)
                 report = train_step(run, tree_map(lambda part: part, micro_batches))
                 if bool(report.applied):
@@ -308,22 +285,9 @@ def peak_rise(device: torch.device, call: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with silent_stderr(), torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     events: Any = profiler.profiler
     changes = sorted((e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]")
     return max(itertools.accumulate((size for _, size in changes), initial=0))
-
-
-@contextmanager
-def silent_stderr() -> Iterator[None]:
-    """Without what C++ libraries write to stderr, bypassing Python."""
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -1,9 +1,7 @@
 """The report of `python -m dist_amp.bench amp`: Markdown, JSON, pictures and a TensorBoard folder."""
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,31 +14,25 @@ from dist_amp.bench.report import Bar, Report, bullets, digits, interval, median
 from dist_amp.telemetry.writers import TensorBoardWriter
 
 REDUCED_BANNER = "**Reduced models on a CPU: the times are meaningless. The loss curves are real.**"
-LEGEND = (
-    "ms/step: median of the rounds. speed over fp32: median of the rounds' ratios, with its 95 % interval.\n"
-    "loss: mean of the last tenth of the steps; in inference, with float32's weights."
-)
 HOW = """\
-Everything is measured on `train_step`, the main job's own; "baseline" is the loop that users write, for comparison.
-Each precision learns from the same weights on the same samples; then all take turns, {rounds} rounds in a new random
-order each, on micro-batches that are on the device already, from an idle device to an idle device. Speed over fp32:
-relative to float32's of the same round, median and 95 % interval (with fewer than 6 rounds, their range). Loss: mean of
-the last tenth of the steps. Inference: forward and loss in evaluation mode, without a graph; its loss is with float32's
-weights. Peak: memory of one step with weights, and in training with gradients and moments; without the batch and the
-libraries' workspaces. Drift: the distance of the loss curve from float32's, as a share of its fall, and its tolerance:
-ten roundings of the precision, or one of the loss, or twice the drift between two float32 runs whose initial weights
-differ in the last place. What limits a step is an estimate from counted operations, bytes and FLOPs, at the rates that
-this device reached."""
+Everything is measured on the main job's `train_step`; "baseline" is the loop that users write, for comparison. Each
+precision learns from the same weights on the same samples; then all take turns, {rounds} rounds in a random order, from
+an idle device to an idle device. Speed: relative to float32's of the same round, median and 95 % interval (with fewer
+than 6 rounds, their range). Loss: mean of the last tenth of the steps. Inference: forward and loss in evaluation mode;
+its loss is with float32's weights. Peak: memory of a step with weights, gradients and moments. Drift: the
+distance of the loss curve from float32's, as a share of its fall. Its tolerance: ten roundings of the precision, or one
+of the loss, or twice the drift between two float32 runs whose initial weights differ in the last place. What limits a
+step is estimated from counted operations, bytes and FLOPs, at this device's rates."""
 ABOUT_DTYPES = """\
-What autocast does, operation by operation: x @ y.T comes out in half precision, x + y keeps its dtype. x and y are
-(1024, 1), float32. Then the modules of a task, and what each computes in; of your own with --task.target."""
+What autocast does to two float32 tensors of (1024, 1), and what the modules of a task compute in; of your own with
+--task.target."""
 PALETTE = (reports.GREY, reports.SKY_BLUE, reports.BLUE, reports.ORANGE, reports.VERMILION, reports.PURPLE)
 COLOURS = dict(zip(RECIPES, PALETTE, strict=True))
 
 
 def markdown(report: Report) -> str:
     """The whole report."""
-    reached, machine, dtypes = report["ceilings"], report["machine"], report["dtypes"]
+    reached, machine = report["ceilings"], report["machine"]
     rates = [f"{name} {si(rate, 'FLOP/s')}" for name, rate in reached["flops"].items()]
     rates += [f"copies {si(reached['bytes_per_second'], 'B/s')}", f"an operation {si(reached['launch_seconds'], 's')}"]
     facts = [machine_line(report), f"reached: {', '.join(rates)}"]
@@ -54,7 +46,7 @@ def markdown(report: Report) -> str:
         HOW.format(rounds=report["rounds"]),
         bullets([f"{name}: {recipe.about}" for name, recipe in RECIPES.items()]),
         *(part for result in report["experiments"] for part in chapter(result)),
-        f"## dtypes\n\n{ABOUT_DTYPES}\n\n{dtypes_text(dtypes)}" if dtypes else "",
+        f"## dtypes\n\n{ABOUT_DTYPES}\n\n{dtypes_text(report['dtypes'])}" if report["dtypes"] else "",
         bullets([f"left out, no time: {name}" for name in report["left_out"]]),
     )
 
@@ -71,22 +63,17 @@ def chapter(result: Report) -> list[str]:
         parts += [
             f"{result['parameters']:,} parameters, {result['steps']} steps of {result['micro_batch_size']} "
             f"x {result['accumulation']} samples; `python -m dist_amp.train {result['arguments']}`",
-            remarks(result),
+            bullets(result["verdict"]),
             table_of(result),
         ]
     picture = result.get("picture", "")
     return [*parts, f"![{result['name']}]({Path(picture).name})" if picture.endswith(".png") else picture]
 
 
-def remarks(result: Report) -> str:
-    """The verdict, and what was left out."""
-    return bullets([*result.get("verdict", ()), *(f"left out: {what}" for what in result.get("left_out", ()))])
-
-
 def terminal(result: Report) -> str:
     """One experiment's table and verdict."""
-    rows = table_of(result) if "groups" in result else ""
-    return reports.document(f"\n{result['name']}", result.get("note", ""), rows, remarks(result)).rstrip()
+    parts = [table_of(result), bullets(result["verdict"])] if "groups" in result else []
+    return reports.document(f"\n{result['name']}", result.get("note", ""), *parts).rstrip()
 
 
 def table_of(result: Report) -> str:
@@ -96,8 +83,12 @@ def table_of(result: Report) -> str:
         place = (group["mode"], group["form"], group["micro_batch_size"])
         learned = place == (TRAIN, EAGER, result["micro_batch_size"])  # loss and drift once per precision
         for name, row in group["rows"].items():
-            curve, saved = result["curves"].get(name, []) if learned else [], saving(row, group["rows"])
-            loss, is_other = final_loss(curve) if curve else row.get("loss"), name != FP32
+            saved, is_other = saving(row, group["rows"]), name != FP32
+            curve, drifted, loss = result["curves"].get(name) if learned else None, "", row.get("loss")
+            if curve:
+                loss, parity = np.mean(curve[-max(1, len(curve) // 10) :]), result["parity"][name]
+                drifted = f"{100 * parity['drift']:.2g} % ({100 * parity['tolerance']:.2g} %)"
+                drifted += "" if parity["verdict"] == "within" else f" {parity['verdict'].upper()}"
             rows.append(
                 {
                     "mode": group["mode"],
@@ -109,23 +100,11 @@ def table_of(result: Report) -> str:
                     "peak MiB": digits(row["peak_bytes"] / 2**20) if "peak_bytes" in row else "",
                     "saved": f"{round(100 * saved)} %" if is_other and not math.isnan(saved) else "",
                     "loss": "" if loss is None else f"{loss:.4g}",
-                    "drift (tolerance)": drift_text(result["parity"][name]) if curve and is_other else "",
+                    "drift (tolerance)": drifted if is_other else "",
                     "note": row.get("note", ""),
                 }
             )
     return table(rows, left=4)
-
-
-def final_loss(curve: Sequence[float]) -> float:
-    """The mean of the last tenth of the steps."""
-    return float(np.mean(curve[-max(1, len(curve) // 10) :]))
-
-
-def drift_text(parity: Report) -> str:
-    if parity["verdict"] in ("diverges", "nothing to compare"):
-        return str(parity["verdict"])
-    mark = {"within": "", "drifts": " DRIFTS", "too noisy": " too noisy"}[parity["verdict"]]
-    return f"{100 * parity['drift']:.2g} % ({100 * parity['tolerance']:.2g} %){mark}"
 
 
 # --- files
@@ -138,13 +117,12 @@ def save(report: Report, folder: Path) -> None:
 
 def illustrate(result: Report, out: Path, reduced: bool) -> str:
     """Write the picture and the TensorBoard folder; returns the picture's path, or why there is none."""
-    picture = reports.picture(lambda path: draw(result, path, reduced), out / f"amp_{result['name']}.png")
-    write_tensorboard(result, out / "tensorboard" / result["name"], picture)
-    return picture
+    write_tensorboard(result, out / "tensorboard" / result["name"])
+    return reports.picture(lambda path: draw(result, path, reduced), out / f"amp_{result['name']}.png")
 
 
-def write_tensorboard(result: Report, folder: Path, picture: str = "") -> None:
-    """The loss curves as one TensorBoard run per precision, so that they share a chart; the report and the picture."""
+def write_tensorboard(result: Report, folder: Path) -> None:
+    """The loss curves as one TensorBoard run per precision, so that they share a chart; and the report."""
     name = result["name"]
     for stale in folder.rglob("events.out.tfevents.*"):  # of an earlier report
         stale.unlink()
@@ -155,12 +133,19 @@ def write_tensorboard(result: Report, folder: Path, picture: str = "") -> None:
         board.close()
     board = TensorBoardWriter(folder, 0)
     board.write(lambda writer: writer.add_text(name, terminal(result).strip()))
-    if picture.endswith(".png"):
-        from matplotlib.image import imread
-
-        pixels = imread(picture)[..., :3]
-        board.write(lambda writer: writer.add_image(f"pictures/amp_{name}", pixels, dataformats="HWC"))
     board.close()
+
+
+def time_bar(rows: Report, name: str) -> Bar | None:
+    if not (row := rows.get(name, {})).get("speedup"):
+        return None
+    height, high, low = (1 / ratio for ratio in median_interval(row["speedup"]))
+    return Bar(height, f"{digits(1000 * median(row['seconds']))} ms", low, high)
+
+
+def memory_bar(rows: Report, name: str) -> Bar | None:
+    height = 1 - saving(rows.get(name, {}), rows)
+    return None if math.isnan(height) else Bar(height, f"{digits(rows[name]['peak_bytes'] / 2**20)} MiB")
 
 
 def draw(result: Report, path: Path, reduced: bool) -> None:
@@ -168,48 +153,24 @@ def draw(result: Report, path: Path, reduced: bool) -> None:
     places = list(dict.fromkeys((group["mode"], group["form"]) for group in result["groups"]))
     groups = [rows_of(result, *place) for place in places]
     colours = {name: colour for name, colour in COLOURS.items() if any(name in rows for rows in groups)}
-    warning = "REDUCED MODELS on a CPU: the times are meaningless\n" if reduced else ""
-    samples = result["micro_batch_size"] * result["accumulation"]
-    title = f"{warning}{result['name']}: {result['steps']} steps of {samples} samples"
-    with reports.figure(path, title, (16.0, 5.0), 1, 3, width_ratios=(3, 3, 2)) as (figure, [panels]):
-        for axes, what, bars_of in zip(panels, ("time", "peak memory"), (time_bars, memory_bars), strict=False):
-            reports.draw_bars(axes, [bars_of(rows) for rows in groups], colours)
+    title = (
+        f"{result['name']}: {result['steps']} steps of {result['micro_batch_size']} x {result['accumulation']} samples"
+    )
+    title += f"\n{REDUCED_BANNER.strip('*')}" if reduced else ""
+    with reports.figure(path, title, (16.0, 5.0), 1, 3, width_ratios=(3, 3, 2)) as (figure, [(times, memory, losses)]):
+        for axes, what, bar in ((times, "time", time_bar), (memory, "peak memory", memory_bar)):
+            bars = [{name: made for name in colours if (made := bar(rows, name))} for rows in groups]
+            reports.draw_bars(axes, bars, colours)
             axes.set_ylabel(f"{what} relative to float32")
             axes.set_xticks(range(len(places)), ["\n".join(place) for place in places])
             highest = max((bar.get_height() for bar in axes.patches), default=1.0)
             axes.set_ylim(0, 1.45 * max(highest, 1.0))  # wider intervals are cut off
             axes.axhline(1, color="black", lw=0.5)
-        draw_curves(panels[2], result["curves"])
+        for name, curve in result["curves"].items():
+            style = "-" if name in USUAL else "--"
+            losses.plot(range(1, len(curve) + 1), curve, lw=1.5, alpha=0.8, color=COLOURS[name], ls=style)
+        values = [loss for curve in result["curves"].values() for loss in curve]
+        if values and min(values) > 0 and max(values) > 10 * min(values):
+            losses.set_yscale("log")
+        losses.set(xlabel="step", ylabel="loss")
         reports.draw_legend(figure, colours)
-
-
-def time_bars(rows: Mapping[str, Any]) -> dict[str, Bar]:
-    """Each precision's time relative to float32's, with its interval."""
-    bars = {}
-    for name, row in rows.items():
-        if name in COLOURS and row.get("speedup"):
-            height, high, low = (1 / ratio for ratio in median_interval(row["speedup"]))
-            bars[name] = Bar(height, f"{digits(1000 * median(row['seconds']))} ms", low, high)
-    return bars
-
-
-def memory_bars(rows: Mapping[str, Any]) -> dict[str, Bar]:
-    """Each precision's peak memory relative to float32's."""
-    heights = {name: 1 - saving(rows[name], rows) for name in rows if name in COLOURS}
-    return {
-        name: Bar(height, f"{digits(rows[name]['peak_bytes'] / 2**20)} MiB")
-        for name, height in heights.items()
-        if not math.isnan(height)
-    }
-
-
-def draw_curves(axes: Any, curves: Mapping[str, Sequence[float]]) -> None:
-    """The loss curves."""
-    for name, curve in curves.items():
-        style = "-" if name in USUAL else "--"
-        axes.plot(range(1, len(curve) + 1), curve, lw=1.5, alpha=0.8, color=COLOURS[name], ls=style)
-    values = [loss for curve in curves.values() for loss in curve]
-    if values and min(values) > 0 and max(values) > 10 * min(values):
-        axes.set_yscale("log")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="step", ylabel="loss")

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from dist_amp.bench.amp.experiments import INFERENCE, MODES, TRAIN, Experiment
 from dist_amp.bench.amp.measure import BASELINES, EAGER, FP32, USUAL
-from dist_amp.bench.amp.parity import NOISE, fall, tolerance
+from dist_amp.bench.amp.parity import NOISE, fall, parity, tolerance
 from dist_amp.bench.amp.roofline import BOUNDS, Ceilings
 from dist_amp.bench.report import TARGETS_ARE_FOR, Report, interval, median, median_interval, si
 
@@ -14,13 +15,6 @@ from dist_amp.bench.report import TARGETS_ARE_FOR, Report, interval, median, med
 WORTHWHILE_SPEED, WORTHWHILE_SAVING = 1.05, 0.1
 EXPLAINS = 50  # percent of a step's time that a limit must account for: assumed
 NO_SCALER = 0.97  # bf16 is preferred at this share of fp16's speed, since it needs no loss scale
-LEARNED = {
-    "drifts": "{name} DRIFTS: its loss curve is {drift:.1f} % of float32's fall away from float32's; the tolerance is "
-    "{tolerance:.1f} %.",
-    "diverges": "{name} DIVERGES: its loss is not finite.",
-    "too noisy": "{name} can't be judged: two float32 runs are {noise:.0f} % apart. Take more steps.",
-    "nothing to compare": "{name} can't be judged, since float32's loss does not fall: take more steps.",
-}
 
 
 def rows_of(result: Report, mode: str, form: str = EAGER) -> Mapping[str, Any]:
@@ -74,13 +68,17 @@ def best(result: Report, mode: str) -> str:
     return "bf16" if "bf16" in speeds and speeds["bf16"] >= NO_SCALER * speeds[fastest] else fastest
 
 
-def verdict(result: Report, experiment: Experiment, ceilings: Ceilings) -> list[str]:
-    """Sentences, the most important first."""
+def verdict(result: dict[str, Any], experiment: Experiment, ceilings: Ceilings) -> list[str]:
+    """Sentences, the most important first. Adds `parity`: how each loss curve compares with float32's."""
+    curves = result["curves"]
+    compare = partial(parity, reference=curves.get(FP32, []), again=result["again"])
+    result["parity"] = {name: compare(name, curve) for name, curve in curves.items()}
     lines = []
     for mode in MODES:
         if rows_of(result, mode):
             lines += [recommendation(result, mode), *limits(result, mode, ceilings)]
-    return [*lines, *learning(result), *costs(rows_of(result, TRAIN)), *expectations(result, experiment)]
+    lines += [*learning(result), *costs(rows_of(result, TRAIN)), *expectations(result, experiment)]
+    return lines + [f"left out: {what}" for what in result["left_out"]]
 
 
 def recommendation(result: Report, mode: str) -> str:
@@ -89,9 +87,8 @@ def recommendation(result: Report, mode: str) -> str:
     if not rows.get(FP32, {}).get("seconds"):
         return f"{mode}: there is no fp32 to compare with ({rows.get(FP32, {}).get('note', 'not measured')})."
     if name != FP32:
-        percent = 100 * saving(rows[name], rows)
-        memory = "" if math.isnan(percent) else f", {abs(percent):.0f} % {'less' if percent >= 0 else 'more'} memory"
-        text = f"use {name}. {interval(rows[name]['speedup'])} times the speed of fp32{memory}"
+        saved = f"{100 * saving(rows[name], rows):.0f} % of the memory saved"
+        text = f"use {name}. {interval(rows[name]['speedup'])} times the speed of fp32, {saved}"
     elif result["parity"].get(FP32, {}).get("verdict") == "diverges":
         text = "no precision can be recommended, since float32 itself diverges"
     else:
@@ -108,25 +105,30 @@ def limits(result: Report, mode: str, ceilings: Ceilings) -> Iterator[str]:
         if name not in work or not rows.get(name, {}).get("seconds"):
             continue
         counted, taken = work[name], median(rows[name]["seconds"])
-        seconds = ceilings.seconds(counted)
-        bound = max(seconds, key=seconds.__getitem__)
-        share = 100 * seconds[bound] / taken
-        is_bound = f"is {BOUNDS[bound]}" if share >= EXPLAINS else "is far from all three limits"
+        least = ceilings.seconds(counted)
+        bound = max(least, key=least.__getitem__)
+        share = 100 * least[bound] / taken
+        products, traffic, launches = (si(seconds, "s") for seconds in least.values())
         yield (
-            f"{name} {is_bound}: {si(sum(counted['flops'].values()), 'FLOP')} of matrix products take at least "
-            f"{si(seconds['products'], 's')}, {si(counted['bytes'], 'B')} of memory traffic "
-            f"{si(seconds['traffic'], 's')}, launching {counted['operations']} operations "
-            f"{si(seconds['launches'], 's')}. The longest of these explains {share:.0f} % of the measured "
-            f"{si(taken, 's')}."
+            f"{name} is {BOUNDS[bound] if share >= EXPLAINS else 'far from all three limits'}: "
+            f"{si(sum(counted['flops'].values()), 'FLOP')} of matrix products take at least {products}, "
+            f"{si(counted['bytes'], 'B')} of memory traffic {traffic}, launching {counted['operations']} operations "
+            f"{launches}. The longest of these explains {share:.0f} % of the measured {si(taken, 's')}."
         )
 
 
 def learning(result: Report) -> Iterator[str]:
     """The precisions that do not learn what float32 does."""
     for name, row in result["parity"].items():
-        numbers = {"drift": 100 * row["drift"], "tolerance": 100 * row["tolerance"]}
-        if row["verdict"] in LEARNED:
-            yield LEARNED[row["verdict"]].format(name=name, noise=numbers["tolerance"] / NOISE, **numbers)
+        apart, limit = 100 * row["drift"], 100 * row["tolerance"]
+        sentences = {
+            "drifts": f"{name} DRIFTS: its loss is {apart:.1f} % of float32's fall away; the tolerance is {limit:.1f} %.",
+            "diverges": f"{name} DIVERGES: its loss is not finite.",
+            "too noisy": f"{name} can't be judged: two float32 runs are {limit / NOISE:.0f} % apart. Take more steps.",
+            "nothing to compare": f"{name} can't be judged, since float32's loss does not fall: take more steps.",
+        }
+        if row["verdict"] in sentences:
+            yield sentences[row["verdict"]]
     if short := [f"{name} {len(curve)}" for name, curve in result["curves"].items() if len(curve) < result["steps"]]:
         yield f"There was time for only a part of the {result['steps']} training steps: {', '.join(short)}."
 
@@ -143,20 +145,15 @@ def costs(rows: Mapping[str, Any]) -> Iterator[str]:
 
 def expectations(result: Report, experiment: Experiment) -> Iterator[str]:
     """Which targets are met; of a missed one the baseline loop shows whether train_step or the device is the cause."""
-    for target in experiment.targets:
-        rows, cause = rows_of(result, target.mode), ""
-        reached = median(over(rows, target.precision, target.over) or [math.nan])
-        theirs = median(over(rows, f"{target.precision} baseline", f"{target.over} baseline") or [math.nan])
-        if reached < target.speed and not math.isnan(theirs):
-            whose = "the device" if theirs < target.speed else "train_step"
-            cause = f"; the baseline loop reaches {theirs:.2f}: {whose} is the cause"
-        what = f"Expected of an {TARGETS_ARE_FOR}, {target.mode} {target.precision}:"
-        yield f"{what} {target.speed:.2f} times the speed of {target.over}; {here(reached, target.speed)}{cause}."
-        if target.saving:
-            saved = saving(rows.get(target.precision, {}), rows)
-            yield f"{what} {target.saving:.2f} of the memory saved; {here(saved, target.saving)}."
-
-
-def here(value: float, least: float) -> str:
-    """How a number compares with its target."""
-    return "not measured" if math.isnan(value) else f"here {value:.2f}, {'met' if value >= least else 'MISSED'}"
+    for mode, precision, speed, saved, base in experiment.targets:
+        rows, what = rows_of(result, mode), f"Expected of an {TARGETS_ARE_FOR}, {mode} {precision}:"
+        reached = median(over(rows, precision, base) or [math.nan])
+        theirs = median(over(rows, f"{precision} baseline", f"{base} baseline") or [math.nan])
+        checks = [(speed, f"times the speed of {base}", reached)]
+        checks += [(saved, "of the memory saved", saving(rows.get(precision, {}), rows))] if saved else []
+        for least, unit, value in checks:
+            met = "not measured" if math.isnan(value) else f"here {value:.2f}, {'met' if value >= least else 'MISSED'}"
+            yield f"{what} {least:.2f} {unit}; {met}."
+        if reached < speed and not math.isnan(theirs):
+            whose = "the device" if theirs < speed else "train_step"
+            yield f"The baseline loop reaches {theirs:.2f}: {whose} is the cause."
