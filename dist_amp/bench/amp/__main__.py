@@ -14,7 +14,8 @@ Without a name it runs all of them. To measure your own task, give the main job'
 Each experiment runs in float32, TF32, bfloat16 and float16, with and without the loss scaler, by the main job's
 train_step in one process; in training and inference, eager and compiled; next to a hand-written baseline loop. amp.md,
 amp.json, pictures and a TensorBoard folder say how fast it is, its peak memory, whether the loss curves agree, what
-limits the device, and which precision to use. Whatever does not fit into --minutes is left out, and named.
+limits the device, and which precision to use. float32 and eager are always measured, since others are compared with
+them. What does not fit into --minutes is left out, and named.
 """
 
 import argparse
@@ -31,8 +32,8 @@ import torch
 
 from dist_amp.bench import harness
 from dist_amp.bench.amp.experiments import EXPERIMENTS, MODES, Experiment, own_experiment
-from dist_amp.bench.amp.measure import EAGER, FORMS, FP32, RECIPES, measure
-from dist_amp.bench.amp.report import REDUCED_BANNER, dtypes_text, illustrate, save, terminal
+from dist_amp.bench.amp.measure import FORMS, FP32, RECIPES, measure
+from dist_amp.bench.amp.report import REDUCED_BANNER, chapter, dtypes_text, illustrate, save
 from dist_amp.bench.amp.roofline import measure_ceilings
 from dist_amp.bench.amp.verdict import verdict
 from dist_amp.bench.harness import NO_TIME, Bench, note_of
@@ -63,7 +64,7 @@ class AmpBench(Bench):
         self.report["ceilings"] = self.ceilings._asdict()
         if options.dtypes:
             self.report["dtypes"] = self.dtypes()
-            self.world.say(f"\ndtypes\n{dtypes_text(self.report['dtypes'])}")
+            self.world.say(f"\n{dtypes_text(self.report['dtypes'])}")
         for experiment in options.experiments:
             if self.seconds_left > 0:
                 worst = self.run_one(experiment) or worst
@@ -92,7 +93,7 @@ class AmpBench(Bench):
         if "curves" in result:
             result["verdict"] = verdict(result, experiment, self.ceilings)
             result["picture"] = illustrate(result, self.options.out, self.options.reduced)
-        self.world.say(f"{terminal(result)}\n{result.get('picture', '')}")
+        self.world.say(f"\n{chapter(result)}")
         return status
 
     def dtypes(self) -> dict[str, Any]:
@@ -111,9 +112,6 @@ class AmpBench(Bench):
                 raise
             text = note_of(error)  # an operation that can't be traced
         return {"rows": rows, "target": config.task.target, "text": text}
-
-
-# --- the command
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -143,10 +141,6 @@ def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
     if settings and set(names) - {"dtypes"}:
         setting, name = " ".join(settings[:2]), names[0]
         raise ConfigError(f"{setting} is no option, and {name} has its own settings; leave out one of the two")
-    for option, needed in (("precisions", FP32), ("forms", EAGER)):
-        given = getattr(options, option)
-        if needed not in given:
-            raise ConfigError(f"--{option} {' '.join(given)} lacks {needed}, which others are compared with; add it")
     try:  # before hours of measuring rather than after
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -154,7 +148,7 @@ def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 if an experiment failed, 64: wrong arguments or settings, 65: task or data, 130: Ctrl-C."""
+    """Returns 0, 1 if an experiment failed, 64 for wrong arguments or settings, 65 for the task or its data."""
     return exit_status(measure_all, argv)
 
 
@@ -169,10 +163,7 @@ def measure_all(words: Sequence[str]) -> int:
     ):
         banner = REDUCED_BANNER.strip("*") if options.reduced else ""
         world.say(banner)
-        try:
-            status = AmpBench(world, options).run()
-        except KeyboardInterrupt:
-            status = 130  # as in shells
+        status = AmpBench(world, options).run()
         world.say(f"\n{banner}\n{options.out}/amp.md, {options.out}/amp.json")
         world.say(f"tensorboard --logdir {options.out}/tensorboard")
         return status

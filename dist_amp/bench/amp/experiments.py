@@ -21,7 +21,6 @@ from dist_amp.errors import ConfigError
 from dist_amp.settings import Config
 
 TRAIN, INFERENCE = MODES = ("train", "inference")
-CLASSES = 10  # of the CNN
 
 
 class Target(NamedTuple):
@@ -66,9 +65,6 @@ def own_experiment(words: Sequence[str]) -> Experiment:
     return Experiment(name, about, shlex.join(words), environ=os.environ)
 
 
-# --- tasks; the others are in dist_amp.tasks
-
-
 class Linear:
     """Fit the mean of ten numbers. Batch: [x [B, 10], y [B, 1]] float32."""
 
@@ -111,13 +107,13 @@ class CNN(Linear):
         return nn.Sequential(
             nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
             nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            nn.Sequential(nn.Flatten(), nn.Linear(64 * 8 * 8, CLASSES)),
+            nn.Sequential(nn.Flatten(), nn.Linear(64 * 8 * 8, 10)),
         )
 
     def build_dataset(self, split: str) -> TensorDataset:
         generator = torch.Generator().manual_seed(0)
-        classes = torch.randint(CLASSES, (self.samples,), generator=generator)
-        angle = (2 * math.pi / CLASSES * classes)[:, None, None, None]
+        classes = torch.randint(10, (self.samples,), generator=generator)
+        angle = (2 * math.pi / 10 * classes)[:, None, None, None]
         y, x = torch.meshgrid(torch.linspace(-1, 1, 32), torch.linspace(-1, 1, 32), indexing="ij")
         wave = torch.sin(4 * (x * angle.cos() + y * angle.sin()) + 1)
         return TensorDataset(wave + 0.5 * torch.randn(self.samples, 3, 32, 32, generator=generator), classes)
@@ -141,8 +137,8 @@ ALL = (
     ),
     Experiment(
         "mlp",
-        "Three linear layers of 4096, batches of 512: nearly all of the time is matrix products. y = |x|, SGD. Autocast "
-        "and loss scaler, each on and off, and other batch sizes: 513 is not a multiple of 8, which tensor cores need.",
+        "Three linear layers of 4096, batches of 512: nearly all of the time is matrix products. y = |x|, SGD. "
+        "Autocast and loss scaler, each on and off. Other batch sizes: 513 is not a multiple of 8, which tensor cores need.",
         f"{HERE}MLP --train.steps 150 --train.micro_batch_size 512{SGD}",
         "--task.args.width 128 --task.args.samples 640 --train.micro_batch_size 32 --train.steps 40",
         batches=(128, 256, 513),

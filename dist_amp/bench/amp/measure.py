@@ -1,8 +1,4 @@
-"""One experiment in every precision: its loss curve, its memory, and the time of its steps.
-
-Each precision first learns: train_step on the run's own data, in the main job's order, from the same weights. Then they
-take turns on micro-batches that are on the device already: training, then inference.
-"""
+"""One experiment in every precision: its loss curve, its memory, and the time of its steps."""
 
 import itertools
 import math
@@ -88,7 +84,7 @@ def measure(bench: Bench, experiment: Experiment, found: dict[str, Any]) -> None
     """
     options, device = bench.options, bench.world.device
     config = experiment.config("--run.device", device.type)
-    asked = [name for name in (*TO_TRAIN, *experiment.precisions) if name in options.precisions]
+    asked = [name for name in (*TO_TRAIN, *experiment.precisions) if name in (FP32, *options.precisions)]
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     names = [name for name in asked if name != "tf32" or has_tf32]
     left_out = ["tf32, which this device does not support"] if names != asked else []
@@ -222,9 +218,6 @@ class Precisions(Arena):
         return total / sum(float(self.task.weight(batch)) for batch in batches)
 
 
-# --- loops and loss curves
-
-
 def in_both_modes(loop: Loop, run: Any, tf32: bool) -> dict[str, Loop]:
     """`loop` in training; forward and loss as in an evaluation: without dropout, and without a graph for backward."""
     trained = [part for part in loop.module.modules() if part.training]
@@ -263,9 +256,6 @@ def loss_curve(run: Run, most_steps: int, seconds: float, seed: int = 0) -> list
             curve.append(float(report.loss_sum / report.weight))
     run.data.handed_out = []  # it holds the last batch, which is on the device
     return curve
-
-
-# --- memory
 
 
 def size_of(tensors: Any) -> int:

@@ -45,18 +45,19 @@ def markdown(report: Report) -> str:
         bullets(facts),
         HOW.format(rounds=report["rounds"]),
         bullets([f"{name}: {recipe.about}" for name, recipe in RECIPES.items()]),
-        *(part for result in report["experiments"] for part in chapter(result)),
-        f"## dtypes\n\n{ABOUT_DTYPES}\n\n{dtypes_text(report['dtypes'])}" if report["dtypes"] else "",
+        *map(chapter, report["experiments"]),
+        dtypes_text(report["dtypes"]) if report["dtypes"] else "",
         bullets([f"left out, no time: {name}" for name in report["left_out"]]),
     )
 
 
 def dtypes_text(dtypes: Report) -> str:
     """What autocast does with two operations, and what the modules of a task compute in."""
-    return f"{table(dtypes['rows'], left=3)}\n\n`{dtypes['target']}`:\n\n```\n{dtypes['text']}\n```"
+    modules = f"`{dtypes['target']}`:\n\n```\n{dtypes['text']}\n```"
+    return reports.document("## dtypes", ABOUT_DTYPES, table(dtypes["rows"], left=3), modules).rstrip()
 
 
-def chapter(result: Report) -> list[str]:
+def chapter(result: Report) -> str:
     """One experiment."""
     parts = [f"## {result['name']}", result["about"], result.get("note", "")]
     if "groups" in result:
@@ -67,13 +68,8 @@ def chapter(result: Report) -> list[str]:
             table_of(result),
         ]
     picture = result.get("picture", "")
-    return [*parts, f"![{result['name']}]({Path(picture).name})" if picture.endswith(".png") else picture]
-
-
-def terminal(result: Report) -> str:
-    """One experiment's table and verdict."""
-    parts = [table_of(result), bullets(result["verdict"])] if "groups" in result else []
-    return reports.document(f"\n{result['name']}", result.get("note", ""), *parts).rstrip()
+    shown = f"![{result['name']}]({Path(picture).name})" if picture.endswith(".png") else picture
+    return reports.document(*parts, shown).rstrip()
 
 
 def table_of(result: Report) -> str:
@@ -107,9 +103,6 @@ def table_of(result: Report) -> str:
     return table(rows, left=4)
 
 
-# --- files
-
-
 def save(report: Report, folder: Path) -> None:
     """amp.json and amp.md."""
     reports.save(report, markdown(report), folder, "amp")
@@ -132,7 +125,7 @@ def write_tensorboard(result: Report, folder: Path) -> None:
             board.write_scalars({f"loss/{name}": loss}, step)
         board.close()
     board = TensorBoardWriter(folder, 0)
-    board.write(lambda writer: writer.add_text(name, terminal(result).strip()))
+    board.write(lambda writer: writer.add_text(name, chapter(result)))
     board.close()
 
 

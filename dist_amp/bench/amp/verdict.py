@@ -122,7 +122,7 @@ def learning(result: Report) -> Iterator[str]:
     for name, row in result["parity"].items():
         apart, limit = 100 * row["drift"], 100 * row["tolerance"]
         sentences = {
-            "drifts": f"{name} DRIFTS: its loss is {apart:.1f} % of float32's fall away; the tolerance is {limit:.1f} %.",
+            "drifts": f"{name} DRIFTS: its loss is {apart:.1f} % of float32's fall away, with {limit:.1f} % tolerated.",
             "diverges": f"{name} DIVERGES: its loss is not finite.",
             "too noisy": f"{name} can't be judged: two float32 runs are {limit / NOISE:.0f} % apart. Take more steps.",
             "nothing to compare": f"{name} can't be judged, since float32's loss does not fall: take more steps.",
