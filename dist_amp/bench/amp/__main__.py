@@ -12,49 +12,42 @@ Without a name it runs all of them. To measure your own task, give the main job'
     python -m dist_amp.bench amp --task.target my_file:MyTask --train.micro_batch_size 32 --train.steps 100
 
 Each experiment runs in float32, TF32, bfloat16 and float16, with and without the loss scaler, by the main job's
-train_step; in training and inference, eager and compiled; next to a hand-written baseline loop. The report consists of
-amp.md, amp.json, pictures and a TensorBoard folder: times, peak memory, whether the loss curves agree, what limits the
-device, and which precision to use. Whatever does not fit into --minutes is left out, and named.
+train_step in one process; in training and inference, eager and compiled; next to a hand-written baseline loop. amp.md,
+amp.json, pictures and a TensorBoard folder say how fast it is, its peak memory, whether the loss curves agree, what
+limits the device, and which precision to use. float32 and eager are always measured, since others are compared with
+them. What does not fit into --minutes is left out, and named.
 """
 
 import argparse
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dist_amp.bench import harness
 from dist_amp.bench.amp.experiments import EXPERIMENTS, MODES, Experiment, own_experiment
-from dist_amp.bench.amp.measure import EAGER, FORMS, FP32, RECIPES, measure
-from dist_amp.bench.amp.report import LEGEND, REDUCED_BANNER, busy_machine, illustrate, save, terminal
+from dist_amp.bench.amp.measure import FORMS, FP32, RECIPES, measure
+from dist_amp.bench.amp.report import REDUCED_BANNER, chapter, dtypes_text, illustrate, save
 from dist_amp.bench.amp.roofline import measure_ceilings
-from dist_amp.bench.amp.verdict import add_parity, verdict
+from dist_amp.bench.amp.verdict import verdict
 from dist_amp.bench.harness import NO_TIME, Bench, note_of
-from dist_amp.bench.report import table
 from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.precision import DTYPES
 from dist_amp.runtime.environment import environment_number
-from dist_amp.settings import Config, RunConfig
+from dist_amp.settings import RunConfig
 from dist_amp.verify.dtypes import SHORT, dtype_report
 from dist_amp.world import World, start
 
 NAMES = (*EXPERIMENTS, "dtypes")
-ABOUT_DTYPES = """\
-What autocast does, operation by operation: x @ y.T comes out in half precision, x + y keeps its dtype. x and y are
-(1024, 1), float32. Then the modules of a task, and what each computes in; of your own with --task.target."""
 BLOCK_SECONDS = 0.2  # of steps between two clock readings
-STOPPED = 130  # the exit status after Ctrl-C, as in shells
 
 
 class AmpBench(Bench):
@@ -62,155 +55,100 @@ class AmpBench(Bench):
 
     def __init__(self, world: World, options: argparse.Namespace):
         super().__init__("amp", world, options, 0.0 if options.reduced else BLOCK_SECONDS, "triton", "matplotlib")
-        self.report |= {"reduced": options.reduced, "ceilings": {}, "experiments": [], "dtypes": {}}
+        self.report |= {"reduced": options.reduced, "experiments": [], "dtypes": {}}
+        harness.warm_up_libraries(world.device)
 
     def run(self) -> int:
         """Run the experiments; returns the exit status."""
-        options, world, worst = self.options, self.world, 0
-        if options.reduced:
-            world.say(REDUCED_BANNER.strip("*"))
-        harness.warm_up_libraries(world.device)
-        self.ceilings = measure_ceilings(world)
+        options, self.ceilings, worst = self.options, measure_ceilings(self.world), 0
         self.report["ceilings"] = self.ceilings._asdict()
         if options.dtypes:
-            self.show_dtypes()
+            self.report["dtypes"] = self.dtypes()
+            self.world.say(f"\n{dtypes_text(self.report['dtypes'])}")
         for experiment in options.experiments:
-            if self.seconds_left < 0:
+            if self.seconds_left > 0:
+                worst = self.run_one(experiment) or worst
+            else:
                 self.report["left_out"].append(experiment.name)
-                world.say(f"\n{experiment.name}\n{NO_TIME}")
-                continue
-            status = self.run_one(experiment)
-            save(self.report, options.experiments, options.out)
-            worst = worst or status
-            if status == STOPPED:
-                break
-        save(self.report, options.experiments, options.out)
+                self.world.say(f"\n{experiment.name}\n{NO_TIME}")
+            save(self.report, options.out)
+        save(self.report, options.out)
         return worst
 
     def run_one(self, experiment: Experiment) -> int:
         """Measure, judge and show one experiment; returns the exit status."""
-        result: dict[str, Any] = {"name": experiment.name}
-        status, started = 0, time.monotonic()
+        result: dict[str, Any] = {name: getattr(experiment, name) for name in ("name", "about", "arguments")}
+        status = 0
         try:
             with redirect_stdout(StringIO()):  # each run introduces itself
                 measure(self, experiment, result)
         except Failure as error:  # in the settings, the task or the data: the same for all precisions
             raise type(error)(f"{experiment.name}: {error}") from error
-        except KeyboardInterrupt:  # what was measured until then is kept
-            result["note"], status = "stopped by Ctrl-C", STOPPED
         except Exception as error:
-            text, status = traceback.format_exc(), 1
-            result["note"], result["traceback"] = note_of(error), text.splitlines()
-            print(text, file=sys.stderr)
+            result["note"], status = note_of(error), 1
+            traceback.print_exc()
         harness.release(self.world.device)
-        result["took_seconds"] = time.monotonic() - started
         self.report["seconds"] = time.monotonic() - self.started
-        drawn = result.pop("pictures", {})
-        if "curves" in result:
-            add_parity(result)
-            result["verdict"] = verdict(result, experiment, self.ceilings)
         self.report["experiments"].append(result)
-        self.world.say(terminal(result))
-        result["files"] = illustrate(result, experiment, drawn, self.options.out, self.options.reduced)
-        self.world.say("\n".join(result["files"]))
+        if "curves" in result:
+            result["verdict"] = verdict(result, experiment, self.ceilings)
+            result["picture"] = illustrate(result, self.options.out, self.options.reduced)
+        self.world.say(f"\n{chapter(result)}")
         return status
 
-    def show_dtypes(self) -> None:
-        experiment = self.options.own or EXPERIMENTS["gpt"].reduced()
-        config = experiment.config("--run.device", self.world.device.type)
-        rows, found = autocast_dtypes(self.world.device), modules_of(config, self.world)
-        self.report["dtypes"] = {"about": ABOUT_DTYPES, "rows": rows, "operations": [found]}
-        self.world.say(f"\ndtypes\n{table(rows, left=3)}\n\n{found['target']}\n{found['text']}")
-
-
-def autocast_dtypes(device: torch.device) -> list[dict[str, str]]:
-    """A row for each precision: the dtypes of x @ y.T and x + y."""
-    x, y = (torch.ones(1024, 1, device=device) for _ in range(2))
-    rows = []
-    for name, dtype in DTYPES.items():
-        with torch.autocast(device.type, dtype=dtype, enabled=name != FP32):
-            product, total = x @ y.T, x + y
-        rows.append({"precision": name, "x @ y.T": SHORT[product.dtype], "x + y": SHORT[total.dtype]})
-    return rows
-
-
-def modules_of(config: Config, world: World) -> dict[str, Any]:
-    """The task's modules, and what each computes in under the config's precision."""
-    try:
-        text = dtype_report(config, world).text
-    except Failure:  # in the settings, the task or the data
-        raise
-    except Exception as error:  # an operation that can't be traced
-        text = note_of(error)
-    return {"target": config.task.target, "text": text}
-
-
-# --- the command
+    def dtypes(self) -> dict[str, Any]:
+        """What autocast does with two operations, and with the modules of a task."""
+        device, rows = self.world.device, []
+        x, y = (torch.ones(1024, 1, device=device) for _ in range(2))
+        for name, dtype in DTYPES.items():
+            with torch.autocast(device.type, dtype=dtype, enabled=name != FP32):
+                product, total = x @ y.T, x + y
+            rows.append({"precision": name, "x @ y.T": SHORT[product.dtype], "x + y": SHORT[total.dtype]})
+        config = (self.options.own or EXPERIMENTS["gpt"].reduced()).config("--run.device", device.type)
+        try:
+            text = dtype_report(config, self.world).text
+        except Exception as error:
+            if isinstance(error, Failure):  # in the settings, the task or the data
+                raise
+            text = note_of(error)  # an operation that can't be traced
+        return {"rows": rows, "target": config.task.target, "text": text}
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The options; arguments that are none of them are the main job's, for the user's task. Errors: ConfigError."""
     parser = Parser("python -m dist_amp.bench amp", __doc__)
     harness.add_choices(parser, precisions=list(RECIPES), modes=MODES, forms=FORMS)
-    text = "other micro-batch sizes to train with; default: the experiment's own"
-    parser.add_argument("--batches", nargs="+", type=harness.at_least(1), metavar="N", help=text)
     harness.add_common(parser, 20.0, "runs/amp", "reduced", "runs/amp_reduced")
     options, others = parser.parse_known_args(words)
+    harness.with_defaults(options, words)
     names = list(takewhile(lambda word: not word.startswith("-"), others))
     settings = others[len(names) :]
     check(options, names, settings)
-    harness.with_defaults(options, words)
     options.own = own_experiment(settings) if settings else None
     options.dtypes = "dtypes" in names or not names
-    chosen = [one for name, one in EXPERIMENTS.items() if name in names or not names]
-    if options.own:
-        chosen = [] if names else [options.own]
-    elif options.reduced:
-        chosen = [one.reduced() for one in chosen]
-    batches = tuple(sorted(options.batches or ()))
-    options.experiments = [replace(one, batches=batches) if batches else one for one in chosen]
+    named = [
+        one.reduced() if options.reduced else one for one in EXPERIMENTS.values() if one.name in names or not names
+    ]
+    options.experiments = [options.own] if options.own and not names else named
     return options
 
 
 def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[str]) -> None:
     """Errors: ConfigError."""
-    for name in (name for name in names if name not in NAMES):
-        near = nearest_name(name, NAMES)
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(NAMES)}"
-        raise ConfigError(f"there is no experiment {name!r}; {hint}")
-    for option in (word.partition("=")[0] for word in settings):
-        if option.startswith("--") and "." not in option and option not in ("--config", "--use_amp"):
-            near = nearest_name(option, [f"--{name}" for name in vars(options)])
-            hint = f"did you mean {near}?" if near else "see python -m dist_amp.bench amp --help"
-            raise ConfigError(f"there is no option {option}; {hint}")
-    if settings and (others := [name for name in names if name != "dtypes"]):
-        raise ConfigError(
-            f"{' '.join(settings[:2])} is a setting for your own task, but {others[0]} has its own settings; leave out "
-            "the name or the setting"
-        )
-    for option, needed in (("precisions", FP32), ("forms", EAGER)):
-        given = getattr(options, option)
-        if needed not in given:
-            raise ConfigError(f"--{option} {' '.join(given)} lacks {needed}, which others are compared with; add it")
-    if options.minutes == 0:
-        raise ConfigError("--minutes 0 must be above 0")
-
-
-def check_folder(folder: Path) -> None:
-    """Fail before hours of measuring rather than after. Errors: ConfigError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+    for name in set(names).difference(NAMES):
+        hint = nearest_name(name, NAMES) or f"one of {', '.join(NAMES)}"
+        raise ConfigError(f"there is no experiment {name!r}; did you mean {hint}?")
+    if settings and set(names) - {"dtypes"}:
+        setting, name = " ".join(settings[:2]), names[0]
+        raise ConfigError(f"{setting} is no option, and {name} has its own settings; leave out one of the two")
+    try:  # before hours of measuring rather than after
+        options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {folder} can't be written: {error.strerror}; choose another folder") from None
+        raise ConfigError(f"--out {options.out} can't be written: {error.strerror}; choose another folder") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status.
-
-    0 measured, 64 a wrong argument or setting, 65 the task or its data, 1 an experiment failed, 130 stopped by Ctrl-C.
-    """
+    """Returns 0, 1 if an experiment failed, 64 for wrong arguments or settings, 65 for the task or its data."""
     return exit_status(measure_all, argv)
 
 
@@ -218,15 +156,16 @@ def measure_all(words: Sequence[str]) -> int:
     """Run the chosen experiments; returns the exit status. Errors: Failure."""
     options = parse(words)
     harness.single_process("amp", environment_number("WORLD_SIZE", 1))
-    check_folder(options.out)
-    device = (options.own.config().run if options.own else RunConfig()).device
-    with start(RunConfig(device="cpu" if options.reduced else device)) as world, harness.quiet_process(options.reduced):
-        bench = AmpBench(world, options)
-        status = bench.run()
-        banner = f"\n{REDUCED_BANNER.strip('*')}" if options.reduced else ""
-        out, busy = options.out, busy_machine(bench.report)
-        world.say(f"\n{LEGEND}\n{busy}".rstrip() + f"\n{banner}\n{out}/amp.md, {out}/amp.json")
-        world.say(f"tensorboard --logdir {out}/tensorboard")
+    run = options.own.config().run if options.own else RunConfig()
+    with (
+        start(RunConfig(device="cpu" if options.reduced else run.device)) as world,
+        harness.quiet_process(options.reduced),
+    ):
+        banner = REDUCED_BANNER.strip("*") if options.reduced else ""
+        world.say(banner)
+        status = AmpBench(world, options).run()
+        world.say(f"\n{banner}\n{options.out}/amp.md, {options.out}/amp.json")
+        world.say(f"tensorboard --logdir {options.out}/tensorboard")
         return status
 
 

@@ -1,4 +1,4 @@
-"""The experiments of the AMP report: settings of the main job, tasks, and what others have published for the same.
+"""The experiments of the AMP report: settings of the main job, tasks, and what is expected of an H200.
 
 Each one is a command line of `python -m dist_amp.train`; `smaller` is added to it for --reduced, on a CPU.
 """
@@ -21,17 +21,6 @@ from dist_amp.errors import ConfigError
 from dist_amp.settings import Config
 
 TRAIN, INFERENCE = MODES = ("train", "inference")
-CLASSES = 10  # of the CNN
-
-
-class Published(NamedTuple):
-    """What the tutorial behind an experiment reports, for its own device and loop."""
-
-    mode: str
-    precision: str  # a name in `RECIPES`
-    seconds: float
-    peak_mb: float = 0.0  # 0: not given
-    loss: float = 0.0
 
 
 class Target(NamedTuple):
@@ -53,27 +42,18 @@ class Experiment:
     batches: Sequence[int] = ()  # other micro-batch sizes to train with
     smaller_batches: Sequence[int] = ()
     precisions: Sequence[str] = ()  # in addition to those of every experiment
-    published: Sequence[Published] = ()
     targets: Sequence[Target] = ()
-    environ: Mapping[str, str] = field(default_factory=dict)  # overridden by the words, as in the main job
-    draws: bool = False  # whether the task's sample(model) is a picture, with the target in its left half
-
-    @property
-    def words(self) -> list[str]:
-        return shlex.split(self.arguments)
+    environ: Mapping[str, str] = field(default_factory=dict)  # overridden by the arguments, as in the main job
 
     def config(self, *more: str) -> Config:
         """The settings with `more` added, in one process. Errors: ConfigError."""
-        return load_config([*self.words, *more, "--parallel.strategy", "single", *UNDISTURBED], self.environ)
-
-    def wants_ranks(self, *more: str) -> bool:
-        """Whether the settings ask for more than one process."""
-        return load_config([*self.words, *more], self.environ).parallel.strategy not in ("auto", "single")
+        words = [*shlex.split(self.arguments), *more, "--parallel.strategy", "single", *UNDISTURBED]
+        return load_config(words, self.environ)
 
     def reduced(self) -> "Experiment":
-        """The form for a CPU, without the published numbers and targets of the full one."""
+        """The form for a CPU, without the targets of the full one."""
         arguments = f"{self.arguments} {self.smaller}".rstrip()
-        return replace(self, arguments=arguments, batches=self.smaller_batches, published=(), targets=())
+        return replace(self, arguments=arguments, batches=self.smaller_batches, targets=())
 
 
 def own_experiment(words: Sequence[str]) -> Experiment:
@@ -83,9 +63,6 @@ def own_experiment(words: Sequence[str]) -> Experiment:
         raise ConfigError(f"train.steps={config.train.steps} has no loss curve; use at least 2")
     name, about = config.task.target.rpartition(":")[2], f"`{config.task.target}`, with its own settings."
     return Experiment(name, about, shlex.join(words), environ=os.environ)
-
-
-# --- tasks; the others are in dist_amp.tasks
 
 
 class Linear:
@@ -127,17 +104,16 @@ class CNN(Linear):
         self.samples = samples
 
     def build_model(self) -> nn.Module:
-        stages = ((3, 32), (32, 64))
-        convolutions = (
-            nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-            for inputs, outputs in stages
+        return nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Flatten(), nn.Linear(64 * 8 * 8, 10)),
         )
-        return nn.Sequential(*convolutions, nn.Sequential(nn.Flatten(), nn.Linear(64 * 8 * 8, CLASSES)))
 
     def build_dataset(self, split: str) -> TensorDataset:
         generator = torch.Generator().manual_seed(0)
-        classes = torch.randint(CLASSES, (self.samples,), generator=generator)
-        angle = (2 * math.pi / CLASSES * classes)[:, None, None, None]
+        classes = torch.randint(10, (self.samples,), generator=generator)
+        angle = (2 * math.pi / 10 * classes)[:, None, None, None]
         y, x = torch.meshgrid(torch.linspace(-1, 1, 32), torch.linspace(-1, 1, 32), indexing="ij")
         wave = torch.sin(4 * (x * angle.cos() + y * angle.sin()) + 1)
         return TensorDataset(wave + 0.5 * torch.randn(self.samples, 3, 32, 32, generator=generator), classes)
@@ -153,72 +129,51 @@ HERE = "--task.target dist_amp.bench.amp.experiments:"
 PLAIN = " --train.clip_by off --optim.weight_decay 0 --optim.schedule constant"
 SGD = f"{PLAIN} --optim.name sgd --optim.lr 0.1 --optim.momentum 0"
 ADAM = f"{PLAIN} --optim.name adamw --optim.lr 0.001 --optim.betas 0.9 0.999"
-LINEAR = Experiment(
-    "linear",
-    """\
-Linear regression, 10 numbers to 1, on 20 points: the smallest model that works, and a smoke test of everything else.
-SGD with a learning rate of 0.1, 3 epochs of 5 steps. Nothing is large enough for the precision to matter: a step costs
-what launching its operations costs.""",
-    f"{HERE}Linear --train.steps 15 --train.micro_batch_size 4{SGD}",
-)
-THREE_LAYERS = Experiment(
-    "mlp",
-    """\
-Three linear layers, 4096 wide, batches of 512: nearly all of the time is three matrix products and their gradients.
-50 batches x 3 epochs, mean squared error, SGD with a learning rate of 0.1; y = |x|, which can be learned in part in 150
-steps. Autocast on and off x loss scaler on and off, and other batch sizes: 513 is not a multiple of 8, which tensor
-cores need.""",
-    f"{HERE}MLP --train.steps 150 --train.micro_batch_size 512{SGD}",
-    "--task.args.width 128 --task.args.samples 640 --train.micro_batch_size 32 --train.steps 40",
-    batches=(128, 256, 513),
-    smaller_batches=(16, 33),
-    precisions=("fp32_scaled",),
-    published=tuple(Published(TRAIN, *one) for one in (("fp32", 5.621), ("fp16_unscaled", 2.462), ("fp16", 3.550))),
-    # The scaler should cost less than 10 % of autocast alone.
-    targets=(Target(TRAIN, "bf16", 2.3), Target(TRAIN, "fp16", 1 / 1.1, over="fp16_unscaled")),
-)
-SINUSOID = Experiment(
-    "sinusoid",
-    """\
-A network of 1 x 1 convolutions that draws a quantised two-dimensional sinusoid of 512 x 512, all of it in each step.
-Hidden width 256, 2 hidden layers, 134,145 parameters; frequencies 4 and 2, 4 levels; 512 steps of Adam at 1e-3. Its
-activations are 268 MB each in float32, so memory traffic matters as much as arithmetic.""",
-    "--task.target dist_amp.tasks.sinusoid:Sinusoid --task.args.size 512 --task.args.crop 512 --task.args.crops 1 "
-    f"--train.steps 512 --train.micro_batch_size 1{ADAM}",
-    "--task.args.size 32 --task.args.crop 32 --task.args.width 64 --task.args.frequencies 1 0.5 --train.steps 200 "
-    "--optim.lr 0.004",
-    # On an AMD GPU. Inference takes more memory than training there: it kept the autograd graph.
-    published=(
-        Published(TRAIN, "fp32", 13.98, 2061, 0.01),
-        Published(TRAIN, "fp16", 7.50, 1035, 0.0083),
-        Published(INFERENCE, "fp32", 4.24, 3338),
-        Published(INFERENCE, "fp16", 2.87, 1676),
+ALL = (
+    Experiment(
+        "linear",
+        "Linear regression, 10 numbers to 1, on 20 points: the smallest model. Launching operations takes longest.",
+        f"{HERE}Linear --train.steps 15 --train.micro_batch_size 4{SGD}",
     ),
-    targets=(Target(TRAIN, "fp16", 1.87, 0.49), Target(INFERENCE, "fp16", 1.48)),
-    draws=True,
+    Experiment(
+        "mlp",
+        "Three linear layers of 4096, batches of 512: nearly all of the time is matrix products. y = |x|, SGD. "
+        "Autocast and loss scaler, each on and off. Other batch sizes: 513 is not a multiple of 8, which tensor cores need.",
+        f"{HERE}MLP --train.steps 150 --train.micro_batch_size 512{SGD}",
+        "--task.args.width 128 --task.args.samples 640 --train.micro_batch_size 32 --train.steps 40",
+        batches=(128, 256, 513),
+        smaller_batches=(16, 33),
+        precisions=("fp32_scaled",),
+        # The scaler should cost less than 10 % of autocast alone.
+        targets=(Target(TRAIN, "bf16", 2.3), Target(TRAIN, "fp16", 1 / 1.1, over="fp16_unscaled")),
+    ),
+    Experiment(
+        "sinusoid",
+        "1 x 1 convolutions that draw a two-dimensional sinusoid of 512 x 512 in each step. Adam. Two hidden layers of "
+        "256: activations of 268 MB each in float32, so memory traffic matters as much as arithmetic.",
+        "--task.target dist_amp.tasks.sinusoid:Sinusoid --task.args.size 512 --task.args.crop 512 --task.args.crops 1 "
+        f"--train.steps 512 --train.micro_batch_size 1{ADAM}",
+        "--task.args.size 32 --task.args.crop 32 --task.args.width 64 --task.args.frequencies 1 0.5 --train.steps 200 "
+        "--optim.lr 0.004",
+        targets=(Target(TRAIN, "fp16", 1.87, 0.49), Target(INFERENCE, "fp16", 1.48)),
+    ),
+    Experiment(
+        "cnn",
+        "Two convolutions and a classifier on 3 x 32 x 32, batches of 64: small operations. The class is the direction "
+        "of a wave; Adam. Again with batches of 4096, which give a GPU enough work.",
+        f"{HERE}CNN --train.steps 100 --train.micro_batch_size 64{ADAM}",
+        "--task.args.samples 320 --train.micro_batch_size 8 --train.steps 30",
+        batches=(4096,),
+        smaller_batches=(16,),
+    ),
+    Experiment(
+        "gpt",
+        "A GPT of 124 M parameters on bytes of Python source, context 1024, batches of 8, AdamW: a typical use of AMP.",
+        "--task.target dist_amp.tasks.causal_lm:CausalLM --task.args.context 1024 --task.args.width 768 "
+        "--task.args.layers 12 --task.args.heads 12 --task.args.vocabulary 50304 --train.steps 50 "
+        "--train.micro_batch_size 8 --optim.lr 0.0006 --optim.warmup_steps 10 --optim.schedule constant",
+        "--task.args.context 32 --task.args.width 32 --task.args.layers 2 --task.args.heads 2 "
+        "--task.args.vocabulary 256 --train.micro_batch_size 4 --train.steps 30 --optim.lr 0.004",
+    ),
 )
-TWO_CONVOLUTIONS = Experiment(
-    "cnn",
-    """\
-Two convolutions and a classifier on 3 x 32 x 32, batches of 64: small operations, with more time for launching than for
-computing. 100 batches, cross-entropy over 10 classes, Adam at 1e-3; the class is the direction of a wave. Again with
-batches of 4096, which give a GPU enough work.""",
-    f"{HERE}CNN --train.steps 100 --train.micro_batch_size 64{ADAM}",
-    "--task.args.samples 320 --train.micro_batch_size 8 --train.steps 30",
-    batches=(4096,),
-    smaller_batches=(16,),
-    # Their source calls these illustrative.
-    published=(Published(TRAIN, "fp32", 15.8, 2150), Published(TRAIN, "fp16", 7.5, 1350)),
-)
-GPT = Experiment(
-    "gpt",
-    """\
-A GPT of 124 M parameters on bytes of Python source, context 1024, micro-batches of 8: a typical use of AMP. 50 steps of
-AdamW, clipped by norm, with weight decay and a warm-up of 10 steps.""",
-    "--task.target dist_amp.tasks.causal_lm:CausalLM --task.args.context 1024 --task.args.width 768 "
-    "--task.args.layers 12 --task.args.heads 12 --task.args.vocabulary 50304 --train.steps 50 "
-    "--train.micro_batch_size 8 --optim.lr 0.0006 --optim.warmup_steps 10 --optim.schedule constant",
-    "--task.args.context 32 --task.args.width 32 --task.args.layers 2 --task.args.heads 2 --task.args.vocabulary 256 "
-    "--train.micro_batch_size 4 --train.steps 30 --optim.lr 0.004",
-)
-EXPERIMENTS = {one.name: one for one in (LINEAR, THREE_LAYERS, SINUSOID, TWO_CONVOLUTIONS, GPT)}
+EXPERIMENTS = {one.name: one for one in ALL}

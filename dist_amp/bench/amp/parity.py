@@ -11,30 +11,32 @@ place and with other random numbers, since training amplifies differences that n
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from dist_amp.bench.amp.measure import RECIPES
 
+Curve = Sequence[float]  # the loss of each step
 WINDOWS = 10
 ROUNDINGS = 10
 NOISE = 2  # times float32's own drift
 TOO_WIDE = 0.25  # a tolerance beyond which nothing can be concluded: assumed
 
 
-def windows(curve: Sequence[float]) -> np.ndarray:
+def windows(curve: Curve) -> np.ndarray:
     """Means of the curve over up to ten windows."""
     count = min(WINDOWS, len(curve))
     edges = np.round(np.arange(1, count) * len(curve) / count).astype(int)
     return np.array([part.mean() for part in np.split(np.asarray(curve), edges)])
 
 
-def fall(curve: Sequence[float]) -> float:
+def fall(curve: Curve) -> float:
     """How far the loss falls; 0 for a curve without steps."""
     return float(windows(curve)[0] - windows(curve).min()) if len(curve) else 0.0
 
 
-def drift(curve: Sequence[float], reference: Sequence[float]) -> float:
+def drift(curve: Curve, reference: Curve) -> float:
     """Distance to float32's curve, as a share of its fall; nan if that does not fall or one has a nan.
 
     A curve that is incomplete for lack of time is compared as far as it goes.
@@ -46,25 +48,24 @@ def drift(curve: Sequence[float], reference: Sequence[float]) -> float:
     return float(np.abs(windows(curve[:common]) - windows(reference[:common])).max() / learned)
 
 
-def tolerance(name: str, reference: Sequence[float] = (), again: Sequence[float] = ()) -> float:
-    """The largest drift that is accepted; without curves, the precision's own.
-
-    reference: float32's curve; again: the second float32 run's.
-    """
+def tolerance(name: str, reference: Curve = (), again: Curve = ()) -> float:
+    """The largest drift that is accepted: from float32's curve, known from two runs; without them, the precision's."""
     limits = [ROUNDINGS * max(RECIPES[name].roundoff, RECIPES["tf32"].roundoff)]
     if fall(reference) > 0:
         limits.append(RECIPES[name].roundoff * float(np.abs(windows(reference)).max()) / fall(reference))
-        limits.append(NOISE * drift(again, reference) if again else 0.0)
+        limits.append(NOISE * drift(again, reference))
     return max(filter(math.isfinite, limits))
 
 
-def judged(name: str, curve: Sequence[float], reference: Sequence[float], again: Sequence[float] = ()) -> str:
-    """within, drifts, diverges, too noisy, or nothing to compare."""
-    if not np.isfinite(curve).all():
-        return "diverges"
+def parity(name: str, curve: Curve, reference: Curve, again: Curve = ()) -> dict[str, Any]:
+    """The drift, its tolerance, and the verdict: within, drifts, diverges, too noisy, or nothing to compare."""
     apart, limit = drift(curve, reference), tolerance(name, reference, again)
-    if math.isnan(apart):
-        return "nothing to compare"
-    if apart > limit:
-        return "drifts"
-    return "within" if apart <= tolerance(name) or limit <= TOO_WIDE else "too noisy"
+    if not np.isfinite(curve).all():
+        verdict = "diverges"
+    elif math.isnan(apart):
+        verdict = "nothing to compare"
+    elif apart > limit:
+        verdict = "drifts"
+    else:
+        verdict = "within" if apart <= tolerance(name) or limit <= TOO_WIDE else "too noisy"
+    return {"drift": apart, "tolerance": limit, "verdict": verdict}

@@ -4,9 +4,8 @@
     traffic    bytes that operations read and write / the rate at which a large tensor is copied
     launches   operations / the rate of operations on one number
 
-The longest of these times is the step's limit. They are estimates: traffic that stays in a cache is faster, attention
-counts in full where half of it is masked, and operations without a FLOP formula in torch count none.
-Source: Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785.
+The longest of these times is the step's limit. These are estimates: traffic that stays in a cache is faster, attention
+counts in full where half of it is masked. Source: Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785.
 """
 
 from collections import Counter
@@ -15,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.bench.harness import release, timed
@@ -63,31 +61,25 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
-        arguments = enumerate(function._schema.arguments)
-        changed = [  # in place
-            args[number] if number < len(args) else kwargs.get(argument.name)
-            for number, argument in arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        arguments = function._schema.arguments
+        values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        changed = [values.get(one.name) for one in arguments if one.alias_info is not None and one.alias_info.is_write]
         given, made, written = (
             [tensor for tensor in tensors_in(tensors) if tensor.device == self.device]
             for tensors in ((args, kwargs), out, changed)
         )
         memory = {tensor.data_ptr() for tensor in given}
-        new = [tensor for tensor in made if tensor.data_ptr() not in memory]
-        if not (new or written) or function.is_view or "empty" in function.overloadpacket.__name__:
+        written += [tensor for tensor in made if tensor.data_ptr() not in memory]
+        if not written or function.is_view or "empty" in function.overloadpacket.__name__:
             return out
         self.operations += 1
         # An expanded tensor is smaller than its shape says.
-        sizes = [min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in (*given, *new, *written)]
-        self.bytes += sum(sizes)
+        self.bytes += sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in given + written)
         if formula := FORMULAS.get(function.overloadpacket):
-            self.flops[self._dtype(given)] += formula(*args, **kwargs, out_val=out)
+            dtype = next((SHORT[tensor.dtype] for tensor in given if tensor.dtype in SHORT and tensor.ndim > 1), "fp32")
+            name = "tf32" if dtype == "fp32" and self.tf32 else dtype
+            self.flops[name] += formula(*args, **kwargs, out_val=out)
         return out
-
-    def _dtype(self, operands: list[Tensor]) -> str:
-        name = next((SHORT[tensor.dtype] for tensor in operands if tensor.dtype in SHORT and tensor.ndim > 1), "fp32")
-        return "tf32" if name == "fp32" and self.tf32 else name
 
 
 def count(call: Callable[[], object], device: torch.device, tf32: bool) -> dict[str, Any]:
