@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import shlex
@@ -12,11 +13,10 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -38,8 +38,7 @@ from dist_amp.supervise.out_of_memory import is_out_of_memory
 from dist_amp.telemetry.async_copy import Clock
 from dist_amp.world import World, start
 
-MEMORY_LIMIT = 0.9  # share of the device's memory that resident loops may fill together
-SPARE_SECONDS = 20  # of --minutes, for the pictures and for a measurement that takes longer than estimated
+SPARE_SECONDS = 20  # of --minutes, for the pictures
 OUT_OF_MEMORY = "out of memory; use smaller micro-batches"
 NO_TIME = "left out: no time"
 
@@ -255,47 +254,33 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> fl
 
 
 def in_turns(
-    names: Iterable[str],
-    block: Callable[[str, bool], Any],
-    rounds: int,
-    in_time: Callable[[], bool] = lambda: True,
-    may_fail: bool = True,
-) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """({loop: block(loop, is_warm_up) of each round}, {loop that failed: why}), in a new random order each round.
+    names: Iterable[str], block: Callable[[str], Any], rounds: int, in_time: Callable[[], bool] = lambda: True
+) -> dict[str, list[Any]]:
+    """{name: block(name) of each round}, in a new random order each round, which is the same on all ranks.
 
-    The order is the same on all ranks. After the first round it stops once `in_time()` is false.
+    A round of warm-up comes before. After the first round it stops once `in_time()` is false.
     """
     order = random.Random(0)
     values: dict[str, list[Any]] = {name: [] for name in names}
-    failed: dict[str, str] = {}
     gc.collect()
     gc.disable()
     try:
-        for number in range(-1, rounds):  # the first is a warm-up: memory is allocated and every shape compiled
-            if number > 0 and not in_time():
+        for number in range(rounds + 1):
+            if number > 1 and not in_time():
                 break
             gc.collect()
             for name in order.sample(list(values), len(values)):
-                try:
-                    value = block(name, number < 0)
-                except Exception as error:
-                    if not may_fail:
-                        raise
-                    failed[name] = note_of(error)
-                    del values[name]
-                else:
-                    values[name] += [value] if number >= 0 else []
+                values[name].append(block(name))
     finally:
         gc.enable()
-    return values, failed
+    return {name: own[1:] for name, own in values.items()}
 
 
 class Arena:
-    """Loops that take turns on one device, as many at a time as its memory holds.
+    """Loops that are in memory together and take turns on one device.
 
-    rows: {mode: {loop: row}}. A row has `step_seconds` (a first estimate), `peak_bytes` and, on a GPU,
-    `resident_bytes`; `seconds` per step and `speedup` over the base loop, one number per round; or a `note` with the
-    reason why not.
+    rows: {mode: {loop: row}}. A row has `step_seconds` (a first estimate) and `peak_bytes`; `seconds` per step and
+    `speedup` over the base loop, one number per round; or a `note` with the reason why not.
     """
 
     def __init__(self, bench: Bench, base: str, modes: Iterable[str], base_may_leave: bool):
@@ -304,7 +289,6 @@ class Arena:
         self.data: list[Any] = []
         self.rows: dict[str, dict[str, dict[str, Any]]] = {mode: {} for mode in modes}
         self.loops: dict[str, dict[str, Loop]] = {}  # in memory, by mode
-        self.groups: list[list[str]] = []  # which were timed together
 
     def enter(self, name: str) -> dict[str, Loop]:
         """Build a loop, take its first steps and add its rows; returns it for each mode."""
@@ -315,19 +299,16 @@ class Arena:
         return False
 
     def measure(self, names: Iterable[str]) -> None:
-        """Measure all loops; those that do not fit next to the others come after them."""
-        first = next(iter(self.rows.values()))
+        """Measure all loops; where memory runs out, those that are in it are timed first and make room."""
         for name in names:
-            if len(self.loops) > 1 and not fits(self.device, first.values()):
-                self.make_room(keep=self.base)
             note = self._try_to_enter(name)
             for kept in (self.base, "") if self.base_may_leave else (self.base,):
                 if note == OUT_OF_MEMORY and self.loops.keys() - {kept}:
-                    self.make_room(keep=kept)
+                    self._time_loops(keep=kept)
                     note = self._try_to_enter(name)
             if note:
-                first[name] = {"note": note}
-        self.make_room()
+                next(iter(self.rows.values()))[name] = {"note": note}
+        self._time_loops()
         self.data = []
         release(self.device)
 
@@ -343,45 +324,30 @@ class Arena:
             return note_of(error)
         return ""
 
-    def make_room(self, keep: str = "") -> None:
-        """Time the loops that are in memory in turns, then drop all but `keep`."""
+    def _time_loops(self, keep: str = "") -> None:
+        """Time the loops that are in memory, then drop all but `keep`."""
         for mode, rows in self.rows.items():
             loops = {name: modes[mode] for name, modes in self.loops.items() if mode in modes}
             if loops.keys() - {self.base} or not rows.get(self.base, {}).get("seconds"):
                 self._time_together(loops, rows)
-        failed = any("note" in rows.get(keep, {}) for rows in self.rows.values())
-        self.loops = {name: modes for name, modes in self.loops.items() if name == keep and not failed}
+        self.loops = {name: modes for name, modes in self.loops.items() if name == keep}
         release(self.device)
 
-    def _time_together(self, loops: Mapping[str, Loop], rows: dict[str, dict[str, Any]]) -> None:
+    def _time_together(self, loops: dict[str, Loop], rows: dict[str, dict[str, Any]]) -> None:
         slowest = max((rows[name]["step_seconds"] for name in loops), default=1.0)
         steps = max(1, round(self.bench.block_seconds / slowest))
 
-        def block(name: str, is_warm_up: bool) -> float:
-            return timed_block(self.world, loops[name], self.data, len(self.data) if is_warm_up else steps)
+        def block(name: str) -> float:
+            if "note" not in rows[name]:
+                try:
+                    return timed_block(self.world, loops[name], self.data, steps)
+                except Exception as error:
+                    rows[name]["note"] = note_of(error)
+            return math.nan
 
-        seconds, failed = in_turns(loops, block, self.bench.options.rounds, lambda: self.bench.seconds_left > 0)
-        self.groups.append(list(loops))
-        for name, note in failed.items():
-            rows[name]["note"] = note
-        earlier = rows.get(self.base, {}).get("seconds", [])  # of the base loop, if it had to leave
+        seconds = in_turns(loops, block, self.bench.options.rounds, lambda: self.bench.seconds_left > 0)
+        seconds = {name: own for name, own in seconds.items() if "note" not in rows[name]}
         for name, own in seconds.items():
-            base = seconds.get(self.base) or ([median(earlier)] * len(own) if earlier else [])
-            if earlier and self.base not in seconds:
-                rows[name]["note"] = f"timed apart from {self.base}: there is no room for both"
             rows[name].setdefault("seconds", []).extend(own)
-            rows[name].setdefault("speedup", []).extend(b / mine for b, mine in zip(base, own, strict=False))
-
-
-def fits(device: torch.device, rows: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether one more loop probably has room next to the resident ones, for itself and for anyone's step.
-
-    rows: of loops like it, with `resident_bytes` between steps and `peak_bytes` within one.
-    """
-    known = [row for row in rows if "peak_bytes" in row]
-    if device.type != "cuda" or not known:
-        return True
-    resident = max(row["resident_bytes"] for row in known)
-    step = max(row["peak_bytes"] - row["resident_bytes"] for row in known)
-    room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return torch.cuda.memory_allocated(device) + resident + step < MEMORY_LIMIT * room
+            ratios = [base / mine for base, mine in zip(seconds.get(self.base, ()), own, strict=False)]
+            rows[name].setdefault("speedup", []).extend(ratios)

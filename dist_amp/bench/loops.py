@@ -68,12 +68,11 @@ class RandomBytes(CausalLM):
         return [{"tokens": row} for row in rows]
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor], reduction: str = "sum") -> Tensor:
-        tokens = batch["tokens"].long()
-        logits = model(tokens[:, :-1]).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
+        total = super().loss_sum(model, batch)
+        return total if reduction == "sum" else total / self.tokens(batch)
 
 
-class RandomTokens(CausalLM):
+class RandomTokens(RandomBytes):
     """A GPT on random tokens of its whole vocabulary, built on the device. Batch: tokens [B, context + 1] int64."""
 
     def __init__(self, device: torch.device, *args: Any, **settings: Any):
@@ -89,10 +88,6 @@ class RandomTokens(CausalLM):
         shape, generator = (steps, accumulation, size, self.context + 1), torch.Generator(self.device).manual_seed(0)
         tokens = torch.randint(self.shape[0], shape, device=self.device, generator=generator)
         return [[{"tokens": micro_batch} for micro_batch in step] for step in tokens]
-
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor], reduction: str = "sum") -> Tensor:
-        total = CausalLM.loss_sum(self, model, batch)  # it has its own ways to save memory
-        return total if reduction == "sum" else total / self.tokens(batch)
 
 
 @dataclass(frozen=True)
@@ -153,8 +148,7 @@ class Loop:
     module: nn.Module
     step: Step
     prepare: Callable[[], object] = lambda: None
-    # The two halves of the baseline's step.
-    backward: Step = lambda micro_batches: None
+    backward: Step = lambda micro_batches: None  # the two halves of the baseline's step
     update: Callable[[], object] = lambda: None
 
 
@@ -247,15 +241,14 @@ def baseline_update(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
     """The update of the baseline loop."""
     loop = baseline(setup)
     loop.backward(micro_batches)
-    return _update_alone(loop.module, [p.grad for p in loop.module.parameters()], loop.update)
+    return _update_alone(loop.module, loop.module, loop.update)
 
 
 def dist_amp_update(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
     """The update of train_step, with the same gradients."""
-    loop = baseline(setup)
+    loop, run = baseline(setup), build_run(setup.config, setup.world, setup.task)
     loop.backward(micro_batches)
-    run = build_run(setup.config, setup.world, setup.task)
-    return _update_alone(run.parallel.module, [p.grad for p in loop.module.parameters()], lambda: update(run))
+    return _update_alone(run.parallel.module, loop.module, lambda: update(run))
 
 
 def update(run: Run) -> None:
@@ -272,7 +265,9 @@ def update(run: Run) -> None:
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def _update_alone(module: nn.Module, gradients: Sequence[Tensor | None], update: Callable[[], object]) -> Loop:
+def _update_alone(module: nn.Module, source: nn.Module, update: Callable[[], object]) -> Loop:
+    gradients = [parameter.grad for parameter in source.parameters()]
+
     def set_gradients() -> None:
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone() if gradient is not None else None
