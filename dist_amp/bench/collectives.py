@@ -74,9 +74,8 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, task: Task, module: nn.Module, precision: Precision, micro_batches: int) -> "Model":
-        return cls(
-            module, task.blocks(module) if hasattr(task, "blocks") else find_blocks(module), precision, micro_batches
-        )
+        blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
+        return cls(module, blocks, precision, micro_batches)
 
 
 # --- by the formulas
@@ -223,18 +222,24 @@ def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[s
 def check(run: Run) -> None:
     """Print a step's collectives. Errors: Failure if the bytes differ from the formula's."""
     expected, counted = measure(run)
-    ranks, device = run.world.world_size, run.world.device.type
-    run.world.say(f"{run.parallel.strategy} on {ranks} x {device}, {run.precision.name}\n")
+    run.world.say(
+        f"{run.parallel.strategy} on {run.world.world_size} x {run.world.device.type}, {run.precision.name}\n"
+    )
     run.world.say("\n".join(table({"formula": expected, "counted": counted})))
-    sums: list[Counter[str]] = [Counter(), Counter()]  # bytes that a rank puts in, by kind
-    for total, step in zip(sums, (expected, counted), strict=True):
-        for one, times in step.items():
-            total[f"{one.kind} of {one.ranks}"] += times * one.bytes_in
-    if sums[0] != sums[1]:
+    by_formula, by_count = bytes_in(expected), bytes_in(counted)
+    if by_formula != by_count:
         raise Failure(
-            f"rank {run.world.rank} put {dict(sums[1])} bytes into collectives, by the formula {dict(sums[0])}; the "
-            "formula does not cover modules that are frozen or called more than once"
+            f"rank {run.world.rank} put {by_count} bytes into collectives, by the formula {by_formula}; the formula "
+            "does not cover modules that are frozen or called more than once"
         )
+
+
+def bytes_in(step: Counter[Collective]) -> dict[str, int]:
+    """What a rank puts in, by kind and size of the group."""
+    total: Counter[str] = Counter()
+    for one, times in step.items():
+        total[f"{one.kind} of {one.ranks}"] += times * one.bytes_in
+    return dict(total)
 
 
 def table(steps: dict[str, Counter[Collective]]) -> list[str]:

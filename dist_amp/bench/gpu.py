@@ -15,7 +15,8 @@ import copy
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,36 +49,19 @@ PACKAGES = ("accelerate", "lightning-fabric", "lightning", "pytorch-lightning", 
 STEPS_OF_DATA = 4  # kept on the device and used again and again
 LOG_EVERY = 10
 FIRST_STEPS = 3  # of a loop: they compile, and allocate memory that later steps do not need
-LARGE_GPU = 100e9  # bytes; below, micro-batches are half as large
 SMOKE_PEAK = 1e12  # FLOP/s: stands in for a CPU's, whose MFU is meaningless anyway
 TRAIN = "train"
 
 
-class Model(NamedTuple):
-    about: str
-    layers: int
-    width: int
-    heads: int
-    micro_batch_size: int  # on a GPU with 141 GB
-    mfu: float  # the target: compiled, in bf16
-    context: int = 1024
-    vocabulary: int = 50304
+# about: its parameters; micro_batch_size: on a GPU with 141 GB; mfu: the target, compiled, in bf16.
+SIZES = ("about", "layers", "width", "heads", "micro_batch_size", "mfu", "context", "vocabulary")
+MODELS = {"124m": ("124 M", 12, 768, 12, 32, 0.42, 1024, 50304), "1b": ("1.0 B", 18, 2048, 16, 16, 0.50, 1024, 50304)}
+SMALL_MODELS = {"124m": ("few", 2, 32, 2, 2, 0.42, 32, 512), "1b": ("a few more", 3, 64, 2, 2, 0.50, 32, 512)}
 
 
-class Effort(NamedTuple):
-    """Which models are measured, and for how long."""
-
-    models: Mapping[str, Model]
-    free_steps: int  # steps in which nothing may wait for the device
-    warm_up: int  # steps before any is timed; those after FIRST_STEPS give the peak memory
-    block_seconds: float  # of steps between two clock readings
-
-
-GPT_124M, GPT_1B = Model("124 M", 12, 768, 12, 32, mfu=0.42), Model("1.0 B", 18, 2048, 16, 16, mfu=0.50)
-ON_A_GPU = Effort({"124m": GPT_124M, "1b": GPT_1B}, free_steps=50, warm_up=10, block_seconds=0.35)
-FEW = Model("few", 2, 32, 2, 2, mfu=0.42, context=32, vocabulary=512)
-MORE = Model("a few more", 3, 64, 2, 2, mfu=0.50, context=32, vocabulary=512)
-SMOKE = Effort({"124m": FEW, "1b": MORE}, free_steps=10, warm_up=5, block_seconds=0)
+# Steps in which nothing may wait; steps before any is timed, of which those after FIRST_STEPS give the peak memory; and
+# seconds of steps between two clock readings.
+ON_A_GPU, SMOKE = (50, 10, 0.35), (10, 5, 0.0)
 
 
 class Cell(NamedTuple):
@@ -112,24 +96,30 @@ class GpuBench(Bench):
     """One run of the command."""
 
     def __init__(self, world: World, options: argparse.Namespace):
-        self.effort = SMOKE if options.smoke else ON_A_GPU
-        super().__init__("gpu", world, options, self.effort.block_seconds, *PACKAGES)
-        models = {name: self.effort.models[name]._asdict() for name in options.models}
+        self.free_steps, self.warm_up, block_seconds = SMOKE if options.smoke else ON_A_GPU
+        super().__init__("gpu", world, options, block_seconds, *PACKAGES)
+        known = SMALL_MODELS if options.smoke else MODELS
+        models: dict[str, dict[str, Any]] = {
+            name: dict(zip(SIZES, known[name], strict=True)) for name in options.models
+        }
         for name, model in models.items():
-            if world.device.type == "cuda" and torch.cuda.get_device_properties(world.device).total_memory < LARGE_GPU:
-                model["micro_batch_size"] //= 2
             model["micro_batch_size"] = options.micro_batch.get(name, model["micro_batch_size"])
-        self.report |= {"smoke": options.smoke, "models": models, "warm_up": self.effort.warm_up}
-        self.report |= {"free_steps": [], "cells": []}
+        self.report |= {
+            "smoke": options.smoke,
+            "models": models,
+            "warm_up": self.warm_up,
+            "free_steps": [],
+            "cells": [],
+        }
 
     def setup(self, cell: Cell, micro_batch_size: int, accumulation: int) -> Setup:
-        model = self.effort.models[cell.model]
+        model = self.report["models"][cell.model]
         words = f"--train.micro_batch_size {micro_batch_size} --train.accumulation_steps {accumulation} "
         words += f"--train.steps 20000 --optim.warmup_steps 10 --precision.dtype {cell.precision} "
         words += f"--run.device {self.world.device.type} "
         if cell.mode != "eager":
             words += f"--compile.blocks true --compile.backend {self.options.backend}"
-        sizes = {name: getattr(model, name) for name in ("context", "width", "layers", "heads", "vocabulary")}
+        sizes = {name: model[name] for name in ("context", "width", "layers", "heads", "vocabulary")}
         return Setup(config_of(words), self.world, RandomTokens(self.world.device, DataConfig(), **sizes))
 
     def run(self) -> None:
@@ -172,10 +162,10 @@ def free_steps(bench: GpuBench, cell: Cell) -> dict[str, Any]:
 
     `waits` and `waits_when_logged` are "nothing", or the error.
     """
-    size, steps = 2, bench.effort.free_steps
+    size, steps = 2, bench.free_steps
     setup = bench.setup(cell, size, accumulation=2)
     run = build_run(setup.config, bench.world, setup.task)
-    data = itertools.cycle(setup.task.batches(STEPS_OF_DATA, setup.accumulation, size))
+    data = itertools.cycle(setup.task.batches(STEPS_OF_DATA, 2, size))
 
     def step() -> None:
         report = train_step(run, next(data))
@@ -243,18 +233,12 @@ class CellArena(Arena):
         build, setup = self.builders[name]
         before = memory_bytes(self.device)[1]
         loop = build(setup)
-        dtypes: set[torch.dtype] = set()
         head = [part for part in loop.module.modules() if isinstance(part, nn.Linear)][-1]  # outside of all blocks
-        hook = head.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
-        if name == WHOLE:
-            hook.remove()  # the head is compiled too
-        timed_block(self.world, loop, self.data, FIRST_STEPS)
-        hook.remove()
-        if wrong := dtypes - {DTYPES[setup.precision]}:
-            raise RuntimeError(f"trains in {str(wrong.pop()).removeprefix('torch.')}")
+        with nullcontext() if name == WHOLE else harness.computes_in(DTYPES[setup.precision], head):
+            timed_block(self.world, loop, self.data, FIRST_STEPS)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        seconds = timed_block(self.world, loop, self.data, self.bench.effort.warm_up - FIRST_STEPS)
+        seconds = timed_block(self.world, loop, self.data, self.bench.warm_up - FIRST_STEPS)
         peak = memory_bytes(self.device)[0] - before
         # What the loop has made of its model: the mean loss, computed in the same way for all loops.
         with uncompiled(), torch.no_grad(), torch.autocast(self.device.type, dtype=DTYPES[setup.precision]):
@@ -268,8 +252,8 @@ class CellArena(Arena):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m dist_amp.bench gpu", __doc__)
-    harness.add_choices(parser, models=list(ON_A_GPU.models), modes=MODES, precisions=PRECISIONS)
-    text = "samples per micro-batch; default: 124m=32 1b=16, half of that on a GPU below 100 GB"
+    harness.add_choices(parser, models=list(MODELS), modes=MODES, precisions=PRECISIONS)
+    text = "samples per micro-batch; default: 124m=32 1b=16, which need 141 GB"
     parser.add_argument("--micro_batch", nargs="+", type=micro_batch, default=[], metavar="MODEL=N", help=text)
     harness.add_common(parser, 8.0, "benchmarks", "smoke", "runs/gpu_smoke")
     options = harness.with_defaults(parser.parse_args(argv), argv)
@@ -280,9 +264,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def micro_batch(text: str) -> tuple[str, int]:
     """An argparse type: "124m=32" -> ("124m", 32)."""
     name, _, number = text.partition("=")
-    if name not in ON_A_GPU.models or not number.isdecimal() or int(number) < 1:
-        models = " or ".join(ON_A_GPU.models)
-        raise argparse.ArgumentTypeError(f"{text} is not {models} and a number, as in 124m=32")
+    if name not in MODELS or not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not {' or '.join(MODELS)} and a number, as in 124m=32")
     return name, int(number)
 
 

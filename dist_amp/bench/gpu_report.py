@@ -39,19 +39,14 @@ def finish(report: Report, folder: Path) -> str:
 def markdown(report: Report) -> str:
     """The whole report."""
     device = report["machine"].get("gpu", "CPU")
-    about = [
-        f"{name}: a GPT of {model['about']} parameters: {model['layers']} layers, {model['width']} wide, "
-        f"{model['heads']} heads, context {model['context']}, vocabulary {model['vocabulary']:,}, tied; "
-        f"micro-batches of {model['micro_batch_size']}"
-        for name, model in report["models"].items()
-    ]
-    names = ("precision", "waits", "waits_when_logged", "steps", "applied", "taken", "note")
-    free_steps = [{name: str(found.get(name, "")) for name in names} for found in report["free_steps"]]
+    sizes = ("about", "layers", "width", "heads", "context", "vocabulary", "micro_batch_size")
+    models = [{"GPT": name, **{size: str(model[size]) for size in sizes}} for name, model in report["models"].items()]
     return reports.document(
         "# One GPU",
         SMOKE_BANNER if report["smoke"] else "",
         f"`{report['command']}`, {report['started']}, {report['seconds']:.0f} s",
-        reports.bullets([machine_line(report), *about]),
+        machine_line(report),
+        table(models, left=2),
         f"Each loop takes {report['warm_up']} warm-up steps, then {report['rounds']} rounds in turns with the others: "
         "fused AdamW (in fp16 Fabric refuses to clip with it, and has torch's default), clipped by norm, compiled by "
         f"{report['backend']}. Speed: over the baseline's of the same round, the median and its 95 % interval. MFU: "
@@ -59,8 +54,6 @@ def markdown(report: Report) -> str:
         "## Targets",
         "" if TARGETS_ARE_FOR in device else f"The targets are for an {TARGETS_ARE_FOR}; this is {device}.",
         targets_table(report),
-        "## Steps that must not wait for the device",
-        table(free_steps, left=3),
         "## Loops",
         table_of(report["cells"]),
         reports.bullets([f"left out, no time: {name}" for name in report["left_out"]]),
@@ -119,8 +112,9 @@ def targets(report: Report) -> Iterator[tuple[str, str, str, str]]:
         return NOT_JUDGED if report["smoke"] else MET if met else MISSED
 
     for found in report["free_steps"]:
-        waits = found.get("waits", found.get("note"))
-        yield NO_WAIT, found["precision"], waits, judged(waits == "nothing")
+        for name, where in (("waits", ""), ("waits_when_logged", ", logged")):
+            waits = found.get(name) or found.get("note", "")
+            yield NO_WAIT, f"{found['precision']}{where}", waits, judged(waits == "nothing")
     for cell in (cell for cell in report["cells"] if cell["mode"] != "whole"):
         where, loops = f"{cell['model']} {cell['mode']} {cell['precision']}", cell.get("loops", {})
         ours = loops.get(OURS, {})

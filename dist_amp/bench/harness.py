@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -85,8 +86,9 @@ def on_ranks(size: int, bench: Callable[..., Any], *args: Any) -> Any:
 def _rank(rank: int, size: int, port: int, result: Path, bench: Callable[..., Any], args: tuple[Any, ...]) -> None:
     die_with_parent(signal.SIGKILL)
     if size > 1:
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}}
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {name: str(value) for name, value in ranks.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     with start(RunConfig(device="cpu")) as world:
         returned = bench(world, *args)
@@ -98,10 +100,9 @@ def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str]
     """An argparse type: a number that is `least` or more."""
 
     def number(text: str) -> float:
-        value = kind(text)
-        if not value >= least:  # also true of nan
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least:g}")
-        return value
+        if kind(text) >= least:  # false for nan
+            return kind(text)
+        raise argparse.ArgumentTypeError(f"{text} must be at least {least:g}")
 
     return number
 
@@ -141,10 +142,7 @@ def single_process(name: str, ranks: int) -> None:
 
 @contextmanager
 def quiet_process(one_thread: bool) -> Iterator[None]:
-    """Without warnings and info logs, and with loaded modules kept out of garbage collections.
-
-    one_thread: for models too small to share between CPU threads.
-    """
+    """Without warnings, info logs and garbage collections of loaded modules. one_thread: for models that are small."""
     threads, log = torch.get_num_threads(), logging.getLogger("dist_amp")
     level = log.level
     with warnings.catch_warnings():
@@ -188,14 +186,9 @@ class Bench:
 
 
 class HostReads(TorchDispatchMode):
-    """Counts calls that make the host wait for the device: item(), float(), bool(), and tolist().
+    """Counts calls that make the host wait for the device: item(), float(), bool(), and tolist()."""
 
-    torch's own reads of step counts that are kept on the host are counted too; fused optimizers have none.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):  # DTensor dispatches again on its local tensors
@@ -204,21 +197,33 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def __enter__(self) -> "HostReads":
-        self.tolist = torch.Tensor.tolist
+        tolist = torch.Tensor.tolist
 
         def counted(tensor: torch.Tensor) -> Any:
             self.count += 1
-            return self.tolist(tensor)
+            return tolist(tensor)
 
-        torch.Tensor.tolist = counted  # type: ignore[method-assign, assignment]
+        self.patch = patch.object(torch.Tensor, "tolist", counted)
+        self.patch.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.Tensor.tolist = self.tolist  # type: ignore[method-assign]
+        self.patch.stop()
         super().__exit__(*error)
 
 
 # --- timing
+
+
+@contextmanager
+def computes_in(dtype: torch.dtype, layer: nn.Module) -> Iterator[None]:
+    """Errors: RuntimeError if the layer's forwards in here give another dtype."""
+    dtypes: set[torch.dtype] = set()
+    hook = layer.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    yield
+    hook.remove()
+    if wrong := dtypes - {dtype}:
+        raise RuntimeError(f"trains in {str(wrong.pop()).removeprefix('torch.')}")
 
 
 def warm_up_libraries(device: torch.device) -> None:
@@ -256,9 +261,9 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> fl
 def in_turns(
     names: Iterable[str], block: Callable[[str], Any], rounds: int, in_time: Callable[[], bool] = lambda: True
 ) -> dict[str, list[Any]]:
-    """{name: block(name) of each round}, in a new random order each round, which is the same on all ranks.
+    """{name: block(name) of each round}, in a new random order each round, the same on all ranks; the first is dropped.
 
-    A round of warm-up comes before. After the first round it stops once `in_time()` is false.
+    It stops after a round once `in_time()` is false, with one round at least.
     """
     order = random.Random(0)
     values: dict[str, list[Any]] = {name: [] for name in names}
@@ -279,8 +284,8 @@ def in_turns(
 class Arena:
     """Loops that are in memory together and take turns on one device.
 
-    rows: {mode: {loop: row}}. A row has `step_seconds` (a first estimate) and `peak_bytes`; `seconds` per step and
-    `speedup` over the base loop, one number per round; or a `note` with the reason why not.
+    rows: {mode: {loop: row}}; a row has `step_seconds` (an estimate), `peak_bytes`, and for each round `seconds` per
+    step and `speedup` over the base loop; or a `note` with the reason why not.
     """
 
     def __init__(self, bench: Bench, base: str, modes: Iterable[str], base_may_leave: bool):

@@ -7,7 +7,7 @@ clipped, fused AdamW with the same two parameter groups, the same schedule, grad
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.auto import find_blocks
 from dist_amp.config.load import load_config
-from dist_amp.config.validate import accumulation_steps
 from dist_amp.optim import learning_rate, parameter_groups
 from dist_amp.precision import DTYPES
 from dist_amp.run import Run, build_run
@@ -85,7 +84,8 @@ class RandomTokens(RandomBytes):
 
     def batches(self, steps: int, accumulation: int, size: int) -> list[list[dict[str, Tensor]]]:
         """Micro-batches of `size` samples for so many steps, on the device; the same on every call."""
-        shape, generator = (steps, accumulation, size, self.context + 1), torch.Generator(self.device).manual_seed(0)
+        generator = torch.Generator(self.device).manual_seed(0)
+        shape = (steps, accumulation, size, self.context + 1)
         tokens = torch.randint(self.shape[0], shape, device=self.device, generator=generator)
         return [[{"tokens": micro_batch} for micro_batch in step] for step in tokens]
 
@@ -102,10 +102,6 @@ class Setup:
     @property
     def precision(self) -> str:
         return self.config.precision.name
-
-    @property
-    def accumulation(self) -> int:
-        return accumulation_steps(self.config.train, self.world.world_size)
 
     @property
     def strategy(self) -> str:
@@ -171,12 +167,10 @@ def baseline(setup: Setup) -> Loop:
     elif setup.strategy == "fsdp":
         model = shard(module, setup, world.mesh((world.world_size,), ("shard",)))
     optimizer, set_rate = setup.optimizer(model), setup.schedule()
-    autocast: AbstractContextManager[Any] = nullcontext()
-    if setup.precision != "fp32" and setup.strategy != "fsdp":
-        autocast = torch.autocast(world.device.type, dtype=DTYPES[setup.precision])
-    scaler = None
-    if setup.precision == "fp16":
-        scaler = torch.amp.GradScaler(world.device.type, init_scale=setup.config.precision.scaler.init_scale)
+    casts = setup.precision != "fp32" and setup.strategy != "fsdp"
+    autocast = torch.autocast(world.device.type, dtype=DTYPES[setup.precision]) if casts else nullcontext()
+    scale = setup.config.precision.scaler.init_scale
+    scaler = torch.amp.GradScaler(world.device.type, init_scale=scale) if setup.precision == "fp16" else None
 
     def backward(micro_batches: Sequence[Any]) -> None:
         for is_last, batch in mark_last(micro_batches):
@@ -237,18 +231,19 @@ def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
 # --- the optimizer update alone: unscale, clip, and step or skip, always with the gradients of `micro_batches`
 
 
-def baseline_update(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
-    """The update of the baseline loop."""
+def update_alone(setup: Setup, micro_batches: Sequence[Any], is_ours: bool = False) -> Loop:
+    """The update of the baseline loop, or of train_step with the same gradients."""
     loop = baseline(setup)
     loop.backward(micro_batches)
-    return _update_alone(loop.module, loop.module, loop.update)
+    gradients = [parameter.grad for parameter in loop.module.parameters()]
+    run = build_run(setup.config, setup.world, setup.task) if is_ours else None
+    module = loop.module if run is None else run.parallel.module
 
+    def set_gradients() -> None:
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone() if gradient is not None else None
 
-def dist_amp_update(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
-    """The update of train_step, with the same gradients."""
-    loop, run = baseline(setup), build_run(setup.config, setup.world, setup.task)
-    loop.backward(micro_batches)
-    return _update_alone(run.parallel.module, loop.module, lambda: update(run))
+    return Loop(module, lambda _: loop.update() if run is None else update(run), set_gradients)
 
 
 def update(run: Run) -> None:
@@ -263,13 +258,3 @@ def update(run: Run) -> None:
     run.scaler.update()
     run.schedule.step(run.scaler.applied)
     run.optimizer.zero_grad(set_to_none=True)
-
-
-def _update_alone(module: nn.Module, source: nn.Module, update: Callable[[], object]) -> Loop:
-    gradients = [parameter.grad for parameter in source.parameters()]
-
-    def set_gradients() -> None:
-        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-            parameter.grad = gradient.clone() if gradient is not None else None
-
-    return Loop(module, lambda _: update(), set_gradients)
