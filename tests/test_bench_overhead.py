@@ -84,9 +84,8 @@ def tiny():
 
 def test_a_learning_rate_that_is_one_step_late_is_a_drift(tiny):
     setup, data, path = tiny
-    late = overhead.loops.config_of("--optim.warmup_steps 11 --train.steps 20000 --run.device cpu")
-    assert late.optim.warmup_steps == setup.config.optim.warmup_steps + 1
-    late = replace(setup, config=replace(setup.config, optim=late.optim))
+    late = replace(setup.config.optim, warmup_steps=setup.config.optim.warmup_steps + 1)
+    late = replace(setup, config=replace(setup.config, optim=late))
     assert overhead.drift_of(baseline(late), data, path) > 1e-5
 
 

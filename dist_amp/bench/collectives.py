@@ -67,15 +67,10 @@ class Collective(NamedTuple):
 class Model(NamedTuple):
     """What is trained, before or after `build_parallel`."""
 
+    task: Task
     module: nn.Module
-    blocks: Sequence[nn.Module]
     precision: Precision
     micro_batches: int
-
-    @classmethod
-    def of(cls, task: Task, module: nn.Module, precision: Precision, micro_batches: int) -> "Model":
-        blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
-        return cls(module, blocks, precision, micro_batches)
 
 
 # --- by the formulas
@@ -110,7 +105,8 @@ def of_sharded(config: ParallelConfig, model: Model, world: World, replicas: int
     casts = precision.cast_by == "policy"
     gathered_in, reduced_in = (precision.dtype, DTYPES[config.reduce_dtype]) if casts else (None, None)
     # The units: the blocks, then the root with all other parameters, in the order in which their forwards end.
-    in_blocks = [list(block.parameters()) for block in model.blocks]
+    blocks = model.task.blocks(model.module) if hasattr(model.task, "blocks") else find_blocks(model.module)
+    in_blocks = [list(block.parameters()) for block in blocks]
     inside = {id(p) for block in in_blocks for p in block}
     root = [p for p in model.module.parameters() if id(p) not in inside]
     counted: Counter[Collective] = Counter()
@@ -174,7 +170,7 @@ def measure(run: Run) -> tuple[Counter[Collective], Counter[Collective]]:
     with Counting() as counting:
         train_step(run, micro_batches)
     parallel, world = run.parallel, run.world
-    model = Model.of(run.task, parallel.module, run.precision, len(micro_batches))
+    model = Model(run.task, parallel.module, run.precision, len(micro_batches))
     expected = of_a_step(run.config.parallel, parallel.strategy, model, world)
     if parallel.strategy != "single" and parallel.carrier is None:
         expected[Collective("all_reduce", world.world_size, STEP_SUMS, STEP_SUMS)] += 1
@@ -207,7 +203,7 @@ def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[s
     """Lines: what a step of each strategy sends on so many ranks, without the step's own all-reduce of a few bytes."""
     world = World(world_size=ranks, local_world_size=min(ranks, RANKS_PER_MACHINE))
     replicas, micro_batches = replicas_of(config.parallel, world), accumulation_steps(config.train, ranks)
-    model = Model.of(task, module, build_precision(config.precision, True, world), micro_batches)
+    model = Model(task, module, build_precision(config.precision, True, world), micro_batches)
     steps = {"ddp": of_a_step(config.parallel, "ddp", model, world)}
     strategies: dict[str, Strategy] = {"fsdp": "fsdp", f"hsdp of {replicas}": "hsdp"}
     for name, strategy in strategies.items():
@@ -222,10 +218,9 @@ def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[s
 def check(run: Run) -> None:
     """Print a step's collectives. Errors: Failure if the bytes differ from the formula's."""
     expected, counted = measure(run)
-    run.world.say(
-        f"{run.parallel.strategy} on {run.world.world_size} x {run.world.device.type}, {run.precision.name}\n"
-    )
-    run.world.say("\n".join(table({"formula": expected, "counted": counted})))
+    ranks, device = run.world.world_size, run.world.device.type
+    head = f"{run.parallel.strategy} on {ranks} x {device}, {run.precision.name}"
+    run.world.say("\n".join([head, "", *table({"formula": expected, "counted": counted})]))
     by_formula, by_count = bytes_in(expected), bytes_in(counted)
     if by_formula != by_count:
         raise Failure(

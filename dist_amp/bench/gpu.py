@@ -114,13 +114,10 @@ class GpuBench(Bench):
 
     def setup(self, cell: Cell, micro_batch_size: int, accumulation: int) -> Setup:
         model = self.report["models"][cell.model]
-        words = f"--train.micro_batch_size {micro_batch_size} --train.accumulation_steps {accumulation} "
-        words += f"--train.steps 20000 --optim.warmup_steps 10 --precision.dtype {cell.precision} "
-        words += f"--run.device {self.world.device.type} "
-        if cell.mode != "eager":
-            words += f"--compile.blocks true --compile.backend {self.options.backend}"
+        blocks = f"--compile.blocks true --compile.backend {self.options.backend}" if cell.mode != "eager" else ""
+        config = config_of(self.world.device.type, cell.precision, micro_batch_size, accumulation, blocks)
         sizes = {name: model[name] for name in ("context", "width", "layers", "heads", "vocabulary")}
-        return Setup(config_of(words), self.world, RandomTokens(self.world.device, DataConfig(), **sizes))
+        return Setup(config, self.world, RandomTokens(self.world.device, DataConfig(), **sizes))
 
     def run(self) -> None:
         options, report = self.options, self.report

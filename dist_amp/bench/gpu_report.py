@@ -65,21 +65,14 @@ def table_of(cells: Sequence[Report]) -> str:
     rows = []
     for cell in cells:
         for name, row in cell.get("loops", {"all": cell}).items():
-            speed, share = tokens_per_second(cell, row), mfu(cell, row)
-            rows.append(
-                {
-                    "model": cell["model"],
-                    "blocks": cell["mode"],
-                    "precision": cell["precision"],
-                    "loop": name,
-                    "ms/step": f"{1000 * median(row['seconds']):,.1f}" if speed else "",
-                    "tokens/s": f"{speed:,.0f}" if speed else "",
-                    "speed over baseline": interval(row["speedup"]) if row.get("speedup") and name != BASELINE else "",
-                    "MFU": f"{100 * share:.1f} %" if share else "",
-                    "peak GiB": f"{row['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in row else "",
-                    "note": row.get("note", ""),
-                }
-            )
+            line = {"model": cell["model"], "blocks": cell["mode"], "precision": cell["precision"], "loop": name}
+            speed, share, peak = tokens_per_second(cell, row), mfu(cell, row), row.get("peak_bytes", 0)
+            line["ms/step"] = f"{1000 * median(row['seconds']):,.1f}" if speed else ""
+            line["tokens/s"] = f"{speed:,.0f}" if speed else ""
+            line["speed over baseline"] = interval(row["speedup"]) if row.get("speedup") and name != BASELINE else ""
+            line["MFU"] = f"{100 * share:.1f} %" if share else ""
+            line["peak GiB"] = f"{peak / 2**30:.2f}" if peak else ""
+            rows.append({**line, "note": row.get("note", "")})
     return table(rows, left=4)
 
 
@@ -96,9 +89,7 @@ def mfu(cell: Report, row: Report) -> float:
 
 def targets_table(report: Report) -> str:
     """Each target, what was measured, and whether its median meets it."""
-    found = list(targets(report))
-    places = list(dict.fromkeys(target for target, *_ in found))  # rows of the same target come together
-    found.sort(key=lambda row: places.index(row[0]))
+    found = sorted(targets(report), key=lambda row: row[0])
     counts = Counter(row[3] for row in found)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     rows = [dict(zip(("target", "where", "measured", "verdict"), row, strict=True)) for row in found]
@@ -119,12 +110,8 @@ def targets(report: Report) -> Iterator[tuple[str, str, str, str]]:
         where, loops = f"{cell['model']} {cell['mode']} {cell['precision']}", cell.get("loops", {})
         ours = loops.get(OURS, {})
         if not ours.get("speedup"):
-            yield (
-                SPEED_TARGET,
-                where,
-                cell.get("note") or ours.get("note") or "no baseline to compare with",
-                NOT_MEASURED,
-            )
+            note = cell.get("note") or ours.get("note") or "no baseline to compare with"
+            yield SPEED_TARGET, where, note, NOT_MEASURED
             continue
         targets = {BASELINE: (SPEED_TARGET, SPEED), OURS_IN_BF16: (f"fp16 / bf16 >= {FP16_SPEED}", FP16_SPEED)}
         targets |= {peer: (f"dist_amp / {peer} > 1", 1) for peer in PEERS}

@@ -159,10 +159,7 @@ def quiet_process(one_thread: bool) -> Iterator[None]:
 
 
 class Bench:
-    """One run of a bench command: its options, its time budget and its report.
-
-    block_seconds: how long a loop is timed between two clock readings; 0: one step.
-    """
+    """One run of a bench command. block_seconds: how long a loop is timed between two clock readings; 0: one step."""
 
     def __init__(self, name: str, world: World, options: argparse.Namespace, block_seconds: float, *packages: str):
         self.world, self.options, self.block_seconds = world, options, block_seconds

@@ -36,8 +36,11 @@ Step = Callable[[Sequence[Any]], object]
 UNDISTURBED = ["--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
 
 
-def config_of(words: str) -> Config:
-    """The main job's config with these arguments of its command line. Errors: ConfigError."""
+def config_of(device: str, precision: str, micro_batch_size: int, accumulation: int, words: str = "") -> Config:
+    """The main job's config, with these `words` of its command line."""
+    words += f" --run.device {device} --train.steps 20000 --optim.warmup_steps 10"
+    words += f" --train.micro_batch_size {micro_batch_size} --train.accumulation_steps {accumulation} "
+    words += "--use_amp false" if precision == "fp32" else f"--precision.dtype {precision}"
     return load_config([*words.split(), *UNDISTURBED], environ={})
 
 
