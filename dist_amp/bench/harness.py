@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -256,9 +257,9 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> fl
 
 
 def in_turns(
-    names: Iterable[str], block: Callable[[str], Any], rounds: int, in_time: Callable[[], bool] = lambda: True
+    names: Iterable[str], block: Callable[[str, bool], Any], rounds: int, in_time: Callable[[], bool] = lambda: True
 ) -> dict[str, list[Any]]:
-    """{name: block(name) of each round}, in a new random order each round, the same on all ranks; the first is dropped.
+    """{name: block(name, is_warm_up) of each round but the warm-up}, in a new random order, the same on all ranks.
 
     It stops after a round once `in_time()` is false, with one round at least.
     """
@@ -272,7 +273,7 @@ def in_turns(
                 break
             gc.collect()
             for name in order.sample(list(values), len(values)):
-                values[name].append(block(name))
+                values[name].append(block(name, number == 0))
     finally:
         gc.enable()
     return {name: own[1:] for name, own in values.items()}
@@ -339,17 +340,22 @@ class Arena:
         slowest = max((rows[name]["step_seconds"] for name in loops), default=1.0)
         steps = max(1, round(self.bench.block_seconds / slowest))
 
-        def block(name: str) -> float:
+        def block(name: str, is_warm_up: bool) -> float:
             if "note" not in rows[name]:
                 try:
-                    return timed_block(self.world, loops[name], self.data, steps)
+                    return timed_block(self.world, loops[name], self.data, len(self.data) if is_warm_up else steps)
                 except Exception as error:
                     rows[name]["note"] = note_of(error)
             return math.nan
 
         seconds = in_turns(loops, block, self.bench.options.rounds, lambda: self.bench.seconds_left > 0)
         seconds = {name: own for name, own in seconds.items() if "note" not in rows[name]}
+        earlier = rows.get(self.base, {}).get("seconds", [])[:]  # of the base loop, if it had to leave
         for name, own in seconds.items():
+            base = seconds.get(self.base, [])
+            if earlier and not base:
+                base = [median(earlier)] * len(own)
+                rows[name]["note"] = f"timed apart from {self.base}: there is no room for both"
             rows[name].setdefault("seconds", []).extend(own)
-            ratios = [base / mine for base, mine in zip(seconds.get(self.base, ()), own, strict=False)]
+            ratios = [theirs / mine for theirs, mine in zip(base, own, strict=False)]
             rows[name].setdefault("speedup", []).extend(ratios)

@@ -183,7 +183,7 @@ def drift_of(loop: Loop, data: Sequence[Any], path: Steps) -> float:
 def timed_rounds(world: World, built: dict[str, Loop], data: Sequence[Any], rounds: int) -> dict[str, Any]:
     """{loop: {measure: seconds per step, one number per round}}, of the slowest rank."""
 
-    def block(name: str) -> list[float]:
+    def block(name: str, is_warm_up: bool) -> list[float]:
         """`MEASURES` of one block of steps, in seconds per step."""
         world.barrier()
         seconds = []
@@ -195,7 +195,7 @@ def timed_rounds(world: World, built: dict[str, Loop], data: Sequence[Any], roun
         return [*np.min(seconds, axis=0).tolist(), *np.mean(seconds, axis=0).tolist()]
 
     # Many short rounds say more than few long ones: a disturbance is in both parts of a round's ratio, or in neither.
-    seconds = block(BASELINE)[MEASURES.index("block_wall")] * BLOCK
+    seconds = block(BASELINE, True)[MEASURES.index("block_wall")] * BLOCK
     more = int(world.from_main(str(min(max(round(ROUND_SECONDS / seconds), 1), MOST_ROUNDS))))
     gc.freeze()
     own = harness.in_turns(built, block, rounds * more)
