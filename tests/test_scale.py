@@ -17,7 +17,7 @@ from tiny import Tiny, make_run, take_steps
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dist_amp.bench.collectives import Collective, Counting, check, compare, main, measure
+from dist_amp.verify.collectives import Collective, Counting, check, compare, main, measure
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import Failure
