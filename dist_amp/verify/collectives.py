@@ -1,7 +1,7 @@
 """What one step sends: number and bytes of its collectives, by the formulas of docs/collectives.md, and counted.
 
-python -m dist_amp.bench.collectives --config configs/gpt_124m.toml [--world_size 8]
-torchrun --nproc_per_node=2 -m dist_amp.bench.collectives --config configs/fsdp_bf16.toml
+python -m dist_amp.verify.collectives --config configs/gpt_124m.toml [--world_size 8]
+torchrun --nproc_per_node=2 -m dist_amp.verify.collectives --config configs/fsdp_bf16.toml
 
 In one process it compares the strategies for the config's model on so many ranks, eight to a machine. On several ranks
 it takes steps with the config's own strategy and compares the counted bytes with the formula. MB are 10^6 bytes.
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare_or_check(words: Sequence[str]) -> int:
-    parser = Parser("python -m dist_amp.bench.collectives", __doc__)
+    parser = Parser("python -m dist_amp.verify.collectives", __doc__)
     parser.add_argument("--world_size", type=int, default=8, help="ranks to compare the strategies on; default: 8")
     options, words = parser.parse_known_args(words)
     if environment_number("WORLD_SIZE", 1) > 1:
