@@ -239,8 +239,8 @@ def _shard(
     """FSDP2: each block is one unit, gathered for its forward and backward; what remains is the root's own unit."""
     if precision.cast_by == "policy" and (statistics := batch_statistics(module)):
         raise ConfigError(
-            f"precision.cast_by=policy would cast the weights beside {next(iter(statistics))} but not the batch "
-            "statistics; use precision.cast_by=autocast"
+            f"precision.cast_by=policy (auto's choice under {strategy}) would cast the weights of "
+            f"{next(iter(statistics)).rpartition('.')[0]} but not its batch statistics; use precision.cast_by=autocast"
         )
     replicas = replicas_of(config, world) if strategy == "hsdp" else 1
     shape = (replicas, world.world_size // replicas) if strategy == "hsdp" else (world.world_size,)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_amp.config.task_class import as_scalar, check_loss
+from dist_amp.config.task_class import as_scalar, check_loss, check_metrics
 from dist_amp.data import Padding
 from dist_amp.errors import add_context, error_context
 from dist_amp.run import Run
@@ -20,7 +20,7 @@ from dist_amp.telemetry.async_copy import StepReport
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
-    """Apply one optimizer step from this rank's micro-batches, or skip it on all ranks; nothing waits for the device.
+    """Apply one optimizer step from this rank's micro-batches, or skip it on all ranks; with optim.fused nothing waits.
 
     Every rank calls it with equally many micro-batches; `Padding` counts for nothing. Apart from the loss normalizer
     and the norm that all ranks agree on, these are the lines of torch's AMP tutorial.
@@ -62,7 +62,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
             for batch in micro_batches:
                 content, counts = (batch.batch, 0.0) if isinstance(batch, Padding) else (batch, 1.0)
                 with run.precision.autocast(), error_context(batch=batch):
-                    values = metrics(run.model, content) if metrics else {}
+                    values = check_metrics(metrics(run.model, content), sums) if metrics else {}
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                 for name, value in values.items():

@@ -3,10 +3,10 @@
 No base class and no registry: `Task` only writes the methods down. Optional methods, looked up by name:
 
     collate(samples)        list of samples -> batch; default: PyTorch's default collate
-    blocks(model)           list of modules: the units that FSDP shards and gathers; default: see parallel.py
+    blocks(model)           list of modules: the units that FSDP shards and gathers; default: see config/auto.py
     tokens(batch)           int: how many tokens a batch holds, for tokens per second
     flops_per_item(model)   number: the floating-point operations of one sample's forward and backward, for MFU; a
-                            multiply-add is two, recomputation none; peaks.count_flops(task, model, batch) counts them
+                            multiply-add is two, recomputation none; telemetry.mfu.count_flops counts them
     metrics(model, batch)   dict of scalar sums for evaluation, each divided by the total weight as the loss is;
                             with a "loss" among them, loss_sum is not called a second time
     sample(model)           what the trained model makes: a text, or an image as a tensor [C, H, W] in 0..1

@@ -87,14 +87,14 @@ def test_more_steps_under_a_schedule_are_reported(words, capsys):
 def test_another_global_batch_is_refused_with_both_and_the_fix(words):
     text, status = refused(DataError, words, "--train.accumulation_steps", 3)
     assert status == 65
-    assert "was made with train.global_batch_size=4, now 6: use the old values, or continue anyway" in text
+    assert "was made with train.global_batch_size=4, now 6: use --train.global_batch_size 4, or continue anyway" in text
     run = make_run(World(), Tiny(), *words, "--train.accumulation_steps", 3, "--run.allow_config_change", "true")
     assert (run.step, run.data.position) == (2, 8)
 
 
 def test_another_seed_is_refused_with_both(words):
     text, status = refused(DataError, words, "--run.seed", 5)
-    assert (status, "run.seed=0, now 5: use the old values" in text) == (65, True)
+    assert (status, "run.seed=0, now 5: use --run.seed 0," in text) == (65, True)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import Tiny, make_run
 
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.parse import flat_values
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.step import evaluate
 from dist_amp.tasks.causal_lm import GPT, rotary_table, rotate
+from dist_amp.world import World
 
 GPT_124M = Path(__file__).parent.parent / "configs" / "gpt_124m.toml"
 SINUSOID = "dist_amp.tasks.sinusoid:Sinusoid"
@@ -468,3 +471,29 @@ def test_files_named_after_splits_are_those_splits(tmp_path):
         text = b"".join(bytes(row["tokens"].tolist()) for row in task.build_dataset(split)).decode()
         assert split in text
         assert other not in text
+
+
+class ChangingMetrics(Tiny):
+    """Its metrics() returns what `answers` has, one after the other."""
+
+    def __init__(self, *answers):
+        super().__init__()
+        self.answers = list(answers)
+
+    def metrics(self, model, batch):
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([None], "metrics() returned NoneType; return a dict of scalar sums"),
+        ([{"hits": 1.0}, {}], "metrics() returned nothing for one batch and hits, loss for another"),
+        ([{"hits": 1.0}, {"misses": 1.0}], "metrics() returned misses for one batch and hits, loss for another"),
+    ],
+)
+def test_metrics_that_are_no_dict_or_change_their_names_are_an_error(answers, said):
+    run = make_run(World(), ChangingMetrics(*answers), "--eval.every", 1)
+    with pytest.raises(DataError) as error:
+        evaluate(run)
+    assert said in str(error.value)

@@ -48,7 +48,9 @@ def check_config(path: Path, config_text: str, global_batch_size: int, world: Wo
         world.warn(f"resuming from {path} with another config: {'; '.join(differences)}")
     elif differences:
         error = ConfigError if changes else DataError
-        raise error(f"{path} was made with {'; '.join(differences)}: use the old values, {OR_ALLOW}")
+        options = " ".join(f"--{key} {old}" for key, (old, new) in others.items() if old != new)
+        use = f"use {options}" if options and not changes else "use the old values"
+        raise error(f"{path} was made with {'; '.join(differences)}: {use}, {OR_ALLOW}")
     steps = ours["train.steps"]
     if steps != theirs["train.steps"] and steps > manifest.step and ours["optim.schedule"] != "constant":
         world.warn(

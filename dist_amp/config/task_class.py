@@ -127,7 +127,19 @@ def as_scalar(value: float | Tensor, what: str, device: torch.device) -> Tensor:
         raise DataError(
             f"the task's {what} a tensor of shape {list(value.shape)}, not a number or a scalar tensor; sum it up"
         )
-    return value
+    return value.to(device)
+
+
+def check_metrics(values: Any, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what the task's metrics() returned. Errors: DataError unless it has the same names for every batch."""
+    if not isinstance(values, Mapping):
+        raise DataError(f"the task's metrics() returned {type(values).__name__}; return a dict of scalar sums")
+    if earlier and {*values, "loss"} != {*earlier, "loss"}:
+        raise DataError(
+            f"the task's metrics() returned {', '.join(values) or 'nothing'} for one batch and {', '.join(earlier)} for "
+            "another; return the same names for every batch, on every rank"
+        )
+    return dict(values)
 
 
 def check_loss(loss: Any, device: torch.device) -> Tensor:
