@@ -136,8 +136,8 @@ def check_metrics(values: Any, earlier: Mapping[str, Any]) -> dict[str, Any]:
         raise DataError(f"the task's metrics() returned {type(values).__name__}; return a dict of scalar sums")
     if earlier and {*values, "loss"} != {*earlier, "loss"}:
         raise DataError(
-            f"the task's metrics() returned {', '.join(values) or 'nothing'} for one batch and {', '.join(earlier)} for "
-            "another; return the same names for every batch, on every rank"
+            f"the task's metrics() returned {', '.join(values) or 'nothing'} for one batch and {', '.join(earlier)} "
+            "for another; return the same names for every batch, on every rank"
         )
     return dict(values)
 
