@@ -1,7 +1,6 @@
 """`python -m dist_amp.bench amp` measures what it says, and draws the right conclusions; no test asserts a time."""
 
 import argparse
-import gc
 import json
 import math
 import os
@@ -15,27 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import Rows, Tiny, make_run
+from tiny import Rows, Tiny
 from torch import nn
 
 from dist_amp.bench import harness
 from dist_amp.bench.amp import __main__ as amp
 from dist_amp.bench.amp import measure as measuring
-from dist_amp.bench.amp.experiments import EXPERIMENTS, INFERENCE, MODES, TRAIN, Experiment, Linear, Published, Target
-from dist_amp.bench.amp.measure import BASELINES, COMPILED, EAGER, FP32, RECIPES, measure, peak_on_cpu, set_scaler
-from dist_amp.bench.amp.parity import drift, judged, tolerance, windows
-from dist_amp.bench.amp.report import (
-    REDUCED_BANNER,
-    illustrate,
-    markdown,
-    published_table,
-    table_of,
-    targets_table,
-    write_tensorboard,
-)
-from dist_amp.bench.amp.roofline import BOUNDS, Ceilings, count
-from dist_amp.bench.amp.verdict import add_parity, best, verdict
-from dist_amp.bench.loops import Loop
+from dist_amp.bench.amp.experiments import EXPERIMENTS, INFERENCE, MODES, TRAIN, Experiment, Linear, Target
+from dist_amp.bench.amp.measure import BASELINES, COMPILED, EAGER, FP32, RECIPES, measure, peak_rise
+from dist_amp.bench.amp.parity import drift, parity, tolerance, windows
+from dist_amp.bench.amp.report import REDUCED_BANNER, illustrate, markdown, table_of, write_tensorboard
+from dist_amp.bench.amp.roofline import Ceilings, count
+from dist_amp.bench.amp.verdict import best, verdict
 from dist_amp.bench.report import si
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.telemetry.async_copy import Clock
@@ -51,25 +41,12 @@ LINEAR = EXPERIMENTS["linear"].reduced()
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def quick_collections():
-    """As in the command: garbage is collected often, but not searched for in all modules each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def known_ceilings(monkeypatch):
     monkeypatch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
 
 
-# --- parity
-
-
 FALLING = [1.0 - 0.009 * step for step in range(100)]
-
-
 FLAT = [windows(FALLING)[0]] * 100
 BUMP = [loss + (0.5 if 40 <= step < 50 else 0) for step, loss in enumerate(FALLING)]  # right at the end
 
@@ -86,15 +63,12 @@ BUMP = [loss + (0.5 if 40 <= step < 50 else 0) for step, loss in enumerate(FALLI
     ],
 )
 def test_a_curve_that_is_not_float32s_is_recognised(name, curve, reference, expected):
-    assert judged(name, curve, reference) == expected
+    assert parity(name, curve, reference)["verdict"] == expected
 
 
 def test_drift_is_the_share_that_was_not_learned_in_any_unit_of_the_loss():
     assert drift(FLAT, FALLING) == pytest.approx(1)
-    near = [loss + 0.001 * (step % 7) for step, loss in enumerate(FALLING)]
-    other = drift([1000 * loss + 5 for loss in near], [1000 * loss + 5 for loss in FALLING])
-    assert other == pytest.approx(drift(near, FALLING))
-    assert 0 < other < 0.01
+    assert drift([1000 * loss + 5 for loss in FLAT], [1000 * loss + 5 for loss in FALLING]) == pytest.approx(1)
 
 
 def test_a_curve_drifts_just_outside_the_tolerance_of_its_precision():
@@ -102,17 +76,13 @@ def test_a_curve_drifts_just_outside_the_tolerance_of_its_precision():
     for name in ("bf16", "fp16", "fp32_scaled"):
         for share, expected in ((0.99, "within"), (1.01, "drifts")):
             shifted = [loss + share * tolerance(name) * learned for loss in FALLING]
-            assert judged(name, shifted, FALLING) == expected
+            assert parity(name, shifted, FALLING)["verdict"] == expected
     assert (round(tolerance("bf16"), 4), round(tolerance("fp16"), 4)) == (0.0391, 0.0049)
     assert tolerance("fp32_scaled") == tolerance("tf32") == tolerance("fp16")
 
 
-# --- what a step asks of a device
-
-
 ROWS, INSIDE, OUTSIDE = 4, 16, 8
 FLOPS = 2 * ROWS * INSIDE * OUTSIDE  # of one product
-NOTHING = {"flops": {}, "bytes": 0, "operations": 0}
 
 
 def a_layer():
@@ -148,19 +118,12 @@ def test_under_autocast_the_products_are_in_half_precision_and_the_casts_count()
     assert count(step, CPU, tf32=False) == work({"bf16": 2 * FLOPS}, 2 * one + casts, 2 + 3)
 
 
-def test_views_and_empty_memory_count_nothing():
-    x = torch.randn(ROWS, INSIDE)
+def test_only_memory_that_is_read_or_written_counts():
+    x, wide = torch.randn(ROWS, INSIDE), torch.ones(1, 16).expand(64, 16)
     views = lambda: x.view(-1).reshape(INSIDE, ROWS).T.unsqueeze(0).expand(3, -1, -1)[0, 1:]  # noqa: E731
     for call in (views, lambda: x.detach(), lambda: torch.empty(5)):
-        assert count(call, CPU, tf32=False) == NOTHING
-
-
-def test_an_expanded_tensor_is_read_once():
-    wide = torch.ones(1, 16).expand(64, 16)
-    assert count(lambda: wide + 1, CPU, tf32=False)["bytes"] == 4 * (16 + 64 * 16)
-
-
-def test_a_fused_optimizer_counts_what_it_writes():
+        assert count(call, CPU, tf32=False) == work({}, 0, 0)
+    assert count(lambda: wide + 1, CPU, tf32=False)["bytes"] == 4 * (16 + 64 * 16), "an expanded tensor is read once"
     weight = nn.Parameter(torch.ones(100))
     weight.grad = torch.ones(100)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
@@ -170,17 +133,12 @@ def test_a_fused_optimizer_counts_what_it_writes():
 
 def test_memory_on_the_host_is_its_highest_point_in_bytes():
     def call():
-        first = torch.empty(1000)
-        second = torch.empty(2000)
+        first, second = torch.empty(1000), torch.empty(2000)
         del first
-        third = torch.empty(500)
-        return second, third
+        return second, torch.empty(500)
 
-    assert peak_on_cpu(call) == 4 * (1000 + 2000)
-    assert peak_on_cpu(lambda: None) == 0
-
-
-# --- verdicts, on made-up numbers
+    assert peak_rise(CPU, call) == 4 * (1000 + 2000)
+    assert peak_rise(CPU, lambda: None) == 0
 
 
 def row(seconds, peak=2**30, rounds=10, **more):
@@ -188,24 +146,24 @@ def row(seconds, peak=2**30, rounds=10, **more):
     return {"seconds": [seconds] * rounds, "speedup": [0.1 / seconds] * rounds, "peak_bytes": peak, **more}
 
 
+NO_TARGETS = Experiment("made-up", "Made up.", "--train.steps 100")
+
+
 def a_result(curves=(), work=(), inference=(), compiled=(), **rows):
     """An experiment's result: float32 takes 0.1 s a step, and all precisions learn the same."""
     rows = {FP32: row(0.1), **rows}
-    result = {"name": "made-up", "steps": 100, "micro_batch_size": 8, "accumulation": 1, "left_out": []}
-    result |= {"model": {"parameters": 1}, "again": []}
+    result = {"name": "made-up", "steps": 100, "micro_batch_size": 8, "accumulation": 1, "left_out": [], "again": []}
+    result |= {"about": "Made up.", "arguments": "--train.steps 100", "parameters": 1}
     groups = {(TRAIN, EAGER): rows, (INFERENCE, EAGER): dict(inference), (TRAIN, COMPILED): dict(compiled)}
     result["groups"] = [
-        {"mode": mode, "form": form, "micro_batch_size": 8, "samples_per_step": 8, "rows": found}
+        {"mode": mode, "form": form, "micro_batch_size": 8, "rows": found}
         for (mode, form), found in groups.items()
         if found
     ]
     result["curves"] = {name: FALLING for name in rows if name in RECIPES} | dict(curves)
     result["work"] = {TRAIN: dict(work), INFERENCE: {}}
-    add_parity(result)
+    result["verdict"] = verdict(result, NO_TARGETS, CEILINGS)
     return result
-
-
-NO_TARGETS = Experiment("made-up", "Made up.", "--train.steps 100")
 
 
 def says(result, experiment=NO_TARGETS):
@@ -213,8 +171,8 @@ def says(result, experiment=NO_TARGETS):
 
 
 NOISY = row(0.09) | {"speedup": [0.8, 0.9, 1.1, 1.2, 1.3, 1.4]}
-USE_BF16 = "train: use bf16. 2.000 [2.000, 2.000] times the speed of fp32, 50 % less memory."
-USE_FP32 = "train: use fp32. No other precision is 1.05 times as fast, or smaller and not slower"
+USE_BF16 = "train: use bf16. 2.000 [2.000, 2.000] times the speed of fp32, 50 % of the memory saved."
+USE_FP32 = "train: use fp32. No other that was measured is 1.05 times as fast, or smaller and not slower"
 
 
 @pytest.mark.parametrize(
@@ -224,14 +182,10 @@ USE_FP32 = "train: use fp32. No other precision is 1.05 times as fast, or smalle
         (a_result(bf16=row(0.05, 2**29), fp16=row(0.049, 2**29), tf32=row(0.08)), "bf16", USE_BF16),
         (a_result(bf16=row(0.05), fp16=row(0.04)), "fp16", "train: use fp16. 2.500"),
         (a_result(bf16=row(0.099), fp16=row(0.2, 2**20)), FP32, f"{USE_FP32}."),
-        (
-            a_result(bf16=row(0.1, 2**29)),
-            "bf16",
-            "1.000 [1.000, 1.000] times the speed of fp32, which may be noise, 50 %",
-        ),
+        (a_result(bf16=row(0.1, 2**29)), "bf16", "1.000 [1.000, 1.000] times the speed of fp32, 50 %"),
         (a_result(bf16=NOISY), FP32, USE_FP32),
         # The fastest is not recommended if it does not learn.
-        (a_result({"fp16": [1.0] * 100}, fp16=row(0.01), bf16=row(0.05)), "bf16", "fp16 DRIFTS: its loss curve is"),
+        (a_result({"fp16": [1.0] * 100}, fp16=row(0.01), bf16=row(0.05)), "bf16", "fp16 DRIFTS: its loss is"),
         (a_result({"fp16": [math.nan] * 100}, fp16=row(0.01)), FP32, "fp16 DIVERGES: its loss is not finite."),
         (a_result({"fp16": [math.nan] * 100}, fp16=row(0.01)), FP32, f"{USE_FP32} (excluded: fp16: diverges)."),
     ],
@@ -243,102 +197,57 @@ def test_the_fastest_precision_that_learns_is_recommended_with_its_numbers(resul
         assert word not in says(result) or word.lower() in table_of(result).lower()
 
 
-def test_a_missing_curve_to_compare_with_is_reported():
-    assert "take more steps" in says(a_result({name: [1.0] * 100 for name in (FP32, "bf16")}, bf16=row(0.05)))
-
-
 @pytest.mark.parametrize(
-    ("counted", "bound", "sentence"),
+    ("counted", "sentence"),
     [
-        (work({"fp32": 8 * 10**10}, 10**9, 100), "products", "80 GFLOP of matrix products take at least 80 ms"),
-        (work({"fp32": 10**10}, 8 * 10**9, 100), "traffic", "8 GB of memory traffic 80 ms"),
-        (work({"fp32": 10**6}, 10**6, 80_000), "launches", "launching 80000 operations 80 ms"),
+        (work({"fp32": 8 * 10**10}, 10**9, 100), "matrix-bound: 80 GFLOP of matrix products take at least 80 ms"),
+        (work({"fp32": 10**10}, 8 * 10**9, 100), "8 GB of memory traffic 80 ms"),
+        (work({"fp32": 10**6}, 10**6, 80_000), "launching 80000 operations 80 ms. The longest of these explains 80 %"),
     ],
 )
-def test_the_limit_is_what_takes_longest_with_its_counts_and_how_much_it_explains(counted, bound, sentence):
-    text = says(a_result(work={FP32: counted}))
-    assert f"fp32 is {BOUNDS[bound]}: " in text
-    assert sentence in text
-    assert "The longest of these explains 80 % of the measured 100 ms." in text
+def test_the_limit_is_what_takes_longest_with_its_counts_and_how_much_it_explains(counted, sentence):
+    assert sentence in says(a_result(work={FP32: counted}))
 
 
-@pytest.mark.parametrize(
-    ("baseline", "cause"), [(0.1 / 2.5, "train_step is the cause"), (0.1 / 1.6, "the device is the cause")]
-)
-def test_a_missed_target_is_attributed_to_train_step_or_to_the_device(baseline, cause):
-    result = a_result(**{"bf16": row(0.05), "fp32 baseline": row(0.1), "bf16 baseline": row(baseline)})
-    experiment = replace(NO_TARGETS, targets=(Target(TRAIN, "bf16", 2.3),))
-    sentence = f"train bf16: 2.00 of the expected 2.30; the baseline loop reaches {0.1 / baseline:.2f}: {cause}"
-    assert sentence in says(result, experiment)
-    assert "missed" in targets_table(result, experiment)
-    met = a_result(bf16=row(0.04))
-    assert "expected" not in says(met, experiment)
-    assert "met" in targets_table(met, experiment)
-
-
-def test_a_target_counts_only_for_what_was_measured_and_expected():
-    result, wanted = a_result(bf16=row(0.04, 2**31)), Target(TRAIN, "bf16", 2.3)
-    assert "memory saved" not in says(result, replace(NO_TARGETS, targets=(wanted,)))
-    saving = replace(NO_TARGETS, targets=(wanted._replace(saving=0.49),))
-    assert "-100 % of memory saved, 49 % expected" in says(result, saving)
-    unmeasured = replace(NO_TARGETS, targets=(Target(INFERENCE, "fp16", 1.5),))
-    assert "not measured" in targets_table(a_result(), unmeasured)
-    assert "expected" not in says(a_result(), unmeasured)
+def test_a_missed_target_is_attributed_to_train_step_or_to_the_device():
+    experiment = replace(NO_TARGETS, targets=(Target(TRAIN, "bf16", 2.3, 0.49), Target(INFERENCE, "fp16", 1.5)))
+    what = "Expected of an H200, train bf16: 2.30 times the speed of fp32; here"
+    for theirs, cause in ((2.5, "train_step"), (1.6, "the device")):
+        rows = {"bf16": row(0.05, 2**31), "fp32 baseline": row(0.1), "bf16 baseline": row(0.1 / theirs)}
+        text = says(a_result(**rows), experiment)
+        assert f"{what} 2.00, MISSED." in text
+        assert f"The baseline loop reaches {theirs:.2f}: {cause} is the cause." in text
+        assert "train bf16: 0.49 of the memory saved; here -1.00, MISSED." in text
+        assert "inference fp16: 1.50 times the speed of fp32; not measured." in text
+    assert f"{what} 2.50, met." in says(a_result(bf16=row(0.04)), experiment)
 
 
 def test_the_scaler_and_train_step_are_judged_by_their_ratios():
     rows = {"fp16": row(0.05, skipped_steps=1), "fp16_unscaled": row(0.04), "fp16 baseline": row(0.049)}
     text = says(a_result(**rows))
-    assert "fp16 runs at 0.800 [0.800, 0.800] of its speed without the loss scaler, which skipped 1 step " in text
+    assert "fp16 runs at 0.800 [0.800, 0.800] of its speed without the loss scaler, which skipped 1 steps." in text
     assert "Speed of train_step relative to the baseline loop: 0.980 [0.980, 0.980] in fp16." in text
 
 
-@pytest.mark.parametrize(
-    ("result", "times"),
-    [
-        (a_result(bf16=row(0.05), compiled={FP32: row(0.1), "bf16": row(0.025)}), "2.00 times as fast"),
-        (a_result(compiled={FP32: row(0.1)}), "1.00 times as fast"),
-        (a_result(compiled={FP32: row(0.2)}), "2.00 times slower"),
-    ],
-)
-def test_the_effect_of_compiling_is_reported_for_the_recommended_precision(result, times):
-    assert f"Compiling makes it {times} (timed separately)." in says(result)
-
-
-def test_without_a_float32_that_fits_the_others_are_reported_without_a_comparison():
+def test_without_a_float32_that_fits_nothing_is_recommended():
     why = "out of memory; use smaller micro-batches"
-    result = a_result(bf16={"seconds": [0.1], "peak_bytes": 1}, fp32={"note": why})
-    del result["curves"]["fp32"]
-    add_parity(result)
-    assert says(result) == f"train: there is no fp32 to compare with ({why}); measured: bf16 (100 ms, 1 B)."
-
-
-# --- the report
-
-
-def cells_of(line):
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    result = a_result(bf16={"seconds": [0.1], "peak_bytes": 1}, fp32={"note": why}, curves={FP32: []})
+    assert says(result).startswith(f"train: there is no fp32 to compare with ({why}).")
 
 
 def test_a_mib_is_two_to_the_twenty_bytes():
-    result = a_result(fp32=row(0.1, 2**31), bf16=row(0.05, 2**30), fp16=row(0.05, 1000))
-    _, _, _, *cells = [cells_of(line)[5:8] for line in table_of(result).splitlines()]
-    assert cells == [["2.000 [2.000, 2.000]", "1,024", "50 %"], ["2.000 [2.000, 2.000]", "0.000954", "100 %"]]
+    *_, line = table_of(a_result(fp32=row(0.1, 2**31), bf16=row(0.05, 2**30))).splitlines()
+    assert [cell.strip() for cell in line.split("|")[6:9]] == ["2.000 [2.000, 2.000]", "1,024", "50 %"]
 
 
-def test_published_seconds_are_next_to_ours_for_as_many_steps():
-    published = (Published(TRAIN, FP32, 20, 2150, 0.01), Published(TRAIN, "fp16", 8, 1350))
-    result = a_result(fp32=row(0.1, 2 * 10**9), fp16=row(0.05, 10**9))
-    *_, first, second = published_table(result, replace(NO_TARGETS, published=published)).splitlines()
-    assert cells_of(first) == ["train fp32", "20", "10", "1.00", "1.00", "2150", "2,000", "0.01", "0.15"]
-    assert cells_of(second)[:7] == ["train fp16", "8", "5", "2.50", "2.00", "1350", "1,000"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.0031, "3.1 ms"), (2.5e12, "2.5 TB"), (0.0, "0 s"), (4e-7, "400 ns"), (12.0, "12 s")]
-)
-def test_a_number_has_its_units_prefix(value, text):
-    assert si(value, text[-1]) == text
+def test_a_number_has_its_units_prefix():
+    assert [si(value, "s") for value in (0.0031, 2.5e12, 0.0, 4e-7, 12.0)] == [
+        "3.1 ms",
+        "2.5 Ts",
+        "0 s",
+        "400 ns",
+        "12 s",
+    ]
 
 
 def test_the_precisions_curves_share_a_tag_and_a_second_report_replaces_the_first(tmp_path):
@@ -346,7 +255,7 @@ def test_the_precisions_curves_share_a_tag_and_a_second_report_replaces_the_firs
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as Pages
 
     for _ in range(2):
-        write_tensorboard(a_result(bf16=row(0.05)), tmp_path, [])
+        write_tensorboard(a_result(bf16=row(0.05)), tmp_path)
     for name in (FP32, "bf16"):
         board = EventAccumulator(str(tmp_path / name)).Reload()
         assert board.Tags()["scalars"] == ["loss/made-up"]
@@ -359,36 +268,25 @@ def test_the_precisions_curves_share_a_tag_and_a_second_report_replaces_the_firs
 @pytest.mark.parametrize("result", [a_result(), a_result(inference={FP32: row(0.1)}) | {"curves": {}, "parity": {}}])
 def test_a_report_of_few_results_can_be_written(result):
     report = {"reduced": False, "command": "", "started": "", "seconds": 0.0, "rounds": 1, "left_out": [], "dtypes": {}}
-    report |= {"machine": {"cpu": "a CPU", "cores": 2}, "versions": {}, "ceilings": CEILINGS._asdict()}
-    text = markdown(report | {"experiments": [result | {"verdict": []}]}, [NO_TARGETS])
+    report |= {"machine": {"cpu": "a CPU", "cores": 2, "load": [2.0]}, "versions": {}, "ceilings": CEILINGS._asdict()}
+    text = markdown(report | {"experiments": [result]})
     assert "## made-up" in text
+    assert "busy at the start: a load of 2.0 on 2 cores" in text
     assert REDUCED_BANNER not in text
 
 
-def test_the_pictures_show_what_was_measured(tmp_path):
+def test_the_picture_shows_what_was_measured_unless_matplotlib_is_missing(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     partly = a_result({"fp16": [math.nan] * 100}, bf16=row(0.05), fp16=row(0.04), tf32={"note": "out of memory"})
-    drawn = {FP32: torch.rand(1, 8, 16)}
-    published = replace(NO_TARGETS, published=EXPERIMENTS["mlp"].published)
-    files = illustrate(partly, published, drawn, tmp_path, reduced=True)
-    assert [Path(file).read_bytes()[:4] for file in files] == [b"\x89PNG"] * 2
-
-
-def test_without_matplotlib_the_report_says_so_and_the_curves_are_kept(tmp_path, monkeypatch):
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.lines"):
-        monkeypatch.setitem(sys.modules, name, None)
-    (why,) = illustrate(a_result(), NO_TARGETS, {FP32: torch.rand(1, 8, 16)}, tmp_path, reduced=False)
-    assert why == "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
-    assert list((tmp_path / "tensorboard/made-up/fp32").iterdir())
-
-
-# --- a real run
+    assert Path(illustrate(partly, tmp_path, reduced=True)).read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    why = "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
+    assert illustrate(a_result(), tmp_path, reduced=False) == why
 
 
 class Watched(Tiny):
     """A linear layer whose gradients are too small for fp16, with a frozen part; it records how it is called."""
 
-    reads: list[bool]  # of a sample: whether the clock ran
     losses: list[tuple[bool, bool, bool, bool]]  # whether the clock ran; with gradients; in training; frozen part too
     timing = False
     SMALL = 2.0**-26  # a quarter of fp16's smallest number
@@ -398,7 +296,7 @@ class Watched(Tiny):
 
     def build_dataset(self, split):
         Watched.datasets += 1
-        return WatchedRows(x=Linear().build_dataset(split).tensors[0])
+        return Rows(x=Linear().build_dataset(split).tensors[0])
 
     def loss_sum(self, model, batch):
         x = batch["x"]
@@ -408,12 +306,6 @@ class Watched(Tiny):
 
     def weight(self, batch):
         return len(batch["x"])
-
-
-class WatchedRows(Rows):
-    def __getitem__(self, index):
-        Watched.reads.append(Watched.timing)
-        return super().__getitem__(index)
 
 
 class WatchedClock(Clock):
@@ -441,7 +333,7 @@ OWN_WORDS = (
 def own(tmp_path_factory):
     """(report, its Markdown, train_step's calls) of the command on `Watched`."""
     folder, calls = tmp_path_factory.mktemp("amp"), []
-    Watched.reads, Watched.losses, Watched.datasets = [], [], 0
+    Watched.losses, Watched.datasets = [], 0
     step = measuring.train_step
 
     def train_step(run, micro_batches):
@@ -460,53 +352,36 @@ def own(tmp_path_factory):
         patch.setattr(measuring, "train_step", train_step)
         patch.setattr(harness, "Clock", WatchedClock)
         patch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
-        words = ["--reduced", "--precisions", *ASKED, "--forms", "eager", "--batches", "2"]
+        words = ["--reduced", "--precisions", *ASKED, "--forms", "eager"]
         assert amp.main([*words, "--out", str(folder), *OWN_WORDS]) == 0
     return json.loads((folder / "amp.json").read_text()), (folder / "amp.md").read_text(), calls
 
 
 def calls_of(calls, name):
-    """With the task's own micro-batches."""
-    asked = (name.removesuffix("_unscaled"), name == "fp16")
-    return [call for call in calls if call.way == asked and len(call.samples[0]) == BATCH]
+    return [call for call in calls if call.way == (name.removesuffix("_unscaled"), name == "fp16")]
 
 
 def test_every_cell_is_timed_through_train_step(own):
     report, _, calls = own
     (result,) = report["experiments"]
-    (training, inference, smaller) = result["groups"]
+    (training, inference) = result["groups"]
     assert list(training["rows"]) == [*ASKED, *BASELINES]
-    assert list(inference["rows"]) == list(smaller["rows"]) == ["fp32", "bf16", "fp16"]
+    assert list(inference["rows"]) == ["fp32", "bf16", "fp16"]
     for group in result["groups"]:
         for one in group["rows"].values():
             assert len(one["seconds"]) == len(one["speedup"]) == ROUNDS
-    blocks = 2 * measuring.STEPS_OF_DATA + ROUNDS  # the first round is not counted
-    usual = {("fp32", False), ("bf16", False), ("fp16", True)}
-    cells = {(way, BATCH) for way in (*usual, ("fp16", False))} | {(way, 2) for way in usual}
-    timed = Counter((call.way, len(call.samples[0])) for call in calls if call.timed)
-    assert timed == dict.fromkeys(cells, blocks)
-
-
-def test_the_data_are_ready_before_the_clock_starts_and_are_built_once(own):
-    assert Watched.reads
-    assert not any(Watched.reads)
-    assert Watched.datasets == 2, "and once for the report of dtypes"
+    timed = Counter(call.way for call in calls if call.timed)
+    assert set(timed) == {("fp32", False), ("bf16", False), ("fp16", True), ("fp16", False)}
+    assert len(set(timed.values())) == 1, "all take equally many turns"
+    assert timed["fp32", False] >= 2 * measuring.STEPS_OF_DATA + ROUNDS
+    assert Watched.datasets == 2, "one for all precisions, and one for the report of dtypes"
 
 
 def test_inference_keeps_no_graph_and_each_mode_has_the_model_in_its_own(own):
     timed = Counter(loss[1:] for loss in Watched.losses if loss[0])
-    blocks = 2 * measuring.STEPS_OF_DATA + ROUNDS
     in_training, in_inference = (True, True, False), (False, False, False)
-    assert timed == {in_training: blocks * (len(ASKED) + len(BASELINES) + 3), in_inference: blocks * 3}
-
-
-def test_each_precision_has_the_scaler_that_its_name_says(own):
-    _, _, calls = own
-    for name in ("fp32", "bf16", "fp16_unscaled"):
-        assert {call.scale for call in calls_of(calls, name)} == {1.0}
-    scales = [call.scale for call in calls_of(calls, "fp16")]
-    assert scales[0] == 2.0**46
-    assert scales[-1] < scales[0]
+    assert timed.keys() == {in_training, in_inference}
+    assert timed[in_training] * 3 == timed[in_inference] * (len(ASKED) + len(BASELINES))
 
 
 def test_a_skipped_step_is_repeated_on_the_same_samples(own):
@@ -529,7 +404,9 @@ def test_gradients_that_vanish_without_the_scaler_are_reported(own):
     verdicts = {name: row["verdict"] for name, row in result["parity"].items()}
     assert verdicts == {"fp32": "within", "bf16": "within", "fp16": "within", "fp16_unscaled": "drifts"}
     assert result["parity"]["fp16_unscaled"]["drift"] > 0.5, "it learned nothing; the rest is the samples' noise"
-    assert "- fp16_unscaled DRIFTS: its loss curve is" in text
+    assert "- fp16_unscaled DRIFTS: its loss is" in text
+    assert "`python -m dist_amp.train --task.target test_bench_amp:Watched --train.steps 15" in text
+    assert report["dtypes"]["target"] == "test_bench_amp:Watched"
 
 
 def test_settings_of_ones_own_do_not_change_the_precisions(own):
@@ -537,33 +414,16 @@ def test_settings_of_ones_own_do_not_change_the_precisions(own):
     assert len(calls_of(calls, "bf16")) == len(calls_of(calls, "fp32")) - STEPS, "not float32 for all"
     assert {call.others for call in calls} == {(False, False)}
     counted = report["experiments"][0]["work"][TRAIN]
-    assert {name: set(each["flops"]) for name, each in counted.items()} == {
-        "fp32": {"fp32"},
-        "bf16": {"bf16"},
-        "fp16": {"fp16"},
-        "fp16_unscaled": {"fp16"},
-    }
+    assert [list(counted[name]["flops"]) for name in ASKED] == [["fp32"], ["bf16"], ["fp16"], ["fp16"]]
 
 
-def test_the_report_names_its_task_and_its_form(own):
-    report, text, _ = own
-    assert report["reduced"] is True
-    assert REDUCED_BANNER in text
-    assert "`python -m dist_amp.train --task.target test_bench_amp:Watched --train.steps 15" in text
-    assert [one["target"] for one in report["dtypes"]["operations"]] == ["test_bench_amp:Watched"]
-
-
-# --- what fails, what is left out
-
-
-def a_bench(precisions=ASKED, modes=MODES):
-    words = ["linear", "--reduced", "--forms", EAGER, "--backend", "eager"]
-    return amp.AmpBench(World(), amp.parse([*words, "--precisions", *precisions, "--modes", *modes]))
+def a_bench(*precisions, modes=MODES):
+    words = ["linear", "--reduced", "--forms", EAGER, "--precisions", *precisions, "--modes", *modes]
+    return amp.AmpBench(World(), amp.parse(words))
 
 
 def measured(bench):
-    result = {}
-    measure(bench, LINEAR, result)
+    measure(bench, LINEAR, result := {})
     return result
 
 
@@ -576,32 +436,14 @@ def test_a_precision_that_does_not_fit_costs_the_others_nothing(monkeypatch):
         return build(config, *args)
 
     monkeypatch.setattr(measuring, "build_run", build_run)
-    result = measured(a_bench(("fp32", "fp16_unscaled", "bf16"), [TRAIN]))
-    rows = result["groups"][0]["rows"]
+    rows = measured(a_bench("fp32", "fp16_unscaled", "bf16", modes=[TRAIN]))["groups"][0]["rows"]
     assert rows["bf16"] == {"note": "out of memory; use smaller micro-batches"}
     for name in ("fp32", "fp16_unscaled", "fp32 baseline", "bf16 baseline"):
         assert rows[name]["speedup"], f"{name} took its turns"
-    assert list(result["curves"]) == ["fp32", "fp16_unscaled"]
-
-
-def test_a_precision_that_fails_while_it_is_timed_is_named_and_the_others_go_on(monkeypatch):
-    step = measuring.train_step
-    left = Counter({"bf16": 15 + measuring.STEPS_OF_DATA + 3})
-
-    def train_step(run, micro_batches):
-        left[run.precision.name] -= 1
-        if left[run.precision.name] == 0:
-            raise torch.OutOfMemoryError
-        return step(run, micro_batches)
-
-    monkeypatch.setattr(measuring, "train_step", train_step)
-    rows = measured(a_bench(("fp32", "bf16"), [TRAIN]))["groups"][0]["rows"]
-    assert rows["bf16"]["note"] == "out of memory; use smaller micro-batches"
-    assert len(rows["fp32"]["speedup"]) == len(rows["bf16 baseline"]["speedup"]) == ROUNDS
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path, known_ceilings, capsys):
-    bench = a_bench()
+    bench = a_bench(*ASKED)
     bench.ends = time.monotonic() - 1
     result = measured(bench)
     rows = result["groups"][0]["rows"]
@@ -614,34 +456,17 @@ def test_what_there_is_no_time_for_is_named(tmp_path, known_ceilings, capsys):
 
 
 def test_a_precision_that_a_device_does_not_support_is_named():
-    result = measured(a_bench(("fp32", "tf32"), [INFERENCE]))
-    assert result["left_out"] == ["tf32, only on GPUs"]
+    result = measured(a_bench("fp32", "tf32", modes=[INFERENCE]))
+    assert result["left_out"] == ["tf32, which this device does not support"]
     assert list(result["groups"][0]["rows"]) == ["fp32"]
 
 
-@pytest.mark.parametrize("name", list(RECIPES))
-def test_a_precision_sets_its_scaler(name):
-    run = make_run(World(), Tiny(), *RECIPES[name].words.split())
-    set_scaler(run, RECIPES[name])
-    scaled = name in ("fp16", "fp32_scaled")
-    assert (run.scaler.scales, float(run.scaler.scale_tensor)) == (scaled, 65536.0 if scaled else 1.0)
-
-
-def test_a_run_that_is_stopped_keeps_its_complete_experiments(tmp_path, monkeypatch, known_ceilings):
-    answers = iter([a_result(bf16=row(0.05))])
-
-    def fill(bench, experiment, result):
-        if (answer := next(answers, None)) is None:
-            raise KeyboardInterrupt
-        result |= answer | {"name": experiment.name}
-
-    monkeypatch.setattr(amp, "measure", fill)
-    assert amp.main(["linear", "mlp", "gpt", "--reduced", "--out", str(tmp_path)]) == 130
-    report = json.loads((tmp_path / "amp.json").read_text())
-    assert [result["name"] for result in report["experiments"]] == ["linear", "mlp"]
-    assert report["experiments"][1]["note"] == "stopped by Ctrl-C"
-    assert report["experiments"][0]["verdict"][0].startswith("train: use bf16.")
-    assert not list(tmp_path.glob("*.new"))
+def test_a_precision_sets_its_scaler():
+    task = measuring.SharedTask(Linear())
+    precisions = measuring.Precisions(a_bench("fp32"), LINEAR, task, {"micro_batch_size": 4}, EAGER, 4, MODES)
+    for name in RECIPES:
+        scaler, scaled = precisions.build_run(name).scaler, name in ("fp16", "fp32_scaled")
+        assert (scaler.scales, float(scaler.scale_tensor)) == (scaled, 65536.0 if scaled else 1.0)
 
 
 def test_a_failed_experiment_is_reported_and_the_next_goes_on(tmp_path, monkeypatch, known_ceilings):
@@ -659,31 +484,16 @@ def test_a_failed_experiment_is_reported_and_the_next_goes_on(tmp_path, monkeypa
     assert [result["name"] for result in report["experiments"]] == ["linear", "mlp"]
 
 
-# --- mistakes
-
-
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
         (["linaer"], ConfigError, "there is no experiment 'linaer'; did you mean linear?"),
-        (["--reduced", "linaer"], ConfigError, "there is no experiment 'linaer'; did you mean linear?"),
-        (["linear", "--train.steps", "3"], ConfigError, "--train.steps 3 is a setting for your own task"),
-        (["linear", "--minuts", "3"], ConfigError, "there is no option --minuts; did you mean --minutes?"),
-        (["--zzzzzz"], ConfigError, "there is no option --zzzzzz; see python -m dist_amp.bench amp --help"),
-        (["--precisions", "bf16"], ConfigError, "--precisions bf16 lacks fp32, which others are compared with; add it"),
-        (["--precisions", "fp32", "bf17"], ConfigError, "invalid choice: 'bf17'"),
-        (["--forms", "compiled"], ConfigError, "--forms compiled lacks eager, which others are compared with; add it"),
-        (["--rounds", "0"], ConfigError, "--rounds: 0 must be at least 1"),
-        (["--minutes", "0"], ConfigError, "--minutes 0 must be above 0"),
+        (["linear", "--minuts", "3"], ConfigError, "--minuts 3 is no option, and linear has its own settings"),
+        (["--zzzzzz"], ConfigError, "unknown key zzzzzz on the command line"),
         (["--minutes", "nan"], ConfigError, "--minutes: nan must be at least 0"),
-        (["--batches", "0"], ConfigError, "--batches: 0 must be at least 1"),
-        (["--task.target", "nowhere:Nothing"], ConfigError, "there is no module nowhere"),
         (["--task.target", "tiny:Tine"], ConfigError, "did you mean Tiny?"),
-        (["--task.target", "tiny:Tiny", "--train.stepz", "3"], ConfigError, "did you mean train.steps?"),
-        (["--task.target", "tiny:Tiny", "--train.steps", "1"], ConfigError, "train.steps=1 has no loss curve"),
         (["--task.target", "tiny:Tiny", "--train.micro_batch_size", "65"], DataError, "has 64 samples, fewer than"),
         (["--task.target", "tiny:HalfLoss"], DataError, "HalfLoss: the task's loss_sum returned torch.bfloat16"),
-        (["linear", "--batches", "8", "21"], DataError, "linear: the training dataset has 20 samples, fewer than"),
         (["linear", "--out", f"{__file__}/amp"], ConfigError, "can't be written: Not a directory; choose another"),
     ],
 )
@@ -701,38 +511,17 @@ def test_it_runs_in_one_process(monkeypatch, capsys):
     assert "bench amp runs in one process, but 2 were launched; run it without torchrun" in capsys.readouterr().err
 
 
-def test_a_setting_in_the_environment_is_one_for_ones_own_task(monkeypatch):
+def test_names_and_settings_choose_the_experiments(monkeypatch):
     monkeypatch.setenv("DIST_AMP_TRAIN__STEPS", "7")
     (own,) = amp.parse(["--task.target", "tiny:Tiny"]).experiments
-    assert own.config().train.steps == 7
-    (named,) = amp.parse(["linear"]).experiments
-    assert named.config().train.steps == 15
+    named = amp.parse(["--reduced", "linear", "cnn"]).experiments
+    assert [one.name for one in named] == ["linear", "cnn"]
+    assert (own.config().train.steps, named[0].config().train.steps) == (7, 15)
 
 
-def test_names_may_come_after_an_option():
-    assert [one.name for one in amp.parse(["--reduced", "linear", "cnn"]).experiments] == ["linear", "cnn"]
-    assert [one.name for one in amp.parse(["cnn", "--rounds", "3"]).experiments] == ["cnn"]
-
-
-def test_the_baseline_is_timed_as_the_others_are():
-    """Seconds per step, from an idle device to an idle device."""
-    calls = []
-
-    class Device(World):
-        def wait_for_device(self):
-            calls.append("wait")
-
-    loop = Loop(nn.Identity(), lambda batches: calls.append("step"), lambda: calls.append("prepare"))
-    harness.timed_block(Device(), loop, [[]], 2)
-    assert calls == ["prepare", "wait", "step", "step", "wait"]
-
-
-# --- the whole command
-
-
-def launch(folder, *words, module=("dist_amp.bench", "amp")):
+def launch(folder, *words):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *module, *words]
+    command = [sys.executable, "-m", "dist_amp.bench", "amp", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -748,7 +537,6 @@ def test_the_reduced_form_runs_every_code_path_and_says_that_its_times_are_meani
     assert REDUCED_BANNER in text
     assert [result["name"] for result in report["experiments"]] == list(EXPERIMENTS)
     assert [row["x @ y.T"] for row in report["dtypes"]["rows"]] == ["fp32", "bf16", "fp16"]
-    assert [row["x + y"] for row in report["dtypes"]["rows"]] == ["fp32"] * 3
     for result in report["experiments"]:
         name, learned = result["name"], [*ASKED, *(["fp32_scaled"] if result["name"] == "mlp" else [])]
         assert not [row for group in result["groups"] for row in group["rows"].values() if "note" in row], name
@@ -756,59 +544,24 @@ def test_the_reduced_form_runs_every_code_path_and_says_that_its_times_are_meani
         assert verdicts == dict.fromkeys(learned, "within"), name
         cells = {(group["mode"], group["form"]) for group in result["groups"]}
         assert cells == {(mode, form) for mode in MODES for form in (EAGER, COMPILED)}
-        assert any(line.startswith("train: ") for line in result["verdict"])
         for one in learned:
             board = EventAccumulator(str(out / "tensorboard" / name / one)).Reload()
             assert len(board.Scalars(f"loss/{name}")) == result["steps"]
         sizes = {group["micro_batch_size"] for group in result["groups"]}
         assert sizes == {result["micro_batch_size"], *EXPERIMENTS[name].smaller_batches}
     pytest.importorskip("matplotlib")
-    pictures = sorted(path.stem for path in out.glob("*.png"))
-    assert pictures == sorted([*(f"amp_{name}" for name in EXPERIMENTS), "amp_sinusoid_drawn"])
-    shown = EventAccumulator(str(out / "tensorboard/sinusoid")).Reload().Tags()["images"]
-    assert sorted(shown) == ["pictures/amp_sinusoid", "pictures/amp_sinusoid_drawn"]
-
-
-MY_FILE = """
-import torch
-from torch import nn
-
-
-class Mine:
-    def build_model(self):
-        return nn.Linear(4, 1)
-
-    def build_dataset(self, split):
-        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-        return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-
-    def loss_sum(self, model, batch):
-        return (model(batch[0]).float() - batch[1]).pow(2).sum()
-
-    def weight(self, batch):
-        return len(batch[0])
-"""
+    assert {path.stem for path in out.glob("*.png")} == {f"amp_{name}" for name in EXPERIMENTS}
 
 
 @pytest.mark.slow
 def test_a_task_of_ones_own_is_taken_from_a_file(tmp_path):
-    (tmp_path / "my_file.py").write_text(MY_FILE)
-    words = ["--task.target", "my_file.py:Mine", "--train.steps", "20", "--optim.lr", "0.03"]
-    done = launch(tmp_path, "--reduced", *words, "--batches", "4", "--out", "here")
+    text = "from dist_amp.bench.amp.experiments import Linear\n\n\nclass Mine(Linear):\n    pass\n"
+    (tmp_path / "my_file.py").write_text(text)
+    words = ["--task.target", "my_file.py:Mine", "--train.steps", "20", "--train.micro_batch_size", "4"]
+    done = launch(tmp_path, "--reduced", *words, "--out", "here")
     assert done.returncode == 0, done.stderr[-2000:]
     (result,) = json.loads((tmp_path / "here/amp.json").read_text())["experiments"]
     assert (result["name"], result["target"], result["steps"]) == ("Mine", "my_file.py:Mine", 20)
-    assert {group["micro_batch_size"] for group in result["groups"]} == {8, 4}
     assert result["parity"]["bf16"]["verdict"] == "within"
     # The main job's files are not left there.
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["here", "my_file.py"]
-
-
-@pytest.mark.slow
-def test_under_torchrun_it_is_refused_once(tmp_path):
-    words = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node=2", "-m", "dist_amp.bench", "amp", "linear"]
-    done = launch(tmp_path, *words, module=("torch.distributed.run",))
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert errors == ["error: bench amp runs in one process, but 2 were launched; run it without torchrun"]
-    assert errors[0].removeprefix("error: ") in done.stderr.splitlines()[-2], "torchrun's own last line"

@@ -17,7 +17,6 @@ from tiny import Tiny, make_run, take_steps
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dist_amp.bench.collectives import Collective, Counting, check, compare, main, measure
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import Failure
@@ -25,6 +24,7 @@ from dist_amp.step import train_step
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.metrics import RANK_METRICS
 from dist_amp.train import train
+from dist_amp.verify.collectives import Collective, Counting, check, compare, main, measure
 from dist_amp.world import World
 
 LOTS = 20_480  # samples: no epoch ends in ten steps of 1,024 ranks

@@ -17,6 +17,7 @@ from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import ConfigError
 
 BENCHES = ("amp", "gpu", "overhead", "collectives", "checkpoint", "tripwires")
+MODULES = {"amp": "dist_amp.bench.amp.__main__", "collectives": "dist_amp.verify.collectives"}  # others: their names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def run_bench(words: Sequence[str]) -> int:
         near = nearest_name(name, BENCHES)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(BENCHES)}"
         raise ConfigError(f"there is no bench {name!r}; {hint}")
-    module = import_module(f"dist_amp.bench.{name}" + (".__main__" if name == "amp" else ""))
+    module = import_module(MODULES.get(name, f"dist_amp.bench.{name}"))
     return int(module.main(rest))
 
 

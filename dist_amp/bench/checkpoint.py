@@ -27,17 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(run: Run) -> None:
     """Print how long training waits for a save of each kind."""
+    world, size = run.world, 0
+    seconds: dict[bool, list[float]] = {True: [], False: []}  # by whether it is saved in the background
     if all_checkpoints(run.folder):
         raise Failure(f"run.dir={run.folder} has checkpoints, which this bench would delete; give another folder")
-    seconds: dict[bool, list[float]] = {True: [], False: []}  # by whether it is saved in the background
-    size = 0
-    for number in range(2 * (ROUNDS + 1)):
-        in_background = number % 2 == 0
+    for in_background in [True, False] * (ROUNDS + 1):
         run.config = replace(run.config, checkpoint=replace(run.config.checkpoint, async_save=in_background))
         train_step(run, next(run.data))
         run.step += 1
-        run.world.wait_for_device()
-        run.world.barrier()
+        world.wait_for_device()
+        world.barrier()
         with Saver(run) as saver:
             started = time.perf_counter()
             saver.save(wait=False)
@@ -45,16 +44,16 @@ def measure(run: Run) -> None:
         if not (written := all_checkpoints(run.folder)):
             raise Failure(f"no checkpoint could be written to run.dir={run.folder}; free some space")
         size = sum(entry["bytes"] for entry in read_manifest(written[-1]).files.values())
-        run.world.barrier()
-        if run.world.is_main:
+        world.barrier()
+        if world.is_main:
             shutil.rmtree(run.folder / "checkpoints")
-        run.world.barrier()
-    (_, *stalls), (_, *waits) = seconds[True], seconds[False]
-    run.world.say(
-        f"{size / 2**30:.2f} GiB, {run.parallel.strategy} on {run.world.world_size} x {run.world.device.type}: "
-        f"training waits {median(stalls):.3f} s ({min(stalls):.3f} to {max(stalls):.3f}) for a save in the background, "
-        f"{median(waits):.3f} s ({min(waits):.3f} to {max(waits):.3f}) in the foreground: ratio "
-        f"{median(stalls) / median(waits):.2f}"
+        world.barrier()
+    (_, *stalls), (_, *waits) = seconds.values()
+    ways = {"background": stalls, "foreground": waits}
+    parts = [f"{median(own):.3f} s ({min(own):.3f} to {max(own):.3f}) in the {way}" for way, own in ways.items()]
+    world.say(
+        f"{size / 2**30:.2f} GiB, {run.parallel.strategy} on {world.world_size} x {world.device.type}: training waits "
+        f"for a save {' and '.join(parts)}: ratio {median(stalls) / median(waits):.2f}"
     )
 
 

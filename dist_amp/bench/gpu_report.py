@@ -17,7 +17,6 @@ SAME_LOSS = 2e-3
 MET, MISSED, NOT_MEASURED, NOT_JUDGED = VERDICTS = ("met", "missed", "not measured", "not judged (smoke)")
 NO_WAIT, SAME = "no step waits for the device", f"loss equal to the baseline's within {SAME_LOSS:g}"
 SPEED_TARGET = f"dist_amp / {BASELINE} >= {SPEED}"
-ORDER = (NO_WAIT, "MFU", *(f"dist_amp / {name}" for name in (BASELINE, *PEERS)), "fp16 / bf16", SAME)
 LOOPS = (BASELINE, OURS, OURS_IN_BF16, *PEERS, WHOLE)
 PALETTE = (reports.GREY, reports.BLUE, reports.SKY_BLUE, reports.ORANGE, reports.GREEN, reports.PURPLE)
 COLOURS = dict(zip(LOOPS, PALETTE, strict=True))
@@ -40,34 +39,21 @@ def finish(report: Report, folder: Path) -> str:
 def markdown(report: Report) -> str:
     """The whole report."""
     device = report["machine"].get("gpu", "CPU")
-    about = [
-        f"{name}: a GPT of {model['about']} parameters: {model['layers']} layers, {model['width']} wide, "
-        f"{model['heads']} heads, context {model['context']}, vocabulary {model['vocabulary']:,}, tied; "
-        f"micro-batches of {model['micro_batch_size']}"
-        for name, model in report["models"].items()
-    ]
-    columns = ("precision", "waits", "waits_when_logged", "steps", "applied", "taken")
-    heads = ("precision", "what waited", "what waited while logging", "steps of each", "applied", "of")
-    free_steps = [
-        {head: str(found.get(name, found.get("note", ""))) for name, head in zip(columns, heads, strict=True)}
-        for found in report["free_steps"]
-    ]
+    sizes = ("about", "layers", "width", "heads", "context", "vocabulary", "micro_batch_size")
+    models = [{"GPT": name, **{size: str(model[size]) for size in sizes}} for name, model in report["models"].items()]
     return reports.document(
         "# One GPU",
         SMOKE_BANNER if report["smoke"] else "",
         f"`{report['command']}`, {report['started']}, {report['seconds']:.0f} s",
-        reports.bullets([machine_line(report), *about]),
-        f"Micro-batches per step: {report['accumulation']}. Fused AdamW (Fabric in fp16: torch's default, since it "
-        f"refuses to clip with the fused one), clipped by norm, loss_chunk {report['loss_chunk']}; fp16 with the loss "
-        f"scaler. compiled: every loop's blocks, by {report['backend']}; whole: the baseline's model and loss as one "
-        f"graph. Each loop takes {report['warm_up']} warm-up steps, then {report['rounds']} rounds in turns with the "
-        "others. Speed: relative to the baseline's of the same round, the median and its 95 % interval. MFU: share of "
-        "the device's peak FLOP/s, with attention counted in full. Peak: torch's allocator, the loop's own memory.",
+        machine_line(report),
+        table(models, left=2),
+        f"Each loop takes {report['warm_up']} warm-up steps, then {report['rounds']} rounds in turns with the others: "
+        "fused AdamW (in fp16 Fabric refuses to clip with it, and has torch's default), clipped by norm, compiled by "
+        f"{report['backend']}. Speed: over the baseline's of the same round, the median and its 95 % interval. MFU: "
+        "share of the device's peak FLOP/s, with attention counted in full. Peak: the loop's own memory.",
         "## Targets",
         "" if TARGETS_ARE_FOR in device else f"The targets are for an {TARGETS_ARE_FOR}; this is {device}.",
         targets_table(report),
-        "## Steps that must not wait for the device",
-        table(free_steps, left=3),
         "## Loops",
         table_of(report["cells"]),
         reports.bullets([f"left out, no time: {name}" for name in report["left_out"]]),
@@ -79,38 +65,31 @@ def table_of(cells: Sequence[Report]) -> str:
     rows = []
     for cell in cells:
         for name, row in cell.get("loops", {"all": cell}).items():
-            timed, share = bool(row.get("seconds")), mfu(cell, name)
-            rows.append(
-                {
-                    "model": cell["model"],
-                    "blocks": cell["mode"],
-                    "precision": cell["precision"],
-                    "loop": name,
-                    "ms/step": f"{1000 * median(row['seconds']):,.1f}" if timed else "",
-                    "tokens/s": f"{tokens_per_second(cell, name):,.0f}" if timed else "",
-                    "speed over baseline": interval(row["speedup"]) if row.get("speedup") and name != BASELINE else "",
-                    "MFU": f"{100 * share:.1f} %" if share else "",
-                    "peak GiB": f"{row['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in row else "",
-                    "note": row.get("note", ""),
-                }
-            )
+            line = {"model": cell["model"], "blocks": cell["mode"], "precision": cell["precision"], "loop": name}
+            speed, share, peak = tokens_per_second(cell, row), mfu(cell, row), row.get("peak_bytes", 0)
+            line["ms/step"] = f"{1000 * median(row['seconds']):,.1f}" if speed else ""
+            line["tokens/s"] = f"{speed:,.0f}" if speed else ""
+            line["speed over baseline"] = interval(row["speedup"]) if row.get("speedup") and name != BASELINE else ""
+            line["MFU"] = f"{100 * share:.1f} %" if share else ""
+            line["peak GiB"] = f"{peak / 2**30:.2f}" if peak else ""
+            rows.append({**line, "note": row.get("note", "")})
     return table(rows, left=4)
 
 
-def tokens_per_second(cell: Report, name: str) -> float:
-    return float(cell["tokens_per_step"] / median(cell["loops"][name]["seconds"]))
+def tokens_per_second(cell: Report, row: Report) -> float:
+    """Of a loop of the cell; 0 where it was not timed."""
+    return float(cell["tokens_per_step"] / median(row["seconds"])) if row.get("seconds") else 0.0
 
 
-def mfu(cell: Report, name: str) -> float:
-    """0 where the speed or the peak is not known."""
-    if not cell.get("peak_flops") or not cell["loops"][name].get("seconds"):
-        return 0.0
-    return tokens_per_second(cell, name) * cell["flops_per_token"] / cell["peak_flops"]
+def mfu(cell: Report, row: Report) -> float:
+    """Of a loop of the cell; 0 where the speed or the peak is not known."""
+    peak = cell.get("peak_flops")
+    return tokens_per_second(cell, row) * cell["flops_per_token"] / peak if peak else 0.0
 
 
 def targets_table(report: Report) -> str:
     """Each target, what was measured, and whether its median meets it."""
-    found = sorted(targets(report), key=lambda row: ORDER.index(row[0].split(" >")[0]))
+    found = sorted(targets(report), key=lambda row: row[0])
     counts = Counter(row[3] for row in found)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     rows = [dict(zip(("target", "where", "measured", "verdict"), row, strict=True)) for row in found]
@@ -124,43 +103,35 @@ def targets(report: Report) -> Iterator[tuple[str, str, str, str]]:
         return NOT_JUDGED if report["smoke"] else MET if met else MISSED
 
     for found in report["free_steps"]:
-        waits = found.get("waits", found.get("note"))
-        yield NO_WAIT, found["precision"], waits, judged(waits == "nothing")
-    for cell in report["cells"]:
-        where = f"{cell['model']} {cell['mode']} {cell['precision']}"
-        if cell["mode"] == "whole":
-            continue
-        loops = {name: row for name, row in cell.get("loops", {}).items() if row.get("speedup")}
-        if OURS not in loops:
-            note = cell.get("note") or cell["loops"].get(OURS, {}).get("note") or "no baseline to compare with"
+        for name, where in (("waits", ""), ("waits_when_logged", ", logged")):
+            waits = found.get(name) or found.get("note", "")
+            yield NO_WAIT, f"{found['precision']}{where}", waits, judged(waits == "nothing")
+    for cell in (cell for cell in report["cells"] if cell["mode"] != "whole"):
+        where, loops = f"{cell['model']} {cell['mode']} {cell['precision']}", cell.get("loops", {})
+        ours = loops.get(OURS, {})
+        if not ours.get("speedup"):
+            note = cell.get("note") or ours.get("note") or "no baseline to compare with"
             yield SPEED_TARGET, where, note, NOT_MEASURED
             continue
-        for name in (BASELINE, *PEERS):
-            target = SPEED_TARGET if name == BASELINE else f"dist_amp / {name} > 1"
-            if name not in loops:
-                note = f"{name}: {cell['loops'].get(name, {}).get('note', 'not measured')}"
-                yield target, where, note, NOT_MEASURED
-                continue
-            ratios = speed_over(loops[OURS], loops[name])
-            met = median(ratios) >= SPEED if name == BASELINE else median(ratios) > 1
-            yield target, where, interval(ratios), judged(met)
-        if OURS_IN_BF16 in loops:
-            ratios = speed_over(loops[OURS], loops[OURS_IN_BF16])
-            yield f"fp16 / bf16 >= {FP16_SPEED}", where, interval(ratios), judged(median(ratios) >= FP16_SPEED)
+        targets = {BASELINE: (SPEED_TARGET, SPEED), OURS_IN_BF16: (f"fp16 / bf16 >= {FP16_SPEED}", FP16_SPEED)}
+        targets |= {peer: (f"dist_amp / {peer} > 1", 1) for peer in PEERS}
+        for name, (target, least) in targets.items():
+            other = loops.get(name, {})
+            if other.get("speedup"):
+                ratios = [a / b for a, b in zip(ours["speedup"], other["speedup"], strict=False)]
+                is_met = median(ratios) > least if name in PEERS else median(ratios) >= least
+                yield target, where, interval(ratios), judged(is_met)
+            elif other or name in PEERS:
+                yield target, where, f"{name}: {other.get('note', 'not measured')}", NOT_MEASURED
         if cell["mode"] == "compiled" and cell["precision"] == "bf16":
-            least, share = report["models"][cell["model"]]["mfu"], mfu(cell, OURS)
-            measured = f"{100 * share:.1f} %" if share else "the peak is not known; set --peak_flops"
+            least, share = report["models"][cell["model"]]["mfu"], mfu(cell, ours)
+            measured = f"{100 * share:.1f} %" if share else "telemetry/mfu.py does not know this GPU's peak"
             yield f"MFU >= {100 * least:.0f} %", where, measured, judged(share >= least) if share else NOT_MEASURED
-        difference = abs(loops[OURS]["loss"] / loops[BASELINE]["loss"] - 1)
+        difference = abs(ours["loss"] / loops[BASELINE]["loss"] - 1)
         yield SAME, where, f"differs by {difference:.1e}", judged(difference <= SAME_LOSS)
     for name in report["left_out"]:
         if " whole " not in name:
             yield SPEED_TARGET, name, "left out: no time", NOT_MEASURED
-
-
-def speed_over(one: Report, other: Report) -> list[float]:
-    """One loop's speed over another's, per round; through the baseline's, if they were not timed together."""
-    return [a / b for a, b in zip(one["speedup"], other["speedup"], strict=False)]
 
 
 def draw(report: Report, path: Path) -> None:
@@ -170,12 +141,10 @@ def draw(report: Report, path: Path) -> None:
     def bars(cell: Report, name: str) -> tuple[Bar, Bar, Bar]:
         """Speed, MFU and memory of a loop; in place of a speed, the reason why there is none."""
         row = cell["loops"][name]
-        if row.get("speedup"):
-            middle, low, high = reports.median_interval(row["speedup"])
-            speed = Bar(middle, f"{middle:.3f}", low, high)
-        else:
-            speed = Bar(0.0, textwrap.shorten(row.get("note", ""), 28, placeholder=" ..."))
-        share, peak = 100 * mfu(cell, name), row.get("peak_bytes", 0) / 2**30
+        middle, low, high = reports.median_interval(row.get("speedup") or [0.0])
+        note = textwrap.shorten(row.get("note", ""), 28, placeholder=" ...")
+        share, peak = 100 * mfu(cell, row), row.get("peak_bytes", 0) / 2**30
+        speed = Bar(middle, f"{middle:.3f}" if middle else note, low, high)
         return speed, Bar(share, f"{share:.1f}" if share else ""), Bar(peak, f"{peak:.3g}" if peak else "")
 
     cells = [cell for cell in report["cells"] if cell.get("loops")]
@@ -185,10 +154,6 @@ def draw(report: Report, path: Path) -> None:
     colours = {name: colour for name, colour in COLOURS.items() if any(name in cell["loops"] for cell in cells)}
     labels = ("speed over the baseline", "MFU, %", "peak memory, GiB")
     with reports.figure(path, title, size, 3, 1, sharex=True) as (figure, panels):
-        for place, cell in enumerate(cells):
-            if cell["mode"] == "compiled" and cell["precision"] == "bf16":
-                target = 100 * report["models"][cell["model"]]["mfu"]
-                panels[1, 0].hlines(target, place - 0.46, place + 0.46, colors="black", linestyles="--", lw=1)
         panels[0, 0].axhline(SPEED, color="black", ls="--", lw=1)
         for number, (axes, label) in enumerate(zip(panels[:, 0], labels, strict=True)):
             groups = [{name: bars(cell, name)[number] for name in colours if name in cell["loops"]} for cell in cells]

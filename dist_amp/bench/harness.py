@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import shlex
@@ -12,12 +13,13 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -38,8 +40,7 @@ from dist_amp.supervise.out_of_memory import is_out_of_memory
 from dist_amp.telemetry.async_copy import Clock
 from dist_amp.world import World, start
 
-MEMORY_LIMIT = 0.9  # share of the device's memory that resident loops may fill together
-SPARE_SECONDS = 20  # of --minutes, for the pictures and for a measurement that takes longer than estimated
+SPARE_SECONDS = 20  # of --minutes, for the pictures
 OUT_OF_MEMORY = "out of memory; use smaller micro-batches"
 NO_TIME = "left out: no time"
 
@@ -86,8 +87,9 @@ def on_ranks(size: int, bench: Callable[..., Any], *args: Any) -> Any:
 def _rank(rank: int, size: int, port: int, result: Path, bench: Callable[..., Any], args: tuple[Any, ...]) -> None:
     die_with_parent(signal.SIGKILL)
     if size > 1:
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in ranks.items()}}
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {name: str(value) for name, value in ranks.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     with start(RunConfig(device="cpu")) as world:
         returned = bench(world, *args)
@@ -99,10 +101,9 @@ def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str]
     """An argparse type: a number that is `least` or more."""
 
     def number(text: str) -> float:
-        value = kind(text)
-        if not value >= least:  # also true of nan
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least:g}")
-        return value
+        if kind(text) >= least:  # false for nan
+            return kind(text)
+        raise argparse.ArgumentTypeError(f"{text} must be at least {least:g}")
 
     return number
 
@@ -142,10 +143,7 @@ def single_process(name: str, ranks: int) -> None:
 
 @contextmanager
 def quiet_process(one_thread: bool) -> Iterator[None]:
-    """Without warnings and info logs, and with loaded modules kept out of garbage collections.
-
-    one_thread: for models too small to share between CPU threads.
-    """
+    """Without warnings, info logs and garbage collections of loaded modules. one_thread: for models that are small."""
     threads, log = torch.get_num_threads(), logging.getLogger("dist_amp")
     level = log.level
     with warnings.catch_warnings():
@@ -162,10 +160,7 @@ def quiet_process(one_thread: bool) -> Iterator[None]:
 
 
 class Bench:
-    """One run of a bench command: its options, its time budget and its report.
-
-    block_seconds: how long a loop is timed between two clock readings; 0: one step.
-    """
+    """One run of a bench command. block_seconds: how long a loop is timed between two clock readings; 0: one step."""
 
     def __init__(self, name: str, world: World, options: argparse.Namespace, block_seconds: float, *packages: str):
         self.world, self.options, self.block_seconds = world, options, block_seconds
@@ -189,14 +184,9 @@ class Bench:
 
 
 class HostReads(TorchDispatchMode):
-    """Counts calls that make the host wait for the device: item(), float(), bool(), and tolist().
+    """Counts calls that make the host wait for the device: item(), float(), bool(), and tolist()."""
 
-    torch's own reads of step counts that are kept on the host are counted too; fused optimizers have none.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):  # DTensor dispatches again on its local tensors
@@ -205,21 +195,33 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def __enter__(self) -> "HostReads":
-        self.tolist = torch.Tensor.tolist
+        tolist = torch.Tensor.tolist
 
         def counted(tensor: torch.Tensor) -> Any:
             self.count += 1
-            return self.tolist(tensor)
+            return tolist(tensor)
 
-        torch.Tensor.tolist = counted  # type: ignore[method-assign, assignment]
+        self.patch = patch.object(torch.Tensor, "tolist", counted)
+        self.patch.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.Tensor.tolist = self.tolist  # type: ignore[method-assign]
+        self.patch.stop()
         super().__exit__(*error)
 
 
 # --- timing
+
+
+@contextmanager
+def computes_in(dtype: torch.dtype, layer: nn.Module) -> Iterator[None]:
+    """Errors: RuntimeError if the layer's forwards in here give another dtype."""
+    dtypes: set[torch.dtype] = set()
+    hook = layer.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    yield
+    hook.remove()
+    if wrong := dtypes - {dtype}:
+        raise RuntimeError(f"trains in {str(wrong.pop()).removeprefix('torch.')}")
 
 
 def warm_up_libraries(device: torch.device) -> None:
@@ -255,47 +257,33 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> fl
 
 
 def in_turns(
-    names: Iterable[str],
-    block: Callable[[str, bool], Any],
-    rounds: int,
-    in_time: Callable[[], bool] = lambda: True,
-    may_fail: bool = True,
-) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """({loop: block(loop, is_warm_up) of each round}, {loop that failed: why}), in a new random order each round.
+    names: Iterable[str], block: Callable[[str, bool], Any], rounds: int, in_time: Callable[[], bool] = lambda: True
+) -> dict[str, list[Any]]:
+    """{name: block(name, is_warm_up) of each round but the warm-up}, in a new random order, the same on all ranks.
 
-    The order is the same on all ranks. After the first round it stops once `in_time()` is false.
+    It stops after a round once `in_time()` is false, with one round at least.
     """
     order = random.Random(0)
     values: dict[str, list[Any]] = {name: [] for name in names}
-    failed: dict[str, str] = {}
     gc.collect()
     gc.disable()
     try:
-        for number in range(-1, rounds):  # the first is a warm-up: memory is allocated and every shape compiled
-            if number > 0 and not in_time():
+        for number in range(rounds + 1):
+            if number > 1 and not in_time():
                 break
             gc.collect()
             for name in order.sample(list(values), len(values)):
-                try:
-                    value = block(name, number < 0)
-                except Exception as error:
-                    if not may_fail:
-                        raise
-                    failed[name] = note_of(error)
-                    del values[name]
-                else:
-                    values[name] += [value] if number >= 0 else []
+                values[name].append(block(name, number == 0))
     finally:
         gc.enable()
-    return values, failed
+    return {name: own[1:] for name, own in values.items()}
 
 
 class Arena:
-    """Loops that take turns on one device, as many at a time as its memory holds.
+    """Loops that are in memory together and take turns on one device.
 
-    rows: {mode: {loop: row}}. A row has `step_seconds` (a first estimate), `peak_bytes` and, on a GPU,
-    `resident_bytes`; `seconds` per step and `speedup` over the base loop, one number per round; or a `note` with the
-    reason why not.
+    rows: {mode: {loop: row}}; a row has `step_seconds` (an estimate), `peak_bytes`, and for each round `seconds` per
+    step and `speedup` over the base loop; or a `note` with the reason why not.
     """
 
     def __init__(self, bench: Bench, base: str, modes: Iterable[str], base_may_leave: bool):
@@ -304,7 +292,6 @@ class Arena:
         self.data: list[Any] = []
         self.rows: dict[str, dict[str, dict[str, Any]]] = {mode: {} for mode in modes}
         self.loops: dict[str, dict[str, Loop]] = {}  # in memory, by mode
-        self.groups: list[list[str]] = []  # which were timed together
 
     def enter(self, name: str) -> dict[str, Loop]:
         """Build a loop, take its first steps and add its rows; returns it for each mode."""
@@ -315,19 +302,16 @@ class Arena:
         return False
 
     def measure(self, names: Iterable[str]) -> None:
-        """Measure all loops; those that do not fit next to the others come after them."""
-        first = next(iter(self.rows.values()))
+        """Measure all loops; where memory runs out, those that are in it are timed first and make room."""
         for name in names:
-            if len(self.loops) > 1 and not fits(self.device, first.values()):
-                self.make_room(keep=self.base)
             note = self._try_to_enter(name)
             for kept in (self.base, "") if self.base_may_leave else (self.base,):
                 if note == OUT_OF_MEMORY and self.loops.keys() - {kept}:
-                    self.make_room(keep=kept)
+                    self._time_loops(keep=kept)
                     note = self._try_to_enter(name)
             if note:
-                first[name] = {"note": note}
-        self.make_room()
+                next(iter(self.rows.values()))[name] = {"note": note}
+        self._time_loops()
         self.data = []
         release(self.device)
 
@@ -343,45 +327,35 @@ class Arena:
             return note_of(error)
         return ""
 
-    def make_room(self, keep: str = "") -> None:
-        """Time the loops that are in memory in turns, then drop all but `keep`."""
+    def _time_loops(self, keep: str = "") -> None:
+        """Time the loops that are in memory, then drop all but `keep`."""
         for mode, rows in self.rows.items():
             loops = {name: modes[mode] for name, modes in self.loops.items() if mode in modes}
             if loops.keys() - {self.base} or not rows.get(self.base, {}).get("seconds"):
                 self._time_together(loops, rows)
-        failed = any("note" in rows.get(keep, {}) for rows in self.rows.values())
-        self.loops = {name: modes for name, modes in self.loops.items() if name == keep and not failed}
+        self.loops = {name: modes for name, modes in self.loops.items() if name == keep}
         release(self.device)
 
-    def _time_together(self, loops: Mapping[str, Loop], rows: dict[str, dict[str, Any]]) -> None:
+    def _time_together(self, loops: dict[str, Loop], rows: dict[str, dict[str, Any]]) -> None:
         slowest = max((rows[name]["step_seconds"] for name in loops), default=1.0)
         steps = max(1, round(self.bench.block_seconds / slowest))
 
         def block(name: str, is_warm_up: bool) -> float:
-            return timed_block(self.world, loops[name], self.data, len(self.data) if is_warm_up else steps)
+            if "note" not in rows[name]:
+                try:
+                    return timed_block(self.world, loops[name], self.data, len(self.data) if is_warm_up else steps)
+                except Exception as error:
+                    rows[name]["note"] = note_of(error)
+            return math.nan
 
-        seconds, failed = in_turns(loops, block, self.bench.options.rounds, lambda: self.bench.seconds_left > 0)
-        self.groups.append(list(loops))
-        for name, note in failed.items():
-            rows[name]["note"] = note
-        earlier = rows.get(self.base, {}).get("seconds", [])  # of the base loop, if it had to leave
+        seconds = in_turns(loops, block, self.bench.options.rounds, lambda: self.bench.seconds_left > 0)
+        seconds = {name: own for name, own in seconds.items() if "note" not in rows[name]}
+        earlier = rows.get(self.base, {}).get("seconds", [])[:]  # of the base loop, if it had to leave
         for name, own in seconds.items():
-            base = seconds.get(self.base) or ([median(earlier)] * len(own) if earlier else [])
-            if earlier and self.base not in seconds:
+            base = seconds.get(self.base, [])
+            if earlier and not base:
+                base = [median(earlier)] * len(own)
                 rows[name]["note"] = f"timed apart from {self.base}: there is no room for both"
             rows[name].setdefault("seconds", []).extend(own)
-            rows[name].setdefault("speedup", []).extend(b / mine for b, mine in zip(base, own, strict=False))
-
-
-def fits(device: torch.device, rows: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether one more loop probably has room next to the resident ones, for itself and for anyone's step.
-
-    rows: of loops like it, with `resident_bytes` between steps and `peak_bytes` within one.
-    """
-    known = [row for row in rows if "peak_bytes" in row]
-    if device.type != "cuda" or not known:
-        return True
-    resident = max(row["resident_bytes"] for row in known)
-    step = max(row["peak_bytes"] - row["resident_bytes"] for row in known)
-    room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return torch.cuda.memory_allocated(device) + resident + step < MEMORY_LIMIT * room
+            ratios = [theirs / mine for theirs, mine in zip(base, own, strict=False)]
+            rows[name].setdefault("speedup", []).extend(ratios)

@@ -7,7 +7,7 @@ clipped, fused AdamW with the same two parameter groups, the same schedule, grad
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.auto import find_blocks
 from dist_amp.config.load import load_config
-from dist_amp.config.validate import accumulation_steps
 from dist_amp.optim import learning_rate, parameter_groups
 from dist_amp.precision import DTYPES
 from dist_amp.run import Run, build_run
@@ -37,8 +36,11 @@ Step = Callable[[Sequence[Any]], object]
 UNDISTURBED = ["--run.dir", "unused", "--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
 
 
-def config_of(words: str) -> Config:
-    """The main job's config with these arguments of its command line. Errors: ConfigError."""
+def config_of(device: str, precision: str, micro_batch_size: int, accumulation: int, words: str = "") -> Config:
+    """The main job's config, with these `words` of its command line."""
+    words += f" --run.device {device} --train.steps 20000 --optim.warmup_steps 10"
+    words += f" --train.micro_batch_size {micro_batch_size} --train.accumulation_steps {accumulation} "
+    words += "--use_amp false" if precision == "fp32" else f"--precision.dtype {precision}"
     return load_config([*words.split(), *UNDISTURBED], environ={})
 
 
@@ -68,12 +70,11 @@ class RandomBytes(CausalLM):
         return [{"tokens": row} for row in rows]
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor], reduction: str = "sum") -> Tensor:
-        tokens = batch["tokens"].long()
-        logits = model(tokens[:, :-1]).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
+        total = super().loss_sum(model, batch)
+        return total if reduction == "sum" else total / self.tokens(batch)
 
 
-class RandomTokens(CausalLM):
+class RandomTokens(RandomBytes):
     """A GPT on random tokens of its whole vocabulary, built on the device. Batch: tokens [B, context + 1] int64."""
 
     def __init__(self, device: torch.device, *args: Any, **settings: Any):
@@ -86,13 +87,10 @@ class RandomTokens(CausalLM):
 
     def batches(self, steps: int, accumulation: int, size: int) -> list[list[dict[str, Tensor]]]:
         """Micro-batches of `size` samples for so many steps, on the device; the same on every call."""
-        shape, generator = (steps, accumulation, size, self.context + 1), torch.Generator(self.device).manual_seed(0)
+        generator = torch.Generator(self.device).manual_seed(0)
+        shape = (steps, accumulation, size, self.context + 1)
         tokens = torch.randint(self.shape[0], shape, device=self.device, generator=generator)
         return [[{"tokens": micro_batch} for micro_batch in step] for step in tokens]
-
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor], reduction: str = "sum") -> Tensor:
-        total = CausalLM.loss_sum(self, model, batch)  # it has its own ways to save memory
-        return total if reduction == "sum" else total / self.tokens(batch)
 
 
 @dataclass(frozen=True)
@@ -107,10 +105,6 @@ class Setup:
     @property
     def precision(self) -> str:
         return self.config.precision.name
-
-    @property
-    def accumulation(self) -> int:
-        return accumulation_steps(self.config.train, self.world.world_size)
 
     @property
     def strategy(self) -> str:
@@ -153,8 +147,7 @@ class Loop:
     module: nn.Module
     step: Step
     prepare: Callable[[], object] = lambda: None
-    # The two halves of the baseline's step.
-    backward: Step = lambda micro_batches: None
+    backward: Step = lambda micro_batches: None  # the two halves of the baseline's step
     update: Callable[[], object] = lambda: None
 
 
@@ -177,12 +170,10 @@ def baseline(setup: Setup) -> Loop:
     elif setup.strategy == "fsdp":
         model = shard(module, setup, world.mesh((world.world_size,), ("shard",)))
     optimizer, set_rate = setup.optimizer(model), setup.schedule()
-    autocast: AbstractContextManager[Any] = nullcontext()
-    if setup.precision != "fp32" and setup.strategy != "fsdp":
-        autocast = torch.autocast(world.device.type, dtype=DTYPES[setup.precision])
-    scaler = None
-    if setup.precision == "fp16":
-        scaler = torch.amp.GradScaler(world.device.type, init_scale=setup.config.precision.scaler.init_scale)
+    casts = setup.precision != "fp32" and setup.strategy != "fsdp"
+    autocast = torch.autocast(world.device.type, dtype=DTYPES[setup.precision]) if casts else nullcontext()
+    scale = setup.config.precision.scaler.init_scale
+    scaler = torch.amp.GradScaler(world.device.type, init_scale=scale) if setup.precision == "fp16" else None
 
     def backward(micro_batches: Sequence[Any]) -> None:
         for is_last, batch in mark_last(micro_batches):
@@ -243,19 +234,19 @@ def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
 # --- the optimizer update alone: unscale, clip, and step or skip, always with the gradients of `micro_batches`
 
 
-def baseline_update(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
-    """The update of the baseline loop."""
+def update_alone(setup: Setup, micro_batches: Sequence[Any], is_ours: bool = False) -> Loop:
+    """The update of the baseline loop, or of train_step with the same gradients."""
     loop = baseline(setup)
     loop.backward(micro_batches)
-    return _update_alone(loop.module, [p.grad for p in loop.module.parameters()], loop.update)
+    gradients = [parameter.grad for parameter in loop.module.parameters()]
+    run = build_run(setup.config, setup.world, setup.task) if is_ours else None
+    module = loop.module if run is None else run.parallel.module
 
+    def set_gradients() -> None:
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone() if gradient is not None else None
 
-def dist_amp_update(setup: Setup, micro_batches: Sequence[Any]) -> Loop:
-    """The update of train_step, with the same gradients."""
-    loop = baseline(setup)
-    loop.backward(micro_batches)
-    run = build_run(setup.config, setup.world, setup.task)
-    return _update_alone(run.parallel.module, [p.grad for p in loop.module.parameters()], lambda: update(run))
+    return Loop(module, lambda _: loop.update() if run is None else update(run), set_gradients)
 
 
 def update(run: Run) -> None:
@@ -270,11 +261,3 @@ def update(run: Run) -> None:
     run.scaler.update()
     run.schedule.step(run.scaler.applied)
     run.optimizer.zero_grad(set_to_none=True)
-
-
-def _update_alone(module: nn.Module, gradients: Sequence[Tensor | None], update: Callable[[], object]) -> Loop:
-    def set_gradients() -> None:
-        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-            parameter.grad = gradient.clone() if gradient is not None else None
-
-    return Loop(module, lambda _: update(), set_gradients)

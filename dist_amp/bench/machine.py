@@ -24,15 +24,15 @@ def about(device: torch.device, *packages: str) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         machine |= {"gpu": properties.name, "memory_bytes": properties.total_memory}
-        machine |= {"multiprocessors": properties.multi_processor_count}
-        machine |= {"cuda": torch.version.cuda or f"HIP {torch.version.hip}"}
+        machine |= {
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda or f"HIP {torch.version.hip}",
+        }
         machine["nvidia_smi"] = nvidia_smi(device, "driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, **dict.fromkeys(packages, MISSING)}
     for name in packages:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = MISSING
     return {"machine": machine, "versions": versions}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dist_amp.bench.loops import Loop, Setup, shard
+from dist_amp.config.validate import accumulation_steps
 from dist_amp.step import mark_last
 
 DDP_OPTIONS = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
@@ -22,7 +23,7 @@ def accelerate(setup: Setup) -> Loop:
     AcceleratorState._reset_state(reset_partial_state=True)  # it keeps one precision per process
     GradientState._reset_state()
     module, limit = setup.new_model(), setup.config.train.max_grad_norm
-    plugin = None
+    plugin, scaler = None, GradScalerKwargs(init_scale=setup.config.precision.scaler.init_scale)
     if setup.strategy == "fsdp":
         classes = sorted({type(block).__name__ for block in setup.blocks(module)})
         plugin = FullyShardedDataParallelPlugin(
@@ -31,14 +32,12 @@ def accelerate(setup: Setup) -> Loop:
             transformer_cls_names_to_wrap=classes,
             reshard_after_forward=True,
         )
-    handlers = [DistributedDataParallelKwargs(**DDP_OPTIONS)]
-    handlers += [GradScalerKwargs(init_scale=setup.config.precision.scaler.init_scale)]
     accelerator = Accelerator(
         cpu=setup.world.device.type == "cpu",
         mixed_precision="no" if setup.precision == "fp32" else setup.precision,
-        gradient_accumulation_steps=setup.accumulation,
+        gradient_accumulation_steps=accumulation_steps(setup.config.train, setup.world.world_size),
         fsdp_plugin=plugin,
-        kwargs_handlers=handlers,
+        kwargs_handlers=[DistributedDataParallelKwargs(**DDP_OPTIONS), scaler],
     )
     adamw, set_rate = setup.optimizer(module), setup.schedule()
     model, optimizer = accelerator.prepare(module, adamw)
@@ -67,24 +66,16 @@ def fabric(setup: Setup) -> Loop:
     if setup.strategy == "ddp":
         strategy = lightning.strategies.DDPStrategy(**DDP_OPTIONS)
     elif setup.strategy == "fsdp":
-        strategy = lightning.strategies.ModelParallelStrategy(
-            lambda module, mesh: shard(module, setup, mesh["data_parallel"]),
-            data_parallel_size=ranks,
-            tensor_parallel_size=1,
-        )
+        sharded = lambda module, mesh: shard(module, setup, mesh["data_parallel"])  # noqa: E731
+        strategy = lightning.strategies.ModelParallelStrategy(sharded, data_parallel_size=ranks, tensor_parallel_size=1)
     precisions = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
     # FSDP2's own policy casts to bf16, as in the other loops; autocast on top would only cost time.
     precision = precisions["fp32" if (setup.strategy, setup.precision) == ("fsdp", "bf16") else setup.precision]
     lab = lightning.Fabric(accelerator=setup.world.device.type, devices=ranks, strategy=strategy, precision=precision)
     lab.launch()
-    if setup.strategy == "fsdp":
-        model = lab.setup_module(module)
-        adamw = setup.optimizer(module)  # the parameters are sharded now
-        optimizer = lab.setup_optimizers(adamw)
-    else:
-        adamw = setup.optimizer(module)
-        model, optimizer = lab.setup(module, adamw)
-    set_rate = setup.schedule()
+    model = lab.setup_module(module)
+    adamw, set_rate = setup.optimizer(module), setup.schedule()  # the parameters may be sharded now
+    optimizer = lab.setup_optimizers(adamw)
 
     def step(micro_batches: Sequence[Any]) -> None:
         set_rate(adamw)

@@ -40,9 +40,8 @@ class Bar(NamedTuple):
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """(median, low, high): the sample's median, and an interval with the population's in 95 % of cases or more.
 
-    low and high are order statistics, so no distribution is assumed: the population's median is below the k-th smallest
-    of n values with the probability of fewer than k heads in n tosses. Below 6 values it is the sample's range, which
-    covers less than 95 %. Source: David & Nagaraja 2003, "Order Statistics", 3rd edition, section 7.1.
+    The population's median is below the k-th smallest of n values with the probability of fewer than k heads in n
+    tosses. Below 6 values it is the sample's range. Source: David & Nagaraja 2003, "Order Statistics", section 7.1.
     """
     ordered, n = np.sort(values), len(values)
     heads = np.cumsum([math.comb(n, k) / 2**n for k in range(n)])  # probability of k heads or fewer
@@ -94,16 +93,13 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def save(report: Report, text: str, folder: Path, name: str) -> None:
-    """Write the report as JSON to NAME.json and the text to NAME.md, or to `name` if it has a suffix.
-
-    Each file is replaced in one operation: the process may be killed at any time.
-    """
+    """Write the report as JSON to NAME.json and the text to NAME.md, or to `name` if it has a suffix."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / (name if "." in name else f"{name}.md")
     for file, content in ((path.with_suffix(".json"), json.dumps(plain_json(report), indent=1) + "\n"), (path, text)):
         new = file.with_name(f"{file.name}.new")
         new.write_text(content)
-        os.replace(new, file)
+        os.replace(new, file)  # the process may be killed at any time
 
 
 # --- pictures, with matplotlib where it is installed

@@ -5,10 +5,10 @@ torchrun --nproc_per_node=2 -m dist_amp.bench.tripwires --config configs/demo.to
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
-from dist_amp.bench.harness import on_a_run
+from dist_amp.bench.harness import on_a_run, timed
 from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.run import Run
 from dist_amp.step import train_step
@@ -21,25 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(run: Run) -> None:
     """Print the seconds of this rank in the checks, and in all."""
-    wait, spent = run.world.wait_for_device, 0.0
-
-    def timed(check: Callable[..., None], *arguments: Any) -> float:
-        wait()  # for work that was queued before
-        started = time.perf_counter()
-        check(*arguments)
-        wait()
-        return time.perf_counter() - started
-
-    tripwires = Consistency(run)
-    started = time.perf_counter()
+    tripwires, spent, started = Consistency(run), 0.0, time.perf_counter()
     for micro_batches in run.data:
         report = train_step(run, micro_batches)
         run.metrics.record(report)
         run.step += 1
-        spent += timed(tripwires.after_step, report, micro_batches)
+        spent += timed(run.world, partial(tripwires.after_step, report, micro_batches))
         if run.step % run.config.metrics.log_every == 0:
             row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
-            spent += timed(tripwires.on_log, row)
+            spent += timed(run.world, partial(tripwires.on_log, row))
         if run.step == run.config.train.steps:
             break
     total = time.perf_counter() - started

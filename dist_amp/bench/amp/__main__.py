@@ -141,10 +141,6 @@ def check(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
     if settings and set(names) - {"dtypes"}:
         setting, name = " ".join(settings[:2]), names[0]
         raise ConfigError(f"{setting} is no option, and {name} has its own settings; leave out one of the two")
-    try:  # before hours of measuring rather than after
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {options.out} can't be written: {error.strerror}; choose another folder") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,6 +152,10 @@ def measure_all(words: Sequence[str]) -> int:
     """Run the chosen experiments; returns the exit status. Errors: Failure."""
     options = parse(words)
     harness.single_process("amp", environment_number("WORLD_SIZE", 1))
+    try:  # before hours of measuring rather than after
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {options.out} can't be written: {error.strerror}; choose another folder") from None
     run = options.own.config().run if options.own else RunConfig()
     with (
         start(RunConfig(device="cpu" if options.reduced else run.device)) as world,

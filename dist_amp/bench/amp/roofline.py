@@ -48,8 +48,7 @@ class Ceilings(NamedTuple):
 class Count(TorchDispatchMode):
     """Counts the work on one device, forward and backward; it runs below autocast, after the casts.
 
-    Each operation reads its operands once and writes its results once. Views are not operations; nor is what runs
-    inside a compiled block, which bypasses this mode.
+    Each operation reads its operands once and writes its results once. Views are none, nor is a compiled block's work.
     """
 
     def __init__(self, device: torch.device, tf32: bool):

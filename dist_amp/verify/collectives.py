@@ -1,7 +1,7 @@
 """What one step sends: number and bytes of its collectives, by the formulas of docs/collectives.md, and counted.
 
-python -m dist_amp.bench.collectives --config configs/gpt_124m.toml [--world_size 8]
-torchrun --nproc_per_node=2 -m dist_amp.bench.collectives --config configs/fsdp_bf16.toml
+python -m dist_amp.verify.collectives --config configs/gpt_124m.toml [--world_size 8]
+torchrun --nproc_per_node=2 -m dist_amp.verify.collectives --config configs/fsdp_bf16.toml
 
 In one process it compares the strategies for the config's model on so many ranks, eight to a machine. On several ranks
 it takes steps with the config's own strategy and compares the counted bytes with the formula. MB are 10^6 bytes.
@@ -10,7 +10,7 @@ it takes steps with the config's own strategy and compares the counted bytes wit
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -64,6 +64,15 @@ class Collective(NamedTuple):
         return rounds * (self.ranks - 1) / self.ranks * max(self.bytes_in, self.bytes_out)
 
 
+class Model(NamedTuple):
+    """What is trained, before or after `build_parallel`."""
+
+    task: Task
+    module: nn.Module
+    precision: Precision
+    micro_batches: int
+
+
 # --- by the formulas
 
 
@@ -73,7 +82,7 @@ def of_ddp(parameters: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) 
     Gradients are assumed to become ready in the reverse order of the parameters; another order changes the sizes of
     buckets, not their total. dtype: in which gradients are sent; None: their own.
     """
-    # The first gradient to arrive is this rank's weight, a float32 scalar, unless gradients are compressed.
+    # The first gradient to arrive is this rank's weight, a float32 scalar; not where gradients are compressed.
     buckets, held = ([4], 4) if dtype is None else ([0], 0)
     for p in reversed([p for p in parameters if p.requires_grad]):
         if held >= (FIRST_BUCKET if len(buckets) == 1 else BUCKET):
@@ -84,37 +93,26 @@ def of_ddp(parameters: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) 
     return Counter(Collective("all_reduce", ranks, size, size) for size in buckets)
 
 
-def padded_bytes(parameters: Sequence[Tensor], shards: int, dtype: torch.dtype | None) -> int:
-    """Bytes of all shards together: FSDP2 pads each parameter's first dimension to a multiple of their number.
-
-    dtype: in which the parameters are sent; None: their own.
-    """
-    return sum(
-        math.ceil(p.shape[0] / shards) * shards * math.prod(p.shape[1:]) * (dtype or p.dtype).itemsize
-        for p in parameters
-    )
+def padded_bytes(parameters: Iterable[Tensor], shards: int, dtype: torch.dtype | None) -> int:
+    """Bytes of all shards together: FSDP2 pads each first dimension to a multiple of their number. dtype: as sent."""
+    padded = ((math.ceil(p.shape[0] / shards) * shards * math.prod(p.shape[1:]), dtype or p.dtype) for p in parameters)
+    return sum(size * sent_as.itemsize for size, sent_as in padded)
 
 
-def of_sharded(
-    config: ParallelConfig,
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    precision: Precision,
-    shards: int,
-    replicas: int,
-    micro_batches: int,
-) -> Counter[Collective]:
+def of_sharded(config: ParallelConfig, model: Model, world: World, replicas: int) -> Counter[Collective]:
     """FSDP2, or HSDP with replicas, of a model whose blocks are all trained and are called once each."""
+    shards, precision, micro_batches = world.world_size // replicas, model.precision, model.micro_batches
     casts = precision.cast_by == "policy"
     gathered_in, reduced_in = (precision.dtype, DTYPES[config.reduce_dtype]) if casts else (None, None)
     # The units: the blocks, then the root with all other parameters, in the order in which their forwards end.
+    blocks = model.task.blocks(model.module) if hasattr(model.task, "blocks") else find_blocks(model.module)
     in_blocks = [list(block.parameters()) for block in blocks]
     inside = {id(p) for block in in_blocks for p in block}
-    root = [p for p in module.parameters() if id(p) not in inside]
+    root = [p for p in model.module.parameters() if id(p) not in inside]
     counted: Counter[Collective] = Counter()
     for number, parameters in enumerate([*in_blocks, root]):
         gathered = padded_bytes(parameters, shards, gathered_in)
-        reduced = padded_bytes([p for p in parameters if p.requires_grad], shards, reduced_in)
+        reduced = padded_bytes((p for p in parameters if p.requires_grad), shards, reduced_in)
         # The last block and the root are not resharded between forward and backward: one gather instead of two. In
         # backward FSDP2 prefetches in the order of all forwards since the last step; without a root, the last prefetch
         # of a step is of the last block, and is not used.
@@ -128,28 +126,17 @@ def of_sharded(
     return Counter({one: times for one, times in counted.items() if one.bytes_in and one.ranks > 1})
 
 
-def of_a_step(
-    config: ParallelConfig,
-    strategy: Strategy,
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    precision: Precision,
-    world: World,
-    micro_batches: int,
-) -> Counter[Collective]:
+def of_a_step(config: ParallelConfig, strategy: Strategy, model: Model, world: World) -> Counter[Collective]:
     """How often a rank calls each collective in one `train_step` without the step's own all-reduce.
 
-    It holds from the third step on: in the first two DDP rebuilds its buckets. module, blocks: before or after
-    `build_parallel`.
+    It holds from the third step on: in the first two DDP rebuilds its buckets.
     """
     if strategy == "single":
         return Counter()
     if strategy == "ddp":
         dtype = None if config.comm_dtype == "off" else DTYPES[config.comm_dtype]
-        return of_ddp(list(module.parameters()), world.world_size, dtype)
-    replicas = replicas_of(config, world) if strategy == "hsdp" else 1
-    shards = world.world_size // replicas
-    return of_sharded(config, module, blocks, precision, shards, replicas, micro_batches)
+        return of_ddp(list(model.module.parameters()), world.world_size, dtype)
+    return of_sharded(config, model, world, replicas_of(config, world) if strategy == "hsdp" else 1)
 
 
 # --- counted
@@ -182,16 +169,12 @@ def measure(run: Run) -> tuple[Counter[Collective], Counter[Collective]]:
     micro_batches = next(run.data)
     with Counting() as counting:
         train_step(run, micro_batches)
-    config, parallel, world = run.config.parallel, run.parallel, run.world
-    blocks = blocks_of(run.task, parallel.module)
-    expected = of_a_step(config, parallel.strategy, parallel.module, blocks, run.precision, world, len(micro_batches))
+    parallel, world = run.parallel, run.world
+    model = Model(run.task, parallel.module, run.precision, len(micro_batches))
+    expected = of_a_step(run.config.parallel, parallel.strategy, model, world)
     if parallel.strategy != "single" and parallel.carrier is None:
         expected[Collective("all_reduce", world.world_size, STEP_SUMS, STEP_SUMS)] += 1
     return expected, counting.collectives
-
-
-def blocks_of(task: Task, module: nn.Module) -> Sequence[nn.Module]:
-    return list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
 
 
 # --- the command
@@ -203,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare_or_check(words: Sequence[str]) -> int:
-    parser = Parser("python -m dist_amp.bench.collectives", __doc__)
+    parser = Parser("python -m dist_amp.verify.collectives", __doc__)
     parser.add_argument("--world_size", type=int, default=8, help="ranks to compare the strategies on; default: 8")
     options, words = parser.parse_known_args(words)
     if environment_number("WORLD_SIZE", 1) > 1:
@@ -219,19 +202,16 @@ def compare_or_check(words: Sequence[str]) -> int:
 def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[str]:
     """Lines: what a step of each strategy sends on so many ranks, without the step's own all-reduce of a few bytes."""
     world = World(world_size=ranks, local_world_size=min(ranks, RANKS_PER_MACHINE))
-    micro_batches, replicas = accumulation_steps(config.train, ranks), replicas_of(config.parallel, world)
-    precision, blocks = build_precision(config.precision, True, world), blocks_of(task, module)
-    last, every = (replace(config.parallel, accumulate_reduce=when) for when in ("last", "every"))
-    ways: list[tuple[str, Strategy, ParallelConfig]] = [("ddp", "ddp", config.parallel)]
-    ways += [("fsdp, last", "fsdp", last), ("fsdp, every", "fsdp", every)]
-    if ranks % replicas == 0:
-        ways += [(f"hsdp of {replicas}, last", "hsdp", last), (f"hsdp of {replicas}, every", "hsdp", every)]
-    steps = {
-        name: of_a_step(parallel, strategy, module, blocks, precision, world, micro_batches)
-        for name, strategy, parallel in ways
-    }
+    replicas, micro_batches = replicas_of(config.parallel, world), accumulation_steps(config.train, ranks)
+    model = Model(task, module, build_precision(config.precision, True, world), micro_batches)
+    steps = {"ddp": of_a_step(config.parallel, "ddp", model, world)}
+    strategies: dict[str, Strategy] = {"fsdp": "fsdp", f"hsdp of {replicas}": "hsdp"}
+    for name, strategy in strategies.items():
+        for when in ("last", "every") if strategy == "fsdp" or ranks % replicas == 0 else ():
+            parallel = replace(config.parallel, accumulate_reduce=when)
+            steps[f"{name}, {when}"] = of_a_step(parallel, strategy, model, world)
     parameters = sum(p.numel() for p in module.parameters())
-    head = f"{parameters:,} parameters, {ranks} ranks, {precision.name}, a step of {micro_batches} micro-batches"
+    head = f"{parameters:,} parameters, {ranks} ranks, {model.precision.name}, a step of {micro_batches} micro-batches"
     return [head, "", *table(steps)]
 
 
@@ -239,17 +219,22 @@ def check(run: Run) -> None:
     """Print a step's collectives. Errors: Failure if the bytes differ from the formula's."""
     expected, counted = measure(run)
     ranks, device = run.world.world_size, run.world.device.type
-    run.world.say(f"{run.parallel.strategy} on {ranks} x {device}, {run.precision.name}\n")
-    run.world.say("\n".join(table({"formula": expected, "counted": counted})))
-    sums: list[Counter[str]] = [Counter(), Counter()]  # bytes that a rank puts in, by kind
-    for total, step in zip(sums, (expected, counted), strict=True):
-        for one, times in step.items():
-            total[f"{one.kind} of {one.ranks}"] += times * one.bytes_in
-    if sums[0] != sums[1]:
+    head = f"{run.parallel.strategy} on {ranks} x {device}, {run.precision.name}"
+    run.world.say("\n".join([head, "", *table({"formula": expected, "counted": counted})]))
+    by_formula, by_count = bytes_in(expected), bytes_in(counted)
+    if by_formula != by_count:
         raise Failure(
-            f"rank {run.world.rank} put {dict(sums[1])} bytes into collectives, by the formula {dict(sums[0])}; the "
-            "formula does not cover modules that are frozen or called more than once"
+            f"rank {run.world.rank} put {by_count} bytes into collectives, by the formula {by_formula}; the formula "
+            "does not cover modules that are frozen or called more than once"
         )
+
+
+def bytes_in(step: Counter[Collective]) -> dict[str, int]:
+    """What a rank puts in, by kind and size of the group."""
+    total: Counter[str] = Counter()
+    for one, times in step.items():
+        total[f"{one.kind} of {one.ranks}"] += times * one.bytes_in
+    return dict(total)
 
 
 def table(steps: dict[str, Counter[Collective]]) -> list[str]:
