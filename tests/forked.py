@@ -7,6 +7,7 @@ Tests in which those matter ask the `launch` fixture for a fresh process.
 import importlib
 import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -71,7 +72,10 @@ def _main(module: str, args: list[str], folder: Path, environ: dict[str, str], o
     import torch
 
     torch.set_num_threads(1)
-    sys.exit(importlib.import_module(module).main())
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        sys.exit(importlib.import_module(module).main())
 
 
 class Launch:
@@ -104,7 +108,7 @@ class Launch:
         )
 
     def module(self, module: str, *args: object, timeout: float = 300, **environment: str):
-        """`python -m MODULE ARGS`, forked; the module has a main() that returns the exit status."""
+        """`python -m MODULE ARGS`, forked, of a module with a main() that returns the exit status; or a script.py."""
         return finish(Forked(list(map(str, args)), self.folder, self.environ(environment), module), timeout)
 
     def environ(self, more: dict[str, str]) -> dict[str, str]:

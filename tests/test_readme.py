@@ -3,8 +3,6 @@
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,11 +37,6 @@ def code_lines(source):
     return ast.unparse(function).splitlines()
 
 
-def python(folder, *words):
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(folder)}
-    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
-
-
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 150
     assert len(README.split()) <= 1100
@@ -56,10 +49,10 @@ def test_the_readmes_training_step_is_the_real_one():
     assert code_lines(shown) == code_lines(inspect.getsource(train_step))
 
 
-def test_the_readmes_task_trains_by_the_command_that_it_shows(tmp_path):
+def test_the_readmes_task_trains_by_the_command_that_it_shows(launch, tmp_path):
     (tmp_path / "my_file.py").write_text(TASK)
-    (command,) = re.findall(r"^python (-m dist_amp.train --task.target my_file.*)$", README, re.MULTILINE)
-    done = python(tmp_path, *command.split(), "--run.dir", "run")
+    (arguments,) = re.findall(r"^python -m dist_amp.train (--task.target my_file.*)$", README, re.MULTILINE)
+    done = launch(0, *arguments.split(), "--run.dir", "run", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "done: 300 steps (300 applied, 0 skipped)" in done.stdout
 
@@ -71,10 +64,10 @@ def test_the_readmes_task_trains_by_the_command_that_it_shows(tmp_path):
         pytest.param(NOTEBOOK, r"last loss ([\d.]+), held out ([\d.]+)\n", id="recipes"),
     ],
 )
-def test_the_notebook_snippets_train_and_leave_no_files(snippet, printed, tmp_path):
+def test_the_notebook_snippets_train_and_leave_no_files(launch, snippet, printed, tmp_path):
     (tmp_path / "my_file.py").write_text(TASK)
     (tmp_path / "notebook.py").write_text(snippet)
-    done = python(tmp_path, "notebook.py")
+    done = launch.module("notebook.py", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.fullmatch(printed, done.stdout).groups()]
     assert max(losses) < 2, "from 16 at the start, the mean of |x| squared"
