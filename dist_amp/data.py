@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -228,7 +229,7 @@ class Batches:
     def _open(self, limit: int | None) -> None:
         """Start loading from `position`, for at most `limit` steps."""
         self._steps = self.plan.steps(self.position)
-        requests = self.plan.requests(self.position, limit)
+        requests = partial(self.plan.requests, self.position, limit)
         pin_memory = self.device.type == "cuda"
         self._batches, close = loader.load(
             self.fetch, requests, self._workers, pin_memory, self.plan.seed, self.plan.rank

@@ -179,6 +179,12 @@ def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, 
             next(run.data)
         assert len(attempts) == 3
     else:
+        _, expected = next(run.data.plan.requests(0, 1))
         assert len(next(run.data)) == 1
+        assert [indices for _, indices in run.data.handed_out] == [expected]
+        first = make_run(World(), Tiny(), "--data.workers", 0)
+        assert torch.equal(run.data.handed_out[0][0]["x"], next(first.data)[0]["x"]), (
+            "no sample was lost with the attempt"
+        )
         assert len(attempts) == 2
         run.data.close()

@@ -21,17 +21,19 @@ START_ATTEMPTS = 3
 
 
 def load(
-    fetch: Any, requests: Iterable[Any], workers: int, pin_memory: bool, seed: int, rank: int
+    fetch: Any, requests: Callable[[], Iterable[Any]], workers: int, pin_memory: bool, seed: int, rank: int
 ) -> tuple[Iterator[Any], Callable[[], None]]:
-    """(fetch[request] for each of the requests, in order; what ends the workers). workers=0: made in this process.
+    """(fetch[request] for each of requests(), in order; what ends the workers). workers=0: made in this process.
+
+    Each attempt to start the workers calls requests() anew, since one that failed has taken the first of them.
 
     Errors: DataError where the workers do not start.
     """
     if not workers:
-        return iter(_loader(fetch, requests, 0, pin_memory, seed, None)), lambda: None
+        return iter(_loader(fetch, requests(), 0, pin_memory, seed, None)), lambda: None
     for _ in range(START_ATTEMPTS):
         started = multiprocessing.Semaphore(0)
-        batches: Any = iter(_loader(fetch, requests, workers, pin_memory, seed, started))
+        batches: Any = iter(_loader(fetch, requests(), workers, pin_memory, seed, started))
         if all(started.acquire(timeout=START_SECONDS) for _ in range(workers)):
             return batches, partial(shut_down, batches)
         shut_down(batches)
