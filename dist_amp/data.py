@@ -15,10 +15,11 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import default_collate, get_worker_info
 
-from dist_amp.errors import DataError, in_one_line
-from dist_amp.runtime import loader
+from dist_amp.config.validate import check_length
+from dist_amp.errors import DataError
+from dist_amp.runtime.loader import Fetch, Request, load
+from dist_amp.runtime.nested import to_device
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
@@ -40,9 +41,6 @@ class Shard:
     counts: bool = True  # False: padding
 
 
-Request = tuple[int, tuple[int, ...]]  # seed, samples' indices
-
-
 def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
     """The samples' order in one epoch: [length] int64."""
     if not shuffle:
@@ -52,12 +50,19 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tens
 
 
 def shard_step(window: Sequence[int], world_size: int, micro_batch_size: int, rank: int) -> list[Shard]:
-    """One step's samples -> this rank's micro-batches: the same number on every rank, the last one split evenly."""
-    size = world_size * micro_batch_size
+    """One step's samples -> this rank's micro-batches: the same number on every rank.
+
+    None has a single sample, on which batch norm fails, if they can be split otherwise; some ranks get padding instead.
+    """
+    length, padding = len(window), tuple(window[: min(2, micro_batch_size)])
+    count = math.ceil(length / (world_size * micro_batch_size))
+    used = max(min(count * world_size, length // 2), math.ceil(length / micro_batch_size))  # of count * world_size
     shards = []
-    for start in range(0, len(window), size):
-        mine = tuple(window[start : start + size][rank::world_size])
-        shards.append(Shard(mine) if mine else Shard((window[start],), counts=False))
+    for first in range(0, count * world_size, world_size):
+        last = min(first + world_size, used)
+        share = window[first * length // used : last * length // used]
+        mine = tuple(share[rank :: last - first]) if rank < last - first else ()
+        shards.append(Shard(mine) if mine else Shard(padding, counts=False))
     return shards
 
 
@@ -72,13 +77,14 @@ class Plan:
     rank: int
     seed: int
     shuffle: bool
+    drop_last: bool = False  # leave out the last step of an epoch if it is not full
 
     def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
         """(samples consumed after the step, micro-batches) from `position` on, epoch after epoch without end."""
         epoch, offset = divmod(position, self.length)
         while True:
             order = epoch_order(self.length, self.seed, epoch, self.shuffle)
-            while offset < self.length:
+            while offset + (self.global_batch_size if self.drop_last else 1) <= self.length:
                 window = order[offset : offset + self.global_batch_size].tolist()
                 offset += len(window)
                 shards = shard_step(window, self.world_size, self.micro_batch_size, self.rank)
@@ -90,52 +96,6 @@ class Plan:
         for consumed, shards in islice(self.steps(position), limit):
             for number, shard in enumerate(shards):
                 yield hash((self.seed, consumed, number, self.rank)) % 2**63, shard.indices
-
-
-class Fetch:
-    """Map-style view of a dataset by micro-batches, so that a loader worker collates what it reads.
-
-    A sample that can't be read gives a DataError in the micro-batch's place, for the rank to raise: what a worker
-    raises reaches it as text, with the traceback in it.
-    """
-
-    def __init__(self, dataset: Any, task: Task, split: str):
-        self.dataset = dataset
-        self.collate = getattr(task, "collate", default_collate)
-        self.split = split
-
-    def __getitem__(self, request: Request) -> Any:
-        seed, indices = request
-        if get_worker_info() is not None:
-            # A worker's own random numbers would depend on how many workers there are and when they were started.
-            seed_all(seed)
-        try:
-            samples = self.read(indices)
-        except Exception as error:
-            return self._unreadable(indices, error)
-        try:
-            return self.collate(samples)
-        except Exception as error:
-            return DataError(
-                f"{samples_text(indices)} of the {self.split} split do not make one batch: {in_one_line(error)}; give "
-                "all samples the same keys, shapes and types, or the task a collate(samples)"
-            )
-
-    def read(self, indices: tuple[int, ...]) -> list[Any]:
-        if hasattr(self.dataset, "__getitems__"):
-            return self.dataset.__getitems__(list(indices))
-        return [self.dataset[index] for index in indices]
-
-    def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
-        """The error for samples that can't be read; it names the first that can't be read alone."""
-        for index in indices:
-            try:
-                self.read((index,))
-            except Exception as own_error:
-                indices, error = (index,), own_error
-                break
-        what = f"{samples_text(indices)} of the {self.split} split"
-        return DataError(f"{what} could not be read: {in_one_line(error)}; fix or remove it")
 
 
 class Batches:
@@ -231,36 +191,18 @@ class Batches:
         self._steps = self.plan.steps(self.position)
         requests = partial(self.plan.requests, self.position, limit)
         pin_memory = self.device.type == "cuda"
-        self._batches, close = loader.load(
-            self.fetch, requests, self._workers, pin_memory, self.plan.seed, self.plan.rank
-        )
+        self._batches, close = load(self.fetch, requests, self._workers, pin_memory, self.plan.seed, self.plan.rank)
         self.close = weakref.finalize(self, close)  # also at exit: workers ignore the SIGTERM that Python sends
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Tensors in nested dicts, lists and tuples moved to the device; from pinned memory without waiting."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    return batch
-
-
-def samples_text(indices: Sequence[int]) -> str:
-    shown = ", ".join(map(str, indices[:64])) + (", ..." if len(indices) > 64 else "")
-    return f"sample{'s' if len(indices) > 1 else ''} {shown}"
 
 
 def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:
     """The task's dataset of a split, each node's first rank first: it fills the caches that the others read."""
     with world.one_per_node_first():
         dataset = task.build_dataset(split)
-    if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if dataset is not None and (not by_index or isinstance(dataset, str | bytes | Mapping)):
         raise DataError(
-            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__} without len() and []; "
+            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__}, not samples by number; "
             "return a map-style dataset (streaming ones can be saved to disk and loaded)"
         )
     return dataset
@@ -278,17 +220,9 @@ def build_batches(
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     length = len(dataset) if dataset is not None else 0
-    if length == 0:
-        raise DataError(
-            "the training dataset is empty; check data.name, data.path, data.split and the task's build_dataset"
-        )
-    if length < global_batch_size:
-        raise DataError(
-            f"the training dataset has {length} samples, fewer than one global batch of {global_batch_size} = "
-            f"micro_batch_size {micro_batch_size} x {world.world_size} ranks x accumulation_steps "
-            f"{accumulation_steps}; use more data or a smaller batch"
-        )
-    plan = Plan(length, global_batch_size, micro_batch_size, world.world_size, world.rank, seed, config.shuffle)
+    check_length(length, micro_batch_size, accumulation_steps, world)
+    ranks = (world.world_size, world.rank)
+    plan = Plan(length, global_batch_size, micro_batch_size, *ranks, seed, config.shuffle, config.drop_last)
     return Batches(dataset, task, plan, config.workers, world.device)
 
 

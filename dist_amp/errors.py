@@ -60,7 +60,8 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's type, its first line, and where it was raised."""
-    places = traceback.extract_tb(error.__traceback__)
+    """The error's type, its first line, and where it was raised: outside of installed packages, if anywhere."""
+    places = list(traceback.extract_tb(error.__traceback__))
+    places = [place for place in places if "-packages" not in place.filename] or places
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return f"{type(error).__name__}: {first_line(error)}{where}"

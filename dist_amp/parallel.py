@@ -17,13 +17,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_amp.config.validate import replicas_of
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.config.validate import check_shardable, replicas_of
 from dist_amp.fast.fused import local
 from dist_amp.fast.kernels import norms_of
+from dist_amp.fast.missing_gradients import KNOWS_UNREDUCED, FinishReduction, ReduceEveryBlock
 from dist_amp.fast.process_group import all_reduce_sum, reduce_options
+from dist_amp.optimizers.ema import Ema
 from dist_amp.precision import DTYPES, Precision, Scaler
-from dist_amp.runtime.batch_statistics import averaged_statistics, batch_statistics, set_statistics
+from dist_amp.runtime.batch_statistics import averaged_statistics, set_statistics
+from dist_amp.runtime.block_calls import BlockCalls
+from dist_amp.runtime.meta import materialise
 from dist_amp.settings import ParallelConfig, Strategy
 from dist_amp.world import World
 
@@ -100,7 +103,8 @@ class Parallel:
 
     model: what the loop calls; module: the same without DDP's wrapper. gradient_sync(on): the context around a
     micro-batch's forward and backward. parameters: those that are trained. replicas: ranks that hold the same gradient.
-    state_device: where parameters and moments are: the device, unless offloaded.
+    state_device: where parameters and moments are: the device, unless offloaded. gradient_sums: None, or one
+    float32 per parameter, to which each step adds the norms of the local gradients.
     """
 
     def __init__(
@@ -122,9 +126,10 @@ class Parallel:
         self.gradient_sync = gradient_sync
         self.state_device = state_device or world.device
         self.carrier = carrier
+        self.ema: Ema | None = None  # a moving average of the parameters
         self.parameters = [p for p in model.parameters() if p.requires_grad]  # walking the modules costs 160 us
         self._reduce_options = reduce_options() if world.world_size > 1 else None
-        self._all_checked = False
+        self.gradient_sums: Tensor | None = None
         # On the device: a number from the host costs an operation more than what it computes.
         self._ranks = torch.tensor([replicas, world.world_size], dtype=torch.float32, device=world.device)
 
@@ -139,14 +144,16 @@ class Parallel:
 
         inf or nan if any gradient on any rank is not finite. Tells the normalizer the step's total weight. One
         all-reduce of two numbers where gradients are sharded; none under DDP, where all ranks hold the same gradients.
-        Errors: DataError for a parameter without a gradient. Source: Pascanu et al. 2013, arXiv:1211.5063.
+        A missing gradient counts as zero. Source: Pascanu et al. 2013, arXiv:1211.5063.
         """
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        # DDP synchronises nothing while a gradient is missing, in later steps too: each rank would apply its own.
-        if not self._all_checked or (self.strategy == "ddp" and len(gradients) < len(self.parameters)):
-            self._check_all_have_gradients()
-            self._all_checked = True
+        gradients: list[Any] = [p.grad for p in self.parameters]
+        if any(gradient is None for gradient in gradients):  # as of idle experts
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients = [p.grad for p in self.parameters]
         norms = norms_of([local(gradient) for gradient in gradients] if self.sharded else gradients)
+        if self.gradient_sums is not None:
+            self.gradient_sums += norms
         if self.carrier is not None:
             normalizer.finish_from_carrier(scaler)
         elif self._reduce_options is None:
@@ -160,14 +167,6 @@ class Parallel:
             return square.sqrt()
         return torch.linalg.vector_norm(norms)
 
-    def _check_all_have_gradients(self) -> None:
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                raise DataError(
-                    f"rank {self.world.rank}: the parameter {name} gets no gradient from the task's loss; use it in "
-                    "every step, or set requires_grad=False"
-                )
-
     def average_batch_statistics(self) -> None:
         """Make batch norm's running statistics equal on all ranks."""
         if self.world.world_size > 1:
@@ -175,12 +174,12 @@ class Parallel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode, without gradients, with batch statistics averaged over the ranks."""
+        """Evaluation mode, without gradients, with batch statistics averaged over the ranks, and the EMA's weights."""
         self.average_batch_statistics()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.ema.as_parameters() if self.ema else NOTHING:
                 yield
         finally:
             for module, mode in modes:
@@ -198,32 +197,37 @@ def build_parallel(
     """Lay `module` out over the ranks. Build the optimizer after this: sharding replaces the parameters."""
     if strategy in ("fsdp", "hsdp"):
         return _shard(config, strategy, module, blocks, precision, world)
-    module = module.to(world.device)
+    module = materialise(module, world.device).to(world.device)
     return Parallel(strategy, module, module, world) if strategy == "single" else _replicate(config, module, world)
 
 
 def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Parallel:
     """DDP: a full copy on each rank, gradients averaged in buckets while backward runs."""
     carrier = None
-    if config.comm_dtype == "off":  # a compressed weight would not be exact: it then travels with the norm
+    if config.comm_dtype == "off" and KNOWS_UNREDUCED:  # elsewhere the weight travels with the norm: compressed, it
+        # would not be exact, and a search for unused parameters does not find it in the model
         carrier = nn.Parameter(torch.zeros((), device=world.device))
         module.register_parameter(CARRIER, carrier)  # while DDP makes its buckets, and no longer
+    order = [p for p in module.parameters() if p.requires_grad]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # 2.13's new name is unknown to 2.11
         model = DistributedDataParallel(
             module,
             device_ids=[world.device] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            find_unused_parameters=not KNOWS_UNREDUCED,
             broadcast_buffers=False,  # a collective per forward for batch statistics alone; see `evaluating`
         )
     if carrier is not None:
         delattr(module, CARRIER)
-    else:
+    if config.comm_dtype != "off":
         hook = default_hooks.bf16_compress_hook if config.comm_dtype == "bf16" else default_hooks.fp16_compress_hook
         model.register_comm_hook(None, hook)
 
+    finish = FinishReduction(model, order)
+
     def gradient_sync(on: bool) -> AbstractContextManager[Any]:
-        return NOTHING if on else model.no_sync()  # around the forward too: DDP reads its flag there
+        return finish if on else model.no_sync()  # around the forward too: DDP reads its flag there
 
     return Parallel("ddp", module, model, world, world.world_size, gradient_sync, carrier=carrier)
 
@@ -237,11 +241,7 @@ def _shard(
     world: World,
 ) -> Parallel:
     """FSDP2: each block is one unit, gathered for its forward and backward; what remains is the root's own unit."""
-    if precision.cast_by == "policy" and (statistics := batch_statistics(module)):
-        raise ConfigError(
-            f"precision.cast_by=policy (auto's choice under {strategy}) would cast the weights of "
-            f"{next(iter(statistics)).rpartition('.')[0]} but not its batch statistics; use precision.cast_by=autocast"
-        )
+    check_shardable(strategy, module, precision.cast_by == "policy")
     replicas = replicas_of(config, world) if strategy == "hsdp" else 1
     shape = (replicas, world.world_size // replicas) if strategy == "hsdp" else (world.world_size,)
     names = ("replicate", "shard") if strategy == "hsdp" else ("shard",)
@@ -255,12 +255,15 @@ def _shard(
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()
     for number, block in enumerate(blocks):
+        materialise(block, world.device)  # one block in full at a time, if its weights are loaded later
         # The last block's backward comes first: gathering it again at once would be a waste.
         fully_shard(block, reshard_after_forward=number < len(blocks) - 1, mp_policy=policy, **options)
     # The model's output alone is float32 again: the loss is summed in it.
     policy = replace(policy, output_dtype=torch.float32)
     # The root's own parameters, such as a head's, are not resharded after forward: backward begins with them.
-    model = fully_shard(module, mp_policy=policy, reshard_after_forward=False, **options)
+    model = fully_shard(materialise(module, world.device), mp_policy=policy, reshard_after_forward=False, **options)
+    ReduceEveryBlock(model)
+    BlockCalls(module, {name: part for name, part in module.named_modules() if part in set(blocks)}, world.rank)
     # A unit's all-gather is issued before the unit ahead of it computes, so that a slow host does not delay it; no more
     # units are gathered at once than by default, and backward's default is the same. Source: torch's FSDPModule.
     units: list[Any] = [model, *blocks]

@@ -8,18 +8,22 @@ import torch
 from torch import nn
 
 from dist_amp.checkpoint.compatibility import check_config
+from dist_amp.checkpoint.frozen import FrozenBase
 from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.state import load
-from dist_amp.config.auto import find_blocks, pick_strategy
+from dist_amp.config.auto import pick_blocks, pick_cast, pick_strategy
 from dist_amp.config.load import defaults_of, load_config, to_toml
-from dist_amp.config.task_class import build_task
+from dist_amp.config.task_class import build_task, check_model, find_task
 from dist_amp.config.validate import accumulation_steps, check_parallel
 from dist_amp.data import Batches, build_batches, build_split, build_validation
 from dist_amp.errors import error_context
 from dist_amp.fast.compile import check_compile, prepare_blocks
 from dist_amp.optim import Schedule, build_optimizer
+from dist_amp.optimizers.ema import Ema
 from dist_amp.parallel import LossNormalizer, Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
+from dist_amp.runtime.meta import build_module, load_parameters
+from dist_amp.runtime.parameter_dtype import to_float32
 from dist_amp.runtime.process import set_determinism
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.runtime.run_folder import run_folder
@@ -41,6 +45,7 @@ class Run:
     task: Task
     precision: Precision
     parallel: Parallel
+    frozen: FrozenBase
     normalizer: LossNormalizer
     scaler: Scaler
     clip: Clip
@@ -77,23 +82,26 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     checkpoint = checkpoint_to_resume(config.run.resume, folder, world)
     if checkpoint is not None:
         samples = config.train.micro_batch_size * micro_batches * world.world_size
-        check_config(checkpoint, to_toml(config), samples, world, defaults_of(config))
+        own_schedule = hasattr(task or find_task(config.task.target), "schedule")
+        check_config(checkpoint, to_toml(config), samples, world, defaults_of(config), own_schedule)
     task = build_task(config.task, config.data) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere
     precision, parallel = build_model(config, task, micro_batches, world)
+    load_parameters(task, parallel.module, world, resumes=checkpoint is not None)
     scaler = Scaler(config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device)
     with model_context(parallel.module, parallel.strategy):
-        optimizer = build_optimizer(parallel.model, config.optim)
-    schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device)
+        optimizer = build_optimizer(parallel.module, config.optim, task, world.say)
+        parallel.ema = Ema(parallel.module, config.optim.ema) if config.optim.ema != "off" else None
+    schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device, task)
     data, validation = build_data(config, task, micro_batches, world)
 
     seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
     normalizer, metrics = LossNormalizer(world, parallel.carrier), Metrics(config.metrics, world)
     clip = Clip(config.train.clip_by, config.train.clip_limit)
     run = Run(
-        config, world, folder, task, precision, parallel, normalizer, scaler, clip, optimizer, schedule,
-        data, validation, metrics,
+        config, world, folder, task, precision, parallel, FrozenBase(parallel), normalizer, scaler, clip, optimizer,
+        schedule, data, validation, metrics,
     )  # fmt: skip
     if checkpoint is not None:
         with model_context(parallel.module, parallel.strategy):
@@ -104,19 +112,23 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
 
 def model_context(module: nn.Module, strategy: Strategy) -> AbstractContextManager[None]:
     """What an error in this block has to do with: where memory runs out, it says how much the model will take."""
-    return error_context(parameters=sum(p.numel() for p in module.parameters()), strategy=strategy)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    parameters = sum(p.numel() for p in module.parameters())
+    return error_context(parameters=parameters, trained=trained, strategy=strategy)
 
 
 def build_model(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Precision, Parallel]:
     """The task's model in its precision, laid out over the ranks."""
-    module = task.build_model()
-    if not any(part.training for part in module.modules()):
-        module.train()  # pretrained models come in evaluation mode
+    module = build_module(task)
+    if converted := to_float32(module, frozen_too=not config.precision.use_amp):
+        world.say(converted)
     strategy = pick_strategy(config.parallel, module, world)
-    check_parallel(config.parallel, strategy, config.precision, world)
+    check_model(module, strategy)
+    cast = pick_cast(config.precision, strategy, module, world)
+    check_parallel(config.parallel, strategy, cast, world)
     check_compile(config.compile, strategy, micro_batches, world)
-    precision = build_precision(config.precision, strategy in ("fsdp", "hsdp"), world)
-    blocks = list(task.blocks(module) if hasattr(task, "blocks") else find_blocks(module))
+    precision = build_precision(cast, strategy in ("fsdp", "hsdp"), world)
+    blocks = pick_blocks(config, strategy, task, module, world)
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
     with model_context(module, strategy):
         return precision, build_parallel(config.parallel, strategy, module, blocks, precision, world)

@@ -57,6 +57,8 @@ class DataConfig:
     """Loader processes per rank; 0: batches are made in the training process."""
     shuffle: bool = True
     """A new order every epoch; false: the dataset's own."""
+    drop_last: bool = False
+    """Leave out the last samples of an epoch that do not fill a step."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class PrecisionConfig:
     dtype: Literal["bf16", "fp16"] = "bf16"
     """The dtype of mixed precision; fp16 uses the loss scaler."""
     cast_by: Literal["auto", "autocast", "policy"] = "auto"
-    """Who casts: autocast (any strategy) or FSDP2's policy (fsdp, hsdp); auto: the policy if sharded."""
+    """Who casts: autocast (any strategy) or FSDP2's policy (fsdp, hsdp); auto: the policy if sharded,
+    unless the model has batch norm."""
     tf32: bool = False
     """Let CUDA round float32 products to TF32 (10 bits of mantissa) on the tensor cores."""
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
@@ -162,12 +165,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw: Loshchilov & Hutter 2019, arXiv:1711.05101; or sgd with momentum."""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """adamw: Loshchilov & Hutter 2019, arXiv:1711.05101; sgd with momentum; muon: hidden matrices by Muon, the rest by
+    AdamW (optimizers/muon.py). A task's optimizer(groups, lr) takes its place."""
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How lr decays after the warm-up, until the last step."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How lr decays after the warm-up, until the last step; wsd: constant, then linear (Hu et al. 2024,
+    arXiv:2404.06395). A task's schedule(step) takes its place."""
+    decay_ratio: Annotated[float, Range(above=0, high=1)] = 0.2
+    """wsd: the share of train.steps at their end in which lr decays. Source: Hägele et al. 2024, arXiv:2405.18392."""
     warmup_steps: Annotated[int, Range(low=0)] = 0
     """Applied steps over which lr rises linearly from zero."""
     min_lr_ratio: Annotated[float, Range(low=0, high=1)] = 0.1
@@ -179,10 +186,13 @@ class OptimConfig:
     eps: PositiveFloat = 1e-8
     """AdamW's term for numerical stability."""
     momentum: Beta = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd, and of muon, which is usually 0.95."""
     fused: bool = True
     """One kernel that unscales, clips, steps or skips; false: unscale_, clip_grad_norm_, step and update one by one,
     with two host reads per step."""
+    ema: Annotated[float, Range(above=0, below=1)] | Literal["off"] = "off"
+    """Decay of a moving average of the parameters, which evaluation, export and sample then use: 0.999 averages about
+    1,000 applied steps. off: none."""
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,19 @@ Words: a micro-batch is one forward and backward; a step is one optimizer step f
 where an epoch ends; a step is applied or skipped.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dist_amp.config.task_class import as_scalar, check_loss, check_metrics
+from dist_amp.config.task_class import as_scalar, check_loss, check_model_use, check_weight
 from dist_amp.data import Padding
-from dist_amp.errors import add_context, error_context
+from dist_amp.errors import DataError, add_context, error_context
 from dist_amp.run import Run
 from dist_amp.task import Task
 from dist_amp.telemetry.async_copy import StepReport
+from dist_amp.telemetry.weighted_means import WeightedMeans
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
@@ -41,6 +41,9 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     run.scaler.update()
     run.schedule.step(run.scaler.applied)
     run.optimizer.zero_grad(set_to_none=True)
+    if run.parallel.ema is not None:
+        run.parallel.ema.update(run.scaler.applied)
+    run.step += 1
     return StepReport(losses, run.normalizer.weight, norm, run.scaler.applied)
 
 
@@ -53,8 +56,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
     if run.validation is None:
         return {}
     metrics = getattr(run.task, "metrics", None)
-    weight = torch.zeros((), dtype=torch.float64, device=run.world.device)
-    sums: dict[str, Tensor] = {}
+    means = WeightedMeans(run.world)
     with run.parallel.evaluating():
         for micro_batches in run.validation.one_epoch(run.config.eval.batches):
             if stop is not None and stop():
@@ -62,20 +64,25 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
             for batch in micro_batches:
                 content, counts = (batch.batch, 0.0) if isinstance(batch, Padding) else (batch, 1.0)
                 with run.precision.autocast(), error_context(batch=batch):
-                    values = check_metrics(metrics(run.model, content), sums) if metrics else {}
+                    values = means.checked(metrics(run.parallel.module, content)) if metrics else {}
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
-                for name, value in values.items():
-                    value = as_scalar(value, f"metrics() gave {name}", run.world.device)
-                    sums[name] = sums.get(name, 0.0) + value.detach().double() * counts
-                weight += as_scalar(run.task.weight(content), "weight() returned", run.world.device) * counts
-    totals = run.world.sum(torch.stack([weight, *sums.values()])).tolist()
-    return {name: total / totals[0] if totals[0] else math.nan for name, total in zip(sums, totals[1:], strict=True)}
+                    means.add(values, run.task.weight(content), counts)
+    return means.over_all_ranks()
 
 
 def total_weight(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
     """What this rank's micro-batches count for: scalar float32 on the device; plain numbers reach it without a copy."""
-    weights = [task.weight(batch) for batch in micro_batches if not isinstance(batch, Padding)]
+    if not micro_batches:
+        raise DataError("train_step got no micro-batches; give it those of one step, as next(run.data) returns them")
+    weights = []
+    for batch in micro_batches:
+        if not isinstance(batch, Padding):
+            try:
+                weights.append(check_weight(task.weight(batch)))
+            except BaseException as error:
+                add_context(error, batch=batch)
+                raise
     total = torch.full((), float(sum(w for w in weights if not isinstance(w, Tensor))), device=device)
     for weight in weights:
         if isinstance(weight, Tensor):
@@ -90,6 +97,7 @@ def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> T
         loss = check_loss(task.loss_sum(model, batch.batch if padding else batch), device)
     except BaseException as error:  # a context manager would cost each micro-batch a microsecond
         add_context(error, batch=batch)
+        check_model_use(error)
         raise
     return loss * 0.0 if padding else loss
 

@@ -7,9 +7,18 @@ No base class and no registry: `Task` only writes the methods down. Optional met
     tokens(batch)           int: how many tokens a batch holds, for tokens per second
     flops_per_item(model)   number: the floating-point operations of one sample's forward and backward, for MFU; a
                             multiply-add is two, recomputation none; telemetry.mfu.count_flops counts them
-    metrics(model, batch)   dict of scalar sums for evaluation, each divided by the total weight as the loss is;
-                            with a "loss" among them, loss_sum is not called a second time
+    metrics(model, batch)   dict of scalar sums for evaluation, each divided by the total weight as the loss is, or of
+                            pairs (sum, weight) with weights of their own; the model comes without DDP's wrapper; with
+                            a "loss" among them, loss_sum is not called again
+    load(model)             fills the parameters, sharded or whole, from files: build_model's are on the meta device
+    export(model, folder)   writes what `export --format hf` leaves; default: model.save_pretrained(folder)
     sample(model)           what the trained model makes: a text, or an image as a tensor [C, H, W] in 0..1
+    groups(model)           list of dicts: "params" (names, patterns as of fnmatch, or parameters of `model`, which is
+                            sharded already), and "name", "lr_scale" (times optim.lr), "weight_decay" if they differ
+    optimizer(groups, lr)   a torch optimizer made of the groups, whose rates are then set in every step
+    schedule(step)          what optim.lr is multiplied by after so many applied steps, warm-up included
+    on_step(run, report), on_evaluation(run, values), train_metrics(run, report)
+                            called by the main job: see supervise/callbacks.py
 
 A constructor parameter called `data` gets the `[data]` section; every other one is set by `--task.args.NAME VALUE`.
 """
@@ -31,7 +40,8 @@ class Task(Protocol):
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, summed over what `weight` counts: a float32 scalar with a gradient, on the model's device.
 
-        It leaves the parameters as they are: autocast casts each once per step, for all micro-batches.
+        Call `model(...)` once, and only that: over several ranks the model is wrapped or sharded, so its submodules and
+        other methods belong into its forward. Leave the parameters as they are: autocast casts each once per step.
         """
 
     def weight(self, batch: Any) -> float | Tensor:

@@ -12,8 +12,9 @@ from typing import Literal
 
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.checkpoint.state import restore_point
-from dist_amp.config.load import load_config, show_help, to_toml
+from dist_amp.config.load import load_config, show_if_asked, to_toml
 from dist_amp.diagnostics.consistency import Consistency
+from dist_amp.diagnostics.first_steps import FirstSteps
 from dist_amp.diagnostics.limits import Limits
 from dist_amp.diagnostics.numerics import Numerics
 from dist_amp.diagnostics.profiling import Profile, check_debug, memory_history
@@ -24,6 +25,7 @@ from dist_amp.runtime.garbage import scheduled_garbage
 from dist_amp.runtime.run_folder import run_folder
 from dist_amp.step import evaluate, train_step
 from dist_amp.supervise import preflight
+from dist_amp.supervise.callbacks import Callbacks, train_metrics
 from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.lifecycle import close_run, is_finished, open_run
 from dist_amp.supervise.signals import AgreedStop
@@ -35,7 +37,7 @@ def observers_of(run: Run) -> tuple[Observer, ...]:
     """What watches the run from beside the loop, in order. To delete a feature, delete its file and its entry here."""
     nonfinite = NonfiniteReplay(run)
     # Consistency first: the others assume that all ranks skipped the same steps.
-    return Consistency(run), nonfinite, Limits(run, nonfinite), Numerics(run), Profile(run)
+    return Consistency(run), nonfinite, Limits(run, nonfinite), FirstSteps(run), Numerics(run), Profile(run)
 
 
 def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
@@ -43,7 +45,7 @@ def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
     config, last = run.config, run.config.train.steps
     with ExitStack() as contexts:
         saver = Saver(run)
-        observers = tuple(contexts.enter_context(observer) for observer in (*observers_of(run), saver))
+        observers = tuple(map(contexts.enter_context, (*observers_of(run), Callbacks(run, stop), saver)))
         collect_garbage = contexts.enter_context(scheduled_garbage(config.train.gc_every))
         stopping = stop.poll_now()  # a signal in the warm-up
         if not stopping and run.step and evaluation_is_due(run):  # the run was stopped before or in its evaluation
@@ -55,25 +57,27 @@ def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
             for observer in observers:
                 observer.before_step(micro_batches)
             report = train_step(run, micro_batches)
-            run.step += 1
             run.metrics.record(report)
             for observer in observers:
                 observer.after_step(report, micro_batches)
             stopping = stop.poll()
             read_metrics(run, observers)  # of the step before, if it was a log step: they have arrived by now
             if is_due(config.metrics.log_every, run):
-                run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
+                run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
             saves, evaluates = is_due(config.checkpoint.every, run), evaluation_is_due(run)
             if stopping or saves or evaluates or run.step == last:
                 read_metrics(run, observers)  # what waits for the device anyway, or is kept, comes after the checks
             if evaluates and not stopping:
                 stopping = run_evaluation(run, stop, observers, collect_garbage)
+            if stop.by_task and not is_due(config.metrics.log_every, run):
+                run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
+                read_metrics(run, observers)
             if saves and not stopping:
                 saver.save(wait=run.step == last)
             collect_garbage(run.step)
         if stopping and config.checkpoint.every != "off":
             saver.save(wait=True)
-    return "preempted" if stopping else "completed"
+    return "preempted" if stopping and not stop.by_task else "completed"
 
 
 def is_due(every: int | Literal["off"], run: Run) -> bool:
@@ -88,7 +92,7 @@ def evaluation_is_due(run: Run) -> bool:
 def run_evaluation(
     run: Run, stop: AgreedStop, observers: Sequence[Observer], collect_garbage: Callable[[int], None]
 ) -> bool:
-    """Evaluate and write the values; return whether a stop interrupted it: the resumed run then evaluates again."""
+    """Evaluate and write the values; return whether to stop: a run that a stop interrupted here evaluates again."""
     with run.metrics.off_the_clock():
         rewind, batches = restore_point(run), itertools.count(1)
 
@@ -103,7 +107,7 @@ def run_evaluation(
         run.metrics.write_evaluation(run.step, values)
         for observer in observers:
             observer.after_evaluation()
-    return False
+    return hasattr(run.task, "on_evaluation") and stop.poll_now()
 
 
 def read_metrics(run: Run, observers: Sequence[Observer]) -> None:
@@ -118,14 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status. A process group that exists already is used and left as it is."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if {"-h", "--help"} & set(argv):
-            print(show_help(argv, "python -m dist_amp.train", __doc__))
+        if show_if_asked(argv, "python -m dist_amp.train", __doc__):
             return 0
-        words = [word for word in argv if word.replace("-", "_") != "__print_config"]
-        config = load_config(words)
-        if len(words) < len(argv):
-            print(to_toml(config), end="")
-            return 0
+        config = load_config(argv)
         preflight.check_restarts()
         preflight.die_with_torchrun()
         with start(config.run) as world, supervised(config, world) as job:

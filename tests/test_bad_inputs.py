@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import on_ranks
 from tiny import Rows, Tiny, make_run, take_steps
 from torch import nn
 
@@ -354,36 +353,6 @@ def test_a_loss_on_another_device_is_refused_with_both():
     assert message == "the task's loss_sum returned a loss on meta, not on cpu where its batch is"
 
 
-class LaterUnused(Tiny):
-    """A layer that the second step leaves out."""
-
-    def build_model(self):
-        model, calls = super().build_model(), []
-
-        def forward(x):
-            calls.append(1)
-            return model[2](model[0](x) if len(calls) > 1 else model[1](model[0](x)))
-
-        model.forward = forward
-        return model
-
-
-def second_step(world):
-    run = make_run(world, LaterUnused(), "--parallel.strategy", "ddp")
-    take_steps(run, 1)
-    before = [p.detach().clone() for p in run.model.parameters()]
-    message = message_of(65, take_steps, run, 1)
-    return message, all(map(torch.equal, before, run.model.parameters()))
-
-
-def test_a_parameter_that_a_later_step_under_ddp_leaves_out_is_named_before_the_ranks_part():
-    for rank, (message, unchanged) in enumerate(on_ranks(2, second_step)):
-        assert message.startswith(
-            f"rank {rank}: the parameter 1.0.weight gets no gradient from the task's loss; use it"
-        )
-        assert unchanged, "each rank's own gradient is applied nowhere"
-
-
 # ---- the hub ----
 
 
@@ -460,3 +429,37 @@ def test_every_row_of_the_table_has_a_test_that_is_there():
     for row in rows:
         file, test = row[-1].strip(" |`").split("::")
         assert f"def {test}" in (Path(__file__).parent / f"{file}.py").read_text(), row
+
+
+class LooksForInput(Tiny):
+    def loss_sum(self, model, batch):
+        return model(batch["input"]).sum()
+
+
+class WeighsMask(Tiny):
+    def weight(self, batch):
+        return batch["mask"].sum()
+
+
+@pytest.mark.parametrize(("task", "key"), [(LooksForInput(), "input"), (WeighsMask(), "mask")])
+def test_a_key_that_the_batch_does_not_have_is_named_with_those_it_has(task, key):
+    run = make_run(World(), task)
+    with pytest.raises(KeyError) as error:
+        take_steps(run, 1)
+    explained = explain(error.value, 0)
+    assert isinstance(explained, DataError)
+    assert f"rank 0: the task looks for '{key}' in a batch that has x, y, counts (KeyError: '{key}' (" in str(explained)
+
+
+def test_a_metric_that_is_a_list_is_refused_by_name():
+    class Lists(Tiny):
+        def metrics(self, model, batch):
+            return {"accuracy": [1, 2]}
+
+    message = message_of(65, evaluate, make_run(World(), Lists(), "--eval.every", 1))
+    assert message == "the task's metrics() gave accuracy a list, not a number or a scalar tensor"
+
+
+def test_what_other_libraries_call_a_setting_is_suggested_by_its_name_here():
+    assert "did you mean optim.lr?" in message_of(64, load_config, ["--optim.learning_rate", "1"])
+    assert "did you mean train.micro_batch_size?" in message_of(64, load_config, ["--batch_size", "1"])

@@ -21,7 +21,7 @@ from dist_amp.runtime import recompute
 from dist_amp.settings import CompileConfig, DataConfig
 from dist_amp.step import loss_of
 from dist_amp.tasks.causal_lm import CausalLM
-from dist_amp.verify.compare import capture
+from dist_amp.verify.cells import capture
 from dist_amp.verify.reference import relative_error
 from dist_amp.world import World
 

@@ -178,7 +178,7 @@ def rates_around_a_resume(world, folder):
         take_steps(resumed, 1)
         rates.append(resumed.schedule.last_lr.item())
         parameters.append(parameters_of(resumed))
-    live = all(group["lr"] is resumed.schedule.lr for group in resumed.optimizer.param_groups)
+    live = all(group["lr"].data_ptr() == resumed.schedule.lr.data_ptr() for group in resumed.optimizer.param_groups)
     return rates, live
 
 
@@ -267,26 +267,15 @@ def test_saving_before_a_step_was_applied_changes_nothing(tmp_path, optimizer):
     assert make_run(World(), Overflow(bad=(0,)), *words, "--run.resume", "auto").step == 1
 
 
-class Rests(Tiny):
-    """A branch that is used in every second step only."""
-
-    def build_model(self):
-        return nn.ModuleDict({"always": nn.Linear(8, 1), "sometimes": nn.Linear(8, 1)})
-
-    def loss_sum(self, model, batch):
-        self.steps = getattr(self, "steps", 0) + 1
-        out = model["always"](batch["x"])
-        if self.steps % 2:
-            out = out + model["sometimes"](batch["x"])
-        return (out.float().squeeze(-1) - batch["y"]).square().sum()
-
-
 def test_each_parameters_own_step_count_is_resumed(tmp_path):
     words = ["--run.dir", tmp_path / "run", "--use_amp", "false", "--checkpoint.every", 1]
-    through = make_run(World(), Rests(), *words)
-    take_steps(through, 3)
+    through = make_run(World(), Tiny(), *words)
+    take_steps(through, 2)
+    for p in through.parallel.parameters[:2]:  # a step of the user's own, in which the others have no gradient
+        p.grad = torch.ones_like(p)
+    through.optimizer.step()
     save(through)
-    resumed = make_run(World(), Rests(), *words, "--run.resume", "auto")
+    resumed = make_run(World(), Tiny(), *words, "--run.resume", "auto")
     counts = [[run.optimizer.state[p]["step"].item() for p in run.parallel.parameters]
               for run in (through, resumed)]  # fmt: skip
     assert counts[0] == counts[1]

@@ -2,15 +2,19 @@
 
 import multiprocessing
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import EmptyDataset, Rows, Tiny, make_run
+from tiny import EmptyDataset, Rows, Tiny, make_run, take_steps
+from torch import nn
 
-from dist_amp.data import Batches, Padding, Plan, epoch_order, shard_step, to_device
+from dist_amp.data import Batches, Padding, Plan, epoch_order, shard_step
 from dist_amp.errors import DataError
 from dist_amp.runtime import loader
+from dist_amp.runtime.nested import to_device
+from dist_amp.supervise.lifecycle import open_run
 from dist_amp.world import World
 
 
@@ -70,15 +74,115 @@ def test_a_position_is_all_that_it_takes_to_go_on(workers):
     resumed.close()
 
 
-def test_the_end_of_an_epoch_is_dealt_out_evenly_and_padded_where_a_rank_has_none():
-    window = list(range(10, 17))
-    shares = [shard_step(window, world_size=4, micro_batch_size=2, rank=rank) for rank in range(4)]
-    assert [[len(share.indices) for share in rank] for rank in shares] == [[2], [2], [2], [1]]
-    shares = [shard_step(window[:2], world_size=4, micro_batch_size=2, rank=rank) for rank in range(4)]
-    assert [[share.counts for share in rank] for rank in shares] == [[True], [True], [False], [False]]
-    for length in range(1, 40):
-        per_rank = [shard_step(range(length), 3, 4, rank) for rank in range(3)]
-        assert len({len(rank) for rank in per_rank}) == 1, "every rank takes part equally often"
+def sizes(length, ranks, micro_batch):
+    """[rank][micro-batch] -> its number of samples; 0: padding."""
+    shares = [shard_step(range(length), ranks, micro_batch, rank) for rank in range(ranks)]
+    return [[len(share.indices) * share.counts for share in rank] for rank in shares]
+
+
+def test_the_end_of_an_epoch_is_split_evenly_and_padded_where_a_rank_has_none():
+    assert sizes(7, ranks=4, micro_batch=2) == [[2], [2], [2], [1]]
+    assert sizes(5, ranks=4, micro_batch=8) == [[3], [2], [0], [0]]
+    assert sizes(2, ranks=4, micro_batch=2) == [[2], [0], [0], [0]]
+    assert sizes(9, ranks=2, micro_batch=4) == [[2, 3], [2, 2]]
+    padding = shard_step(range(10, 13), 4, 4, rank=3)
+    assert [(share.indices, share.counts) for share in padding] == [((10, 11), False)], "batch norm takes it too"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_no_micro_batch_has_one_sample_where_samples_can_be_split_otherwise(ranks):
+    for micro_batch in range(1, 9):
+        for length in range(1, 3 * ranks * micro_batch + 1):
+            shares = [shard_step(range(length), ranks, micro_batch, rank) for rank in range(ranks)]
+            assert len({len(rank) for rank in shares}) == 1, "every rank takes part equally often"
+            taken = [index for rank in shares for share in rank if share.counts for index in share.indices]
+            assert sorted(taken) == list(range(length))
+            counts = [len(share.indices) for rank in shares for share in rank]
+            assert max(counts) <= micro_batch
+            single = [count for rank in sizes(length, ranks, micro_batch) for count in rank].count(1)
+            possible = length > 1 and micro_batch > 1 and not (micro_batch == 2 and length % 2)
+            assert not (single and possible)
+            assert not (1 in counts and possible), "nor has the padding"
+
+
+def test_full_micro_batches_are_split_round_robin():
+    for ranks, micro_batch, count in [(1, 3, 2), (2, 1, 1), (2, 4, 3), (3, 2, 1), (8, 5, 2)]:
+        window, size = list(range(100, 100 + ranks * micro_batch * count)), ranks * micro_batch
+        for rank in range(ranks):
+            shares = shard_step(window, ranks, micro_batch, rank)
+            expected = [tuple(window[start : start + size][rank::ranks]) for start in range(0, len(window), size)]
+            assert [share.indices for share in shares] == expected
+            assert all(share.counts for share in shares)
+
+
+def dropping(ranks, rank, micro_batch, accumulation, position=0):
+    whole = plan(23, ranks, rank, micro_batch, accumulation)
+    one = batches(replace(whole, drop_last=True))
+    one.position = position
+    return one
+
+
+def test_drop_last_leaves_out_what_does_not_fill_a_step_and_nothing_else():
+    one, whole = dropping(1, 0, 8, 1), batches(plan(23, 1, 0, 8, 1))
+    steps = [next(one)[0]["index"].tolist() for _ in range(4)]
+    assert [len(step) for step in steps] == [8] * 4
+    assert steps == [step for step in (next(whole)[0]["index"].tolist() for _ in range(6)) if len(step) == 8]
+    assert one.position == 23 + 16
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_a_run_that_drops_last_goes_on_from_any_position_on_any_number_of_ranks(steps):
+    through = dropping(1, 0, 8, 1)
+    seen = [sorted(next(through)[0]["index"].tolist()) for _ in range(7)]
+    stopped = dropping(2, 0, 2, 2)
+    for _ in range(steps):
+        next(stopped)
+    resumed = [dropping(4, rank, 2, 1, stopped.position) for rank in range(4)]
+    for expected in seen[steps:]:
+        assert sorted(torch.cat([next(one)[0]["index"] for one in resumed]).tolist()) == expected
+
+
+class BatchNormed(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def norms_of_an_epoch(world, samples, words):
+    run = make_run(world, BatchNormed(samples=samples), "--use_amp", "false", "--train.micro_batch_size", 4, *words)
+    return len([report.norm.item() for report in take_steps(run, 3)])
+
+
+def test_batch_norm_trains_through_a_remainder_that_has_a_sample_for_each_rank():
+    # Two samples for two ranks: one of them takes both.
+    assert on_ranks(2, norms_of_an_epoch, 18, ["--parallel.strategy", "ddp"]) == [3, 3]
+
+
+def test_batch_norm_trains_through_a_remainder_of_one_sample_if_it_is_dropped():
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        norms_of_an_epoch(World(), 9, [])
+    assert norms_of_an_epoch(World(), 9, ["--data.drop_last", "true"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("samples", "words", "said"),
+    [
+        (17, [], "1 of 8 samples, so batch norm (1) gets micro-batches of 1 in place of 4, and a single sample may "
+         "have no variance; use data.drop_last=true"),
+        (22, [], "6 of 8 samples, so batch norm (1) gets micro-batches of 3 in place of 4; use data.drop_last=true"),
+        (20, [], ""),
+        (17, ["--data.drop_last", "true"], ""),
+        (17, ["--train.steps", 2], ""),
+    ],
+    ids=["one_sample", "fewer", "full_micro_batches", "dropped", "never_reached"],
+)  # fmt: skip
+def test_batch_norm_at_the_end_of_an_epoch_is_warned_about_with_the_numbers(samples, words, said, capsys, tmp_path):
+    sizes = ["--train.micro_batch_size", 4, "--train.accumulation_steps", 2, "--run.dir", tmp_path]
+    open_run(make_run(World(), BatchNormed(samples=samples), *sizes, *words))
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "batch norm" in line]
+    assert len(warnings) == bool(said)
+    assert all(said in line for line in warnings)
+    open_run(make_run(World(), Tiny(samples=samples), *sizes, *words))
+    assert "batch norm" not in capsys.readouterr().err
 
 
 def test_one_epoch_is_the_same_each_time_and_leaves_nothing_out():
@@ -124,7 +228,9 @@ def test_a_dataset_that_only_streams_is_refused():
         def build_dataset(self, split):
             return iter(range(10))
 
-    with pytest.raises(DataError, match=r"without len\(\) and \[\]"):
+    with pytest.raises(
+        DataError, match=r"build_dataset\('train'\) returned a range_iterator, not samples by number; return a"
+    ):
         make_run(World(), Streaming())
 
 
@@ -188,3 +294,15 @@ def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, 
         )
         assert len(attempts) == 2
         run.data.close()
+
+
+@pytest.mark.parametrize("dataset", ["a text", {"train": [1, 2]}])
+def test_a_dataset_that_is_a_text_or_a_dict_is_refused(dataset):
+    class Wrong(Tiny):
+        def build_dataset(self, split):
+            return dataset
+
+    with pytest.raises(
+        DataError, match=f"returned a {type(dataset).__name__}, not samples by number; return a map-style"
+    ):
+        make_run(World(), Wrong())

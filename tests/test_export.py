@@ -396,7 +396,7 @@ def test_a_damaged_export_is_refused(tmp_path, draws, capsys):
         (["run", "stray", "--out", "out"], 64, "'stray' belongs to no key"),
         (["--task.args.kind", "image", "run", "--out", "out"], 64, "the path must come before --task.args.kind"),
         (["run"], 64, "required: --out; usage: python -m dist_amp.export RUN_OR_CHECKPOINT --out DIR"),
-        ([], 64, "usage: python -m dist_amp.export RUN_OR_CHECKPOINT --out DIR [--dtype bf16|fp32]"),
+        ([], 64, "usage: python -m dist_amp.export RUN_OR_CHECKPOINT --out DIR [--format safetensors|hf]"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, draws, capsys, argv, status, words):
@@ -413,7 +413,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path, draws, capsys, argv, status,
 
 def test_sample_refuses_bad_input_and_both_commands_help(tmp_path, draws, capsys):
     status, line = refusal(capsys, sample)
-    usage = "usage: python -m dist_amp.sample RUN_OR_CHECKPOINT_OR_EXPORT [--section.key VALUE ...]"
+    usage = "usage: python -m dist_amp.sample RUN_OR_CHECKPOINT_OR_EXPORT [--weights model] [--section.key VALUE ...]"
     assert (status, line) == (64, f"error: no path is given; {usage}")
     status, line = refusal(capsys, sample, "nowhere")
     assert (status, line.endswith("RUN/checkpoints/step_N, or an export's folder")) == (65, True)

@@ -21,7 +21,8 @@ from dist_amp.fast.fused import local
 from dist_amp.optim import build_optimizer, learning_rate
 from dist_amp.step import loss_of, mark_last, total_weight, train_step
 from dist_amp.telemetry.async_copy import StepReport
-from dist_amp.verify.compare import Cell, check_cell
+from dist_amp.verify.cells import check_cell
+from dist_amp.verify.compare import Cell
 from dist_amp.verify.reference import Reference
 from dist_amp.world import World
 
@@ -148,6 +149,61 @@ def cleared_between_micro_batches(run, micro_batches):
     return loop(run, micro_batches, backward=backward)
 
 
+def update_faults(before=None, after=None):
+    """A copy of the loop whose optimizer does something else: before(run) or after(run) its step."""
+
+    def step(run, micro_batches):
+        report = loop(run, micro_batches, before_update=before)
+        if after is not None:
+            with torch.no_grad():
+                after(run)
+        return report
+
+    return step
+
+
+def moments_of(run):
+    return [local(moment) for state in run.optimizer.state.values() for moment in state.values()]
+
+
+def lose_moments(run):
+    for moment in moments_of(run):
+        moment.zero_()
+
+
+def decay_moments_twice(run):
+    for moment in moments_of(run):
+        moment.mul_(run.config.optim.momentum)
+
+
+def clip_nothing(run):
+    run.clip = replace(run.clip, by="off")
+
+
+def decay_nothing(run):
+    for group in run.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+
+
+def decay_vectors_too(run):
+    for group in run.optimizer.param_groups:
+        group["weight_decay"] = max(group["weight_decay"] for group in run.optimizer.param_groups)
+
+
+def run_ahead_with_the_rate(run):
+    run.schedule.lr.fill_(learning_rate(run.config.optim, int(run.schedule.applied_steps) + 1, run.config.train.steps))
+
+
+def round_parameters(run):
+    for parameter in run.parallel.parameters:
+        local(parameter).copy_(local(parameter).bfloat16())
+
+
+def move_the_rate_on_a_skip(run):
+    if not run.scaler.applied:
+        run.schedule.lr.mul_(0.9)
+
+
 @cache  # in each rank's process: measured once for all faults
 def reference_of(device, uneven):
     return Reference(load_config([], environ={}), device, Tiny(samples=300, uneven=uneven))
@@ -171,6 +227,33 @@ LOOP_FAULTS = [
     (one_rank_has_a_scale_of_its_own, "fp16", "on rank 1 it left the loss scale at 512, not 1024"),
     (schedule_moved_on_a_skip, "bf16", "on ranks 0, 1 it counted as 1 applied, 1 skipped"),
 ]
+
+
+CHECK = "check unscaling, clipping, learning rate and optimizer"
+UPDATE_FAULTS = {
+    "moments are lost": ("sgd", {"after": lose_moments}, "the optimizer's moments are lost between steps"),
+    "and adamw's": ("adamw", {"after": lose_moments}, "the optimizer's moments are lost between steps"),
+    "wrong moments": ("sgd", {"after": decay_moments_twice}, CHECK),
+    "no clipping": ("sgd", {"before": clip_nothing}, "the gradients were not clipped"),
+    "no weight decay": ("adamw", {"before": decay_nothing}, "weight decay is missing"),
+    "and sgd's": ("sgd", {"before": decay_nothing}, "weight decay is missing"),
+    "vectors decay": ("adamw", {"before": decay_vectors_too}, CHECK),
+    "a later rate": ("adamw", {"before": run_ahead_with_the_rate}, "the learning rate is the next step's"),
+    "rounded parameters": ("adamw", {"after": round_parameters}, CHECK),
+    "a skip moves the rate": ("sgd", {"after": move_the_rate_on_a_skip}, "on ranks 0, 1 it changed the learning rate"),
+}
+
+
+def cause_of_update_fault(world, name, strategy, precision):
+    optimizer, faults, _ = UPDATE_FAULTS[name]
+    return verdict_of(world, strategy, precision, update_faults(**faults), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", UPDATE_FAULTS)
+@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "bf16"), ("fsdp", "fp32")])
+def test_a_fault_in_the_update_is_found_in_every_precision(strategy, precision, name):
+    message = on_ranks(2, cause_of_update_fault, name, strategy, precision)[0]
+    assert UPDATE_FAULTS[name][2] in message, message
 
 
 @pytest.mark.parametrize(("fault", "precision", "cause"), LOOP_FAULTS, ids=lambda value: getattr(value, "__name__", ""))
@@ -542,13 +625,13 @@ def reads_of_consistency_checks(world):
     """(host reads of an ordinary step, of a log step that is not yet time to check at)."""
     run = make_run(world, Tiny(), "--debug.check_every", 10)
     consistency = Consistency(run)
-    batches = [next(run.data) for _ in range(2)]
-    for run.step in (1, 2):
-        report = train_step(run, batches[run.step - 1])
+    for _ in range(2):
+        batch = next(run.data)
+        report = train_step(run, batch)
         run.metrics.record(report)
         row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
         with HostReads() as ordinary:
-            consistency.after_step(report, batches[run.step - 1])
+            consistency.after_step(report, batch)
         with HostReads() as logging:
             consistency.on_log(row)  # at step 1 for the first time, then at step 11
     return ordinary.count, logging.count

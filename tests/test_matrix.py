@@ -13,7 +13,8 @@ from ranks import on_ranks
 from tiny import Tiny
 
 from dist_amp.config.load import load_config
-from dist_amp.verify.compare import Cell, check_cell
+from dist_amp.verify.cells import check_cell
+from dist_amp.verify.compare import Cell
 from dist_amp.verify.reference import STEPS, Reference
 
 STRATEGIES = ("single", "ddp", "fsdp", "hsdp")

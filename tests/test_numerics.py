@@ -89,7 +89,6 @@ def measured_steps(world, task, words, steps=1):
 def take_measured_step(run, numerics, micro_batches):
     numerics.before_step(micro_batches)
     report = train_step(run, micro_batches)
-    run.step += 1
     numerics.after_step(report, micro_batches)
 
 

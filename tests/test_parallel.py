@@ -6,7 +6,7 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.config.auto import find_blocks, pick_strategy
+from dist_amp.config.auto import find_blocks, pick_cast, pick_strategy
 from dist_amp.config.validate import check_parallel
 from dist_amp.errors import ConfigError
 from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig
@@ -146,12 +146,56 @@ def test_buffers_that_differ_between_shards_are_averaged_before_evaluation():
     assert training
 
 
-def test_batch_statistics_under_a_casting_policy_are_refused_with_what_works():
-    assert on_ranks(2, refuses_batch_statistics) == [True, True]
+def steps_with_batch_norm(world, words):
+    run = make_run(world, Normed(), "--parallel.strategy", "fsdp", *words)
+    return run.precision.cast_by, [report.applied.item() for report in take_steps(run, 2)]
 
 
-def refuses_batch_statistics(world):
-    with pytest.raises(ConfigError, match="use precision.cast_by=autocast"):
-        make_run(world, Normed(), "--parallel.strategy", "fsdp")
-    take_steps(make_run(world, Normed(), "--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"), 1)
-    return True
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_batch_norm_under_fsdp_is_cast_by_autocast(dtype):
+    words = ["--precision.dtype", dtype, "--precision.scaler.init_scale", 64]
+    assert on_ranks(2, steps_with_batch_norm, words) == [("autocast", [True, True])] * 2
+
+
+def test_the_cast_that_auto_picks_is_said_with_the_reason(capsys):
+    fsdp = {"strategy": "fsdp", "module": Normed().build_model(), "world": TWO}
+    assert pick_cast(PrecisionConfig(), **fsdp).cast_by == "autocast"
+    said = "precision.cast_by=auto: autocast, because the policy would not cast the batch statistics of 1\n"
+    assert capsys.readouterr().out == said
+    assert pick_cast(PrecisionConfig(use_amp=False), **fsdp).cast_by == "auto"
+    assert pick_cast(PrecisionConfig(), **{**fsdp, "strategy": "ddp"}).cast_by == "auto"
+    assert pick_cast(PrecisionConfig(), **{**fsdp, "module": nn.Linear(1, 1)}).cast_by == "auto"
+    assert not capsys.readouterr().out
+
+
+class ChannelsLast(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.Conv2d(2, 2, 3)).to(memory_format=torch.channels_last)
+
+
+def refused_under_fsdp(world, task, words):
+    with pytest.raises(ConfigError) as error:
+        make_run(world, task, "--parallel.strategy", "fsdp", *words)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (
+            Normed(),
+            ["--precision.cast_by", "policy"],
+            "the weights of 1 but not its batch statistics; use precision.ca",
+        ),
+        (Normed(), ["--parallel.reduce_dtype", "bf16"], "parallel.reduce_dtype=bf16 needs precision.cast_by=policy: "),
+        (
+            ChannelsLast(),
+            [],
+            "the parameter 1.weight is not contiguous, as with memory_format=torch.channels_last, and",
+        ),
+    ],
+    ids=["policy", "half_reduction", "channels_last"],
+)
+def test_what_fsdp_can_not_shard_is_refused_with_what_works(task, words, said):
+    assert all(said in text for text in on_ranks(2, refused_under_fsdp, task, words))

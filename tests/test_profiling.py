@@ -48,7 +48,6 @@ def take(run, profile, steps):
     for _ in range(steps):
         micro_batches = next(run.data)
         report = train_step(run, micro_batches)
-        run.step += 1
         profile.after_step(report, micro_batches)
 
 

@@ -42,6 +42,7 @@ def refused(kind, words, *more, task=None):
             ["--optim.schedule", "linear", "--data.shuffle", "false"],
             "data.shuffle=True, now False; optim.schedule=cosine, ",
         ),
+        (["--data.drop_last", "true"], "data.drop_last=False, now True:"),
         (["--precision.dtype", "fp16"], "made with precision.dtype=bf16, now fp16: use"),
         (["--train.max_grad_norm", 2.0], "train.max_grad_norm=1.0, now 2.0"),
         (["--task.args.depth", 3, "--task.target", "tiny:Tiny"], "task.args.depth=unset, now 3"),
@@ -82,6 +83,20 @@ def test_more_steps_under_a_schedule_are_reported(words, capsys):
     assert (
         "train.steps was 10 and is 20: from step 2 on, the learning rate follows the cosine" in capsys.readouterr().err
     )
+
+
+class OwnSchedule(Tiny):
+    def schedule(self, step):
+        return 1.0
+
+
+def test_more_steps_under_a_schedule_of_the_tasks_need_no_report(tmp_path, capsys):
+    words = settings(tmp_path, "single", "bf16")
+    run = make_run(World(), OwnSchedule(), *words)
+    take_steps(run, 2)
+    save(run)
+    assert make_run(World(), OwnSchedule(), *words, "--run.resume", "auto", "--train.steps", 20).step == 2
+    assert "learning rate follows" not in capsys.readouterr().err
 
 
 def test_another_global_batch_is_refused_with_both_and_the_fix(words):

@@ -315,6 +315,13 @@ def test_a_loss_that_is_no_float32_scalar_with_a_gradient_is_refused(task, words
     assert error.value.exit_code == 65
 
 
+def test_a_step_without_micro_batches_is_refused():
+    with pytest.raises(
+        DataError, match=r"got no micro-batches; give it those of one step, as next\(run.data\) returns"
+    ):
+        train_step(make_run(World(), Tiny()), [])
+
+
 def test_accumulation_and_global_batch_size_determine_one_another():
     assert accumulation_steps(TrainConfig(micro_batch_size=8), 4) == 1
     assert accumulation_steps(TrainConfig(micro_batch_size=8, accumulation_steps=3), 4) == 3
@@ -341,28 +348,6 @@ def test_the_schedule_warms_up_falls_and_ends_at_its_floor():
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(a > b for a, b in itertools.pairwise(rates[4:]))
     assert rates[20] == pytest.approx(0.1)
-
-
-class Forgotten(Tiny):
-    """Has a parameter that the loss does not depend on."""
-
-    def build_model(self):
-        model = super().build_model()
-        model.forgotten = torch.nn.Parameter(torch.zeros(3))
-        model.forward = lambda x: model[2](model[1](model[0](x)))
-        return model
-
-
-def first_step_of(world, strategy):
-    run = make_run(world, Forgotten(), "--parallel.strategy", strategy)
-    with pytest.raises(DataError, match="the parameter forgotten gets no gradient") as error:
-        take_steps(run, 1)
-    return error.value.exit_code
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES)
-def test_a_parameter_that_gets_no_gradient_is_named_after_the_first_step(ranks, strategy):
-    assert on_ranks(ranks, first_step_of, strategy) == [65] * ranks
 
 
 class Pretrained(Tiny):

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Tiny, make_run
+from ranks import on_ranks
+from tiny import Tiny, make_run, take_steps
 
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.parse import flat_values
-from dist_amp.config.task_class import build_task
+from dist_amp.config.task_class import build_task, built_model
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.step import evaluate
 from dist_amp.tasks.causal_lm import GPT, rotary_table, rotate
@@ -487,7 +488,9 @@ class ChangingMetrics(Tiny):
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
-        ([None], "metrics() returned NoneType; return a dict of scalar sums"),
+        ([None], "metrics() returned NoneType; return a dict of sums, or of pairs (sum, weight)"),
+        ([{"hits": (1.0, 2.0, 3.0)}], "metrics() gave hits 3 values; return a sum, or a pair (sum, weight)"),
+        ([{"hits": (1.0, -2.0)}], "metrics() gave hits the weight -2; return what counts in the batch: a number or"),
         ([{"hits": 1.0}, {}], "metrics() returned nothing for one batch and hits, loss for another"),
         ([{"hits": 1.0}, {"misses": 1.0}], "metrics() returned misses for one batch and hits, loss for another"),
     ],
@@ -497,3 +500,130 @@ def test_metrics_that_are_no_dict_or_change_their_names_are_an_error(answers, sa
     with pytest.raises(DataError) as error:
         evaluate(run)
     assert said in str(error.value)
+
+
+class Counted(Tiny):
+    """Two metrics: `hits` per sample whatever the samples count for, and `sum` per unit of the batch's weight."""
+
+    def metrics(self, model, batch):
+        return {"hits": ((batch["y"] > 0).sum(), len(batch["y"])), "sum": batch["y"].sum()}
+
+
+def evaluated(world, task, words):
+    run = make_run(world, task, "--eval.every", 1, "--use_amp", "false", *words)
+    return evaluate(run), run.task.build_dataset("validation")[:]
+
+
+@pytest.mark.parametrize("samples", [32, 35])
+def test_a_metric_with_a_weight_of_its_own_is_divided_by_that_one_alone(samples):
+    task, words = Counted(uneven=True, samples=samples), ["--train.micro_batch_size", 4]
+    for values, rows in on_ranks(2, evaluated, task, words):
+        assert list(values) == ["hits", "sum", "loss"]
+        assert values["hits"] == (rows["y"] > 0).sum().item() / samples  # whole numbers: exact
+        # float32 sums in another order
+        assert values["sum"] == pytest.approx((rows["y"].sum() / rows["counts"].sum()).item(), rel=1e-5)
+
+
+class LossPerSample(Tiny):
+    def metrics(self, model, batch):
+        return {"loss": (2.0 * len(batch["y"]), torch.tensor(len(batch["y"]))), "none": (0.0, 0)}
+
+
+def test_a_total_weight_of_zero_is_no_mean_and_the_loss_may_have_its_own_weight():
+    values, _ = evaluated(World(), LossPerSample(uneven=True), [])
+    assert values["loss"] == 2.0
+    assert math.isnan(values["none"])
+
+
+class OfTheRank(Tiny):
+    """Metrics whose names, or their order, depend on the rank."""
+
+    def __init__(self, rank, *names):
+        super().__init__()
+        self.rank, self.names = rank, names
+
+    def metrics(self, model, batch):
+        rank = torch.distributed.get_rank()
+        return {name: float(len(name)) * len(batch["y"]) for name in self.names[:: 1 if rank == 0 else -1][: 2 + rank]}
+
+
+def refusal_of_names(world):
+    with pytest.raises(DataError) as error:
+        evaluate(make_run(world, OfTheRank(world.rank, "hits", "misses", "b"), "--eval.every", 1))
+    return str(error.value)
+
+
+def test_metrics_whose_names_differ_between_ranks_are_an_error_on_every_rank():
+    said = (
+        "returned hits, misses, loss on rank 0 and b, misses, hits, loss on rank 1; return the same names on every rank"
+    )
+    assert all(said in text for text in on_ranks(2, refusal_of_names))
+
+
+def evaluated_in_another_order(world):
+    values = evaluate(make_run(world, OfTheRank(world.rank, "hits", "misses"), "--eval.every", 1))
+    return {name: values[name] for name in ("hits", "misses")}
+
+
+def test_metrics_may_come_in_another_order_on_another_rank():
+    assert on_ranks(2, evaluated_in_another_order) == [{"hits": 4.0, "misses": 6.0}] * 2
+
+
+class OfNoUse(Tiny):
+    """Its build_model returns what the test sets."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def build_model(self):
+        return self.model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (None, "build_model returned NoneType; return the model, an nn.Module"),
+        ([torch.nn.Linear(8, 1)], "build_model returned list; return the model, an nn.Module"),
+        (
+            torch.nn.Linear(8, 1).requires_grad_(False),
+            "none of the 2 parameters of the task's model is trained; build_",
+        ),
+        (torch.nn.ReLU(), "none of the 0 parameters of the task's model is trained; build_model must leave some of"),
+    ],
+    ids=["nothing", "list", "frozen", "no_parameters"],
+)
+def test_a_model_that_is_none_or_has_nothing_to_train_is_refused(model, said):
+    assert said in refusal(make_run, World(), OfNoUse(model), status=65)
+
+
+class Weighs(Tiny):
+    def __init__(self, weight):
+        super().__init__()
+        self.own_weight = weight
+
+    def weight(self, batch):
+        return self.own_weight
+
+
+@pytest.mark.parametrize(("weight", "said"), [(-2, "-2"), (-0.5, "-0.5"), (None, "NoneType"), ("8", "str")])
+def test_a_weight_that_is_negative_or_no_number_is_refused(weight, said):
+    run = make_run(World(), Weighs(weight), "--eval.every", 1)
+    message = f"weight(batch) returned {said}; return what counts in the batch: a number or scalar tensor, at least 0"
+    assert message in refusal(take_steps, run, 1, status=65)
+    assert message in refusal(evaluate, run, status=65)
+
+
+def test_complex_parameters_are_refused_when_the_model_is_built():
+    class Complex(Tiny):
+        def build_model(self):
+            model = super().build_model()
+            model[0].phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=self.trained)
+            return model
+
+    made = Complex()
+    made.trained = True
+    with pytest.raises(DataError, match=r"the parameter 0.phase of the task's model is torch.complex64, and only real"):
+        built_model(made)
+    made.trained = False
+    built_model(made)

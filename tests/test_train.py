@@ -244,11 +244,21 @@ def test_a_sample_that_fails_does_not_undo_a_finished_training(launch, tmp_path)
 
 
 def test_a_last_interval_that_is_not_finite_is_told_of_and_ends_no_run(launch, tmp_path):
-    done = launch(0, *TINY, "--task.target", "tiny:AlwaysNan", "--train.steps", "3", "--run.dir", "run")
+    done = launch(0, *TINY, "--task.target", "tiny:LaterNan", "--train.steps", "3", "--run.dir", "run")
     assert done.returncode == 0, done.stderr
-    assert "done: 3 steps (0 applied, 3 skipped), loss nan" in done.stdout
+    assert "done: 3 steps (1 applied, 2 skipped), loss nan" in done.stdout
     assert summary_of(tmp_path / "run")["final_loss"] == "nan"
     assert losses(tmp_path / "run")[3] == "nan"
+
+
+def test_a_run_in_which_no_step_was_applied_is_not_done_also_when_it_is_started_again(launch, tmp_path):
+    words = [*TINY, "--task.target", "tiny:AlwaysNan", "--train.steps", "3", "--run.dir", "run"]
+    for _ in range(2):
+        done = launch(0, *words)
+        assert done.returncode == 70
+        assert "error: none of the 3 steps was applied: the gradients" in done.stderr.splitlines()[-1]
+        assert "done:" not in done.stdout
+        assert (summary_of(tmp_path / "run")["stopped_by"], summary_of(tmp_path / "run")["exit_code"]) == ("failed", 70)
 
 
 def main_with_a_group(world, folder):

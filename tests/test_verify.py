@@ -1,10 +1,12 @@
 """`python -m dist_amp.verify` checks a task on this machine, and names what is wrong with the task or the step."""
 
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 import forked
@@ -15,12 +17,17 @@ from conftest import ROOT
 from tiny import AlwaysNan, Tiny
 from torch import nn
 
+from dist_amp import train
+from dist_amp.commands import __main__ as commands
+from dist_amp.commands.command_line import exit_status
+from dist_amp.config import validate
 from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
 from dist_amp.verify import __main__ as verify_main
 from dist_amp.verify import ranks as verify_ranks
 from dist_amp.verify.__main__ import rows_of as rows_in
-from dist_amp.verify.compare import Cell, check_cell, config_of
+from dist_amp.verify.cells import check_cell, config_of
+from dist_amp.verify.compare import Cell
 from dist_amp.verify.findings import inspect_task
 from dist_amp.verify.reference import Reference
 from dist_amp.world import World
@@ -324,11 +331,8 @@ def test_weight_decay_does_not_make_the_comparison_diverge_where_gradients_are_s
         def loss_sum(self, model, batch):
             return super().loss_sum(model, batch) * 1e-4
 
-    config = load_config([], environ={})
-    reference = Reference(config, torch.device("cpu"), Small())
     for optimizer in ("sgd", "adamw"):
-        cause = check_cell(World(), reference, Cell("single", "fp32", optimizer)).cause
-        assert cause == ""
+        assert cause_of(Small(), optimizer) == ""
 
 
 def test_replicas_that_do_not_divide_a_world_size_are_left_to_auto():
@@ -374,13 +378,132 @@ class Unused(Task):
         (ConstantWeight, "the task's weight of 8 samples is 1, but its halves add up to 2"),
         (LossInHalf, "the loss is computed in half precision"),
         (AlwaysNan, "loss or gradients of the first samples are not finite in float32"),
-        (Unused, "the parameter forgotten (1 such) gets no gradient"),
     ],
 )
 def test_a_wrong_task_fails_with_the_rule_that_it_breaks(task, words):
     text, fails = findings_of(task(samples=300) if task is AlwaysNan else task())
     assert words in text
     assert fails
+
+
+def test_a_parameter_without_a_gradient_is_a_note_and_counts_as_zero():
+    text, fails = findings_of(Unused())
+    assert text.startswith("forgotten (1 such) gets no gradient from 8 samples, which counts as zero")
+    assert not fails
+    assert cause_of(Unused(), "adamw") == ""
+
+
+class Bf16(Task):
+    def build_model(self):
+        return super().build_model().bfloat16()
+
+
+def test_weights_that_come_in_bf16_are_a_note_and_are_compared_as_they_are_trained():
+    text, fails = findings_of(Bf16())
+    assert text.startswith("build_model gave 153 parameters in bfloat16: they are stored in float32")
+    assert not fails
+    assert cause_of(Bf16(), "sgd") == ""
+
+
+def test_what_trains_may_begin_at_zero():
+    class Zeros(Task):
+        def build_model(self):
+            model = nn.Linear(8, 1)
+            nn.init.zeros_(model.weight)
+            nn.init.zeros_(model.bias)
+            return model
+
+    assert cause_of(Zeros(), "adamw") == ""
+
+
+def cause_of(task, optimizer):
+    return check_cell(World(), reference_of(task), Cell("single", "fp32", optimizer)).cause
+
+
+def test_a_step_that_exceeds_the_first_steps_bound_is_judged_by_plain_torchs_error_at_its_own_parameters():
+    reference = reference_of(Task())
+    reference._bounds["fp32"] = 1e-12
+    verdict = check_cell(World(), reference, Cell("single", "fp32"))
+    assert verdict.cause == ""
+    assert verdict.gradient_error <= verdict.gradient_bound < 1e-4
+
+
+def test_the_partial_step_at_an_epochs_end_is_compared_where_a_run_would_drop_it():
+    config = load_config(["--data.drop_last", "true"], environ={})
+    reference = Reference(config, torch.device("cpu"), Task())
+    assert check_cell(World(), reference, Cell("single", "fp32")).cause == ""
+
+
+class OwnOptimizer(Task):
+    def optimizer(self, groups, lr):
+        raise AssertionError("not to be called")
+
+    def schedule(self, step):
+        return 0.0
+
+
+def test_an_optimizer_of_the_tasks_own_is_left_out_and_a_note_says_so():
+    text, fails = findings_of(OwnOptimizer())
+    assert text == "not compared: the task's optimizer() and schedule(); the steps are those of torch's SGD and AdamW"
+    assert not fails
+    assert cause_of(OwnOptimizer(), "adamw") == ""
+    (muon,) = verify_main.ignored_settings(load_config(["--optim.name", "muon"], environ={}))
+    assert muon.text == "optim.name=muon is ignored: the comparison uses sgd and adamw"
+
+
+class WrongInHalf(nn.Module):
+    def forward(self, x):
+        return x * 3 if torch.is_autocast_enabled("cpu") else x
+
+
+def test_a_precision_in_which_plain_torch_itself_is_wrong_is_skipped_with_a_note(capsys):
+    reference = reference_of(Around(WrongInHalf))
+    assert verify_main.is_supported(reference, "fp32")
+    assert not verify_main.is_supported(reference, "bf16")
+    said = capsys.readouterr().out
+    assert "note     bf16 is skipped: plain torch can't compute this task in it on this device" in said
+
+
+def test_an_emulated_precision_is_announced_before_the_table_and_its_ranks_are_quiet(monkeypatch, capsys):
+    monkeypatch.setattr(verify_main, "cpu_slowdown", lambda dtype: 30.0)
+    assert verify_main.is_supported(reference_of(Task()), "bf16")
+    assert "note     bf16 takes long: this CPU only emulates it (30x slower)" in capsys.readouterr().out
+    monkeypatch.setattr(validate, "cpu_slowdown", lambda dtype: 30.0)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    validate.warn_if_emulated.cache_clear()
+    argv = ["--task.target", "tiny:Tiny", "--task.args.samples", "300"]
+    measured, results = reference_of(Task()).measured(["bf16"]), queue.Queue()
+    verify_ranks._rank(0, 1, 0, argv, [(1, "single", "bf16")], frozenset(), measured, results)
+    assert [verdict.cause for verdict in results.get()] == ["", ""]
+    shown = capsys.readouterr()
+    assert "emulates" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize("command", [train.main, verify_main.main, lambda words: commands_main(["dist_amp", *words])])
+def test_help_that_nobody_reads_to_its_end_ends_quietly(monkeypatch, capfd, command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", nowhere)
+        with suppress(SystemExit):
+            assert command(["--help"]) == 1
+    assert capfd.readouterr().err == ""
+
+
+def commands_main(argv):
+    sys.argv, before = argv, sys.argv
+    try:
+        return commands.main()
+    finally:
+        sys.argv = before
+
+
+def test_another_broken_pipe_is_an_error():
+    def worker_died(argv):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        exit_status(worker_died, [])
 
 
 def test_a_dataset_too_short_to_compare_is_rejected():

@@ -65,6 +65,16 @@ class AlwaysNan(Tiny):
         return super().loss_sum(model, batch) * float("nan")
 
 
+class LaterNan(Tiny):
+    """From the second micro-batch on."""
+
+    calls = 0
+
+    def loss_sum(self, model, batch):
+        self.calls += 1
+        return super().loss_sum(model, batch) * (float("nan") if self.calls > 1 else 1.0)
+
+
 class VectorLoss(Tiny):
     def loss_sum(self, model, batch):
         return model(batch["x"]).squeeze(-1)
@@ -132,7 +142,6 @@ def take_steps(run, steps):
     reports = []
     for _ in range(steps):
         reports.append(train_step(run, next(run.data)))
-        run.step += 1
     return reports
 
 

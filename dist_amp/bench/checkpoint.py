@@ -34,7 +34,6 @@ def measure(run: Run) -> None:
     for in_background in [True, False] * (ROUNDS + 1):
         run.config = replace(run.config, checkpoint=replace(run.config.checkpoint, async_save=in_background))
         train_step(run, next(run.data))
-        run.step += 1
         world.wait_for_device()
         world.barrier()
         with Saver(run) as saver:

@@ -166,7 +166,6 @@ def free_steps(bench: GpuBench, cell: Cell) -> dict[str, Any]:
 
     def step() -> None:
         report = train_step(run, next(data))
-        run.step += 1
         run.metrics.record(report)
 
     def logged_step() -> None:

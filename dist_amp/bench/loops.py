@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_amp.config.auto import find_blocks
+from dist_amp.config.auto import blocks_of
 from dist_amp.config.load import load_config
 from dist_amp.optim import learning_rate, parameter_groups
 from dist_amp.precision import DTYPES
@@ -119,7 +119,7 @@ class Setup:
         return module
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
-        return self.task.blocks(module) if hasattr(self.task, "blocks") else find_blocks(module)
+        return blocks_of(self.task, module)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optim, fused = self.config.optim, self.fused or None
@@ -219,7 +219,6 @@ def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
 
     def step(micro_batches: Sequence[Any]) -> None:
         report = train_step(run, micro_batches)
-        run.step += 1
         run.metrics.record(report)
         run.data.items += samples * len(micro_batches)  # its own data loader is not used here
         if (row := run.metrics.read()) is not None:  # one step after they were started, as in the main job

@@ -25,7 +25,6 @@ def measure(run: Run) -> None:
     for micro_batches in run.data:
         report = train_step(run, micro_batches)
         run.metrics.record(report)
-        run.step += 1
         spent += timed(run.world, partial(tripwires.after_step, report, micro_batches))
         if run.step % run.config.metrics.log_every == 0:
             row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)

@@ -19,17 +19,20 @@ FREE_TO_CHANGE = (
     "data.validation_split", "data.validation_fraction", "data.text_column", "parallel.strategy", "parallel.replicas",
     "parallel.accumulate_reduce", "parallel.activation_checkpointing", "parallel.cpu_offload", "compile.",
     "train.steps", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch_size",
-    "train.max_skips_in_a_row", "train.gc_every", "optim.fused",
+    "train.max_skips_in_a_row", "train.gc_every", "optim.fused", "optim.ema",
 )  # fmt: skip
 
 OR_ALLOW = "or continue anyway with --run.allow_config_change true"
 
 
-def check_config(path: Path, config_text: str, global_batch_size: int, world: World, defaults: str = "") -> None:
+def check_config(
+    path: Path, config_text: str, global_batch_size: int, world: World, defaults: str = "", own_schedule: bool = False
+) -> None:
     """Check that the run computes the same training as the one that wrote the checkpoint.
 
     config_text: the run's config as TOML. defaults: the default config as TOML, for settings that the checkpoint is too
-    old to have. Errors: ConfigError with each key and both values; DataError for another seed or global batch size.
+    old to have. own_schedule: whether the task's schedule takes the place of optim.schedule. Errors: ConfigError with
+    each key and both values; DataError for another seed or global batch size.
     """
     manifest = read_manifest(path)
     ours, theirs = flat(config_text), flat((path / CONFIG).read_text())
@@ -52,7 +55,12 @@ def check_config(path: Path, config_text: str, global_batch_size: int, world: Wo
         use = f"use {options}" if options and not changes else "use the old values"
         raise error(f"{path} was made with {'; '.join(differences)}: {use}, {OR_ALLOW}")
     steps = ours["train.steps"]
-    if steps != theirs["train.steps"] and steps > manifest.step and ours["optim.schedule"] != "constant":
+    if (
+        steps != theirs["train.steps"]
+        and steps > manifest.step
+        and ours["optim.schedule"] != "constant"
+        and not own_schedule
+    ):
         world.warn(
             f"train.steps was {theirs['train.steps']} and is {steps}: from step {manifest.step} on, the learning rate "
             f"follows the {ours['optim.schedule']} schedule of {steps} steps"
@@ -104,7 +112,10 @@ def check_fit(
             f"checkpoint {path} does not fit this optimizer: its groups and their parameters are "
             f"{manifest.optimizer}, here {groups}"
         )
-    check_tensors(path, metadata, "optimizer", state["optimizer"])
+    if state["optimizer"] and any(name.startswith("optimizer.") for name in metadata.state_dict_metadata):
+        check_tensors(path, metadata, "optimizer", state["optimizer"])  # else no step was applied before it was saved
+    if "ema" in state:
+        check_tensors(path, metadata, "ema", state["ema"])
 
 
 def check_tensors(path: Path, metadata: Metadata, section: str, state: Mapping[str, Any]) -> None:

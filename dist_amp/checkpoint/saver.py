@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dist_amp.checkpoint.format import checkpoint_folder, integrity_error, quarantine
-from dist_amp.checkpoint.state import Resumable, take_snapshot
+from dist_amp.checkpoint.state import Resumable, can_be_copied, take_snapshot
 from dist_amp.checkpoint.writer import Snapshot, write
 from dist_amp.errors import Failure
 from dist_amp.telemetry.metrics import LogRow
@@ -38,7 +38,7 @@ class Saver(Observer):
                 self._save(wait)
 
     def _save(self, wait: bool) -> None:
-        in_background = self._run.config.checkpoint.async_save and not wait
+        in_background = self._run.config.checkpoint.async_save and not wait and can_be_copied(self._run)
         snapshot = take_snapshot(self._run, copy=in_background)
         self._pending = Future()
         if in_background:

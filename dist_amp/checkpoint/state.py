@@ -9,16 +9,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from dist_amp.checkpoint.compatibility import check_data, check_fit, config_hash
 from dist_amp.checkpoint.fingerprint import fingerprint
 from dist_amp.checkpoint.format import Manifest, checkpoint_folder
+from dist_amp.checkpoint.frozen import FrozenBase, frozen_names, saved_checksums
 from dist_amp.checkpoint.reader import Reader, read_into, rejection_as_data_error
 from dist_amp.checkpoint.writer import Snapshot
 from dist_amp.data import Batches
+from dist_amp.fast.fused import local
 from dist_amp.optim import Schedule
+from dist_amp.optimizers.groups import check_options
 from dist_amp.parallel import LossNormalizer, Parallel
 from dist_amp.precision import Precision, Scaler
 from dist_amp.runtime.batch_statistics import averaged_statistics, batch_statistics, set_statistics
@@ -38,6 +47,7 @@ class Resumable(Protocol):
     task: Task
     precision: Precision
     parallel: Parallel
+    frozen: FrozenBase
     normalizer: LossNormalizer
     scaler: Scaler
     optimizer: torch.optim.Optimizer
@@ -55,7 +65,8 @@ class Resumable(Protocol):
 
 def take_snapshot(run: Resumable, copy: bool) -> Snapshot:
     """The current state of the run; every rank calls it. copy: to host memory, so that training may continue."""
-    state = _state(run)
+    check_options(run.optimizer, run.schedule.options_at_start)
+    state = _state(run, with_frozen=run.frozen.notice_change())
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
     state["interval"] = run.world.gather(run.metrics.interval)
     state = _without_replicas(state, run.world)
@@ -82,6 +93,16 @@ def take_snapshot(run: Resumable, copy: bool) -> Snapshot:
     )
     folder = checkpoint_folder(run.folder, run.step)
     return Snapshot(folder, state, manifest, run.config_text, run.config.checkpoint.keep, on_host=copy)
+
+
+def can_be_copied(run: Resumable) -> bool:
+    """Whether torch can copy every rank's state to host memory; every rank calls it.
+
+    It can't copy such subclasses of Tensor as torchao's 8-bit moments, which a rank with a small shard may not have.
+    """
+    values = (value for state in run.optimizer.state.values() for value in state.values())
+    odd = any(isinstance(value, Tensor) and hasattr(local(value), "__tensor_flatten__") for value in values)
+    return not any(row[0] for row in run.world.gather_numbers([float(odd)]))
 
 
 def _without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
@@ -132,9 +153,11 @@ def load(run: Resumable, path: Path) -> None:
         if manifest.step:  # DDP has not rebuilt its buckets before the first step
             _rebuild_ddp_buckets(run)
         for own in run.optimizer.state.values():
-            if "step" in own:  # fused AdamW may share one tensor between all parameters, but they are loaded one by one
+            if isinstance(own.get("step"), Tensor):  # fused AdamW may share one between all, but they are loaded singly
                 own["step"] = own["step"].clone()
-        state = _state(run)
+        saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+        frozen = saved_checksums(run.parallel.module, metadata, path)
+        state = _state(run, with_frozen=not frozen, with_moments="optimizer" in saved) | frozen
         same_world = (manifest.world_size, manifest.device) == (world.world_size, world.device.type)
         if not same_world:
             del state["ranks"]
@@ -142,20 +165,26 @@ def load(run: Resumable, path: Path) -> None:
             del state["scaler"]
         if "expected_weights" not in metadata.state_dict_metadata:  # added after the first checkpoints
             del state["expected_weights"]
+        if "ema" in state and "ema" not in saved:
+            del state["ema"]
         state["interval"] = torch.zeros(manifest.world_size, len(run.metrics.interval), dtype=torch.float64)
         check_fit(path, manifest, metadata, state, _group_sizes(run))
         read_into(state, reader, alone=world.world_size == 1)
+    if "frozen" in state:
+        run.frozen.check(state["frozen"], path)
     _set_state(run, manifest, state, same_world)
 
 
 def _set_state(run: Resumable, manifest: Manifest, state: dict[str, Any], same_world: bool) -> None:
-    groups = get_optimizer_state_dict(run.model, run.optimizer)["param_groups"]
-    set_state_dict(
-        run.model,
-        run.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict={"state": state["optimizer"], "param_groups": groups},
-    )
+    options = StateDictOptions(strict="frozen" not in state)
+    set_model_state_dict(run.model, state["model"], options=options)
+    if state["optimizer"]:
+        groups = get_optimizer_state_dict(run.model, run.optimizer)["param_groups"]
+        moments: dict[str, Any] = {"state": state["optimizer"], "param_groups": groups}
+        set_optimizer_state_dict(run.model, run.optimizer, moments, options=options)
+    if run.parallel.ema is not None and "ema" not in state:
+        run.parallel.ema.restart()
+        run.world.say(f"optim.ema starts at step {manifest.step}: the checkpoint has no average")
     run.schedule.load_counters(state["counters"])
     if "scaler" in state:
         run.scaler.load_state_dict(state["scaler"])
@@ -173,25 +202,37 @@ def _set_state(run: Resumable, manifest: Manifest, state: dict[str, Any], same_w
         seed_all((run.config.run.seed + 1 + run.world.rank + 1_000_003 * run.step) % 2**63)
 
 
-def _state(run: Resumable) -> dict[str, Any]:
-    """Everything that a step depends on, as tensors: what a checkpoint saves, and what a load fills in place."""
-    model, optimizer = get_state_dict(run.model, run.optimizer)
+def _state(run: Resumable, with_frozen: bool, with_moments: bool = False) -> dict[str, Any]:
+    """Everything that a step depends on, as tensors: what a checkpoint saves, and what a load fills in place.
+
+    with_frozen: with the values of frozen parameters, else with their checksums. with_moments: let torch make moments
+    where the optimizer has none, for a load to replace. They are never saved: torch makes them by a step of its own,
+    which leaves counts of 1 and decayed weights in them. Most optimizers have none before their first applied step.
+    """
+    omitted = set() if with_frozen else frozen_names(run.parallel.module)
+    optimizer: dict[str, Any] = {}
+    if with_moments or any(run.optimizer.state.values()):
+        if not any(run.optimizer.state.values()):
+            run.optimizer.state.clear()  # of empty entries, by which torch would take it for filled
+        optimizer = get_optimizer_state_dict(run.model, run.optimizer)["state"]  # type: ignore[assignment]
     # This rank's own; the model's entries are averaged over ranks when they are saved.
     statistics = {name: own.clone() for name, own in batch_statistics(run.parallel.module).items()}
     own = {"random": random_state(run.world.device), "statistics": statistics}
     return {
-        "model": model,
-        "optimizer": optimizer["state"],  # without the groups' hyperparameters, which come from the config
+        "model": {name: value for name, value in get_model_state_dict(run.model).items() if name not in omitted},
+        **({"frozen": run.frozen.checksums().clone()} if omitted else {}),
+        "optimizer": optimizer,  # without the groups' hyperparameters, which come from the config
         "counters": run.schedule.counters,
         "expected_weights": run.normalizer.state_dict()["weights"],
         "scaler": run.scaler.state_dict(),
         "ranks": {str(run.world.rank): own},
-    }
+    } | ({"ema": run.parallel.ema.averages} if run.parallel.ema is not None else {})
 
 
 def _group_sizes(run: Resumable) -> dict[str, int]:
     groups = run.optimizer.param_groups
-    return {f"{run.config.optim.name} {group['name']}": len(group["params"]) for group in groups}
+    name = type(run.optimizer).__name__ if hasattr(run.task, "optimizer") else run.config.optim.name
+    return {f"{name} {group['name']}": len(group["params"]) for group in groups}
 
 
 def _rebuild_ddp_buckets(run: Resumable) -> None:
@@ -203,14 +244,15 @@ def _rebuild_ddp_buckets(run: Resumable) -> None:
     if run.parallel.strategy != "ddp" or run.world.world_size < 3:
         return
     with no_side_effects(run):
-        (batch, _), *_ = run.data.at(0)
+        *_, (batch, _) = run.data.at(0)  # the first one whose gradients were synchronised
         batch = getattr(batch, "batch", batch)
         for _ in range(2):
-            with run.precision.autocast():
-                loss = run.task.loss_sum(run.model, batch)
-            if (carrier := run.parallel.carrier) is not None:  # it is in a bucket too
-                loss = loss + carrier
-            run.scaler.scale(loss).backward()
+            with run.parallel.gradient_sync(True):
+                with run.precision.autocast():
+                    loss = run.task.loss_sum(run.model, batch)
+                if (carrier := run.parallel.carrier) is not None:  # it is in a bucket too
+                    loss = loss + carrier
+                run.scaler.scale(loss).backward()
 
 
 def restore_point(run: Resumable) -> Callable[[], None]:

@@ -4,6 +4,7 @@ import runpy
 import sys
 
 from dist_amp.config.suggest import nearest_name
+from dist_amp.runtime.process import quiet_on_closed_pipe
 
 COMMANDS = {
     "train": "train a task, on one process or under torchrun",
@@ -19,9 +20,10 @@ def main() -> int:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        print("usage: dist_amp COMMAND [ARGUMENTS]   (or python -m dist_amp.COMMAND)\n")
-        print("\n".join(f"  {command:<{width}}  {what}" for command, what in COMMANDS.items()))
-        print("\ndist_amp COMMAND --help lists a command's arguments.")
+        with quiet_on_closed_pipe():
+            print("usage: dist_amp COMMAND [ARGUMENTS]   (or python -m dist_amp.COMMAND)\n")
+            print("\n".join(f"  {command:<{width}}  {what}" for command, what in COMMANDS.items()))
+            print("\ndist_amp COMMAND --help lists a command's arguments.")
         return 0
     if name not in COMMANDS:
         near = nearest_name(name, COMMANDS)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from dist_amp.errors import ConfigError, Failure
+from dist_amp.runtime.process import quiet_on_closed_pipe
 from dist_amp.supervise.failure import report_failure
 
 
@@ -23,8 +24,9 @@ class Parser(argparse.ArgumentParser):
 def exit_status(run: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
     """Call run(argv), by default with the command line's arguments; report a Failure, and return the exit status."""
     try:
-        return run(sys.argv[1:] if argv is None else argv) or 0
+        with quiet_on_closed_pipe():
+            return run(sys.argv[1:] if argv is None else argv) or 0
     except Failure as error:
         return report_failure(error, None)[0]
-    except SystemExit as reported:  # argparse, after --help
+    except SystemExit as reported:  # argparse, after --help; a closed pipe
         return int(reported.code or 0)

@@ -3,6 +3,7 @@
 Text is printed, an image is written to sample.png in the current folder. Settings after the path override the run's
 config: --task.args.prompt "class " --task.args.sample_bytes 100, --run.device cpu. It computes in the dtype that the
 task builds the model in, float32, even from a bf16 export: this works on any CPU and GPU and adds no rounding.
+A run with optim.ema shows the moving average of its parameters; --weights model the parameters themselves.
 Exit status: 0 done, 64 bad setting or a task without sample(), 65 bad weights, 1 sample.png can't be written.
 """
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
-from dist_amp.checkpoint.weights import load_weights
+from dist_amp.checkpoint.weights import has_average, load_weights
 from dist_amp.commands.command_line import exit_status
 from dist_amp.commands.trained_model import MODEL, PathParser, build_model, find_checkpoint, load_config_of
 from dist_amp.config.task_class import build_task
@@ -34,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    usage = "RUN_OR_CHECKPOINT_OR_EXPORT [--section.key VALUE ...]"
-    path, _, settings = PathParser("python -m dist_amp.sample", usage, __doc__).read(argv)
+    usage = "RUN_OR_CHECKPOINT_OR_EXPORT [--weights model] [--section.key VALUE ...]"
+    path, options, settings = PathParser("python -m dist_amp.sample", usage, __doc__).read(argv)
     exported = (path / MODEL).is_file() and not (path / MANIFEST).exists() and not all_checkpoints(path)
     accepted = "a run's folder, RUN/checkpoints/step_N, or an export's folder"
     folder = path if exported else find_checkpoint(path, accepted)
@@ -50,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     if exported:
         read_export(model, folder / MODEL)
     else:
-        load_weights(model, folder)
+        load_weights(model, folder, options.weights == "auto" and has_average(folder))
     with torch.no_grad():
         show(task.sample(model.to(device)))
     return 0

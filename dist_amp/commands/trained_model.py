@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from torch import nn
 
 from dist_amp.checkpoint.format import CONFIG
@@ -12,6 +13,7 @@ from dist_amp.checkpoint.resume import checkpoints_at, newest_valid
 from dist_amp.commands.command_line import Parser
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError
+from dist_amp.runtime.meta import build_whole
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.settings import Config
 from dist_amp.task import Task
@@ -26,6 +28,13 @@ class PathParser(Parser):
     def __init__(self, prog: str, usage: str, description: str | None):
         super().__init__(prog, description)
         self.usage = f"{prog} {usage}"
+
+        self.add_argument(
+            "--weights",
+            default="auto",
+            choices=("auto", "model"),
+            help="auto: the moving average where the checkpoint has one (optim.ema); model: the parameters themselves",
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.format_usage().strip()}")
@@ -63,6 +72,6 @@ def load_config_of(folder: Path, settings: Sequence[str]) -> Config:
 
 
 def build_model(task: Task, config: Config) -> nn.Module:
-    """The task's model in evaluation mode; seeded as in the run, for random values that are not saved."""
+    """The task's model in evaluation mode, for a checkpoint's weights; seeded as in the run, for what is not saved."""
     seed_all(config.run.seed)
-    return task.build_model().eval()
+    return build_whole(task, torch.device("cpu"), resumes=True).eval()

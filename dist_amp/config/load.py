@@ -12,6 +12,7 @@ import tomli_w
 from dist_amp.config import parse
 from dist_amp.config.sources import Settings, collect
 from dist_amp.config.task_class import args_dataclass, find_task
+from dist_amp.runtime.process import quiet_on_closed_pipe
 from dist_amp.settings import Config, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
@@ -39,10 +40,18 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
     return parse.build(schema(_target(settings)), settings)
 
 
-def show_help(argv: Sequence[str], prog: str, description: str) -> str:
-    """The text of --help, with the arguments of the task that `argv` names."""
-    words = [word for word in argv if word not in ("-h", "--help")]
-    return parse.show_help(schema(_target(collect(words, aliases=ALIASES))), prog, description)
+def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
+    """Print what --help (with the arguments of the task that `argv` names) or --print_config asks for, if one does."""
+    helps = bool({"-h", "--help"} & set(argv))
+    words = [word for word in argv if word.replace("-", "_") not in ("_h", "__help", "__print_config")]
+    if len(words) == len(argv):
+        return False
+    with quiet_on_closed_pipe():
+        if helps:
+            print(parse.show_help(schema(_target(collect(words, aliases=ALIASES))), prog, description))
+        else:
+            print(to_toml(load_config(words)), end="")
+    return True
 
 
 def _target(settings: Settings) -> str:

@@ -104,10 +104,17 @@ def flat_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{item.name}", value
 
 
+# What other libraries call a setting, where no name here is like it.
+ELSEWHERE = {"learning_rate": "optim.lr", "batch_size": "train.micro_batch_size", "max_steps": "train.steps",
+             "num_workers": "data.workers", "gradient_accumulation_steps": "train.accumulation_steps"}  # fmt: skip
+
+
 def _hint(key: str, leaves: list[str]) -> str:
     """What the user may have meant by an unknown key: a name in the same section, the same name in another, ..."""
     section, _, name = key.lower().rpartition(".")
     siblings = {leaf.removeprefix(f"{section}."): leaf for leaf in leaves if leaf.rpartition(".")[0] == section}
+    if name in ELSEWHERE:
+        return f"; did you mean {ELSEWHERE[name]}?"
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == name]
     match = siblings.get(nearest_name(name, siblings)) or (namesakes[0] if len(namesakes) == 1 else "")
     if not match and f"{section}.".startswith("task.args."):

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from functools import cache, partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_amp.config.suggest import nearest_name
-from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import TaskConfig
+from dist_amp.errors import ConfigError, DataError, first_line
+from dist_amp.settings import Strategy, TaskConfig
 from dist_amp.task import Task
 
 SIGNATURES = {
@@ -24,6 +25,8 @@ SIGNATURES = {
     "loss_sum": "loss_sum(self, model, batch) -> Tensor",
     "weight": "weight(self, batch) -> number",
 }
+
+EXTRA_HF = ("transformers", "tokenizers", "peft")  # packages of the extra `hf`
 
 INJECTED = "data"  # this constructor parameter is not a setting: it gets the data section
 
@@ -59,9 +62,8 @@ def _import(module_name: str, target: str) -> Any:
         module = importlib.import_module(_dotted(module_name))
     except ModuleNotFoundError as error:
         if not f"{_dotted(module_name)}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"task.target={target}: it imports {error.name}, which is missing; install that"
-            ) from error
+            fix = "pip install 'dist_amp[hf]'" if error.name in EXTRA_HF else "install that"
+            raise ConfigError(f"task.target={target}: it imports {error.name}, which is missing; {fix}") from error
         raise ConfigError(
             f"task.target={target}: there is no module {module_name} in {folder}, and none is installed"
         ) from None
@@ -121,8 +123,10 @@ def build_task(config: TaskConfig, data: Any) -> Task:
 
 def as_scalar(value: float | Tensor, what: str, device: torch.device) -> Tensor:
     """The value as a scalar tensor. Errors: DataError for a tensor of another shape."""
-    if not isinstance(value, Tensor):
+    if isinstance(value, Real):
         return torch.full((), float(value), device=device)
+    if not isinstance(value, Tensor):
+        raise DataError(f"the task's {what} a {type(value).__name__}, not a number or a scalar tensor")
     if value.ndim != 0:
         raise DataError(
             f"the task's {what} a tensor of shape {list(value.shape)}, not a number or a scalar tensor; sum it up"
@@ -130,16 +134,32 @@ def as_scalar(value: float | Tensor, what: str, device: torch.device) -> Tensor:
     return value.to(device)
 
 
-def check_metrics(values: Any, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what the task's metrics() returned. Errors: DataError unless it has the same names for every batch."""
-    if not isinstance(values, Mapping):
-        raise DataError(f"the task's metrics() returned {type(values).__name__}; return a dict of scalar sums")
-    if earlier and {*values, "loss"} != {*earlier, "loss"}:
+def check_weight(weight: float | Tensor, source: str = "weight(batch) returned") -> float | Tensor:
+    """The weight of a batch, or of a metric. Errors: DataError if it is no number, or a number below 0."""
+    if isinstance(weight, Tensor) or (isinstance(weight, Real) and not weight < 0):
+        return weight
+    what = f"{weight:g}" if isinstance(weight, Real) else type(weight).__name__
+    raise DataError(
+        f"the task's {source} {what}; return what counts in the batch: a number or scalar tensor, at least 0"
+    )
+
+
+def built_model(task: Task) -> nn.Module:
+    """The task's model. Errors: DataError for something else, or if it has nothing to train or complex parameters."""
+    module = task.build_model()
+    if not isinstance(module, nn.Module):
+        raise DataError(f"the task's build_model returned {type(module).__name__}; return the model, an nn.Module")
+    if not any(p.requires_grad for p in module.parameters()):
         raise DataError(
-            f"the task's metrics() returned {', '.join(values) or 'nothing'} for one batch and {', '.join(earlier)} "
-            "for another; return the same names for every batch, on every rank"
+            f"none of the {len(list(module.parameters()))} parameters of the task's model is trained; build_model must "
+            "leave some of them with requires_grad=True"
         )
-    return dict(values)
+    if odd := next((name for name, p in module.named_parameters() if p.requires_grad and p.is_complex()), ""):
+        raise DataError(
+            f"the parameter {odd} of the task's model is {module.get_parameter(odd).dtype}, and only real ones are "
+            "trained; store it with a last dimension of 2, and use torch.view_as_complex in forward"
+        )
+    return module
 
 
 def check_loss(loss: Any, device: torch.device) -> Tensor:
@@ -157,3 +177,25 @@ def check_loss(loss: Any, device: torch.device) -> Tensor:
             "the task's loss_sum returned a loss without a gradient; it must depend on the model's parameters"
         )
     return loss
+
+
+def check_model(model: nn.Module, strategy: Strategy) -> None:
+    """Errors: DataError for a model that can't be called, which DDP and FSDP2 do."""
+    if strategy != "single" and isinstance(model, nn.ModuleDict | nn.ModuleList):
+        raise DataError(
+            f"the task's build_model returned a {type(model).__name__}, which can't be called, and parallel.strategy="
+            f"{strategy} works through calls; put its parts into an nn.Module with a forward"
+        )
+
+
+# What torch says of a part of a wrapped or sharded model that is used without a call of the whole.
+OF_WRAPPED_MODELS = ("'DistributedDataParallel' object", "'FSDPCommContext' object", "mixed torch.Tensor and DTensor")
+
+
+def check_model_use(error: BaseException) -> None:
+    """Errors: DataError in place of one from a use of the model that works in a single process alone."""
+    if any(text in str(error) for text in OF_WRAPPED_MODELS):
+        raise DataError(
+            f"the task's loss_sum did more with its model than call it ({first_line(error)}); over several ranks the "
+            "model is wrapped or sharded: call model(...) once per batch, and choose submodules in the model's forward"
+        ) from error

@@ -3,8 +3,10 @@
 from functools import cache
 
 import torch
+from torch import nn
 
-from dist_amp.errors import ConfigError
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.runtime.batch_statistics import batch_statistics
 from dist_amp.runtime.native_precision import CAPABILITY, EMULATED, cpu_slowdown
 from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, Strategy, TrainConfig
 from dist_amp.world import World
@@ -75,6 +77,24 @@ def check_parallel(config: ParallelConfig, strategy: Strategy, precision: Precis
         raise ConfigError("parallel.comm_dtype=bf16 needs GPUs: on a CPU gloo does not sum bf16; use off")
 
 
+def check_shardable(strategy: Strategy, module: nn.Module, policy: bool) -> None:
+    """Reject a model that FSDP2 can't shard. policy: whether its policy casts.
+
+    Errors: ConfigError for batch statistics beside cast weights, and for a parameter that is not contiguous.
+    """
+    if policy and (statistics := batch_statistics(module)):
+        raise ConfigError(
+            f"precision.cast_by=policy would cast the weights of {next(iter(statistics)).rpartition('.')[0]} but not "
+            "its batch statistics; use precision.cast_by=autocast"
+        )
+    for name, parameter in module.named_parameters():
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"the parameter {name} is not contiguous, as with memory_format=torch.channels_last, and {strategy} "
+                "shards contiguous ones only; make it contiguous in build_model, or use parallel.strategy=ddp"
+            )
+
+
 def replicas_of(config: ParallelConfig, world: World) -> int:
     """How many copies of the model hsdp has."""
     if config.replicas != "auto":
@@ -103,6 +123,21 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
             f"{ranks} x accumulation_steps {config.accumulation_steps} = {product}; use accumulation_steps={wanted}"
         )
     return wanted
+
+
+def check_length(length: int, micro_batch_size: int, accumulation_steps: int, world: World) -> None:
+    """Errors: DataError for a training dataset of so many samples that does not fill one global batch."""
+    if length == 0:
+        raise DataError(
+            "the training dataset is empty; check data.name, data.path, data.split and the task's build_dataset"
+        )
+    global_batch_size = micro_batch_size * accumulation_steps * world.world_size
+    if length < global_batch_size:
+        raise DataError(
+            f"the training dataset has {length} samples, fewer than one global batch of {global_batch_size} = "
+            f"micro_batch_size {micro_batch_size} x {world.world_size} ranks x accumulation_steps "
+            f"{accumulation_steps}; use more data or a smaller batch"
+        )
 
 
 def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> None:

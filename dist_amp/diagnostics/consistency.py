@@ -179,7 +179,7 @@ def check_schedule(run: Run, row: LogRow) -> None:
             "optimizer must be applied once per step"
         )
     before = max(applied - (row["skips_in_a_row"] == 0), 0)
-    expected = learning_rate(run.config.optim, before, run.config.train.steps)
+    expected = learning_rate(run.config.optim, before, run.config.train.steps, run.task)
     if abs(row["lr"] - expected) > 1e-6 * run.config.optim.lr:  # the table is float32
         raise NumericsError(
             f"step {row.step}: the learning rate on all ranks is {row['lr']:.6g}, not {expected:.6g} as after {before} "

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
@@ -91,14 +91,13 @@ def _missing_compiler(device: torch.device) -> str:
 
 
 def prepare_blocks(
-    config: CompileConfig, checkpointing: Checkpointing, module: nn.Module, blocks: Iterable[nn.Module], world: World
+    config: CompileConfig, checkpointing: Checkpointing, module: nn.Module, blocks: Sequence[nn.Module], world: World
 ) -> None:
     """Recompute and compile the blocks as configured. Call it before `build_parallel`, so that FSDP's hooks go around.
 
     Errors: ConfigError if there are fewer blocks than asked for. A block is compiled at its first call, which raises
     ConfigError too if compile.fullgraph=true and the block is not one graph.
     """
-    blocks = list(dict.fromkeys(blocks))  # a block that the model uses twice is wrapped once
     checkpoint_activations(checkpointing, blocks)
     if config.blocks:
         what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"

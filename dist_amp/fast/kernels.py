@@ -7,6 +7,7 @@ from torch import Tensor
 
 _foreach_norm = getattr(torch, "_foreach_norm", None)
 _amp_update_scale = getattr(torch, "_amp_update_scale_", None)
+_foreach_sub = getattr(torch, "_foreach_sub", None)
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -36,3 +37,17 @@ def update_scale(
     grown = torch.where(grown.isfinite(), grown, scale)
     scale.copy_(torch.where(found_inf > 0, scale * backoff, grown))
     tracker.mul_(~(grows | (found_inf > 0)))
+
+
+def lerp_all(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: Tensor) -> None:
+    """start += weight x (end - start) for each pair, in place; a weight of 0 changes nothing. weight: scalar float32.
+
+    Allocates as much as `starts` take.
+    """
+    if _foreach_sub is None:
+        for start, end in zip(starts, ends, strict=True):
+            start.add_((end - start) * weight)
+        return
+    moves = _foreach_sub(list(ends), list(starts))
+    torch._foreach_mul_(moves, weight)
+    torch._foreach_add_(list(starts), moves)

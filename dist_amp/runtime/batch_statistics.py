@@ -28,3 +28,9 @@ def averaged_statistics(module: nn.Module, world: World) -> dict[str, Tensor]:
 def set_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> None:
     for name, own in batch_statistics(module).items():
         own.copy_(statistics[name])
+
+
+def first_batch_norm(module: nn.Module) -> str:
+    """The path of the first batch norm that normalises each micro-batch by its own statistics; "" if there is none."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return next((path for path, part in module.named_modules() if isinstance(part, kinds) and part.training), "")

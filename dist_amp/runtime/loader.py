@@ -1,23 +1,77 @@
-"""A DataLoader whose worker processes start reliably, ignore stop signals and end with their rank."""
+"""A dataset read by micro-batches: in this process, or in workers that start reliably and end with their rank."""
 
 import gc
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-from dist_amp.errors import DataError
+from dist_amp.errors import DataError, in_one_line
 from dist_amp.fast.dataloader import kill, shut_down
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
+from dist_amp.runtime.random_state import seed_all
 
 # A fork can leave a worker stuck before its first line: Python 3.11 takes a lock there that another thread of the
 # parent may hold at that moment. Seen once in some thousand forks; a worker that does not report is forked again.
 START_SECONDS = 20.0
 START_ATTEMPTS = 3
+
+Request = tuple[int, tuple[int, ...]]  # seed, samples' indices
+
+
+class Fetch:
+    """Map-style view of a dataset by micro-batches, so that a loader worker collates what it reads.
+
+    A sample that can't be read gives a DataError in the micro-batch's place, for the rank to raise: what a worker
+    raises reaches it as text, with the traceback in it.
+    """
+
+    def __init__(self, dataset: Any, task: Any, split: str):
+        self.dataset = dataset
+        self.collate = getattr(task, "collate", default_collate)
+        self.split = split
+
+    def __getitem__(self, request: Request) -> Any:
+        seed, indices = request
+        if get_worker_info() is not None:
+            # A worker's own random numbers would depend on how many workers there are and when they were started.
+            seed_all(seed)
+        try:
+            samples = self.read(indices)
+        except Exception as error:
+            return self._unreadable(indices, error)
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            return DataError(
+                f"{samples_text(indices)} of the {self.split} split do not make one batch: {in_one_line(error)}; give "
+                "all samples the same keys, shapes and types, or the task a collate(samples)"
+            )
+
+    def read(self, indices: tuple[int, ...]) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(list(indices))
+        return [self.dataset[index] for index in indices]
+
+    def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
+        """The error for samples that can't be read; it names the first that can't be read alone."""
+        for index in indices:
+            try:
+                self.read((index,))
+            except Exception as own_error:
+                indices, error = (index,), own_error
+                break
+        what = f"{samples_text(indices)} of the {self.split} split"
+        return DataError(f"{what} could not be read: {in_one_line(error)}; fix or remove it")
+
+
+def samples_text(indices: Sequence[int]) -> str:
+    shown = ", ".join(map(str, indices[:64])) + (", ..." if len(indices) > 64 else "")
+    return f"sample{'s' if len(indices) > 1 else ''} {shown}"
 
 
 def load(

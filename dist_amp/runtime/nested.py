@@ -1,8 +1,10 @@
-"""Nested containers, as samples and batches come: the leaves of dicts, lists and tuples."""
+"""Nested containers, as samples and batches come: the leaves of dicts, lists and tuples, and their device."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -14,3 +16,15 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(part)
     else:
         yield value
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Tensors in nested dicts, lists and tuples moved to the device; from pinned memory without waiting."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch

@@ -3,8 +3,11 @@
 import ctypes
 import logging
 import os
+import select
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -37,6 +40,26 @@ def set_tf32(on: bool) -> None:
     """Use TF32 or true float32 on CUDA, for both matmuls and convolutions (torch's defaults differ)."""
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
+
+
+@contextmanager
+def quiet_on_closed_pipe() -> Iterator[None]:
+    """End with status 1, and no traceback, once nobody reads the output any more, as in `--help | head -3`.
+
+    Errors: SystemExit.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not any(events & select.POLLERR for _, events in output.poll(0)):
+            raise  # of another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its exit
+        raise SystemExit(1) from None
 
 
 def ignore_stop_signals() -> None:

@@ -6,11 +6,12 @@ in failure.py.
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dist_amp.data import Batches, samples_text
-from dist_amp.errors import DataError, Failure, context_of, first_line
+from dist_amp.data import Batches
+from dist_amp.errors import DataError, Failure, context_of, first_line, in_one_line
+from dist_amp.runtime.loader import samples_text
 
 # The CPU's messages for an index beyond an embedding, a class beyond a loss, and a class beyond one_hot.
 _OUT_OF_RANGE = re.compile(r"index out of range in self|Target -?\d+ is out of bounds|Class values must be")
@@ -49,6 +50,12 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches | Non
                         f"{split.split} split: {first_line(error)}; fix the data, or give the model that many "
                         "embeddings or classes"
                     )
+    batch = context_of(error).get("batch")
+    if isinstance(error, KeyError) and error.args and isinstance(batch, Mapping) and error.args[0] not in batch:
+        return DataError(
+            f"rank {rank}: the task looks for {error.args[0]!r} in a batch that has {', '.join(map(str, batch))} "
+            f"({in_one_line(error)}); rename it there or in the dataset, or make such a batch in collate(samples)"
+        )
     if "device-side assert" in str(error):  # raised some kernels later, so the micro-batch is not known
         return DataError(
             f"rank {rank}: the GPU stopped at a device-side assert, typically a token id or label out of range; "

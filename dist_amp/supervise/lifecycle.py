@@ -1,17 +1,26 @@
 """What happens around the loop: whether a run has steps left, its files opened, its summary and sample written."""
 
 from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
-from dist_amp.errors import SAVED_AND_STOPPED, in_one_line
+from dist_amp.data import shard_step
+from dist_amp.errors import SAVED_AND_STOPPED, NumericsError, in_one_line
 from dist_amp.fast.compile import as_compiled_so_far
 from dist_amp.run import Run
+from dist_amp.runtime.batch_statistics import first_batch_norm
 from dist_amp.supervise.preflight import check_free_space
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.mfu import item_seconds_at_peak
-from dist_amp.telemetry.summary import closing_table, is_completed, print_banner, write_summary
+from dist_amp.telemetry.summary import closing_table, ended_early, is_completed, print_banner, write_summary
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the run has no steps left and its summary is written; says so."""
+    """Whether the run has no steps left, or its task ended it, and its summary is written; says so."""
+    early = run.world.from_main(ended_early(run.folder, run.step))
+    if early:
+        run.world.say(
+            f"{run.folder} is finished: it ended after {run.step} of train.steps={run.config.train.steps}, because the "
+            f"task's {early}; to go on, start a new run with --run.resume {run.folder} --run.dir NEW"
+        )
+        return True
     # Without checkpoints of its own, it was to start from another run's, which has no steps left.
     finished = run.step >= run.config.train.steps and (is_completed(run.folder) or not all_checkpoints(run.folder))
     if run.world.from_main(str(finished)) != "True":
@@ -26,6 +35,7 @@ def is_finished(run: Run) -> bool:
 def open_run(run: Run) -> None:
     """Print what is about to run, and open its files."""
     print_banner(run)
+    warn_about_small_batches(run)
     run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
     check_free_space(run)
     if run.world.is_main:
@@ -35,8 +45,28 @@ def open_run(run: Run) -> None:
     run.metrics.open(run.folder, run.step, run.config_text)
 
 
+def warn_about_small_batches(run: Run) -> None:
+    """Warn where batch norm meets smaller micro-batches than the others, at the end of an epoch that is reached."""
+    plan, norm = run.data.plan, first_batch_norm(run.parallel.module)
+    rest, ranks = plan.length % plan.global_batch_size, plan.world_size
+    ends = run.config.train.steps > plan.length // plan.global_batch_size
+    if not (norm and rest and ends) or plan.drop_last:
+        return
+    shards = [shard_step(range(rest), ranks, plan.micro_batch_size, rank) for rank in range(ranks)]
+    smallest = min(len(shard.indices) for rank in shards for shard in rank)
+    if smallest < plan.micro_batch_size:
+        run.world.warn(
+            f"the last step of an epoch has {rest} of {plan.global_batch_size} samples, so batch norm ({norm}) gets "
+            f"micro-batches of {smallest} in place of {plan.micro_batch_size}"
+            f"{', and a single sample may have no variance' if smallest == 1 else ''}; use data.drop_last=true"
+        )
+
+
 def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
-    """Write the summary, and a sample of a completed run; return the exit status."""
+    """Write the summary, and a sample of a completed run; return the exit status.
+
+    Errors: NumericsError for a run in which no step was applied: it is not done, whatever its steps.
+    """
     if stopped_by == "preempted":
         cause = stop.requested_by or "a signal to another rank"
         saved = run.config.checkpoint.every != "off"
@@ -46,6 +76,17 @@ def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
         then = f"go on with --run.dir {run.folder}" if saved else "checkpoint.every=off, so nothing was saved"
         run.world.say(f"stopped after step {run.step} by {cause}; {then}")
         return status
+    if not run.schedule.applied_steps:
+        amp = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""
+        raise NumericsError(
+            f"none of the {run.step} steps was applied: the gradients of each were inf or nan, and the model is as it "
+            f"was at the start; use {amp}a lower optim.lr, or more steps if the loss scale was still falling, or check "
+            "the task's loss and data"
+        )
+    early = ""
+    if stop.by_task and run.step < run.config.train.steps:
+        early = next(filter(None, run.world.gather_texts(stop.ended_by)))
+        run.world.say(f"ended after step {run.step} of {run.config.train.steps}: the task's {early}")
     if hasattr(run.task, "sample"):
         try:
             with run.parallel.evaluating(), run.precision.autocast(), as_compiled_so_far():
@@ -55,6 +96,6 @@ def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
                 f"the task's sample(model) failed: {in_one_line(error)}; python -m dist_amp.sample tries again"
             )
     if run.world.is_main:
-        summary = write_summary(run.folder, run, stopped_by, 0, "")
+        summary = write_summary(run.folder, run, stopped_by, 0, early)
         print(closing_table(summary, run.folder), flush=True)
     return 0

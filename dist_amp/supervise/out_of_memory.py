@@ -192,7 +192,7 @@ def shortage(error: BaseException, config: Config, world: World, run: Run | None
     if run is not None:
         return _in_a_run(short, config, run, "evaluation" in context)
     if "parameters" in context:
-        return _in_build_run(short, config, context["parameters"], context["strategy"])
+        return _in_build_run(short, config, context["parameters"], context["trained"], context["strategy"])
     return short
 
 
@@ -225,14 +225,15 @@ def _in_a_run(short: Shortage, config: Config, run: Run, evaluating: bool) -> Sh
     )
 
 
-def _in_build_run(short: Shortage, config: Config, parameters: int, strategy: str) -> Shortage:
-    """The same with what a model of so many parameters will take, in float32."""
-    each = 4 * parameters // (short.world.world_size if strategy in ("fsdp", "hsdp") else 1)
+def _in_build_run(short: Shortage, config: Config, parameters: int, trained: int, strategy: str) -> Shortage:
+    """The same with what a model of so many parameters will take, in float32; frozen ones have no gradients."""
+    share = short.world.world_size if strategy in ("fsdp", "hsdp") else 1
+    each = 4 * trained // share
     moments = 2 if config.optim.name == "adamw" else int(config.optim.momentum != 0)
     return replace(
         short,
         when=f"before the first step, with a model of {parameters:,} parameters",
-        parameters=each,
+        parameters=4 * parameters // share,
         gradients=each,
         optimizer_state=moments * each,
         strategy=strategy,

@@ -151,7 +151,9 @@ def check_free_space(run: Run) -> None:
     if run.config.checkpoint.every == "off":
         return
     state = (value for values in run.optimizer.state.values() for value in values.values())
-    tensors = [t for t in (*run.parallel.module.state_dict().values(), *state) if isinstance(t, Tensor)]
+    averages = run.parallel.ema.averages.values() if run.parallel.ema else ()
+    values = (*run.parallel.module.state_dict().values(), *state, *averages)
+    tensors = [t for t in values if isinstance(t, Tensor)]
     size = sum(t.numel() * t.element_size() for t in tensors)
     most = run.config.checkpoint.keep + 2  # the best one, and the one that is being written
     existing = len(all_checkpoints(run.folder))

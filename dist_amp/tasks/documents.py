@@ -5,6 +5,9 @@ import logging
 import math
 import os
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,10 @@ FORMATS = {
 }
 
 
-def load_split(config: DataConfig, split: str) -> Any:
+def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
     """The training or validation part of the `datasets.Dataset` that `data.name` or `data.path` names.
 
+    It has the column `data.text_column`, or one of the others.
     Errors: DataError for files, names, splits and columns that do not exist.
     """
     import datasets
@@ -42,12 +46,13 @@ def load_split(config: DataConfig, split: str) -> Any:
     if not local and not Path(config.name.partition(":")[0]).exists():
         stay_local_without_network()
     try:
-        if local:
-            by_document = {"sample_by": "document"} if kind == "text" else {}
-            everything = datasets.load_dataset(kind, data_files=_by_split(files), **by_document)
-        else:
-            name, _, configuration = config.name.partition(":")
-            everything = datasets.load_dataset(name, configuration or None)
+        with _without_its_errors():
+            if local:
+                by_document = {"sample_by": "document"} if kind == "text" else {}
+                everything = datasets.load_dataset(kind, data_files=_by_split(files), **by_document)
+            else:
+                name, _, configuration = config.name.partition(":")
+                everything = datasets.load_dataset(name, configuration or None)
     except Exception as error:  # the library raises many types; each message names what it could not read
         cause = error.__cause__ or error  # the library wraps the error in a general one
         lines = str(cause).strip().splitlines() or [type(cause).__name__]
@@ -58,7 +63,13 @@ def load_split(config: DataConfig, split: str) -> Any:
         if "scripts are no longer supported" in lines[0]:  # nor by us: they would run a stranger's code
             fix = "convert it to Parquet elsewhere, with a release of datasets below 4, and set data.path to the files"
         raise DataError(f"{source} could not be loaded: {lines[0]}; {fix}") from error
-    return pick_split(everything, config, split)
+    return pick_split(everything, config, split, *other_columns)
+
+
+def warn(text: str) -> None:
+    """Print a warning on rank 0: the other ranks' log shows errors alone."""
+    if log.isEnabledFor(logging.WARNING):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def stay_local_without_network() -> None:
@@ -91,10 +102,23 @@ def _first_broken(kind: str, files: list[str]) -> str:
 
     for file in files:
         try:
-            datasets.load_dataset(kind, data_files=[file])
+            with _without_its_errors():
+                datasets.load_dataset(kind, data_files=[file])
         except Exception:
             return file
     return ""
+
+
+@contextmanager
+def _without_its_errors() -> Iterator[None]:
+    """The `datasets` library logs what it raises as well; inside, it only raises."""
+    logger = logging.getLogger("datasets")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _local_files(path: str) -> list[str]:
@@ -115,7 +139,7 @@ def _local_files(path: str) -> list[str]:
     return found
 
 
-def pick_split(everything: Any, config: DataConfig, split: str) -> Any:
+def pick_split(everything: Any, config: DataConfig, split: str, *other_columns: str) -> Any:
     """The training or validation part of a `datasets.DatasetDict`; a fixed part is held out if there is no such split.
 
     None for the validation part of a single document.
@@ -141,7 +165,8 @@ def pick_split(everything: Any, config: DataConfig, split: str) -> Any:
             )
         parts = rows.train_test_split(test_size=config.validation_fraction, seed=0)
         chosen = parts["train" if split == "train" else "test"]
-    if chosen is not None and config.text_column not in chosen.column_names:
+    if chosen is not None and not {config.text_column, *other_columns} & set(chosen.column_names):
         columns = ", ".join(chosen.column_names)
-        raise DataError(f"data.text_column={config.text_column} does not exist; the columns are {columns}")
+        others = f", nor {' or '.join(other_columns)}" if other_columns else ""
+        raise DataError(f"data.text_column={config.text_column} does not exist{others}; the columns are {columns}")
     return chosen

@@ -12,9 +12,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,10 +42,14 @@ RANK_METRICS = (
 
 @dataclass(frozen=True)
 class LogRow:
-    """The metrics of one log interval, the same on every rank: `ranks[r][name]` for each of RANK_METRICS."""
+    """The metrics of one log interval, the same on every rank: `ranks[r][name]` for each of RANK_METRICS.
+
+    of_task: this rank's own, from the task's train_metrics, by their tags.
+    """
 
     step: int
     ranks: list[dict[str, float]]
+    of_task: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -123,6 +128,7 @@ class PendingMetrics:
     interval: Interval
     spans: list[tuple[Any, Any]]  # of the clock
     on_host: tuple[float, ...]
+    of_task: tuple[str, ...]  # the tags of the last values on the device
 
 
 class Metrics:
@@ -188,17 +194,28 @@ class Metrics:
         yield
         self._clock.resume()
 
-    def begin(self, step: int, schedule: Schedule, scaler: Scaler, data: Batches) -> None:
-        """Start copying the interval's metrics to the host, without waiting; every rank calls it at the same step."""
+    def begin(
+        self,
+        step: int,
+        schedule: Schedule,
+        scaler: Scaler,
+        data: Batches,
+        of_task: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Start copying the interval's metrics to the host, without waiting; every rank calls it at the same step.
+
+        of_task: {tag: scalar on the device}, for this rank.
+        """
         device, interval = self.world.device, self._interval
         spans = self._clock.lap()  # first, so that its end has been reached once the copy below has arrived
         interval.start_copy(
             torch.stack((schedule.last_lr.to(device), scaler.scale_tensor)),
             schedule.counters.to(device),  # float32 is exact up to 2^24, which is more than train.steps may be
+            *(value.float().reshape(1) for value in of_task.values()),
         )
         memory = memory_bytes(device)
         on_host = (interval.steps, data.items, data.tokens, data.wait_seconds, *memory, self.item_seconds_at_peak)
-        self._pending = PendingMetrics(step, interval, spans, on_host)
+        self._pending = PendingMetrics(step, interval, spans, on_host, tuple(of_task))
         self._interval = Interval()
         data.items, data.tokens, data.wait_seconds = 0, 0, 0.0
 
@@ -209,9 +226,11 @@ class Metrics:
             return None
         interval = pending.interval
         of_device, seconds = interval.read(), self._clock.seconds(pending.spans)
+        count = len(of_device) - len(pending.of_task)
+        of_device, of_task = of_device[:count], dict(zip(pending.of_task, of_device[count:], strict=True))
         sums = (interval.loss, interval.weight, interval.min_weight, interval.norm)
         rows = self.world.gather_numbers([*sums, *of_device, seconds, *pending.on_host])
-        self.last = LogRow(pending.step, [dict(zip(RANK_METRICS, values, strict=True)) for values in rows])
+        self.last = LogRow(pending.step, [dict(zip(RANK_METRICS, values, strict=True)) for values in rows], of_task)
         for total, rank in zip(self._totals, self.last.ranks, strict=True):
             total.update({name: rank[name] for name in ("items", "tokens", "seconds")})
         return self.last
@@ -227,9 +246,9 @@ class Metrics:
         """Write a row to TensorBoard, metrics.jsonl and the console."""
         if not self.world.is_main:
             if self._tensorboard is not None:
-                self._tensorboard.write_scalars(row.rank_tags(self.world.rank), row.step)
+                self._tensorboard.write_scalars(row.rank_tags(self.world.rank) | row.of_task, row.step)
             return
-        global_tags, ranks = row.global_tags(), [row.rank_tags(rank) for rank in range(len(row.ranks))]
+        global_tags, ranks = row.global_tags() | row.of_task, [row.rank_tags(rank) for rank in range(len(row.ranks))]
         print(console_line(row, last_step), flush=True)
         if self._jsonl is not None and self._tensorboard is not None:
             self._jsonl.append({"step": row.step, **global_tags, "ranks": ranks})

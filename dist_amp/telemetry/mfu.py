@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_amp.checkpoint.state import no_side_effects
-from dist_amp.errors import DataError, Failure, in_one_line
+from dist_amp.errors import DataError
 from dist_amp.run import Run
+from dist_amp.runtime.task_calls import call_task
 from dist_amp.task import Task
 
 # Dense TFLOP/s of one device, as torch counts devices; 0 if the vendor gives no number, or two that differ. If a
@@ -104,14 +105,7 @@ def flops_per_item(task: Task, model: nn.Module) -> float:
     method = getattr(task, "flops_per_item", None)
     if method is None:
         return 0.0
-    try:
-        flops = method(model)
-    except Failure:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"the task's flops_per_item(model) failed: {in_one_line(error)}; fix it, or remove the method"
-        ) from error
+    flops = call_task(DataError, "flops_per_item(model)", method, model)
     # What isn't a number is shown by its type alone: a tensor's text has many lines.
     if not isinstance(flops, Real) or not 0 < float(flops) < math.inf:
         what = f"{float(flops):g}" if isinstance(flops, Real) else type(flops).__name__

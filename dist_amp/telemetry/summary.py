@@ -15,6 +15,8 @@ def print_banner(run: Run) -> None:
     """Print what is about to run."""
     world, plan, precision = run.world, run.data.plan, run.precision
     parameters = sum(p.numel() for p in run.parallel.module.parameters())
+    trained = sum(p.numel() for p in run.parallel.parameters)
+    of_which = f" ({trained:,} trained)" if trained < parameters else ""
     accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     cast = f" cast by {precision.cast_by}" if precision.cast_by != "nothing" else ""
@@ -27,7 +29,7 @@ def print_banner(run: Run) -> None:
     held_out = run.validation.plan.length if run.validation else 0
     world.say(
         f"run    {run.folder}{start}\n"
-        f"model  {parameters:,} parameters, {run.parallel.strategy} on {world.world_size} x {where}, "
+        f"model  {parameters:,} parameters{of_which}, {run.parallel.strategy} on {world.world_size} x {where}, "
         f"{precision.name}{cast}\n"
         f"batch  {plan.global_batch_size} samples = {plan.micro_batch_size} x {plan.world_size} ranks x "
         f"{accumulation} micro-batches\n"
@@ -38,10 +40,22 @@ def print_banner(run: Run) -> None:
 
 def is_completed(folder: Path) -> bool:
     """Whether the run's summary says so; a run that was killed after its last checkpoint has none yet."""
+    return _completed(folder) is not None
+
+
+def ended_early(folder: Path, step: int) -> str:
+    """Why the task ended the run after `step` steps, before its last one; "" if it did not."""
+    summary = _completed(folder) or {}
+    return str(summary.get("cause", "")) if summary.get("steps") == step else ""
+
+
+def _completed(folder: Path) -> dict[str, Any] | None:
+    """The summary of a completed run; None for any other."""
     try:
-        return bool(json.loads((folder / "summary.json").read_text())["stopped_by"] == "completed")
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        return summary if summary["stopped_by"] == "completed" else None
     except (OSError, ValueError, LookupError):
-        return False
+        return None
 
 
 def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int, cause: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.config.load import load_config
 from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import ConfigError
+from dist_amp.runtime.native_precision import EMULATED, cpu_slowdown
 from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.verify.compare import Verdict
 from dist_amp.verify.findings import Finding, inspect_task
@@ -123,23 +124,28 @@ def verify(argv: Sequence[str], world_sizes: list[int], strategies: list[str], p
 
 
 def ignored_settings(config: Config) -> list[Finding]:
-    """Settings whose rounding would hide errors of the step."""
+    """Settings whose rounding would hide errors of the step, and optimizers other than plain torch's."""
     default, user = ParallelConfig(), config.parallel
     names = ("param_dtype", "reduce_dtype", "comm_dtype", "cpu_offload")
+    ignored = {f"parallel.{name}": (getattr(user, name), getattr(default, name)) for name in names}
+    if config.optim.name not in ("sgd", "adamw"):
+        ignored["optim.name"] = (config.optim.name, "sgd and adamw")
     return [
-        Finding(f"parallel.{name}={getattr(user, name)} is ignored: the comparison uses {getattr(default, name)}")
-        for name in names
-        if getattr(user, name) != getattr(default, name)
+        Finding(f"{key}={value} is ignored: the comparison uses {used}")
+        for key, (value, used) in ignored.items()
+        if value != used
     ]
 
 
 def is_supported(reference: Reference, precision: str) -> bool:
-    """Whether plain torch can run the task in this precision on this device; prints a note if it can't."""
+    """Whether plain torch can compute the task in this precision on this device; prints a note if not, or slowly."""
+    if reference.device.type == "cpu" and precision != "fp32" and (slowdown := cpu_slowdown(precision)) >= EMULATED:
+        print(f"note     {precision} takes long: this CPU only emulates it ({slowdown:.0f}x slower); see --precisions")
     try:
         reference.bound(precision)
     except RuntimeError as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        print(f"note     {precision} is skipped: plain torch can't run this task in it on this device ({why})")
+        print(f"note     {precision} is skipped: plain torch can't compute this task in it on this device ({why})")
         return False
     return True
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_amp.bench.harness import on_a_run
 from dist_amp.commands.command_line import Parser, exit_status
-from dist_amp.config.auto import find_blocks
+from dist_amp.config.auto import blocks_of, pick_cast
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import accumulation_steps, replicas_of
@@ -105,7 +105,7 @@ def of_sharded(config: ParallelConfig, model: Model, world: World, replicas: int
     casts = precision.cast_by == "policy"
     gathered_in, reduced_in = (precision.dtype, DTYPES[config.reduce_dtype]) if casts else (None, None)
     # The units: the blocks, then the root with all other parameters, in the order in which their forwards end.
-    blocks = model.task.blocks(model.module) if hasattr(model.task, "blocks") else find_blocks(model.module)
+    blocks = blocks_of(model.task, model.module)
     in_blocks = [list(block.parameters()) for block in blocks]
     inside = {id(p) for block in in_blocks for p in block}
     root = [p for p in model.module.parameters() if id(p) not in inside]
@@ -203,7 +203,8 @@ def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[s
     """Lines: what a step of each strategy sends on so many ranks, without the step's own all-reduce of a few bytes."""
     world = World(world_size=ranks, local_world_size=min(ranks, RANKS_PER_MACHINE))
     replicas, micro_batches = replicas_of(config.parallel, world), accumulation_steps(config.train, ranks)
-    model = Model(task, module, build_precision(config.precision, True, world), micro_batches)
+    cast = pick_cast(config.precision, "fsdp", module, world)
+    model = Model(task, module, build_precision(cast, True, world), micro_batches)
     steps = {"ddp": of_a_step(config.parallel, "ddp", model, world)}
     strategies: dict[str, Strategy] = {"fsdp": "fsdp", f"hsdp of {replicas}": "hsdp"}
     for name, strategy in strategies.items():

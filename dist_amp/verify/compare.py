@@ -1,56 +1,50 @@
-"""The comparison: each step's gradients, and the parameters, of one way of running against the reference's.
+"""The comparison: each step's gradients, and its update, of one way of running against the reference's.
 
-The bounds are derived, not tuned:
+Every step is compared where it begins: the reference computes the gradients of the step's whole batch at the cell's own
+parameters and buffers, so that a rounding error of one step does not change what the next one is compared with, as it
+would where it flips a ReLU or a router. The first parameters are the initial weights, bit for bit, and each step's end
+is the next one's start, so the steps together are proven. The reference's optimizer takes one textbook step from the
+cell's parameters with the cell's gradients, which were compared already; its moments are its own from the first step
+on, so moments that a cell loses or gets wrong show in its parameters.
+
+The bounds are derived, not tuned; u is the unit roundoff of a dtype: 2^-24 fp32, 2^-12 fp16, 2^-9 bf16.
 
     gradients   n x u + 4 e, relative to the largest element. Each of the n results that forward and backward round
-                adds about one unit roundoff u of the dtype (2^-24 fp32, 2^-12 fp16, 2^-9 bf16). Long sums with
-                cancellation add more: e is the error of plain torch in one process, in this precision, with the batch
-                whole and in twelve parts; times 4, for later steps and other orders of summation. n and e are measured
-                on the task. At most 0.45, so that a factor of two is always found.
-    parameters  fp32: 1e-6 of the largest parameter, or of 1; bf16, fp16: the gradients' bound times the largest
-                parameter change
+                adds about one u. Long sums with cancellation and flipped ReLUs add more: e is the error of plain torch
+                in one process, in this precision, with the batch whole and in twelve parts; times 4, for later steps
+                and other orders of summation. n and e are measured on the task, at the first step; where a step exceeds
+                that, again at its own parameters, with the cell's own micro-batches as parts. At most 0.45, so that a
+                factor of two is always found.
+    parameters  u x (3 P + 50 D) + 4 e in all precisions, since parameters and updates are float32. A parameter is
+                rounded three times: decay's factor, its product, the sum with the change. AdamW rounds the change 19
+                times (unscaling and clipping 7, two moments 6, step 6), and early rounding errors of its moments count
+                at most 2.4 times, 1 over the root of the least share that a gradient has in the second moment. P is the
+                largest parameter, D the largest change. e, the error of plain torch's float32 step against its float64
+                step from the same states, adds what the norm's long sum rounds.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
-from dist_amp.data import build_batches, shard_step
-from dist_amp.diagnostics import consistency
-from dist_amp.fast.fused import local
-from dist_amp.optim import learning_rate
-from dist_amp.run import Run, build_run
+from dist_amp.data import Shard, shard_step
 from dist_amp.settings import (
-    CheckpointConfig,
-    Config,
-    DebugConfig,
-    EvalConfig,
-    ParallelConfig,
-    ScalerConfig,
     Strategy,
-    TrainConfig,
 )
-from dist_amp.step import train_step
 from dist_amp.verify.reference import (
     STEPS,
-    OperationCounter,
+    UNIT_ROUNDOFF,
     Reference,
     State,
     Values,
     difference,
-    gradients_of,
     largest,
     relative_error,
-    sums_over_ranks,
 )
 from dist_amp.world import World
-
-FLOAT32_PARAMETER_BOUND = 1e-6
 
 
 @dataclass(frozen=True)
@@ -78,210 +72,105 @@ class Verdict:
     cause: str = ""
 
 
-def check_cell(world: World, reference: Reference, cell: Cell, step: Callable[..., Any] = train_step) -> Verdict:
-    """Take the cell's steps and compare them with the reference; every rank calls it, rank 0 gets the verdict.
+@dataclass(frozen=True)
+class Comparison:
+    """What a cell did: its states in each step's middle, the buffers at each step's start, and the last parameters."""
 
-    step: called in place of train_step.
-    """
-    reference.task.length = reference.epoch_length(cell.partial)
-    run = build_run(config_of(reference, cell, world), world, reference.task)
-    consistency.check_start(run)
-    micro_batches, _ = micro_batches_at(run, reference, max(cell.accumulation), 0)
-    faults = by_rank(world.gather_texts(fault_of_skip(run, reference, micro_batches, step)))
-    if faults:  # start again, so that this fault alone does not make the following steps wrong
-        run = build_run(config_of(reference, cell, world), world, reference.task)
-    captured = capture(run)
-    position, reductions = 0, []
-    for accumulation in cell.accumulation:
-        micro_batches, position = micro_batches_at(run, reference, accumulation, position)
-        with OperationCounter(sums_over_ranks) as counter:
-            step(run, micro_batches)
-        run.step += 1
-        reductions.append(counter.count)
-    state_fault, faults = fault_of_state(run), [*faults, consistency.find_mismatch(run)]
-    if cell.accumulate_reduce == "last" and len(set(reductions)) > 1:
-        faults.append(
-            f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, not equally often; only the"
-            " last may reduce gradients: each other one needs no_sync around its forward and its backward"
-        )
-    parameters = {name: full(p) for name, p in run.parallel.module.named_parameters() if p.requires_grad}
-    try:
-        verdict = compare(reference, cell, world, captured, parameters) if world.is_main else Verdict()
-    finally:
-        world.wait_long()  # for rank 0, which alone computes the reference
-    # Wrong gradients can lead to skipped steps, so they come before a wrong count.
-    causes = [verdict.cause or state_fault, *faults]
-    return replace(verdict, cause="; ".join(filter(None, causes)))
+    reference: Reference
+    cell: Cell
+    world: World
+    states: list[State]
+    buffers: Sequence[Values]
+    end: Values
+
+    def start(self, step: int) -> Values:
+        """Parameters and buffers at which a step's gradients were computed."""
+        return {**self.states[step].parameters, **self.buffers[step]}
+
+    def samples(self, step: int) -> list[int]:
+        return self.reference.step_samples(self.cell.partial)[step]
+
+    def shards(self, step: int) -> list[tuple[int, int, Shard]]:
+        """(rank, micro-batch, its samples) of a step."""
+        ranks = self.world.world_size
+        size = self.reference.global_batch // (ranks * self.cell.accumulation[step])
+        shards = [shard_step(self.samples(step), ranks, size, rank) for rank in range(ranks)]
+        return [(rank, number, shard) for rank in range(ranks) for number, shard in enumerate(shards[rank])]
+
+    def bound(self, step: int, error: float) -> float:
+        """The bound of a step's gradients: the first step's or, if `error` exceeds that, its own if that is larger."""
+        bound, precision = self.reference.bound(self.cell.precision), self.cell.precision
+        if error <= bound:
+            return bound
+        parts = [shard.indices for _, _, shard in self.shards(step) if shard.counts]
+        return max(bound, self.reference.bound_at(precision, parts, self.start(step))[0])
 
 
-def config_of(reference: Reference, cell: Cell, world: World) -> Config:
-    """The user's config, with the settings of the cell and of the reference."""
-    user, scaled, half = reference.config, reference.hyperparameters, cell.precision != "fp32"
-    cast_by = user.precision.cast_by if half and cell.strategy in ("fsdp", "hsdp") else "auto"
-    if half and any(isinstance(part, _NormBase) for part in reference.model().modules()):
-        cast_by = "autocast"  # a policy would cast batch norm's weights but not its statistics
-    scaler = ScalerConfig()
-    if cell.precision == "fp16":
-        scale = reference.init_scale
-        scaler = ScalerConfig(init_scale=scale, growth_interval=2, min_scale=scale / 4)
-    precision = replace(user.precision, use_amp=half, cast_by=cast_by, tf32=False, scaler=scaler)
-    if cell.precision != "fp32":
-        precision = replace(precision, dtype=cell.precision)
-    divides = user.parallel.replicas != "auto" and world.world_size % user.parallel.replicas == 0
-    return replace(
-        user,
-        run=replace(user.run, dir="unused", resume="never"),
-        data=replace(user.data, workers=0, shuffle=True),
-        precision=precision,
-        parallel=ParallelConfig(
-            cell.strategy,
-            user.parallel.replicas if divides else "auto",
-            accumulate_reduce=cell.accumulate_reduce,
-            activation_checkpointing=user.parallel.activation_checkpointing,
-        ),
-        train=TrainConfig(
-            steps=STEPS,
-            micro_batch_size=reference.global_batch // world.world_size,
-            clip_by=cell.clip_by,
-            max_grad_norm=scaled.max_grad_norm,
-            max_grad_value=scaled.max_grad_value,
-        ),
-        optim=reference.optim_config(cell.optimizer, cell.fused),
-        eval=EvalConfig(every="off"),
-        checkpoint=CheckpointConfig(every="off"),
-        debug=DebugConfig(),  # anomaly detection would raise in the step that must be skipped
-    )
-
-
-def capture(run: Run) -> list[State]:
-    """Record parameters and gradients before each optimizer step: unsharded, in float32, on rank 0 only."""
-    captured: list[State] = []
-    unscale_and_clip = run.scaler.unscale_and_clip
-
-    def recorded(optimizer: Any, norm: Tensor, correction: Tensor | None, clip: Any) -> Tensor:
-        divisor = run.scaler.scale_tensor * (1.0 if correction is None else correction)
-        trained = {name: p for name, p in run.parallel.module.named_parameters() if p.requires_grad}
-        gradients = {name: full(p.grad).float() / divisor for name, p in trained.items() if p.grad is not None}
-        parameters = {name: full(p) for name, p in trained.items()}
-        if run.world.is_main:
-            captured.append(State(parameters, gradients))
-        return unscale_and_clip(optimizer, norm, correction, clip)
-
-    run.scaler.unscale_and_clip = recorded  # type: ignore[method-assign, assignment]
-    return captured
-
-
-def micro_batches_at(run: Run, reference: Reference, accumulation: int, position: int) -> tuple[list[Any], int]:
-    """This rank's micro-batches of the step at `position`, and the position after it."""
-    task, config = reference.task, run.config
-    size = reference.global_batch // (run.world.world_size * accumulation)
-    dataset = task.build_dataset("train")
-    batches = build_batches(config.data, task, dataset, size, accumulation, config.run.seed, run.world)
-    batches.position = position
-    return next(batches), batches.position
-
-
-def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step: Callable[..., Any]) -> str:
-    """Take a step whose loss is infinite on the last rank only. Returns what it changed on this rank, or ""."""
-
-    def state() -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {"the learning rate": run.schedule.lr}
-        for name, parameter in run.parallel.module.named_parameters():
-            moments = run.optimizer.state.get(parameter, {}).items()
-            tensors |= {name: parameter, **{f"{kind} of {name}": moment for kind, moment in moments}}
-        return {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
-
-    before, scale = state(), run.scaler.scale_tensor.clone()
-    reference.task.infinite_loss = run.world.rank == run.world.world_size - 1
-    report = step(run, micro_batches)
-    reference.task.infinite_loss = False
-    if report.applied:
-        return "it was applied; one norm over all ranks must decide for all"
-    after = state()
-    if changed := [name for name in before if not torch.equal(before[name], after[name])]:
-        return f"it changed {changed[0]}; a skipped step must change nothing"
-    if (counted := run.schedule.counters.tolist()) != [0, 1, 1]:
-        return f"it counted as {counted[0]} applied, {counted[1]} skipped; the schedule follows applied steps only"
-    backed_off = scale * (run.config.precision.scaler.backoff_factor if run.scaler.scales else 1)
-    if run.scaler.scale_tensor != backed_off:
-        left = run.scaler.get_scale()
-        return f"it left the loss scale at {left:g}, not {backed_off:g}; update() must run once per step"
-    return ""
-
-
-def by_rank(texts: list[str]) -> list[str]:
-    """The faults of a skipped step, each once, with the ranks that have it; texts: one per rank, "" for no fault."""
-    where = f"a step that is not finite on rank {len(texts) - 1} must be skipped, but on rank"
-    ranks = {fault: [str(rank) for rank, text in enumerate(texts) if text == fault] for fault in texts if fault}
-    return [f"{where}{'s' * (len(found) > 1)} {', '.join(found)} {fault}" for fault, found in ranks.items()]
-
-
-def fault_of_state(run: Run) -> str:
-    """What is wrong with loss scale, counters or learning rate on any rank after STEPS applied steps; "": nothing."""
-    optim, scaler = run.config.optim, run.config.precision.scaler
-    growths, left = divmod(STEPS, scaler.growth_interval)
-    expected = {
-        "the learning rate": (run.schedule.last_lr, learning_rate(optim, STEPS - 1, STEPS), "it follows applied steps"),
-        "applied_steps": (run.schedule.applied_steps, STEPS, "the optimizer must be applied once per step"),
-        "skipped_steps": (run.schedule.skipped_steps, 1, "the optimizer must be applied once per step"),
-    }
-    if state := run.scaler.state_dict():
-        scale = scaler.init_scale * scaler.backoff_factor * scaler.growth_factor**growths
-        expected["the loss scale"] = (state["scale"], scale, "update() must run once per step")
-        expected["the growth tracker"] = (state["growth_tracker"], left, "update() must run once per step")
-    values = torch.stack([value.double().to(run.world.device) for value, _, _ in expected.values()])
-    for rank, row in enumerate(run.world.gather(values).tolist()):
-        for (name, (_, wanted, rule)), value in zip(expected.items(), row, strict=True):
-            if not math.isclose(value, wanted, rel_tol=1e-6):
-                return (
-                    f"rank {rank}: {name} is {value:g}, not {wanted:g} as after {STEPS} steps and a skipped one; {rule}"
-                )
-    return ""
-
-
-def compare(reference: Reference, cell: Cell, world: World, captured: list[State], end: Values) -> Verdict:
-    """The errors of all steps' gradients and of all parameters, and the cause if one exceeds its bound."""
-    if len(captured) != STEPS:
-        return Verdict(
-            cause=f"the optimizer was applied {len(captured)} times in {STEPS} steps; it must be once in each"
-        )
-    true = reference.trajectory(cell.optimizer, cell.clip_by, cell.partial)
-    start, bound = true.states[0].parameters, reference.bound(cell.precision)
-    parameter_bound = bound * largest(difference(true.end, start))
-    if cell.precision == "fp32":
-        parameter_bound = FLOAT32_PARAMETER_BOUND * max(1.0, largest(true.end))
-    errors = [relative_error(mine.gradients, step.gradients) for mine, step in zip(captured, true.states, strict=True)]
-    before = [(mine.parameters, step.parameters) for mine, step in zip(captured, true.states, strict=True)]
-    parameter_errors = [largest(difference(a, b)) for a, b in [*before, (end, true.end)]]
-    wrong_gradient = next((n for n, error in enumerate(errors) if not error <= bound), STEPS)
-    wrong_update = next((n for n, error in enumerate(parameter_errors) if not error <= parameter_bound), STEPS + 1) - 1
+def compare(run: Comparison) -> Verdict:
+    """The largest errors of all steps' gradients and updates, and the cause of the first that exceeds its bound."""
+    reference, cell, states = run.reference, run.cell, run.states
+    if len(states) != STEPS:
+        return Verdict(cause=f"the optimizer was applied {len(states)} times in {STEPS} steps; it must be once in each")
+    truths = [reference.gradients([run.samples(step)], run.start(step))[0] for step in range(STEPS)]
+    errors = [relative_error(state.gradients, truth) for state, truth in zip(states, truths, strict=True)]
+    bounds = [run.bound(step, error) for step, error in enumerate(errors)]
+    updates = reference.updates(cell.optimizer, cell.clip_by, states)
+    plain = reference.updates(cell.optimizer, cell.clip_by, states, torch.float32)
+    change = max(largest(difference(new, state.parameters)) for new, state in zip(updates, states, strict=True))
+    roundings = 3 * max(map(largest, [*updates, states[0].parameters])) + 50 * change
+    own_error = max(largest(difference(a, b)) for a, b in zip(plain, updates, strict=True))
+    update_bound = UNIT_ROUNDOFF["fp32"] * roundings + 4 * own_error
+    ends = [*(state.parameters for state in states[1:]), run.end]
+    update_errors = [largest(difference(mine, true)) for mine, true in zip(ends, updates, strict=True)]
     cause = ""
-    if wrong_update == -1:
+    if any(not torch.equal(states[0].parameters[name], value) for name, value in reference.initial.items()):
         cause = "the initial weights are not those that build_model makes from run.seed"
-    elif wrong_gradient <= min(wrong_update, STEPS - 1):
-        count = cell.accumulation[wrong_gradient]
-        cause = f"the gradients of step {wrong_gradient + 1} ({count} micro-batch{'es' * (count > 1)}) are off"
-        if why := diagnose(reference, cell, world, captured[wrong_gradient].gradients, wrong_gradient):
-            cause = f"{cause}: {why}"
-    elif wrong_update < STEPS:
-        cause = f"the gradients of step {wrong_update + 1} are right, the parameters after it are not: " + (
-            "none moved; the optimizer holds other tensors than the model"
-            if largest(difference(end, start)) == 0
-            else "check unscaling, clipping, learning rate and optimizer"
-        )
-    return Verdict(max(errors), bound, max(parameter_errors), parameter_bound, cause)
+    for step in range(STEPS):
+        if not cause and not errors[step] <= bounds[step]:
+            cause = about_gradients(run, step, truths[step])
+        if not cause and not update_errors[step] <= update_bound:
+            cause = about_update(run, step, ends[step], update_bound)
+    worst = max(range(STEPS), key=lambda step: (not errors[step] <= bounds[step], errors[step] / bounds[step]))
+    return Verdict(errors[worst], bounds[worst], max(update_errors), update_bound, cause)
 
 
-def diagnose(reference: Reference, cell: Cell, world: World, gradients: Values, step: int) -> str:
+def about_update(run: Comparison, step: int, end: Values, bound: float) -> str:
+    """What is wrong with a step's update, with the well-known mistake that gives it if one does."""
+    cell, before = run.cell, run.states[step].parameters
+    mistakes: dict[str, dict[str, Any]] = {
+        "the gradients were not clipped": {"clip_by": "off"},
+        "the optimizer's moments are lost between steps": {"remembers": False},
+        "weight decay is missing": {"decays": False},
+        "the learning rate is the next step's; it follows applied steps": {"ahead": 1},
+        "the learning rate is the step's before; it follows applied steps": {"ahead": -1},
+    }
+    why = "check unscaling, clipping, learning rate and optimizer"
+    if largest(difference(end, before)) == 0:
+        why = "none moved: the optimizer's step changes nothing"
+    for text, options in mistakes.items():
+        values = run.reference.updates(cell.optimizer, states=run.states, **{"clip_by": cell.clip_by, **options})[step]
+        if largest(difference(end, values)) <= bound:
+            why = text
+    return f"the gradients of step {step + 1} are right, the parameters after it are not: {why}"
+
+
+def about_gradients(run: Comparison, step: int, truth: Values) -> str:
+    """Which step's gradients are wrong, with the well-known mistake that gives exactly these if one does."""
+    count, why = run.cell.accumulation[step], diagnose(run, step, truth)
+    text = f"the gradients of step {step + 1} ({count} micro-batch{'es' * (count > 1)}) are off"
+    return f"{text}: {why}" if why else text
+
+
+def diagnose(run: Comparison, step: int, truth: Values) -> str:
     """The well-known mistake that gives exactly these gradients; "" if none does."""
-    accumulation, ranks, tolerance = cell.accumulation[step], world.world_size, 2 * reference.bound(cell.precision)
+    reference, cell, gradients = run.reference, run.cell, run.states[step].gradients
+    accumulation, ranks, tolerance = cell.accumulation[step], run.world.world_size, 2 * reference.bound(cell.precision)
     if not all(value.isfinite().all() for value in gradients.values()):
         return "they are not finite" + ", at a loss scale at which plain autocast is" * (cell.precision == "fp16")
-    truth = reference.trajectory(cell.optimizer, cell.clip_by, cell.partial).states[step].gradients
     factor = float(sum((gradients[n] * truth[n]).sum() for n in truth) / sum(truth[n].square().sum() for n in truth))
     scaled_truth = {name: factor * value for name, value in truth.items()}
     if abs(factor - 1) < tolerance or relative_error(gradients, scaled_truth) > tolerance:
-        mistakes = gradients_by_mistake(reference, cell, world, step).items()
+        mistakes = gradients_by_mistake(run, step).items()
         return next((text for text, values in mistakes if relative_error(gradients, values) <= tolerance), "")
     norm = math.sqrt(sum(value.square().sum().item() for value in gradients.values()))
     limit = reference.hyperparameters.max_grad_norm
@@ -299,21 +188,17 @@ def diagnose(reference: Reference, cell: Cell, world: World, gradients: Values, 
     return f"all of them are {factor:.4g} times what they should be{why}"
 
 
-def gradients_by_mistake(reference: Reference, cell: Cell, world: World, step: int) -> dict[str, Values]:
+def gradients_by_mistake(run: Comparison, step: int) -> dict[str, Values]:
     """{mistake: the gradients that it gives in this step}, from each rank's and micro-batch's own gradients."""
-    samples, ranks = reference.step_samples(cell.partial)[step], world.world_size
-    size = reference.global_batch // (ranks * cell.accumulation[step])
-    accumulation = len(shard_step(samples, ranks, size, rank=0))  # fewer in the partial step at an epoch's end
-    start = reference.trajectory(cell.optimizer, cell.clip_by, cell.partial).states[step].parameters
-    parts: list[tuple[int, int, float, Values]] = []  # (rank, micro-batch, weight, gradients); without padding
-    for rank in range(ranks):
-        for number, share in enumerate(shard_step(samples, ranks, size, rank)):
-            model, batch = reference.model(start), reference.batch(share.indices)
-            reference.task.loss_sum(model, batch).backward()
-            if weight := float(reference.task.weight(batch)) * share.counts:
-                parts.append((rank, number, weight, gradients_of(model)))
+    reference, ranks, shards = run.reference, run.world.world_size, run.shards(step)
+    accumulation = 1 + max(number for _, number, _ in shards)  # fewer in the partial step at an epoch's end
+    parts: list[tuple[int, int, float, Values]] = []  # (rank, micro-batch, weight, gradients of the sum); no padding
+    for rank, number, shard in shards:
+        if weight := float(reference.task.weight(reference.batch(shard.indices))) * shard.counts:
+            mean, _ = reference.gradients([shard.indices], run.start(step))
+            parts.append((rank, number, weight, {name: value * weight for name, value in mean.items()}))
     total = sum(weight for _, _, weight, _ in parts)
-    rank_tags = [sum(weight for r, _, weight, _ in parts if r == rank) for rank in range(ranks)]
+    of_rank = [sum(weight for r, _, weight, _ in parts if r == rank) for rank in range(ranks)]
     of_number = [sum(weight for _, n, weight, _ in parts if n == number) for number in range(accumulation)]
 
     def mix(factor_of: Callable[[int, int, float], float]) -> Values:
@@ -329,7 +214,7 @@ def gradients_by_mistake(reference: Reference, cell: Cell, world: World, step: i
             lambda r, n, weight: 1 / (ranks * accumulation * weight)
         ),
         "each rank divides by its own weight, not by that of all ranks": mix(
-            lambda r, n, weight: 1 / (ranks * rank_tags[r])
+            lambda r, n, weight: 1 / (ranks * of_rank[r])
         ),
         "each round of micro-batches is divided by its own weight and not by accumulation_steps": mix(
             lambda r, n, weight: 1 / of_number[n]
@@ -347,9 +232,3 @@ def gradients_by_mistake(reference: Reference, cell: Cell, world: World, step: i
             lambda r, n, weight: (1 if n == accumulation - 1 else ranks * (r == 0)) / total
         ),
     }
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A copy of the full tensor; a collective if it is sharded."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from dist_amp.config.task_class import build_task
 from dist_amp.data import build_batches, build_split
 from dist_amp.precision import build_precision
+from dist_amp.runtime.batch_statistics import batch_statistics
+from dist_amp.runtime.meta import build_whole
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.settings import Config
 from dist_amp.task import Task
@@ -146,9 +148,7 @@ def dtype_report(config: Config, world: World | None = None, task: Task | None =
     world = locate(config.run) if world is None else world
     task = build_task(config.task, config.data) if task is None else task
     seed_all(config.run.seed)
-    model = task.build_model().to(world.device)
-    if not any(part.training for part in model.modules()):
-        model.train()
+    model = build_whole(task, world.device, frozen_too=not config.precision.use_amp)
     split, size = build_split(task, "train", world), config.train.micro_batch_size
     # Without loader workers: only one batch is needed.
     batches = build_batches(replace(config.data, workers=0), task, split, size, 1, config.run.seed, world)
@@ -159,6 +159,7 @@ def dtype_report(config: Config, world: World | None = None, task: Task | None =
         recorder.add(LOSS, "inputs", batch)
         recorder.add(LOSS, "outputs", task.loss_sum(model, batch))
     sharded = config.parallel.strategy in ("fsdp", "hsdp") and config.precision.cast_by != "autocast"
+    sharded = sharded and not batch_statistics(model)  # config.auto.pick_cast
     return DtypeReport(
         precision.name,
         world.device,

@@ -1,13 +1,15 @@
 """Findings: what in the task itself makes two ways of running differ, so that no strategy is blamed for it.
 
-A task that is not deterministic, whose loss is not the sum over its samples, or whose modules depend on the whole batch
-can't equal one process with the whole batch. Each is found by running the model twice and comparing the outputs of
-every module: the first module that differs is named.
+A task that is not deterministic, or whose loss is not the sum of its samples' losses, as with batch statistics, can't
+equal one process with the whole batch. The first module that gives other results the second time, or for half of its
+inputs, is named.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
 from dist_amp.config.task_class import as_scalar
-from dist_amp.runtime.random_state import seed_all
+from dist_amp.runtime.meta import build_module
+from dist_amp.runtime.parameter_dtype import to_float32
+from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
 from dist_amp.verify.dtypes import tensors_in
 from dist_amp.verify.reference import Reference, Values, cloned, gradients_of
 
@@ -34,44 +38,32 @@ class Finding:
 class Trace:
     """One forward and backward: loss sum, gradients, and the floating-point outputs of each module call, in order."""
 
-    samples: int
     loss: Tensor
+    unused: list[str]  # parameters without a gradient
     gradients: Values
     outputs: list[tuple[str, Tensor]]
 
 
 def inspect_task(reference: Reference) -> list[Finding]:
     """Check the task; sets `reference.task.eval_modules` to what can only be compared in evaluation mode."""
-    findings = _dropout(reference)
+    findings = [*_left_out(reference), *_stored_dtype(reference), *_dropout(reference)]
     samples = reference.step_samples(True)[0][:SAMPLES]
-
-    def repeated(seed: int) -> tuple[Trace, Trace]:
-        return trace(reference, samples, 0), trace(reference, samples, seed)
-
-    def split() -> tuple[Trace, Trace]:
-        return trace(reference, samples, 0), trace(reference, samples[: SAMPLES // 2], 0)
-
-    first, second = repeated(seed=0)
+    first, second = trace(reference, samples), trace(reference, samples)
     if not all(value.isfinite().all() for value in (first.loss, *first.gradients.values())):
         text = "loss or gradients of the first samples are not finite in float32, with the initial weights"
         return [*findings, Finding(text, fails=True)]
-    error, where = _first_difference(reference, first, second)
+    error, where = _first_difference(first, second)
     if error > reference.rounding_error:
         text = f"{where} is not deterministic: two identical runs differ by {error:.1e}; make it deterministic"
         return [*findings, Finding(f"{text} (run.deterministic=true does that for kernels)", fails=True)]
     if error:
         text = f"two identical runs differ by rounding ({error:.1e}, first in {where})"
         findings.append(Finding(f"{text}; run.deterministic=true makes them equal"))
-    findings += _compare_in_evaluation_mode(
-        reference, lambda: repeated(seed=1), "the result is drawn at random in training mode"
-    )
-    findings += _compare_in_evaluation_mode(
-        reference, split, "the result depends on the whole batch (batch statistics), which no split of it can equal"
-    )
-    return [*findings, *_sums(reference, samples), *_half_loss(reference, samples), *_unused(reference, first)]
+    findings += [*_random(reference, samples), *_sums(reference, samples), *_weights(reference, samples)]
+    return [*findings, *_half_loss(reference, samples), *_unused(first)]
 
 
-def trace(reference: Reference, indices: list[int], seed: int) -> Trace:
+def trace(reference: Reference, indices: list[int], seed: int = 0) -> Trace:
     """Run the model with its initial weights on these samples."""
     model, batch = reference.model(), reference.batch(indices)
     outputs: list[tuple[str, Tensor]] = []
@@ -88,31 +80,35 @@ def trace(reference: Reference, indices: list[int], seed: int) -> Trace:
     seed_all(seed)
     loss = reference.task.loss_sum(model, batch)
     loss.backward()
-    return Trace(len(indices), loss.detach(), cloned(gradients_of(model)), outputs)
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    return Trace(loss.detach(), unused, cloned(gradients_of(model)), outputs)
 
 
 def _label(name: str, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
-def _first_difference(reference: Reference, a: Trace, b: Trace) -> tuple[float, str]:
-    """(relative error, label) of the first module output that differs, else of the loss.
-
-    If b has the first half of a's samples, its outputs are compared with that half of a's, up to rounding errors.
-    """
-    pairs = [(name, x, y) for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False)]
-    halved = a.samples != b.samples
-    if halved:
-        pairs = [(name, x[: len(y)], y) for name, x, y in pairs if x.ndim and y.ndim and len(x) == 2 * len(y)]
-    tolerance = reference.rounding_error if halved else 0.0
-    for name, x, y in pairs:
+def _first_difference(a: Trace, b: Trace, tolerance: float = 0.0) -> tuple[float, str]:
+    """(relative error, label) of the first module output that differs, else of the loss."""
+    for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False):
         if x.shape == y.shape and (error := _error(x, y)) > tolerance:
             return error, name
-    return (0.0, "") if halved else (_error(a.loss, b.loss), "the task's loss_sum")
+    return _error(a.loss, b.loss), "the task's loss_sum"
 
 
 def _error(x: Tensor, y: Tensor) -> float:
     return ((x - y).abs().max() / x.abs().max().clamp(min=1e-30)).item() if x.numel() else 0.0
+
+
+def _left_out(reference: Reference) -> list[Finding]:
+    names = " and ".join(reference.task.left_out)
+    text = f"not compared: the task's {names}; the steps are those of torch's SGD and AdamW"
+    return [Finding(text)] if names else []
+
+
+def _stored_dtype(reference: Reference) -> list[Finding]:
+    converted = to_float32(build_module(reference.task), frozen_too=False)
+    return [Finding(converted)] if converted else []
 
 
 def _dropout(reference: Reference) -> list[Finding]:
@@ -125,43 +121,127 @@ def _shortened(labels: list[str]) -> str:
     return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
 
 
-def _compare_in_evaluation_mode(
-    reference: Reference, runs: Callable[[], tuple[Trace, Trace]], why: str
-) -> list[Finding]:
-    """Put all modules of a class into evaluation mode, class by class, until the two runs agree."""
+def _compare_in_evaluation_mode(reference: Reference, where: str, why: str) -> Finding:
+    """Put all modules of the class of the one labelled `where` into evaluation mode; fails if they are already."""
+    modules = {_label(name, module): (name, type(module)) for name, module in reference.model().named_modules()}
+    kind = modules[where][1] if where in modules else None
+    same_class = {label: name for label, (name, other) in modules.items() if other is kind}
+    if set(same_class.values()) <= reference.task.eval_modules:
+        return Finding(f"{where}: {why}, in evaluation mode too; it can't be compared", fails=True)
+    reference.task.eval_modules |= set(same_class.values())
+    return Finding(f"{_shortened(list(same_class))}: {why}; compared in evaluation mode")
+
+
+def _random(reference: Reference, indices: list[int]) -> list[Finding]:
+    """What draws random numbers, class by class."""
     findings: list[Finding] = []
-    while True:
-        error, where = _first_difference(reference, *runs())
-        if error <= reference.rounding_error:
-            return findings
-        modules = {_label(name, module): (name, type(module)) for name, module in reference.model().named_modules()}
-        kind = modules[where][1] if where in modules else None
-        same_class = {label: name for label, (name, other) in modules.items() if other is kind}
-        if set(same_class.values()) <= reference.task.eval_modules:
-            text = f"{where}: {why}, in evaluation mode too; it can't be compared"
-            return [*findings, Finding(text, fails=True)]
-        reference.task.eval_modules |= set(same_class.values())
-        findings.append(Finding(f"{_shortened(list(same_class))}: {why}; compared in evaluation mode"))
+    while not any(finding.fails for finding in findings):
+        first, second = trace(reference, indices), trace(reference, indices, seed=1)
+        if _first_difference(first, second, reference.rounding_error)[0] <= reference.rounding_error:
+            break
+        where = SecondCalls(reference, rows="all").run(indices) or "the task's loss_sum"
+        why = "the result is drawn at random in training mode"
+        findings.append(_compare_in_evaluation_mode(reference, where, why))
+    return findings
 
 
 def _sums(reference: Reference, indices: list[int]) -> list[Finding]:
-    """Whether loss and weight of a batch are the sums of those of its halves."""
-    parts = (indices, indices[: len(indices) // 2], indices[len(indices) // 2 :])
-    findings, task = [], reference.task
-    loss, *halves = [trace(reference, part, 0).loss for part in parts]
-    if not torch.isclose(loss, halves[0] + halves[1], rtol=10 * reference.rounding_error, atol=0):
-        findings.append(
+    """What prevents the loss of a batch from being the sum of those of its halves, class by class."""
+    findings: list[Finding] = []
+    half = len(indices) // 2
+    while not any(finding.fails for finding in findings):
+        loss, *parts = [trace(reference, part).loss for part in (indices, indices[:half], indices[half:])]
+        if torch.isclose(loss, parts[0] + parts[1], rtol=10 * reference.rounding_error, atol=0):
+            break
+        if where := SecondCalls(reference, rows="half").run(indices):
+            why = "the result depends on the whole batch (batch statistics), which no split of it can equal"
+            findings.append(_compare_in_evaluation_mode(reference, where, why))
+            continue
+        text = (
             f"the task's loss_sum of {len(indices)} samples is {loss:.6g}, but its halves add up to "
-            f'{halves[0] + halves[1]:.6g}: it must be a sum over samples, not a mean (reduction="sum")'
+            f'{parts[0] + parts[1]:.6g}: it must be a sum over samples, not a mean (reduction="sum"), without terms of '
+            "the whole batch, such as a load-balancing loss"
         )
-    weights = [task.weight(reference.batch(part)) for part in parts]
-    weight, *halves = [as_scalar(weight, "weight() returned", reference.device).cpu() for weight in weights]
-    if not torch.isclose(weight, halves[0] + halves[1], rtol=1e-6):
-        findings.append(
-            f"the task's weight of {len(indices)} samples is {weight:g}, but its halves add up to "
-            f"{halves[0] + halves[1]:g}: it must count what loss_sum sums over"
-        )
-    return [Finding(text, fails=True) for text in findings]
+        findings.append(Finding(text, fails=True))
+    return findings
+
+
+class SecondCalls:
+    """Calls each module a second time, to find the first, inner ones before outer ones, whose own result changes.
+
+    rows: "all" changes the random numbers alone, "half" also takes the first half of the inputs. A module is left out
+    that does not repeat its result for equal inputs and random numbers, or that can't take half of its inputs.
+    """
+
+    def __init__(self, reference: Reference, rows: Literal["all", "half"]):
+        self.found = ""
+        self._reference = reference
+        self._rows = rows
+        self._calls: list[tuple[Any, Any]] = []  # (inputs, random state) of those that are running, the innermost last
+        self._checking = False
+
+    def run(self, indices: list[int]) -> str:
+        """The label of the module found; "" if none."""
+        model = self._reference.model()
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._begin, with_kwargs=True)
+            module.register_forward_hook(partial(self._check, _label(name, module)), with_kwargs=True)
+        seed_all(0)
+        with torch.no_grad():
+            self._reference.task.loss_sum(model, self._reference.batch(indices))
+        return self.found
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._checking:
+            inputs = tree_map(_copy, (args, kwargs))  # the module may write to its own, such as a cache of keys
+            self._calls.append((inputs, random_state(self._reference.device)))
+
+    def _check(self, label: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._checking:
+            return
+        (inputs, random), result = self._calls.pop(), next(tensors_in(output), None)
+        if self.found or result is None or not result.is_floating_point() or not result.ndim:
+            return
+        rows = len(result) // 2 if self._rows == "half" else len(result)
+        cut = tree_map(partial(_copy, length=len(result), rows=rows), inputs)
+        self._checking = True
+        try:
+            set_random_state(random, self._reference.device)
+            same = next(tensors_in(module(*inputs[0], **inputs[1])))
+            other = next(tensors_in(module(*cut[0], **cut[1])))  # with the random numbers that follow
+        except Exception:
+            return
+        finally:
+            self._checking = False
+        if not self._differs(same, result) and self._differs(other, result[:rows]):
+            self.found = label
+
+    def _differs(self, a: Tensor, b: Tensor) -> bool:
+        return a.shape == b.shape and _error(a, b) > self._reference.rounding_error
+
+
+def _copy(value: Any, length: int = 0, rows: int = 0) -> Any:
+    """A copy of an input, of its first rows if it is a tensor of this length; as it is if it can't be copied."""
+    if isinstance(value, Tensor):
+        return value[:rows].clone() if value.ndim and len(value) == length else value.clone()
+    try:
+        return deepcopy(value)
+    except Exception:
+        return value
+
+
+def _weights(reference: Reference, indices: list[int]) -> list[Finding]:
+    """Whether the weight of a batch is the sum of those of its halves."""
+    half = len(indices) // 2
+    weights = [reference.task.weight(reference.batch(part)) for part in (indices, indices[:half], indices[half:])]
+    weight, *parts = [as_scalar(weight, "weight() returned", reference.device).cpu() for weight in weights]
+    if torch.isclose(weight, parts[0] + parts[1], rtol=1e-6):
+        return []
+    text = (
+        f"the task's weight of {len(indices)} samples is {weight:g}, but its halves add up to "
+        f"{parts[0] + parts[1]:g}: it must count what loss_sum sums over"
+    )
+    return [Finding(text, fails=True)]
 
 
 def _half_loss(reference: Reference, indices: list[int]) -> list[Finding]:
@@ -192,11 +272,9 @@ def _to_float32(value: Any) -> Any:
     return tree_map(lambda leaf: leaf if leaf is value else _to_float32(leaf), value)
 
 
-def _unused(reference: Reference, first: Trace) -> list[Finding]:
-    """Trained parameters that get no gradient."""
-    parameters = reference.model().named_parameters()
-    unused = [name for name, p in parameters if p.requires_grad and name not in first.gradients]
-    if not unused:
+def _unused(first: Trace) -> list[Finding]:
+    """Trained parameters without a gradient."""
+    if not first.unused:
         return []
-    text = f"the parameter {unused[0]} ({len(unused)} such) gets no gradient from the loss"
-    return [Finding(f"{text}; use it, or set requires_grad=False", fails=True)]
+    text = f"{first.unused[0]} ({len(first.unused)} such) gets no gradient from {SAMPLES} samples, which counts as zero"
+    return [Finding(f"{text}: right for a mixture's idle experts; else use it, or set requires_grad=False")]

@@ -18,11 +18,22 @@ import torch
 
 from dist_amp.config.load import load_config
 from dist_amp.errors import Failure
-from dist_amp.verify.compare import Cell, Verdict, check_cell
+from dist_amp.verify.cells import check_cell
+from dist_amp.verify.compare import Cell, Verdict
 from dist_amp.verify.reference import Reference
 from dist_amp.world import World, start
 
 Row = tuple[int, str, str]  # (ranks, strategy, precision)
+
+
+class QuietWorld(World):
+    """Says nothing: the command has said it before the table, once for all rows."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        pass
 
 
 def compare_on_ranks(
@@ -76,6 +87,7 @@ def _rank(rank: int, size: int, port: int, argv: list[str], rows: list[Row], eva
         with start(config.run) as world, warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="torch")  # only the numbers decide
             logging.getLogger("dist_amp").setLevel(logging.ERROR)  # the first process has logged the data already
+            world = QuietWorld(**vars(world))
             reference = Reference(config, world.device, eval_modules=eval_modules, measured=measured)
             for _, strategy, precision in rows:
                 verdicts = [verdict_of(world, reference, strategy, precision, name) for name in ("sgd", "adamw")]

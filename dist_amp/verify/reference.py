@@ -1,4 +1,4 @@
-"""The reference: five steps of one process with the whole batch, in plain torch and float32.
+"""The reference: gradients and updates of one process with the whole batch, in plain torch.
 
 It shares no code with step.py: the whole batch at once, `backward`, `clip_grad_norm_`, `optimizer.step()`. Learning
 rates, clipping limits and AdamW's eps are scaled to the task's own gradients, so that every step moves the parameters
@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 from dist_amp.config.task_class import build_task
-from dist_amp.data import epoch_order, to_device
+from dist_amp.data import epoch_order
 from dist_amp.errors import DataError
 from dist_amp.optim import learning_rate
+from dist_amp.runtime.meta import build_whole
+from dist_amp.runtime.nested import to_device
 from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
 from dist_amp.settings import Config, OptimConfig
 from dist_amp.task import Task
@@ -29,6 +31,10 @@ from dist_amp.task import Task
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-12, "bf16": 2.0**-9}
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+NOT_COMPARED = ("optimizer", "groups", "schedule")  # methods of a task; the comparison is of torch's AdamW and SGD
+
+LARGEST_BOUND = 0.45  # of the gradients: a factor of two is always found
 
 STEPS = 5
 
@@ -64,7 +70,14 @@ class RepeatableTask:
         self.infinite_loss = False
 
     def __getattr__(self, name: str) -> Any:
+        if name in NOT_COMPARED:
+            raise AttributeError(name)
         return getattr(self._task, name)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Methods of the user's task that the comparison does not use."""
+        return [f"{name}()" for name in NOT_COMPARED if hasattr(self._task, name)]
 
     def build_model(self) -> nn.Module:
         model = self._task.build_model()
@@ -112,18 +125,10 @@ class RepeatableTask:
 
 @dataclass(frozen=True)
 class State:
-    """What the optimizer gets: parameters before its step, and unscaled gradients before clipping."""
+    """What the optimizer gets: parameters before its step, and unscaled gradients before clipping; all that train."""
 
     parameters: Values
     gradients: Values
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """The reference's steps, and the parameters after the last."""
-
-    states: list[State]
-    end: Values
 
 
 class Reference:
@@ -144,8 +149,8 @@ class Reference:
         self.global_batch = global_batch
         task = build_task(config.task, config.data) if task is None else task
         self.task = RepeatableTask(task, device, STEPS * global_batch, eval_modules)
-        self._trajectories: dict[tuple[str, str, bool], Trajectory] = {}
         self._bounds: dict[str, float] = {}
+        self._models: dict[str, nn.Module] = {}
         vars(self).update(measured or {})  # fills the cached properties
 
     def measured(self, precisions: Iterable[str]) -> dict[str, Any]:
@@ -155,13 +160,28 @@ class Reference:
         shared = {"hyperparameters": self.hyperparameters, "global_batch": self.global_batch}
         return {**shared, "_bounds": bounds, **scale}
 
-    def model(self, parameters: Values | None = None) -> nn.Module:
-        """The model with the initial weights that every rank of every cell has, or with the given ones."""
+    def model(self, precision: str = "fp32") -> nn.Module:
+        """A new model with the initial weights that every rank of every cell has."""
         seed_all(self.config.run.seed)
-        model = self.task.build_model().to(self.device)
+        return build_whole(self.task, self.device, frozen_too=precision == "fp32")
+
+    @cached_property
+    def initial(self) -> Values:
+        """The initial parameters that train."""
+        return {name: p.detach() for name, p in self.model().named_parameters() if p.requires_grad}
+
+    def model_at(self, values: Values | None, precision: str) -> nn.Module:
+        """The model with these parameters and buffers, valid until the next call; None: the initial ones."""
+        if values is None:
+            return self.model(precision)
+        if precision not in self._models:  # building one takes longer than copying values into it
+            self._models[precision] = self.model(precision)
+        model = self._models[precision]
+        model.zero_grad(set_to_none=True)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
-            for name, value in (parameters or {}).items():
-                model.get_parameter(name).copy_(value)
+            for name, value in values.items():
+                tensors[name].copy_(value)
         return model
 
     def batch(self, indices: Sequence[int]) -> Any:
@@ -190,7 +210,7 @@ class Reference:
             raise DataError("the gradient of the first batch is zero or not finite in float32; check the task's loss")
         rms = norm / math.sqrt(gradient.numel())
         weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
-        step = 0.01 * weights.norm().item()
+        step = 0.01 * (weights.norm().item() or math.sqrt(weights.numel()))  # what trains may begin at zero
         lr = {"sgd": step / norm, "adamw": step / (gradient / (gradient.abs() + rms)).norm().item()}
         # Also at most 1 % of the weights per step: with lr x weight_decay above 2 they would grow without bound.
         decay = min(self.config.optim.weight_decay, 0.01 / max(lr.values()))
@@ -213,45 +233,69 @@ class Reference:
     @cached_property
     def rounding_error(self) -> float:
         """n x u of float32: the roundings of one forward and backward, added up."""
-        return self._first_gradients("fp32", parts=1)[1] * UNIT_ROUNDOFF["fp32"]
+        return self.gradients([self.step_samples(True)[0]])[1] * UNIT_ROUNDOFF["fp32"]
 
     def bound(self, precision: str) -> float:
-        """The bound on the gradients' relative error, n x u + 4 e, derived in compare.py; at most 0.45."""
+        """The bound on the relative error of the first step's gradients. Errors: RuntimeError if there is none."""
         if precision not in self._bounds:
-            truth = self._first_gradients("fp32", parts=1)[0]
-            whole, roundings = self._first_gradients(precision, parts=1)
-            split, _ = self._first_gradients(precision, parts=12)
-            error = max(relative_error(gradients, truth) for gradients in (whole, split))
-            self._bounds[precision] = min(roundings * UNIT_ROUNDOFF[precision] + 4 * error, 0.45)
+            samples = self.step_samples(True)[0]
+            bound, error = self.bound_at(precision, [part.tolist() for part in torch.tensor(samples).chunk(12)])
+            if not error <= LARGEST_BOUND:
+                raise RuntimeError(f"its gradients are off by {error:.1g} of the largest, in one process too")
+            self._bounds[precision] = bound
         return self._bounds[precision]
 
-    def _first_gradients(self, precision: str, parts: int) -> tuple[Values, int]:
-        """(the first step's gradients by plain torch, the number of results that one part of the batch rounds)."""
-        model, samples = self.model(), self.step_samples(True)[0]
-        weight, scale = self.task.weight(self.batch(samples)), self.init_scale if precision == "fp16" else 1.0
-        for part in torch.tensor(samples).chunk(parts):
+    def bound_at(
+        self, precision: str, parts: Sequence[Sequence[int]], values: Values | None = None
+    ) -> tuple[float, float]:
+        """(the bound on the gradients' relative error, n x u + 4 e, derived in compare.py; e)."""
+        whole = [[index for part in parts for index in part]]
+        truth, _ = self.gradients(whole, values)
+        together, roundings = self.gradients(whole, values, precision)
+        split, _ = self.gradients(parts, values, precision)
+        error = largest({"e": torch.tensor([relative_error(gradients, truth) for gradients in (together, split)])})
+        return min(roundings * UNIT_ROUNDOFF[precision] + 4 * error, LARGEST_BOUND), error
+
+    def gradients(
+        self, parts: Sequence[Sequence[int]], values: Values | None = None, precision: str = "fp32"
+    ) -> tuple[Values, int]:
+        """Plain torch's gradients of the mean loss of all parts, one part at a time.
+
+        values: parameters and buffers; default: the initial ones. Also returns the number of results that one part's
+        forward and backward round.
+        """
+        model, scale = self.model_at(values, precision), self.init_scale if precision == "fp16" else 1.0
+        batches = [self.batch(part) for part in parts]
+        weight = sum(self.task.weight(batch) for batch in batches)
+        for batch in batches:
             with OperationCounter(rounds) as roundings:
                 with self.autocast(precision):
-                    loss = self.task.loss_sum(model, self.batch(part.tolist()))
+                    loss = self.task.loss_sum(model, batch)
                 (loss * (scale / weight)).backward()
         return {name: gradient / scale for name, gradient in gradients_of(model).items()}, roundings.count
 
     def autocast(self, precision: str) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=HALF.get(precision), enabled=precision in HALF)
 
-    def trajectory(self, optimizer: str, clip_by: str, partial: bool) -> Trajectory:
-        """The reference's steps, computed on first use."""
-        key = (optimizer, clip_by, partial)
-        if key not in self._trajectories:
-            self._trajectories[key] = self._take_steps(*key)
-        return self._trajectories[key]
+    def updates(
+        self,
+        optimizer_name: str,
+        clip_by: str,
+        states: Sequence[State],
+        dtype: torch.dtype = torch.float64,
+        remembers: bool = True,
+        decays: bool = True,
+        ahead: int = 0,
+    ) -> list[Values]:
+        """The parameters after one textbook step from each of the states; the optimizer's state is plain torch's own.
 
-    def _take_steps(self, optimizer_name: str, clip_by: str, partial: bool) -> Trajectory:
-        """The textbook loop: one process, the whole batch, float32."""
-        model, optim, scaled = self.model(), self.config.optim, self.hyperparameters
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        Deliberate mistakes: remembers=False loses the optimizer's state before each step, decays=False the weight
+        decay; `ahead` takes the learning rate of a later step.
+        """
+        optim, scaled = self.config.optim, self.hyperparameters
+        trained = {name: nn.Parameter(value.to(dtype, copy=True)) for name, value in states[0].parameters.items()}
         groups = [
-            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": scaled.weight_decay},
+            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": decays * scaled.weight_decay},
             {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer: torch.optim.Optimizer = (
@@ -259,25 +303,28 @@ class Reference:
             if optimizer_name == "sgd"
             else torch.optim.AdamW(groups, lr=1.0, betas=optim.betas, eps=scaled.eps)
         )
-        states = []
-        for step, samples in enumerate(self.step_samples(partial)):
-            optimizer.zero_grad()
-            mean_loss(self.task, model, self.batch(samples)).backward()
-            states.append(State(cloned(trained), cloned(gradients_of(model))))
+        after = []
+        for step, state in enumerate(states):
+            for name, p in trained.items():
+                p.data.copy_(state.parameters[name])
+                p.grad = state.gradients[name].to(dtype, copy=True)
             if clip_by == "norm":
                 nn.utils.clip_grad_norm_(trained.values(), scaled.max_grad_norm)
             if clip_by == "value":
                 nn.utils.clip_grad_value_(trained.values(), scaled.max_grad_value)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.optim_config(optimizer_name), step, STEPS)
+                group["lr"] = learning_rate(self.optim_config(optimizer_name), step + ahead, STEPS)
+            if not remembers:
+                optimizer.state.clear()
             optimizer.step()
-        return Trajectory(states, trained)
+            after.append(cloned(trained))
+        return after
 
     def optim_config(self, name: str, fused: bool = True) -> OptimConfig:
         scaled = self.hyperparameters
         options: dict[str, Any] = {"name": name, "lr": scaled.lr[name], "eps": scaled.eps, "fused": fused}
         return replace(
-            self.config.optim, weight_decay=scaled.weight_decay, schedule="cosine", warmup_steps=2, **options
+            self.config.optim, weight_decay=scaled.weight_decay, schedule="cosine", warmup_steps=2, ema="off", **options
         )
 
 
@@ -318,7 +365,12 @@ def mean_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:
 
 
 def gradients_of(model: nn.Module) -> Values:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    """The gradients of all that trains; zeros where the loss does not depend on a parameter, as for an idle expert."""
+    return {name: gradient_of(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def cloned(values: Values) -> Values:
@@ -326,14 +378,12 @@ def cloned(values: Values) -> Values:
 
 
 def difference(a: Values, b: Values) -> Values:
-    missing = next((name for name in b if name not in a), None)
-    if missing is not None:
-        raise DataError(f"the parameter {missing} gets no gradient; use it in the loss, or set requires_grad=False")
     return {name: a[name] - b[name] for name in b}
 
 
 def largest(values: Values) -> float:
-    return max(value.detach().abs().max().item() for value in values.values())
+    """The largest absolute value; nan if any is."""
+    return torch.stack([value.detach().abs().max().double() for value in values.values()]).max().item()
 
 
 def relative_error(values: Values, truth: Values) -> float:

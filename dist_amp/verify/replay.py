@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-from dist_amp.checkpoint.format import CheckpointRejected, all_checkpoints
-from dist_amp.checkpoint.reader import Reader, read_into
+from dist_amp.checkpoint.format import all_checkpoints
+from dist_amp.checkpoint.weights import load_weights
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
-from dist_amp.data import Padding, to_device
+from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.precision import build_precision
+from dist_amp.runtime.meta import build_whole
+from dist_amp.runtime.nested import to_device
 from dist_amp.runtime.random_state import seed_all, set_random_state
 from dist_amp.settings import Config
 from dist_amp.world import locate
@@ -40,9 +42,7 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     except ConfigError as error:
         raise ConfigError(f"{path} needs its task: {error}; start where the run was, or give --task.target") from error
     seed_all(config.run.seed)
-    model = task.build_model()
-    if not any(module.training for module in model.modules()):
-        model.train()
+    model = build_whole(task, torch.device("cpu"), frozen_too=not config.precision.use_amp)
     world.say(f"replaying step {report.step} of {path} with {_set_weights(model, kept['weights'], path)}")
     model = model.to(world.device)
     precision = build_precision(replace(config.precision, cast_by="auto"), sharded=False, world=world)
@@ -108,12 +108,11 @@ def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path
     if weights is not None:
         named, whose = dict(weights), "the weights that it keeps"
     elif checkpoints := all_checkpoints(path.parent.parent):
-        named, whose = get_model_state_dict(model), f"the weights of {checkpoints[-1].name}"
         try:
-            reader = Reader(checkpoints[-1])
-            read_into({"model": named}, reader, alone=True)
-        except CheckpointRejected as error:
+            load_weights(model, checkpoints[-1])
+        except DataError as error:
             raise DataError(f"--replay {path} needs the weights of {checkpoints[-1]}: {error}") from None
+        return f"the weights of {checkpoints[-1].name}"
     else:
         return "initial weights: it keeps none, and the run's folder holds no checkpoint"
     try:

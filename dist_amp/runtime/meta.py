@@ -1,0 +1,104 @@
+"""Models whose weights come from files: parameters take no memory until they are sharded, then are filled and checked.
+
+A task with `load(model)` is built with its parameters on the meta device and its buffers real: tables such as rotary
+positions are computed when the model is built and are in no file, so nothing could fill them later.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partialmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from dist_amp.config.task_class import built_model
+from dist_amp.errors import DataError
+from dist_amp.fast.fused import local
+from dist_amp.runtime.parameter_dtype import to_float32
+from dist_amp.task import Task
+from dist_amp.world import World
+
+SHOWN = 5  # names in an error
+
+
+def build_module(task: Task) -> nn.Module:
+    """The task's model, in training mode; if the task has a `load`, its parameters are on the meta device."""
+    with parameters_on_meta() if hasattr(task, "load") else nullcontext():
+        module = built_model(task)
+    if not any(part.training for part in module.modules()):
+        module.train()  # pretrained models come in evaluation mode
+    return module
+
+
+def build_whole(task: Task, device: torch.device, frozen_too: bool = False, resumes: bool = False) -> nn.Module:
+    """The model with its first weights, whole and on one device.
+
+    frozen_too: as for `to_float32`; resumes: as for `load_parameters`.
+    """
+    module = build_module(task)
+    to_float32(module, frozen_too)
+    module = materialise(module, device).to(device)
+    load_parameters(task, module, World(device=device), resumes)
+    return module
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Move every parameter to the meta device as its module registers it; a tied one stays one parameter."""
+    register = nn.Module.register_parameter
+    nn.Module.register_parameter = partialmethod(_register_on_meta, register)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialise(module: nn.Module, device: torch.device) -> nn.Module:
+    """Give the module's meta parameters memory on the device, with any content; returns the module."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, old in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if old.is_meta:
+                if id(old) not in made:
+                    made[id(old)] = nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
+                setattr(part, name, made[id(old)])
+    return module
+
+
+@torch.no_grad()
+def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = False) -> None:
+    """Call task.load(model), if there is one; every rank calls it, with the module sharded or whole.
+
+    resumes: a checkpoint is loaded next. It holds the parameters that are trained, so load is needed only for a frozen
+    one. Errors: DataError, the same on all ranks, if load leaves a parameter unset, or nan.
+    """
+    if not hasattr(task, "load") or (resumes and all(p.requires_grad for p in module.parameters())):
+        return
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            local(parameter).fill_(float("nan"))
+    task.load(module)
+    names, parts = zip(*((n, local(p)) for n, p in module.named_parameters() if p.is_floating_point()), strict=True)
+    flags = torch.stack([part.isnan().any() for part in parts]).tolist()
+    own = [name for name, unset in zip(names, flags, strict=True) if unset]
+    unset = sorted({name for text in world.gather_texts("\n".join(own)) for name in text.split()}, key=names.index)
+    if unset:
+        raise DataError(
+            f"the task's load(model) leaves {len(unset)} of {len(names)} parameters unset or nan: "
+            f"{some(unset)}; fill each from the files, or initialise it in load"
+        )
+
+
+def some(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _register_on_meta(module: nn.Module, register: Any, name: str, parameter: nn.Parameter | None) -> None:
+    if parameter is not None and not parameter.is_meta:
+        real: Any = parameter
+        if not hasattr(real, "on_meta"):  # kept there: the same parameter may be registered a second time
+            real.on_meta = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        parameter = real.on_meta
+    register(module, name, parameter)

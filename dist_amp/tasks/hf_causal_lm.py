@@ -1,0 +1,58 @@
+"""Fine-tune a causal language model by its name on the Hugging Face hub or its folder, whole or with LoRA."""
+
+from typing import Annotated, Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from dist_amp.checkpoint.pretrained import load_pretrained
+from dist_amp.config.range import Range
+from dist_amp.settings import DataConfig
+from dist_amp.tasks import conversations, huggingface
+
+
+class HFCausalLM:
+    """Rows: messages; or prompt and completion; or data.text_column. Batch: see `conversations.padded`."""
+
+    def __init__(
+        self, data: DataConfig, model: str, length: Annotated[int, Range(low=2)] = 1024,
+        lora_rank: int = 0, lora_targets: str = "all-linear", prompt: str = "Hello", sample_tokens: int = 50,
+    ):  # fmt: skip
+        self.data, self.length, self.prompt, self.sample_tokens = data, length, prompt, sample_tokens
+        self.lora = huggingface.Lora(lora_rank, lora_targets)
+        self.folder = huggingface.model_folder(model)
+        self.tokenizer = huggingface.open_tokenizer(self.folder)
+
+    def build_model(self) -> nn.Module:
+        return huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
+
+    def load(self, model: nn.Module) -> None:
+        load_pretrained(model, self.folder)
+
+    def build_dataset(self, split: str) -> Any:
+        return conversations.tokenized(self.data, split, self.tokenizer, self.length)
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return conversations.padded(samples, self.tokenizer.pad_token_id or 0)
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(*conversations.next_tokens(model, batch), reduction="sum")
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["labels"][:, 1:] >= 0).sum()
+
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        return int(batch["attention_mask"].sum())
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        logits, labels = conversations.next_tokens(model, batch)
+        right = (logits.argmax(1) == labels).sum()
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum"), "accuracy": right}
+
+    def sample(self, model: nn.Module) -> str:
+        chat = conversations.asks_in_turns(self.data, self.tokenizer)
+        return huggingface.continued(model, self.tokenizer, self.prompt, self.sample_tokens, chat)
+
+    def export(self, model: nn.Module, folder: str) -> None:
+        huggingface.save_pretrained(model, self.tokenizer, folder)

@@ -1,0 +1,72 @@
+"""The means of an evaluation: each metric's sum over all batches and ranks, divided by a weight that is summed too."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_amp.config.task_class import as_scalar, check_weight
+from dist_amp.errors import DataError
+from dist_amp.world import World
+
+
+class WeightedMeans:
+    """Sums of metrics, and what they are divided by, in float64 on the device; nothing is read before the end."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._sums: dict[str, Tensor] = {}  # by metric: [2], its sum and its weight
+        self._names_vary = False  # whether the names come from the task's metrics()
+
+    def checked(self, values: Any) -> dict[str, Any]:
+        """A copy of what metrics() returned. Errors: DataError unless it is a dict with equal names for every batch."""
+        self._names_vary = True
+        if not isinstance(values, Mapping):
+            kind = type(values).__name__
+            raise DataError(f"the task's metrics() returned {kind}; return a dict of sums, or of pairs (sum, weight)")
+        if self._sums and {*values, "loss"} != {*self._sums, "loss"}:
+            raise DataError(
+                f"the task's metrics() returned {', '.join(values) or 'nothing'} for one batch and "
+                f"{', '.join(self._sums)} for another; return the same names for every batch, on every rank"
+            )
+        return dict(values)
+
+    def add(self, values: Mapping[str, Any], weight: float | Tensor, counts: float) -> None:
+        """Add a batch's sums, or pairs of a sum and its own weight, times `counts`; weight: of the plain sums."""
+        weight = as_scalar(check_weight(weight), "weight() returned", self._world.device)
+        for name, value in values.items():
+            pair = value if isinstance(value, tuple) else (value, weight)
+            if len(pair) != 2:
+                raise DataError(
+                    f"the task's metrics() gave {name} {len(pair)} values; return a sum, or a pair (sum, weight)"
+                )
+            parts = (pair[0], check_weight(pair[1], f"metrics() gave {name} the weight"))
+            sums = torch.stack(
+                [as_scalar(part, f"metrics() gave {name}", self._world.device).detach().double() for part in parts]
+            )
+            self._sums[name] = self._sums.get(name, 0.0) + sums * counts
+
+    def over_all_ranks(self) -> dict[str, float]:
+        """{metric: its mean}, equal on every rank; nan for a total weight of 0. One all-reduce.
+
+        Errors: DataError, on every rank, if ranks have other metrics than rank 0.
+        """
+        names = self._agreed_names() if self._names_vary else list(self._sums)
+        totals = self._world.sum(torch.stack([self._sums[name] for name in names])).tolist()
+        return {
+            name: total / weight if weight else math.nan for name, (total, weight) in zip(names, totals, strict=True)
+        }
+
+    def _agreed_names(self) -> list[str]:
+        """The metrics in rank 0's order."""
+        of_ranks = [json.loads(text) for text in self._world.gather_texts(json.dumps(list(self._sums)))]
+        for rank, names in enumerate(of_ranks):
+            if set(names) != set(of_ranks[0]):
+                raise DataError(
+                    f"the task's metrics() returned {', '.join(of_ranks[0])} on rank 0 and {', '.join(names)} on rank "
+                    f"{rank}; return the same names on every rank"
+                )
+        return of_ranks[0]

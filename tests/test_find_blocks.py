@@ -1,0 +1,324 @@
+"""The blocks of a model that names none: its repeated layers, those of every stack, and never one inside another."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from tiny import Rows, make_run, take_steps
+from torch import nn
+
+from dist_amp.config.auto import find_blocks, pick_blocks
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.settings import CompileConfig, Config, ParallelConfig
+from dist_amp.world import World
+
+TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+TWO_STACKS = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+IMAGE = {key: TEXT[key] for key in TEXT if key != "vocab_size"} | {"image_size": 16, "patch_size": 8}
+EXPERTS = {**TEXT, "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": None}
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+
+# name: (transformers' class and settings, the blocks, what the names of their parameters match)
+MODELS = {
+    "llama": ("LlamaForCausalLM", TEXT, {"LlamaDecoderLayer": 2}, r"layers\.\d"),
+    "llama_of_one_layer": ("LlamaForCausalLM", {**TEXT, "num_hidden_layers": 1}, {"LlamaDecoderLayer": 1}, r"layers"),
+    "bert": ("BertForSequenceClassification", TEXT, {"BertLayer": 2}, r"encoder\.layer\.\d"),
+    "tied_bert": ("BertForMaskedLM", TEXT, {"BertLayer": 2}, r"encoder\.layer\.\d"),
+    "t5": ("T5ForConditionalGeneration", T5, {"T5Block": 4}, r"coder\.block\.\d"),
+    "bart": (
+        "BartForConditionalGeneration", TWO_STACKS, {"BartEncoderLayer": 2, "BartDecoderLayer": 2}, r"coder\.layers\.\d"
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration", {**TWO_STACKS, "num_mel_bins": 8},
+        {"WhisperEncoderLayer": 2, "WhisperDecoderLayer": 2}, r"coder\.layers\.\d",
+    ),
+    "clip": (
+        "CLIPModel", {"text_config": TEXT, "vision_config": IMAGE}, {"CLIPEncoderLayer": 4}, r"encoder\.layers\.\d"
+    ),
+    "vit": ("ViTForImageClassification", IMAGE, {"ViTLayer": 2}, r"layers?\.\d"),
+    "mixtral": ("MixtralForCausalLM", {**EXPERTS, "num_local_experts": 4}, {"MixtralDecoderLayer": 2}, r"layers\.\d"),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        {"Qwen2MoeDecoderLayer": 2}, r"layers\.\d",
+    ),
+    "resnet": (
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 3], "layer_type": "bottleneck"},
+        {"ResNetBottleNeckLayer": 5}, r"stages\.\d\.layers\.\d",
+    ),
+}  # fmt: skip
+
+
+def build(name):
+    """A tiny model of transformers from its settings, with random weights."""
+    transformers = pytest.importorskip("transformers")
+    cls, settings, *_ = MODELS[name]
+    model = getattr(transformers, cls)
+    torch.manual_seed(0)
+    return model(model.config_class(**settings))
+
+
+def kinds(blocks):
+    names = [type(block).__name__ for block in blocks]
+    return {name: names.count(name) for name in names}
+
+
+def assert_none_is_nested(blocks):
+    for block in blocks:
+        inside = set(block.modules()) - {block}
+        assert not inside & set(blocks)
+
+
+def said_of(model, capsys, task=None, config=None, strategy="fsdp"):
+    """(what is said, what is warned about) when the blocks of the model are picked."""
+    pick_blocks(config or Config(), strategy, task or Unnamed(), model, World(world_size=2))
+    return capsys.readouterr()
+
+
+class Unnamed:
+    """A task that leaves it to find_blocks."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_repeated_layer_of_a_model_of_transformers_is_a_block(name, capsys):
+    _, _, expected, pattern = MODELS[name]
+    model = build(name)
+    blocks = find_blocks(model)
+    assert kinds(blocks) == expected
+    assert_none_is_nested(blocks)
+    sizes = {path: p.numel() for path, p in model.named_parameters()}
+    share = 100 * sum(size for path, size in sizes.items() if re.search(pattern, path)) / sum(sizes.values())
+    counts = ", ".join(f"{count} x {kind}" for kind, count in expected.items())
+    assert f"blocks: {counts}, {share:.0f} % of parameters\n" in said_of(model, capsys).out
+
+
+def test_the_layers_of_a_model_with_adapters_are_its_blocks():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    assert kinds(find_blocks(model)) == {"LlamaDecoderLayer": 2}
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_blocks_come_in_the_order_in_which_they_run(name):
+    model, ran = build(name), []
+    blocks = find_blocks(model)
+    for block in blocks:
+        block.register_forward_hook(lambda block, *_: ran.append(block))
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    model(input_ids=tokens, decoder_input_ids=tokens)
+    assert ran == blocks
+
+
+def blocks_before_and_after_sharding(world):
+    run = make_run(world, Tokens("t5"), "--parallel.strategy", "fsdp", "--train.micro_batch_size", 2)
+    return len(find_blocks(run.task.build_model())), len(find_blocks(run.parallel.module))
+
+
+def test_a_sharded_model_has_the_same_blocks():
+    pytest.importorskip("transformers")
+    assert on_ranks(2, blocks_before_and_after_sharding) == [(4, 4)] * 2
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class DecoderBlock(Block):
+    pass
+
+
+class Experts(nn.Module):
+    """A layer that is nearly all experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1).unbind(-1)
+        return sum(share[..., None] * expert(x) for share, expert in zip(shares, self.experts, strict=True))
+
+
+class Stage(nn.Module):
+    """Blocks of one width, which the next stage doubles."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.widen = nn.Linear(width, 2 * width)
+
+    def forward(self, x):
+        return self.widen(self.blocks(x))
+
+
+class Stacks(nn.Module):
+    def __init__(self, **lists):
+        super().__init__()
+        for name, layers in lists.items():
+            self.add_module(name, nn.ModuleList(layers))
+
+
+def repeat(cls, times, *args):
+    return [cls(*args) for _ in range(times)]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.Sequential(*repeat(Block, 3), nn.Linear(8, 300)), {"Block": 3}),
+        (Stacks(encoder=repeat(Block, 2), decoder=repeat(DecoderBlock, 5)), {"Block": 2, "DecoderBlock": 5}),
+        (Stacks(layers=repeat(Experts, 2)), {"Experts": 2}),
+        (Stacks(stages=[Stage(8), Stage(16), Stage(32)]), {"Block": 6}),
+        (nn.Sequential(nn.Sequential(*repeat(Block, 3)), nn.Sequential(nn.Linear(8, 1))), {"Block": 3}),
+        (Stacks(towers=[nn.ModuleList(repeat(Block, 2)), nn.ModuleList(repeat(Block, 2))]), {"Block": 4}),
+        (nn.Transformer(8, 2, 2, 2, 16), {"TransformerEncoderLayer": 2, "TransformerDecoderLayer": 2}),
+        (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), {"Linear": 2}),
+        (Stacks(layers=[Block()]), {"Block": 1}),
+        (nn.Linear(8, 1), {}),
+    ],
+    ids=[
+        "layers_and_head", "two_stacks", "experts", "stages", "body_and_head", "lists_in_a_list", "transformer", "mlp",
+        "one_layer", "none",
+    ],
+)  # fmt: skip
+def test_the_repeated_layers_of_any_other_model_are_its_blocks(model, expected):
+    blocks = find_blocks(model)
+    assert kinds(blocks) == expected
+    assert_none_is_nested(blocks)
+
+
+def test_a_layer_whose_weight_is_used_elsewhere_too_is_no_block():
+    model = nn.Sequential(*repeat(Block, 5), nn.Linear(8, 32))
+    model[5].weight = model[0].inner[0].weight
+    assert find_blocks(model) == list(model[1:5])
+    model[2].inner = model[1].inner
+    assert not {model[1], model[2]} & set(find_blocks(model))
+
+
+def test_a_layer_that_runs_twice_is_one_block():
+    layer = Block()
+    model = nn.Sequential(layer, Block(), layer)
+    assert find_blocks(model) == [layer, model[1]]
+
+
+def test_blocks_are_said_where_a_setting_makes_use_of_them(capsys):
+    model = nn.Sequential(*repeat(Block, 3))
+    line = "blocks: 3 x Block, 100 % of parameters\n"
+    assert said_of(model, capsys) == (line, "")
+    assert said_of(model, capsys, strategy="ddp") == ("", "")
+    compiled = Config(compile=CompileConfig(blocks=True))
+    assert said_of(model, capsys, config=compiled, strategy="ddp") == (line, "")
+    recomputed = Config(parallel=ParallelConfig(activation_checkpointing=2))
+    assert said_of(model, capsys, config=recomputed, strategy="single") == (line, "")
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.router = nn.Linear(8, experts)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(experts))
+
+    def forward(self, x):
+        return x
+
+
+def test_the_one_layer_of_a_mixture_is_a_block_and_its_experts_are_not():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Mixture(4)]), "head": nn.Linear(8, 1)})
+    assert find_blocks(model) == [model["layers"][0]]
+
+
+class Named:
+    def __init__(self, *blocks):
+        self.named = list(blocks)
+
+    def blocks(self, model):
+        return self.named
+
+
+def test_blocks_that_hold_less_than_half_of_the_parameters_get_a_warning_with_what_to_do(capsys):
+    model = nn.Sequential(nn.Embedding(1000, 8), *repeat(Block, 2))
+    out, err = said_of(model, capsys)
+    assert out == "blocks: 2 x Block, 12 % of parameters\n"
+    assert err == (
+        "warning: the blocks that were found hold 12 % of the parameters, and not 0.weight, the largest; name "
+        "the model's layers by `def blocks(self, model)` in the task\n"
+    )
+    assert not said_of(model, capsys, Named(model[1])).err, "the task's own choice"
+
+
+def test_blocks_that_are_not_in_the_model_are_refused():
+    model = nn.Sequential(Block(), Block())
+    with pytest.raises(
+        DataError, match=r"blocks\(model\) returned a Block that is not in the model; return modules of"
+    ):
+        pick_blocks(Config(), "single", Named(model[0], Block()), model, World())
+    with pytest.raises(DataError, match=r"blocks\(model\) returned a str that is not in the model"):
+        pick_blocks(Config(), "single", Named("0"), model, World())
+
+
+def test_a_named_block_that_shares_a_parameter_with_the_rest_can_not_be_sharded():
+    model = nn.Sequential(nn.Embedding(16, 8), Block(), nn.Linear(8, 16, bias=False))
+    model[2].weight = model[0].weight
+    with pytest.raises(ConfigError, match=r"the parameter 0.weight is also used outside of its block, and fsdp can't"):
+        pick_blocks(Config(), "fsdp", Named(model[0], model[1]), model, World(world_size=2))
+    assert pick_blocks(Config(), "ddp", Named(model[0]), model, World(world_size=2)) == [model[0]]
+
+
+class Tokens:
+    """Predict a label per token. Batch: tokens [B, 8]."""
+
+    def __init__(self, name, adapters=False):
+        self.name = name
+        self.adapters = adapters
+
+    def build_model(self):
+        model = build(self.name)
+        if self.adapters:
+            import peft
+
+            return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+        return model
+
+    def build_dataset(self, split):
+        generator = torch.Generator().manual_seed(0)
+        return Rows(tokens=torch.randint(3, 64, (8, 8), generator=generator))
+
+    def loss_sum(self, model, batch):
+        tokens = batch["tokens"]
+        more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+        logits = model(input_ids=tokens, **more).logits.float()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+    def weight(self, batch):
+        return batch["tokens"][:, 1:].numel()
+
+
+def norms_of_two_steps(world, name, adapters, words):
+    run = make_run(world, Tokens(name, adapters), "--use_amp", "false", "--train.global_batch_size", 4, *words)
+    run.model.eval()  # without dropout
+    return [report.norm.item() for report in take_steps(run, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "adapters"), [("llama", False), ("llama", True), ("t5", False), ("bart", False), ("mixtral", False)]
+)
+def test_models_of_transformers_train_in_these_blocks_as_they_do_whole(name, adapters):
+    pytest.importorskip("peft")
+    alone = on_ranks(1, norms_of_two_steps, name, adapters, ["--train.micro_batch_size", 4])
+    words = ["--train.micro_batch_size", 2, "--parallel.strategy", "fsdp"]
+    sharded = on_ranks(2, norms_of_two_steps, name, adapters, words)
+    # The sums of float32 are in another order.
+    assert sharded == [pytest.approx(alone[0], rel=1e-4)] * 2

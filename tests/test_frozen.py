@@ -1,0 +1,163 @@
+"""Checkpoints of partly frozen models: what is trained, and a checksum of the rest."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_checkpoint import settings
+from tiny import Tiny, make_run, parameters_of, take_steps
+from torch import nn
+
+from dist_amp.checkpoint.frozen import checksum, checksums
+from dist_amp.checkpoint.reader import Reader
+from dist_amp.checkpoint.saver import save
+from dist_amp.checkpoint.weights import load_weights
+from dist_amp.config.auto import pick_strategy
+from dist_amp.errors import DataError
+from dist_amp.settings import ParallelConfig
+from dist_amp.telemetry.summary import print_banner
+from dist_amp.world import World
+
+
+class Adapted(nn.Module):
+    """A frozen base whose output matrix is tied to its input, and a small trained part."""
+
+    def __init__(self, width, base):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width, bias=False), nn.Linear(8, width, bias=False)
+        self.last.weight = self.first.weight
+        self.base = nn.Linear(width, width)
+        self.requires_grad_(False)
+        with torch.no_grad():
+            self.base.weight.add_(base)
+        self.adapter = nn.Linear(width, 1)
+
+    def forward(self, x):
+        return self.adapter(torch.tanh(self.base(self.first(x) + self.last(x))))
+
+
+class AdapterTask(Tiny):
+    def __init__(self, width=64, base=0.0, freeze=True, dtype="float32"):
+        super().__init__()
+        self.width, self.base, self.freeze, self.dtype = width, base, freeze, dtype
+
+    def build_model(self):
+        model = Adapted(self.width, self.base).to(getattr(torch, self.dtype))
+        return model if self.freeze else model.requires_grad_(True)
+
+
+def stored(folder):
+    """{name: shape} of the model's entries in a checkpoint."""
+    entries = Reader(folder).read_metadata().state_dict_metadata
+    return {name: list(entry.size) for name, entry in entries.items() if name.startswith(("model.", "frozen"))}
+
+
+def trained_run(world, folder, strategy, steps, *words, task=None, saves=True):
+    """A run that goes on from its folder's checkpoint if it has one; the parameters after so many steps in all."""
+    run = make_run(world, task or AdapterTask(), *settings(folder, strategy, "fp32", "--run.resume", "auto", *words))
+    take_steps(run, steps - run.step)
+    if saves:
+        save(run)
+    return parameters_of(run)
+
+
+def size_of(folder):
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+def test_a_checkpoint_of_an_adapter_holds_the_trained_parameters_and_one_number_per_frozen_one(tmp_path):
+    trained_run(World(), tmp_path / "a", "single", 1, task=AdapterTask(width=1024))
+    trained_run(World(), tmp_path / "b", "single", 1, task=AdapterTask(width=1024, freeze=False))
+    adapter, full = (tmp_path / name / "checkpoints/step_00000001" for name in "ab")
+    assert stored(adapter) == {"model.adapter.weight": [1, 1024], "model.adapter.bias": [1], "frozen": [3]}
+    assert size_of(adapter) < 0.02 * size_of(full)
+
+
+@pytest.mark.parametrize(("first", "then"), [((1, "single"), (2, "fsdp")), ((2, "fsdp"), (2, "ddp")),
+                                             ((2, "ddp"), (1, "single")), ((4, "hsdp"), (2, "fsdp"))])  # fmt: skip
+def test_an_adapter_survives_another_strategy_and_number_of_ranks(tmp_path, first, then):
+    whole = trained_run(World(), tmp_path / "whole", "single", 4, "--train.global_batch_size", 16,
+                        "--train.accumulation_steps", "auto")  # fmt: skip
+    for steps, (ranks, strategy) in ((2, first), (4, then)):
+        results = on_ranks(ranks, trained_run, tmp_path / "parts", strategy, steps, "--train.global_batch_size", 16,
+                           "--train.accumulation_steps", "auto")  # fmt: skip
+    for name, value in results[0].items():
+        # Rounding of float32 sums in another order.
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-6)
+
+
+def test_the_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
+    whole = on_ranks(2, trained_run, tmp_path / "whole", "fsdp", 4)
+    on_ranks(2, trained_run, tmp_path / "parts", "fsdp", 2)
+    for ours, theirs in zip(on_ranks(2, trained_run, tmp_path / "parts", "fsdp", 4), whole, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_another_base_is_refused_by_name(tmp_path):
+    trained_run(World(), tmp_path, "single", 1)
+    with pytest.raises(DataError) as error:
+        trained_run(World(), tmp_path, "single", 2, task=AdapterTask(base=1e-3))
+    assert "was trained on another frozen base.weight (1 such), which it does not contain" in str(error.value)
+    torch.manual_seed(0)  # run.seed
+    with pytest.raises(DataError, match="another frozen base.weight"):
+        load_weights(AdapterTask(base=1e-3).build_model(), tmp_path / "checkpoints/step_00000001")
+
+
+def test_another_number_of_frozen_parameters_is_refused_with_both(tmp_path):
+    trained_run(World(), tmp_path, "single", 1)
+    with pytest.raises(DataError, match="3 parameters were frozen there and 0 are here"):
+        trained_run(World(), tmp_path, "single", 2, task=AdapterTask(freeze=False))
+
+
+def test_a_checkpoint_that_has_all_parameters_is_resumed_with_some_of_them_frozen(tmp_path):
+    task = AdapterTask(freeze=False)
+    whole = trained_run(World(), tmp_path, "single", 2, task=task)
+    run = make_run(World(), AdapterTask(), *settings(tmp_path / "b", "single", "fp32"))
+    load_weights(run.parallel.module, tmp_path / "checkpoints/step_00000002")
+    assert all(torch.equal(value, whole[name]) for name, value in parameters_of(run).items())
+
+
+class Teacher(AdapterTask):
+    """A frozen teacher that follows the model, changed behind autograd's back as such code often does."""
+
+    def loss_sum(self, model, batch):
+        module = getattr(model, "module", model)
+        module.base.weight.data.mul_(0.99)
+        return super().loss_sum(model, batch)
+
+
+def test_a_frozen_parameter_that_changes_during_training_is_saved_and_restored(tmp_path):
+    whole = trained_run(World(), tmp_path / "whole", "single", 4, task=Teacher())
+    trained_run(World(), tmp_path / "parts", "single", 2, task=Teacher())
+    assert "model.base.weight" in stored(tmp_path / "parts/checkpoints/step_00000002")
+    resumed = trained_run(World(), tmp_path / "parts", "single", 4, task=Teacher())
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert "model.base.weight" in stored(tmp_path / "parts/checkpoints/step_00000004")
+
+
+def checksums_of(world, strategy, dtype):
+    return checksums(make_run(world, AdapterTask(dtype=dtype), "--parallel.strategy", strategy).parallel).tolist()
+
+
+def test_checksums_are_equal_on_every_strategy_and_number_of_ranks():
+    alone = checksums_of(World(), "single", "bfloat16")
+    for ranks, strategy in [(2, "ddp"), (2, "fsdp"), (4, "hsdp")]:
+        assert on_ranks(ranks, checksums_of, strategy, "bfloat16") == [alone] * ranks
+
+
+def test_a_checksum_depends_on_each_value_and_not_on_the_dtype_that_holds_it():
+    tensor = torch.randn(3000).bfloat16()
+    other = tensor.clone()
+    other[1234] *= -1
+    assert checksum(tensor) == checksum(tensor.float()) == checksum(tensor[:100]) + checksum(tensor[100:])
+    assert checksum(tensor) != checksum(other)
+    assert checksum(torch.arange(5)) != checksum(torch.arange(1, 6))
+
+
+def test_the_banner_says_how_many_parameters_are_trained(capsys):
+    print_banner(make_run(World(), AdapterTask()))
+    assert "model  4,737 parameters (65 trained), single on 1 x CPU" in capsys.readouterr().out
+
+
+def test_strategy_auto_counts_gradients_and_moments_of_trained_parameters_alone(capsys):
+    pick_strategy(ParallelConfig(), Adapted(4096, 0.0), World(world_size=2))
+    assert "(0.06 GiB)" in capsys.readouterr().out  # 16.8 million frozen ones of 4 bytes, and few that are trained

@@ -1,0 +1,224 @@
+"""A trained model leaves as transformers' own: from_pretrained opens it with equal logits; and the whole way there."""
+
+import json
+import time
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import make_run, take_steps
+
+pytest.importorskip("transformers")
+import transformers
+from peft import AutoPeftModelForCausalLM, PeftModel
+from test_hf_tasks import TEXTS
+from tiny_hf import chats, make_model, make_tokenizer, write_rows
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from dist_amp.checkpoint.format import CONFIG, all_checkpoints
+from dist_amp.checkpoint.saver import save
+from dist_amp.commands import export
+from dist_amp.commands.hf_format import replacing
+from dist_amp.errors import DataError
+
+CAUSAL = "dist_amp.tasks.hf_causal_lm:HFCausalLM"
+CLASSES = "dist_amp.tasks.hf_classification:HFClassification"
+PLAIN = "tiny:Tiny"
+IDS = torch.arange(24).view(2, 12)
+
+
+def saved(world, folder, target, *words):
+    """Train two steps and save; the logits of the trained model."""
+    few = ["--train.steps", 4, "--train.micro_batch_size", 2, "--use_amp", "false", "--optim.lr", 0.01]
+    run = make_run(world, None, "--run.dir", folder / "run", "--task.target", target, *few, *words)
+    take_steps(run, 2)
+    save(run)
+    with torch.no_grad(), run.parallel.evaluating():
+        return None if target == PLAIN else run.parallel.module(input_ids=IDS).logits.clone()
+
+
+def trained(ranks, folder, target, *words):
+    """`saved` on so many ranks, for the folder's model and rows."""
+    data = ["--task.args.model", folder / "model", "--data.path", folder / "rows.jsonl"]
+    return on_ranks(ranks, saved, folder, target, *data, *words)[0]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", chats())
+    return tmp_path
+
+
+def model_in(folder, name, dtype=torch.float32):
+    make_model(folder / "model", name, dtype)
+    return make_tokenizer(folder / "model")
+
+
+def exported(folder, *words):
+    """The exit status of the export of the folder's run."""
+    return export.main([str(word) for word in (folder / "run", "--out", folder / "out", "--format", "hf", *words)])
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama_tied", 2), ("mixtral", 1)])
+def test_from_pretrained_opens_an_export_with_equal_logits(name, ranks, folder):
+    """Experts are written one by one again, as in the hub's files."""
+    tokenizer = model_in(folder, name)
+    strategy = ["--parallel.strategy", "fsdp"] if ranks > 1 else []
+    expected = trained(ranks, folder, CAUSAL, *strategy)
+    assert exported(folder) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder / "out")
+    assert model.dtype == torch.float32
+    assert torch.equal(logits(model), expected)
+    assert not torch.equal(expected, logits(AutoModelForCausalLM.from_pretrained(folder / "model")))
+    ours = AutoTokenizer.from_pretrained(folder / "out")
+    assert ours.get_vocab() == tokenizer.get_vocab()
+    assert ours.chat_template == tokenizer.chat_template
+    assert (folder / "out" / CONFIG).read_text() == (all_checkpoints(folder / "run")[-1] / CONFIG).read_text()
+    assert not list(folder.glob(".out*"))
+
+
+def test_an_export_draws_no_progress_bar(folder, capfd):
+    model_in(folder, "llama")
+    trained(1, folder, CAUSAL)
+    transformers.utils.logging.enable_progress_bar()
+    capfd.readouterr()
+    assert exported(folder) == 0
+    assert "%|" not in capfd.readouterr().err
+
+
+def test_an_export_in_bf16_is_the_models_rounded(folder):
+    model_in(folder, "llama")
+    trained(1, folder, CAUSAL)
+    assert exported(folder) == 0
+    whole = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
+    assert exported(folder, "--dtype", "bf16") == 0  # in its place
+    half = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
+    assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole)
+    assert {value.dtype for value in half.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_leave_alone_or_merged(dtype, folder):
+    model_in(folder, "llama", dtype)
+    expected = trained(1, folder, CAUSAL, "--task.args.lora_rank", 2, "--optim.lr", 0.1)
+    assert exported(folder) == 0
+    assert not (folder / "out" / "model.safetensors").exists()
+    assert json.loads((folder / "out" / "adapter_config.json").read_text())["r"] == 2
+    size = (folder / "out" / "adapter_model.safetensors").stat().st_size
+    assert size < (folder / "model" / "model.safetensors").stat().st_size
+    if dtype == torch.float32:
+        assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(folder / "out")), expected)
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder / "out")), expected)
+    assert exported(folder, "--merge") == 0
+    assert not (folder / "out" / "adapter_config.json").exists()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "out")
+    assert merged.dtype == torch.float32
+    # W x + B A x and (W + B A) x round differently: some 2^-24 of values of about 1; in bf16 the run's logits are bf16.
+    close = {"atol": 1e-5} if dtype == torch.float32 else {"atol": 0.05}
+    torch.testing.assert_close(logits(merged), expected.float(), rtol=0, **close)
+
+
+def test_a_classifier_with_adapters_takes_its_new_head_along(folder):
+    model_in(folder, "llama")
+    write_rows(folder / "rows.jsonl", TEXTS)
+    words = ["--task.args.classes", 2, "--task.args.lora_rank", 2]
+    expected = trained(1, folder, CLASSES, *words)
+    assert exported(folder, "--merge") == 0
+    merged = AutoModelForSequenceClassification.from_pretrained(folder / "out")
+    assert merged.num_labels == 2
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)  # see above
+    assert exported(folder) == 0
+    base = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=2, pad_token_id=0)
+    assert torch.equal(logits(PeftModel.from_pretrained(base, folder / "out")), expected)
+
+
+def refusal(capsys, folder, *words):
+    capsys.readouterr()
+    status = exported(folder, *words)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return status, line
+
+
+def test_what_can_not_be_exported_is_said_in_one_line(folder, capsys):
+    model_in(folder, "llama")
+    trained(1, folder, CAUSAL)
+    status, line = refusal(capsys, folder, "--merge")
+    assert (status, "--merge needs a model with adapters of peft" in line) == (64, True)
+    status = export.main([str(folder / "run"), "--out", str(folder / "out"), "--merge"])
+    assert (status, "--merge is for --format hf" in capsys.readouterr().err) == (64, True)
+    (folder / "out").mkdir()
+    (folder / "out" / "thesis.txt").touch()
+    status, line = refusal(capsys, folder)
+    assert (status, "holds other files, and would be replaced; give the export a folder of its own" in line) == (
+        64,
+        True,
+    )
+    assert (folder / "out" / "thesis.txt").exists()
+
+
+def test_a_model_that_is_not_of_transformers_needs_the_tasks_own_export(folder, capsys):
+    on_ranks(1, saved, folder, PLAIN)
+    status, line = refusal(capsys, folder)
+    assert status == 64
+    assert "Sequential has no save_pretrained; add `def export(self, model, folder)` to the task" in line
+
+
+def fail_to_replace(out):
+    with replacing(out) as new:
+        (new / CONFIG).write_text("second")
+        raise ValueError("no")
+
+
+def test_a_failed_export_leaves_the_one_before(tmp_path):
+    out = tmp_path / "out"
+    with replacing(out) as new:
+        (new / CONFIG).write_text("first")
+    with pytest.raises(DataError, match="this model can't be exported: ValueError: no"):
+        fail_to_replace(out)
+    assert (out / CONFIG).read_text() == "first"
+    out.rename(tmp_path / ".out.replaced")  # a kill between the two renames
+    with pytest.raises(DataError):
+        fail_to_replace(out)
+    assert (out / CONFIG).read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+def test_the_whole_way_from_files_to_files(folder, launch):
+    """Train on two ranks under FSDP2, kill them, resume on one, export, load in transformers, generate."""
+    model_in(folder, "llama_tied")
+    words = [
+        "--task.target", CAUSAL, "--task.args.model", "model", "--data.path", "rows.jsonl", "--run.dir", "run",
+        "--train.steps", 300, "--train.global_batch_size", 8, "--train.micro_batch_size", 4, "--optim.lr", 1e-2,
+        "--optim.warmup_steps", 10, "--checkpoint.every", 10, "--use_amp", "false",
+    ]  # fmt: skip
+    ranks = launch.start_each(2, *words, "--parallel.strategy", "fsdp")
+    try:
+        deadline = time.monotonic() + 100
+        while not all_checkpoints(folder / "run") and time.monotonic() < deadline:
+            assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[1]
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()  # SIGKILL
+    for rank in ranks:
+        assert rank.wait(30) == -9
+    resumed = launch(0, *words)
+    assert resumed.returncode == 0, resumed.stderr
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["resumed_from_step"] >= 10
+    assert (summary["steps"], summary["world_size"]) == (300, 1)
+    written = launch.module("dist_amp.export", "run", "--out", "out", "--format", "hf")
+    assert written.returncode == 0, written.stderr
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
+    model = AutoModelForCausalLM.from_pretrained(folder / "out")
+    chat = [{"role": "user", "content": "say 3"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, max_new_tokens=30, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "abababab"  # chats()[3]

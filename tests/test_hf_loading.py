@@ -1,0 +1,302 @@
+"""Pretrained weights go from their files straight into shards, bit for bit as from_pretrained loads them."""
+
+import json
+
+import pytest
+import torch
+from ranks import on_ranks
+from safetensors.torch import load_file, save_file
+from tiny import Tiny, make_run, take_steps, whole
+from torch import nn
+
+pytest.importorskip("transformers")
+from peft import LoraConfig, get_peft_model
+from tiny_hf import LLAMA, MODELS, make_model
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, LlamaConfig
+
+from dist_amp.checkpoint.pretrained import load_pretrained
+from dist_amp.config.auto import find_blocks
+from dist_amp.errors import DataError
+from dist_amp.parallel import build_parallel
+from dist_amp.precision import build_precision
+from dist_amp.runtime.meta import build_module, build_whole, load_parameters, parameters_on_meta
+from dist_amp.settings import ParallelConfig, PrecisionConfig
+from dist_amp.world import World
+
+CPU = torch.device("cpu")
+IDS = torch.arange(24).view(2, 12)
+
+
+class Pretrained:
+    """A model of transformers from its folder; `lora`: with adapters on these layers."""
+
+    def __init__(self, auto, folder, fresh_head=False, lora=(), trained=None, **options):
+        self.auto, self.folder, self.fresh_head, self.lora, self.trained = auto, folder, fresh_head, lora, trained
+        self.options = options
+
+    def build_model(self):
+        model = self.auto.from_config(AutoConfig.from_pretrained(self.folder, **self.options), dtype=torch.float32)
+        if self.lora:
+            config = LoraConfig(r=2, target_modules=list(self.lora), modules_to_save=self.trained)
+            model = get_peft_model(model, config)
+        return model
+
+    def load(self, model):
+        load_pretrained(model, self.folder, self.fresh_head)
+
+
+def logits(name, model):
+    """The model's logits for fixed inputs; the last hidden state of a model without a head."""
+    if name in ("vit", "resnet"):
+        inputs = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)}
+    else:
+        inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
+    with torch.no_grad():
+        output = model.eval()(**inputs)
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def laid_out(world, task, strategy):
+    """The loaded model under a strategy: (module, its whole parameters and buffers, logits of `logits`)."""
+    torch.manual_seed(5)
+    module = build_module(task)
+    precision = build_precision(PrecisionConfig(use_amp=False), strategy == "fsdp", world)
+    parallel = build_parallel(ParallelConfig(), strategy, module, find_blocks(module), precision, world)
+    load_parameters(task, parallel.module, world)
+    values = {name: whole(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
+    return values, logits("llama", parallel.model).clone()
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loaded_model_is_that_of_from_pretrained_bit_for_bit(name, tmp_path):
+    auto, _ = MODELS[name]
+    ours = build_whole(Pretrained(auto, make_model(tmp_path, name)), CPU)
+    theirs = auto.from_pretrained(tmp_path, dtype=torch.float32)
+    assert same(ours.state_dict(), theirs.state_dict())
+    assert same(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    assert torch.equal(logits(name, ours), logits(name, theirs))
+
+
+def test_bf16_files_in_several_shards_fill_float32_parameters(tmp_path):
+    make_model(tmp_path, dtype=torch.bfloat16, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    auto, _ = MODELS["llama"]
+    ours = build_whole(Pretrained(auto, tmp_path), CPU)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    assert same(ours.state_dict(), auto.from_pretrained(tmp_path, dtype=torch.float32).state_dict())
+
+
+def test_files_that_no_index_lists_are_not_read(tmp_path):
+    make_model(tmp_path, max_shard_size="20KB")
+    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "consolidated.safetensors")
+    ours = build_whole(Pretrained(MODELS["llama"][0], tmp_path), CPU)
+    assert ours.model.norm.weight.min() > 0
+
+
+def test_the_parameters_are_on_meta_until_they_are_laid_out_and_the_buffers_are_real(tmp_path):
+    model = build_module(Pretrained(MODELS["llama_tied"][0], make_model(tmp_path, "llama_tied")))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.rotary_emb.inv_freq.device == CPU
+    assert model.model.rotary_emb.inv_freq[0] == 1
+    assert nn.Linear(1, 1).weight.device == CPU  # the block is over
+
+
+def test_a_parameter_that_two_modules_share_stays_one_on_meta():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            weight = nn.Parameter(torch.zeros(2, 2))
+            self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            self.a.weight, self.b.weight = weight, weight
+
+    with parameters_on_meta():
+        model = Shared()
+    assert model.a.weight.is_meta
+    assert model.a.weight is model.b.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"), [("llama", ()), ("llama_tied", ()), ("mixtral", ()), ("llama_tied", ("q_proj", "down_proj"))]
+)
+def test_ddp_and_fsdp_load_the_same_model_as_one_process(name, lora, tmp_path):
+    task = Pretrained(MODELS[name][0], make_model(tmp_path, name), lora=lora)
+    ((values, expected),) = on_ranks(1, laid_out, task, "single")
+    assert torch.equal(expected, logits(name, MODELS[name][0].from_pretrained(tmp_path, dtype=torch.float32)))
+    for strategy in ("ddp", "fsdp"):
+        for other, output in on_ranks(2, laid_out, task, strategy):
+            assert same(other, values)
+            assert torch.equal(output, expected)
+
+
+def test_more_ranks_than_rows_leave_a_rank_without_a_part(tmp_path):
+    """[1, 32] over two ranks: the second one has nothing to read."""
+    make_model(tmp_path)
+    AutoModelForSequenceClassification.from_config(LlamaConfig(**LLAMA, num_labels=1)).save_pretrained(tmp_path)
+    task = Pretrained(AutoModelForSequenceClassification, tmp_path)
+    for values, _ in on_ranks(2, laid_out, task, "fsdp"):
+        assert torch.equal(values["score.weight"], load_file(tmp_path / "model.safetensors")["score.weight"])
+
+
+@pytest.mark.parametrize("lora", [(), ("q_proj",)])
+def test_a_new_head_is_the_same_under_every_strategy(lora, tmp_path):
+    task = Pretrained(
+        AutoModelForSequenceClassification, make_model(tmp_path), fresh_head=True, lora=lora, num_labels=3,
+        trained=["score"] if lora else None,
+    )  # fmt: skip
+    ((values, _),) = on_ranks(1, laid_out, task, "single")
+    heads = [value for name, value in values.items() if "score" in name]
+    assert len(heads) == (2 if lora else 1)  # peft trains a copy of it
+    assert all(torch.equal(head, heads[0]) and head.std() > 0 for head in heads)
+    for strategy in ("ddp", "fsdp"):
+        for other, _ in on_ranks(2, laid_out, task, strategy):
+            assert same(other, values)
+
+
+def test_adapters_begin_as_peft_begins_them(tmp_path):
+    model = build_whole(Pretrained(MODELS["llama"][0], make_model(tmp_path), lora=("q_proj",)), CPU)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    assert layer.lora_B["default"].weight.count_nonzero() == 0
+    bound = layer.in_features**-0.5  # of kaiming_uniform_ with a = sqrt(5)
+    assert 0.9 * bound < layer.lora_A["default"].weight.abs().max() <= bound
+    assert not layer.base_layer.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("stored", "built"),
+    [("bert_base", "bert"), ("bert_base", "bert_masked"), ("bert", "bert_base"), ("bert_masked", "bert")],
+)
+def test_files_of_a_base_model_fit_one_with_a_head_and_the_reverse(stored, built, tmp_path):
+    """A pooler counts as part of a head: a masked language model has none."""
+    auto, _ = MODELS[built]
+    ours = build_whole(Pretrained(auto, make_model(tmp_path, stored), fresh_head=True), CPU).state_dict()
+    theirs = auto.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert ours.keys() == theirs.keys()
+    body = [name for name in ours if ".layer.0." in name]
+    assert body
+    assert all(torch.equal(ours[name], theirs[name]) for name in body)
+
+
+def test_a_model_of_plain_modules_loads_from_safetensors(tmp_path):
+    class Plain(Tiny):
+        def load(self, model):
+            load_pretrained(model, tmp_path)
+
+    expected = Tiny().build_model().state_dict()
+    save_file(expected, tmp_path / "model.safetensors")
+    assert same(build_whole(Plain(), CPU).state_dict(), expected)
+
+
+def test_what_load_leaves_unset_is_named():
+    class Forgets(Tiny):
+        def load(self, model):
+            with torch.no_grad():
+                for parameter in list(model.parameters())[1:]:
+                    parameter.zero_()
+
+    with pytest.raises(DataError, match=r"leaves 1 of 6 parameters unset or nan: 0\.0\.weight; "):
+        make_run(World(), Forgets())
+
+
+class Zeros(Tiny):
+    """Loads zeros; `frozen`: the first layer is not trained."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.frozen, self.loads = frozen, 0
+
+    def build_model(self):
+        model = super().build_model()
+        model[0].requires_grad_(not self.frozen)
+        return model
+
+    def load(self, model):
+        self.loads += 1
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.01)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_resumed_run_loads_again_only_what_the_checkpoint_may_lack(frozen, tmp_path):
+    from dist_amp.checkpoint.saver import save
+
+    words = ["--train.steps", 4, "--train.micro_batch_size", 8, "--use_amp", "false", "--run.dir", tmp_path / "run"]
+    task = Zeros(frozen)
+    run = make_run(World(), task, *words, "--run.resume", "auto")
+    take_steps(run, 2)
+    save(run)
+    assert task.loads == 1
+    again = Zeros(frozen)
+    resumed = make_run(World(), again, *words, "--run.resume", "auto")
+    assert resumed.step == 2
+    assert again.loads == (1 if frozen else 0)
+    assert same(resumed.model.state_dict(), run.model.state_dict())
+
+
+def refused(folder, name="llama", **options):
+    with pytest.raises(DataError) as caught:
+        build_whole(Pretrained(MODELS[name][0], folder, **options), CPU)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_folder_without_weights(tmp_path):
+    AutoConfig.for_model("llama", **LLAMA).save_pretrained(tmp_path)
+    assert "has no weights: neither model.safetensors nor model.safetensors.index.json; give" in refused(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin is a pickle: convert it" in refused(tmp_path)
+
+
+def test_a_folder_that_lacks_a_file_of_its_index(tmp_path):
+    make_model(tmp_path, max_shard_size="20KB")
+    name = sorted(set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values()))[1]
+    (tmp_path / name).unlink()
+    assert f"lacks {name}, which model.safetensors.index.json lists" in refused(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert "model.safetensors.index.json is damaged" in refused(tmp_path)
+
+
+def test_a_truncated_file(tmp_path):
+    file = make_model(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "can't be read" in refused(tmp_path)
+
+
+def test_missing_and_unexpected_names_are_both_listed_the_first_five(tmp_path):
+    file = make_model(tmp_path) / "model.safetensors"
+    weights = load_file(file)
+    renamed = {name.replace("mlp", "ffn"): value for name, value in weights.items()}
+    save_file(renamed, file)
+    message = refused(tmp_path)
+    assert "the weights in " in message
+    assert "not those of LlamaForCausalLM: missing from the files: model.layers.0.mlp.gate_proj.weight, " in message
+    assert "only in the files: model.layers.0.ffn.down_proj.weight, " in message
+    assert message.count("ffn") == message.count("mlp") == 5
+    assert message.count(" and 1 more") == 2
+    assert "mlp" in refused(tmp_path, fresh_head=True)  # they are no head's
+
+
+def test_layers_that_the_model_lacks_are_not_taken_for_another_head(tmp_path):
+    make_model(tmp_path)
+    task = Pretrained(AutoModel, tmp_path, fresh_head=True, num_hidden_layers=1)
+    with pytest.raises(DataError, match="only in the files: model.layers.1."):
+        build_whole(task, CPU)
+
+
+def test_another_shape_is_named_with_both(tmp_path):
+    make_model(tmp_path)
+    message = refused(tmp_path, vocab_size=300)
+    assert f"lm_head.weight is [260, 32] in {tmp_path} and [300, 32] in the model; " in message
+
+
+def test_integers_are_not_taken_for_weights(tmp_path):
+    file = make_model(tmp_path) / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "lm_head.weight": weights["lm_head.weight"].char()}, file)
+    assert "lm_head.weight is torch.int8 in " in refused(tmp_path)

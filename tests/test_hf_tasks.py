@@ -1,0 +1,395 @@
+"""Fine-tuning tasks for Hugging Face models: what of a row is learned, padding, LoRA, and bad inputs."""
+
+import logging
+import math
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from ranks import on_ranks
+from tiny import make_run, parameters_of, take_steps
+
+pytest.importorskip("transformers")
+import datasets
+from tiny_hf import CHAT, MARKED_TEMPLATE, TEMPLATE, chats, make_model, make_tokenizer, write_rows
+from transformers import AutoModelForCausalLM, ViTImageProcessorPil
+
+from dist_amp.checkpoint.saver import save
+from dist_amp.config.task_class import build_task, find_task
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.runtime.meta import build_whole
+from dist_amp.settings import DataConfig, TaskConfig
+from dist_amp.step import evaluate
+from dist_amp.tasks.conversations import NOT_LEARNED, encode
+from dist_amp.tasks.hf_causal_lm import HFCausalLM
+from dist_amp.tasks.hf_classification import HFClassification
+from dist_amp.world import World
+
+CPU = torch.device("cpu")
+MESSAGES = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "two"},
+]
+QUICK = ["--train.micro_batch_size", 2, "--use_amp", "false", "--optim.warmup_steps", 0, "--eval.every", 1]
+
+
+def learned(row, tokenizer, column="text"):
+    """(the whole text, the parts that are learned, joined by |)."""
+    ids, labels = encode(row, tokenizer, column)
+    assert len(ids) == len(labels)
+    assert all(label in (token, NOT_LEARNED) for token, label in zip(ids, labels, strict=True))
+    text = "".join("|" if label == NOT_LEARNED else tokenizer.decode([label]) for label in labels)
+    return tokenizer.decode(ids), "|".join(part for part in text.split("|") if part)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE])
+def test_of_a_chat_the_assistants_turns_are_learned(template, tmp_path):
+    """With {% generation %} in the template and without."""
+    tokenizer = make_tokenizer(tmp_path, template)
+    text, parts = learned({"messages": MESSAGES}, tokenizer)
+    assert text == "<user>hi</s><assistant>one</s><user>more</s><assistant>two</s>"
+    assert parts == "one</s>|two</s>"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE])
+def test_of_a_prompt_of_messages_nothing_is_learned(template, tmp_path):
+    row = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
+    assert learned(row, make_tokenizer(tmp_path, template))[1] == "two</s>"
+
+
+def test_of_a_prompt_and_completion_the_completion_and_its_end_are_learned(tmp_path):
+    row = {"prompt": "2 + 2 = ", "completion": "4"}
+    assert learned(row, make_tokenizer(tmp_path)) == ("2 + 2 = 4</s>", "4</s>")
+
+
+def test_of_plain_text_everything_is_learned(tmp_path):
+    assert learned({"body": "a b"}, make_tokenizer(tmp_path), "body") == ("a b</s>", "a b</s>")
+
+
+def test_a_turn_that_the_template_renders_in_another_way_later_is_not_half_learned(tmp_path):
+    """As templates do that drop the thoughts of earlier turns: the last turn alone is learned in full."""
+    template = CHAT.replace("BEGIN", "{% if loop.last %}think {% endif %}").replace("END", "")
+    text, parts = learned({"messages": MESSAGES}, make_tokenizer(tmp_path, template))
+    assert text == "<user>hi</s><assistant>one</s><user>more</s><assistant>think two</s>"
+    assert parts == "think two</s>"
+
+
+def causal(folder, rows, **options):
+    """The task on these rows, with its model and tokenizer in the same folder."""
+    data = DataConfig(path=str(write_rows(folder / "rows.jsonl", rows)), validation_fraction=0.25)
+    return HFCausalLM(data, str(folder), **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_model(tmp_path, "llama_tied")
+    make_tokenizer(tmp_path)
+    return tmp_path
+
+
+def test_padding_changes_no_samples_loss_and_the_weight_counts_what_is_learned(folder):
+    task = causal(folder, chats())
+    samples = [task.build_dataset("train")[number] for number in range(4)]
+    model, batch = build_whole(task, CPU).eval(), task.collate(samples)
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    assert len(set(lengths)) > 1
+    assert batch["attention_mask"].sum(1).tolist() == lengths
+    assert batch["input_ids"].shape == (4, max(lengths))
+    together = task.loss_sum(model, batch)
+    alone = [task.loss_sum(model, task.collate([sample])) for sample in samples]
+    # The same sums in another order: float32 rounding of 4 samples of some 10 tokens with a loss of 5 each.
+    torch.testing.assert_close(together, torch.stack(alone).sum(), rtol=1e-5, atol=0)
+    weights = [int((sample["labels"][1:] != NOT_LEARNED).sum()) for sample in samples]
+    assert task.weight(batch) == sum(weights)
+    assert task.tokens(batch) == sum(lengths)
+
+
+def test_the_loss_is_that_of_transformers(folder):
+    task = causal(folder, chats())
+    batch = task.collate([task.build_dataset("train")[number] for number in range(4)])
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(**batch).loss
+    ours = task.loss_sum(build_whole(task, CPU).eval(), batch) / task.weight(batch)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_long_samples_are_cut_and_those_without_anything_to_learn_are_left_out(folder):
+    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "abcdefgh", "completion": "i"}] * 4
+    samples = causal(folder, rows, length=4).build_dataset("train")
+    assert {tuple(sample["labels"].tolist()) for sample in samples} == {tuple([NOT_LEARNED] * 2 + encode(
+        {"prompt": "", "completion": "cd"}, make_tokenizer(folder), "")[0][:2])}  # fmt: skip
+    with pytest.raises(DataError, match=r"none of the \d rows has anything to learn within task.args.length=2 tokens"):
+        causal(folder, rows[1::2], length=2).build_dataset("train")
+
+
+def trained(world, folder, strategy, options):
+    """Three steps of SGD: (parameters before, and after, the evaluation, a sample)."""
+    task = causal(folder, chats(), **options)
+    words = ["--train.global_batch_size", 4, "--train.micro_batch_size", 4 // world.world_size]
+    words += ["--parallel.strategy", strategy, "--optim.lr", 0.05, "--optim.name", "sgd"]
+    run = make_run(world, task, *QUICK, *words)
+    before = parameters_of(run)
+    take_steps(run, 3)
+    with run.parallel.evaluating():
+        text = task.sample(run.parallel.module)
+    return before, parameters_of(run), evaluate(run), text
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
+def test_fine_tuning_on_two_ranks_is_that_on_one(options, folder):
+    """FSDP2 shards adapters and frozen weights alike, and a sample is made by the sharded model."""
+    ((before, after, values, text),) = on_ranks(1, trained, folder, "single", options)
+    assert values.keys() == {"loss", "accuracy"}
+    assert text.startswith("Hello")
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved == {name for name in after if "lora_" in name or not options}
+    for strategy in ("ddp", "fsdp"):
+        for other_before, other_after, other_values, other_text in on_ranks(2, trained, folder, strategy, options):
+            assert all(torch.equal(other_before[name], before[name]) for name in before)
+            # Three steps of 0.05 times gradients of at most some units, which are sums in another order: 2^-24 of each.
+            torch.testing.assert_close(other_after, after, rtol=0, atol=1e-6)
+            assert other_values == pytest.approx(values, rel=1e-5)
+            assert other_text == text
+
+
+def continued(world, folder, strategy, steps):
+    """A run with adapters in bf16 on frozen bf16 weights, up to so many steps, and saved: its parameters."""
+    task = causal(folder, chats(), lora_rank=2)
+    words = ["--train.global_batch_size", 4, "--train.micro_batch_size", 4 // world.world_size, "--train.steps", 4]
+    words += ["--parallel.strategy", strategy, "--run.dir", folder / "run", "--run.resume", "auto", "--optim.lr", 0.01]
+    run = make_run(world, task, *words)
+    assert run.step == steps - 2
+    before = parameters_of(run)
+    take_steps(run, 2)
+    save(run)
+    return before, parameters_of(run)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2)])
+def test_adapters_resume_under_another_strategy(strategy, ranks, tmp_path):
+    """Trained under FSDP2: the checkpoint has the adapters alone, the frozen weights come from the files again."""
+    make_tokenizer(make_model(tmp_path, dtype=torch.bfloat16))
+    for before, after in on_ranks(2, continued, tmp_path, "fsdp", 2):
+        saved = after
+        assert any(not torch.equal(before[name], after[name]) for name in after)
+    for before, after in on_ranks(ranks, continued, tmp_path, strategy, 4):
+        assert all(torch.equal(before[name], saved[name]) for name in saved)
+        moved = {name for name in after if not torch.equal(before[name], after[name])}
+        assert moved
+        assert all("lora_" in name for name in moved)
+
+
+def test_frozen_weights_keep_the_dtype_of_the_files_and_adapters_are_float32(tmp_path):
+    make_model(tmp_path, dtype=torch.bfloat16)
+    make_tokenizer(tmp_path)
+    model = build_whole(causal(tmp_path, chats(), lora_rank=2), CPU)
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    whole = build_whole(causal(tmp_path, chats()), CPU)
+    assert {p.dtype for p in whole.parameters()} == {torch.float32}
+
+
+TEXTS = [{"text": word * (1 + number % 3), "label": label} for number in range(12) for label, word in enumerate("ab")]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("bert_base", 0), ("bert", 0), ("llama", 2)])
+def test_texts_are_classified_by_a_new_head_or_the_files_own(name, rank, tmp_path):
+    """From a base model, a classifier, and a causal model with adapters and a head that is trained whole."""
+    make_model(tmp_path, name)
+    make_tokenizer(tmp_path)
+    data = DataConfig(path=str(write_rows(tmp_path / "rows.jsonl", TEXTS)))
+    task = HFClassification(data, str(tmp_path), classes=2, lora_rank=rank)
+    run = make_run(World(), task, *QUICK, "--train.steps", 16, "--train.micro_batch_size", 8, "--optim.lr", 1e-2)
+    take_steps(run, 16)
+    values = evaluate(run)
+    assert values["accuracy"] == 1
+    assert values["loss"] < math.log(2) / 2  # half of what guessing costs
+
+
+def test_images_are_classified(tmp_path):
+    make_model(tmp_path, "vit")
+    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+    shades = [[[[100 * label + number] * 3] * 16] * 16 for number in range(8) for label in range(3)]
+    images = datasets.Dataset.from_dict({"image": shades, "label": [0, 1, 2] * 8}).with_format("numpy")
+    from PIL import Image
+
+    rows = {"image": [Image.fromarray(image.astype("uint8")) for image in images["image"]], "label": [0, 1, 2] * 8}
+    datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).to_parquet(tmp_path / "rows.parquet")
+    data = DataConfig(path=str(tmp_path / "rows.parquet"), text_column="image")
+    task = HFClassification(data, str(tmp_path), classes=3, of="image")
+    run = make_run(World(), task, *QUICK, "--train.steps", 16, "--train.micro_batch_size", 8, "--optim.lr", 1e-2)
+    *_, last = take_steps(run, 16)
+    assert last.losses[0] / last.weight < math.log(3) / 2  # half of what guessing costs
+
+
+def test_a_label_that_is_no_class(tmp_path):
+    make_model(tmp_path, "bert")
+    make_tokenizer(tmp_path)
+    data = DataConfig(path=str(write_rows(tmp_path / "rows.jsonl", [*TEXTS, {"text": "c", "label": 2}])))
+    task = HFClassification(data, str(tmp_path), classes=2)
+    with pytest.raises(ValueError, match="label 2 is not one of task.args.classes=2: 0 to 1"):
+        task.collate([{"text": "c", "label": 2}])
+
+
+def test_a_tokenizer_larger_than_the_embedding(tmp_path):
+    make_model(tmp_path)
+    make_tokenizer(tmp_path, extra=3)
+    with pytest.raises(DataError, match="has 263 tokens and the model's embedding 260 rows; use the model's own"):
+        causal(tmp_path, chats()).build_model()
+
+
+def test_an_adapter_target_that_matches_nothing(folder):
+    with pytest.raises(ConfigError) as caught:
+        causal(folder, chats(), lora_rank=2, lora_targets="q_proj,query").build_model()
+    assert str(caught.value) == (
+        "task.args.lora_targets=q_proj,query: 'query' matches no layer of LlamaForCausalLM; its linear layers are "
+        "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    )
+    task = {"target": "dist_amp.tasks.hf_causal_lm:HFCausalLM", "args": {"model": str(folder), "lora_rank": -1}}
+    with pytest.raises(ConfigError, match="lora_rank=-1 must be at least 1, or 0"):
+        build_task(TaskConfig(**task), DataConfig())
+
+
+def test_adapter_targets_without_a_rank(folder):
+    args = {"model": str(folder), "lora_targets": "q_proj"}
+    with pytest.raises(ConfigError, match="lora_targets=q_proj needs lora_rank above 0; set it, or leave"):
+        build_task(TaskConfig(target="dist_amp.tasks.hf_causal_lm:HFCausalLM", args=args), DataConfig())
+
+
+def test_a_model_that_is_no_folder_or_of_another_kind(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match="=llama_nope: there is no such folder in .* it is not in the cache") as caught:
+        HFCausalLM(DataConfig(), "llama_nope")
+    assert "HF_HUB_OFFLINE=0" not in str(caught.value)
+    with pytest.raises(DataError, match="task.args.model=./absent is no folder; give a model's folder"):
+        HFCausalLM(DataConfig(), "./absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="AutoTokenizer can't be read from .*empty: it has no tokenizer.json; give a"):
+        HFCausalLM(DataConfig(), str(tmp_path / "empty"))
+    make_model(tmp_path / "t5", "t5")
+    make_tokenizer(tmp_path / "t5")
+    with pytest.raises(ConfigError, match="is a t5 model, for which there is no AutoModelForCausalLM"):
+        HFCausalLM(DataConfig(), str(tmp_path / "t5")).build_model()
+
+
+SHARE_GPT = [{"from": "human", "value": "hi"}]
+BAD_ROWS = [
+    (
+        {"prompt": "a", "response": "b"},
+        "rows have the columns prompt, response; they need messages, or prompt and",
+    ),
+    ({"messages": SHARE_GPT}, "row 0: a message in messages has the keys from, value; it needs role"),
+    ({"prompt": MESSAGES[:1], "completion": SHARE_GPT}, "row 0: a message in completion has the keys from, value"),
+    ({"messages": "hi"}, "row 0: messages is str; make it a list of messages with role and content"),
+    ({"prompt": MESSAGES[:1], "completion": "hi"}, "row 0: completion is str; make it a list"),
+    ({"messages": ["hi"]}, "row 0: a message in messages has type str"),
+]
+
+
+@pytest.mark.parametrize(("row", "said"), BAD_ROWS)
+def test_rows_of_another_form_are_described(row, said, folder):
+    with pytest.raises(DataError) as caught:
+        causal(folder, [row] * 4).build_dataset("train")
+    assert str(caught.value).startswith(said)
+
+
+def warnings_of(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+
+def test_rows_that_are_left_out_are_counted_once(folder, capsys, caplog):
+    causal(folder, [*chats(16), *[{"messages": MESSAGES[:1]}] * 8]).build_dataset("train")
+    (line,) = warnings_of(capsys)
+    number, rows = (int(word) for word in line.split() if word.isdigit())
+    assert line.startswith(f"warning: {number} of 18 train rows are left out: within task.args.length=1024 tokens")
+    assert 2 <= number <= 8  # of the 8, all but those held out
+    assert rows == 18
+    with caplog.at_level(logging.ERROR, "dist_amp"):  # as on the other ranks
+        causal(folder, [*chats(16), *[{"messages": MESSAGES[:1]}] * 8]).build_dataset("train")
+    assert not warnings_of(capsys)
+
+
+def test_a_tokenizer_without_an_end_is_warned_about(folder, capsys):
+    tokenizer = make_tokenizer(folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    task = causal(folder, [{"text": "ab"}] * 8)
+    for split in ("train", "validation"):
+        task.build_dataset(split)
+    (line,) = warnings_of(capsys)
+    assert line.startswith("warning: the tokenizer has no eos_token, so no sample ends with one")
+
+
+def test_a_broken_file_is_reported_by_the_error_alone(folder, caplog, monkeypatch):
+    task = causal(folder, chats())
+    with open(folder / "rows.jsonl", "a") as file:
+        file.write('{"messages": [{"role": "user"')
+    monkeypatch.setattr(logging.getLogger("datasets"), "handlers", [caplog.handler])
+    with pytest.raises(DataError, match="rows.jsonl could not be loaded: JSON parse error"):
+        task.build_dataset("train")
+    assert not caplog.records
+    assert logging.getLogger("datasets").level != logging.CRITICAL
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "seen"),
+    [
+        (chats(), TEMPLATE, "<user>Hello</s><assistant>"),
+        ([{"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]}] * 4, TEMPLATE, "<user>Hello</s><assistant>"),
+        (None, TEMPLATE, "<user>Hello</s><assistant>"),
+        ([{"prompt": "a", "completion": "b"}] * 4, TEMPLATE, "Hello"),
+        ([{"text": "a"}] * 4, TEMPLATE, "Hello"),
+        ([{"text": "a"}] * 4, None, "Hello"),
+    ],
+)
+def test_a_sample_asks_as_the_rows_do(rows, template, seen, folder, monkeypatch):
+    """A user's turn of a chat, a text's continuation; without the rows, a chat if the tokenizer knows them."""
+    tokenizer = make_tokenizer(folder, template)
+    task = causal(folder, rows or [], sample_tokens=3)
+    if rows is None:
+        (folder / "rows.jsonl").unlink()
+    model = build_whole(task, CPU).eval()
+    asked, generate = [], model.generate
+    monkeypatch.setattr(model, "generate", lambda **inputs: asked.append(inputs) or generate(**inputs))
+    text = task.sample(model)
+    assert tokenizer.decode(asked[0]["input_ids"][0]) == seen
+    assert text.startswith("Hello\n" if template and seen != "Hello" else "Hello")
+
+
+def test_a_chat_without_a_chat_template_and_a_broken_row(tmp_path):
+    make_model(tmp_path)
+    make_tokenizer(tmp_path, template=None)
+    with pytest.raises(DataError, match="^rows are chats, but the tokenizer has no chat template; use a chat model's"):
+        causal(tmp_path, chats()).build_dataset("train")
+    with pytest.raises(
+        DataError, match="data.text_column=text does not exist, nor messages or prompt; the columns are"
+    ):
+        causal(tmp_path, [{"question": "a"}] * 4).build_dataset("train")
+
+
+def test_without_transformers_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "dist_amp.tasks.hf_causal_lm")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"it imports transformers, which is missing; pip install 'dist_amp\[hf\]'"):
+        find_task("dist_amp.tasks.hf_causal_lm:HFCausalLM")
+
+
+def test_the_task_of_the_docs_page_is_40_lines_that_run(folder):
+    page = (ROOT / "docs/huggingface.md").read_text().split("## Your own task")[1]
+    code = page.split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 40
+    made = {}
+    exec(code, made)
+    write_rows(folder / "rows.jsonl", [{"text": "ab" * (1 + number % 3)} for number in range(12)])
+    task = made["MyTask"](DataConfig(path=str(folder / "rows.jsonl")), str(folder))
+    run = make_run(World(), task, *QUICK, "--train.steps", 8, "--optim.lr", 1e-2)
+    first, *_, last = [report.losses[0] / report.weight for report in take_steps(run, 8)]
+    assert last < first
+
+
+@pytest.mark.parametrize("name", ["hf_causal_lm", "hf_classification"])
+def test_the_tasks_are_short_enough_to_copy(name):
+    assert len((ROOT / f"dist_amp/tasks/{name}.py").read_text().splitlines()) <= 60

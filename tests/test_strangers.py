@@ -1,0 +1,419 @@
+"""Models that nobody designed the code around: idle experts, branches, bf16 weights, frozen parts, wrappers called."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import RankFailed, on_ranks
+from test_checkpoint import settings
+from tiny import Rows, Tiny, make_run, parameters_of, take_steps
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from dist_amp.checkpoint.format import all_checkpoints
+from dist_amp.checkpoint.saver import save
+from dist_amp.diagnostics.first_steps import WATCHED_STEPS, FirstSteps
+from dist_amp.errors import DataError, NumericsError
+from dist_amp.fast import missing_gradients
+from dist_amp.runtime.block_calls import BlockCalls
+from dist_amp.runtime.parameter_dtype import to_float32
+from dist_amp.step import evaluate, train_step
+from dist_amp.world import World
+
+
+class Experts(nn.Module):
+    """A block whose experts each see the samples that were routed to them, if there are any."""
+
+    def __init__(self, experts=4):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(experts))
+
+    def forward(self, x, chosen):
+        out, normed = x.clone(), self.norm(x)
+        for number in chosen.unique().tolist():
+            mine = chosen == number
+            out[mine] += self.experts[number](normed[mine]).to(out.dtype)
+        return out
+
+
+class MixtureModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, chosen):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, chosen)
+        return self.head(x)
+
+
+class Mixture(Tiny):
+    """Every micro-batch of two samples leaves some experts without a sample; expert 3 has none at all."""
+
+    def build_model(self):
+        return MixtureModel()
+
+    def blocks(self, model):
+        return model.blocks
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        return Rows(**rows.columns, chosen=torch.arange(self.samples) // 3 % 3)
+
+    def loss_sum(self, model, batch):
+        return F.mse_loss(model(batch["x"], batch["chosen"]).float().squeeze(-1), batch["y"], reduction="sum")
+
+
+def steps_of_a_mixture(world, strategy, *words):
+    size = 8 // world.world_size // 2  # two micro-batches, in which other experts are idle
+    run = make_run(world, Mixture(samples=24), "--parallel.strategy", strategy, "--train.micro_batch_size", size,
+                   "--train.accumulation_steps", 2, "--optim.lr", 1e-2, "--data.shuffle", "false", *words)  # fmt: skip
+    take_steps(run, 4)
+    return parameters_of(run)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "hsdp")])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(ranks, strategy, optimizer):
+    words = ["--use_amp", "false", "--optim.name", optimizer]
+    alone = steps_of_a_mixture(World(), "single", *words)
+    for parameters in on_ranks(ranks, steps_of_a_mixture, strategy, *words):
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order, which four steps of Adam add up.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("reduce", ["last", "every"])
+def test_idle_experts_under_a_bf16_policy_mix_with_gradients_accumulated_in_float32(reduce):
+    words = ["--parallel.accumulate_reduce", reduce]
+    one, two = on_ranks(2, steps_of_a_mixture, "fsdp", *words)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert all(value.isfinite().all() for value in one.values())
+
+
+def mixture_saved_and_resumed(world, folder):
+    words = ["--use_amp", "false", "--train.micro_batch_size", 1, "--data.shuffle", "false", "--optim.lr", 1e-2]
+    words += ["--parallel.strategy", "ddp", "--train.accumulation_steps", 2, "--run.dir", folder]
+    through = make_run(world, Mixture(samples=24), *words)
+    take_steps(through, 2)
+    save(through)
+    take_steps(through, 2)
+    resumed = make_run(world, Mixture(samples=24), *words, "--run.resume", "auto")
+    take_steps(resumed, 2)
+    return [parameters_of(through), parameters_of(resumed)]
+
+
+def test_a_mixture_with_idle_experts_resumes_bit_for_bit_on_four_ddp_ranks(tmp_path):
+    for through, resumed in on_ranks(4, mixture_saved_and_resumed, tmp_path / "run"):
+        assert all(torch.equal(value, resumed[name]) for name, value in through.items())
+
+
+def mixture_without_ddps_own_check(world):
+    missing_gradients.KNOWS_UNREDUCED, known = False, True
+    try:
+        import dist_amp.parallel as parallel
+
+        parallel.KNOWS_UNREDUCED = False
+        return steps_of_a_mixture(world, "ddp", "--use_amp", "false")
+    finally:
+        missing_gradients.KNOWS_UNREDUCED = parallel.KNOWS_UNREDUCED = known
+
+
+def test_a_release_of_torch_whose_ddp_can_not_be_asked_finds_unused_parameters_itself():
+    one, _ = on_ranks(2, mixture_without_ddps_own_check)
+    alone = steps_of_a_mixture(World(), "single", "--use_amp", "false")
+    for name, value in one.items():
+        torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)  # as above
+
+
+class BranchedModel(nn.Module):
+    """Four blocks of one shape, all of which are called, and whose outputs a sample chooses from."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x, chosen):
+        x = self.first(x)
+        left, right = self.blocks[1](self.blocks[0](x)), self.blocks[3](self.blocks[2](x))
+        return self.head({0: left, 1: right, 2: left + right, 3: x}[chosen.item()])
+
+
+class Branched(Mixture):
+    def build_model(self):
+        return BranchedModel()
+
+    def build_dataset(self, split):
+        rows = Tiny.build_dataset(self, split)
+        return Rows(**rows.columns, chosen=torch.tensor([0, 1, 2, 3, 1, 0, 3, 3]).repeat(self.samples // 8))
+
+
+def steps_with_branches(world, strategy, *words):
+    run = make_run(world, Branched(samples=32), "--parallel.strategy", strategy, "--train.micro_batch_size", 1,
+                   "--train.global_batch_size", 8, "--data.shuffle", "false", *words)  # fmt: skip
+    take_steps(run, 4)
+    return parameters_of(run)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp")])
+@pytest.mark.parametrize("reduce", ["last", "every"])
+def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process(ranks, strategy, reduce, checkpointing):
+    words = ["--use_amp", "false", "--parallel.accumulate_reduce", reduce]
+    words += ["--parallel.activation_checkpointing", checkpointing]
+    alone = steps_with_branches(World(), "single", *words)
+    for parameters in on_ranks(ranks, steps_with_branches, strategy, *words):
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)  # as above
+
+
+class FrozenTrunk(Tiny):
+    def __init__(self, frozen):
+        super().__init__(depth=3)
+        self.frozen = frozen
+
+    def build_model(self):
+        model = super().build_model()
+        for block in model[: self.frozen]:
+            block.requires_grad_(False)
+        return model
+
+    def blocks(self, model):
+        return list(model[:3])
+
+
+def gathers_in_a_step(world, frozen):
+    run = make_run(world, FrozenTrunk(frozen), "--parallel.strategy", "fsdp", "--use_amp", "false")
+    take_steps(run, 1)
+    with CommDebugMode() as counted:
+        take_steps(run, 1)
+    return counted.get_comm_counts()[torch.ops.c10d._allgather_base_]
+
+
+def test_blocks_below_everything_that_is_trained_are_gathered_for_the_forward_alone():
+    assert on_ranks(2, gathers_in_a_step, 0)[0] == 4 + 2, "the root and the last block stay gathered"
+    assert on_ranks(2, gathers_in_a_step, 2)[0] == 4 + 1, "torch fetches the block below the last one ahead"
+
+
+class Forgotten(Tiny):
+    """Has a parameter that the loss does not depend on."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.forgotten = nn.Parameter(torch.zeros(3))
+        model.forward = lambda x: model[2](model[1](model[0](x)))
+        return model
+
+
+def watched_steps(world, task, strategy, steps=WATCHED_STEPS):
+    run = make_run(world, task, "--parallel.strategy", strategy, "--train.micro_batch_size", 2)
+    observer = FirstSteps(run)
+    warnings = []
+    object.__setattr__(run.world, "warn", warnings.append)
+    try:
+        for _ in range(steps):
+            micro_batches = next(run.data)
+            observer.before_step(micro_batches)
+            observer.after_step(train_step(run, micro_batches), micro_batches)
+    finally:
+        object.__delattr__(run.world, "warn")
+    return warnings
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_parameter_that_never_gets_a_gradient_is_named_after_some_steps(ranks, strategy):
+    for warnings in on_ranks(ranks, watched_steps, Forgotten(), strategy):
+        assert len(warnings) == 1
+        assert warnings[0].startswith(f"forgotten got no gradient in {WATCHED_STEPS} steps: it counts as zero")
+
+
+def test_experts_that_no_sample_chose_are_named_and_said_to_be_harmless():
+    (warning,) = watched_steps(World(), Mixture(), "single")
+    assert "blocks.0.experts.3.bias, blocks.1.experts.3.weight and 1 more got no gradient" in warning
+    assert warning.endswith("For a mixture's experts that no sample chose yet, nothing is wrong")
+
+
+class Still(torch.optim.SGD):
+    """An optimizer that leaves its parameters alone."""
+
+    def step(self, closure=None):
+        pass
+
+
+def test_an_applied_step_that_changes_no_parameter_ends_the_run():
+    run = make_run(World(), Tiny())
+    run.optimizer = Still(run.parallel.parameters)
+    observer, micro_batches = FirstSteps(run), next(run.data)
+    observer.before_step(micro_batches)
+    with pytest.raises(NumericsError, match=r"step 1 was applied with grad_norm .* but changed no parameter"):
+        observer.after_step(train_step(run, micro_batches), micro_batches)
+
+
+class DropsLayers(Tiny):
+    """Leaves out its second layer, as stochastic depth does, on one rank alone."""
+
+    def __init__(self, rank=0):
+        super().__init__()
+        self.rank = rank
+
+    def build_model(self):
+        model = super().build_model()
+        model.forward = lambda x: model[2](model[0](x) if self.rank else model[1](model[0](x)))
+        return model
+
+    def blocks(self, model):
+        return [model[0], model[1]]
+
+
+def test_a_block_that_the_forward_does_not_call_is_named():
+    model = DropsLayers(1).build_model()
+    BlockCalls(model, {"0": model[0], "1": model[1]}, 3)
+    with pytest.raises(DataError, match="rank 3: the model's forward did not call its block 1 "):
+        model(torch.zeros(1, 8))
+
+
+def layer_dropped(world):
+    run = make_run(world, DropsLayers(world.rank), "--parallel.strategy", "fsdp")
+    take_steps(run, 1)
+
+
+@pytest.mark.slow  # here the rank that raises lives on, and the other one waits until its timeout
+def test_a_block_that_one_rank_does_not_call_under_fsdp_is_named_by_that_rank():
+    with pytest.raises(RankFailed) as error:
+        on_ranks(2, layer_dropped)
+    text = str(error.value)
+    assert "DataError: rank 1: the model's forward did not call its block 1 (1 of 2 such)" in text
+    assert "use parallel.strategy=ddp" in text
+
+
+# ---- parameters in another dtype ----
+
+
+class Bf16(Tiny):
+    def build_model(self):
+        return super().build_model().bfloat16()
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+@pytest.mark.parametrize("amp", ["true", "false"])
+def test_weights_that_come_in_bf16_are_trained_in_float32_and_a_line_says_so(capfd, ranks, strategy, amp):
+    results = on_ranks(ranks, dtypes_after_a_step, Bf16(), "--parallel.strategy", strategy, "--use_amp", amp)
+    assert results == [{torch.float32}] * ranks
+
+
+def dtypes_after_a_step(world, task, *words):
+    run = make_run(world, task, *words)
+    take_steps(run, 1)
+    return {p.dtype for p in run.parallel.module.parameters()}
+
+
+def test_the_line_about_another_dtype_counts_the_parameters(capsys):
+    make_run(World(), Bf16())
+    assert "build_model gave 153 parameters in bfloat16: they are stored in float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_tied_weights_stay_tied_when_they_become_float32(dtype):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 8, bias=False)).to(dtype)
+    model[2].weight = model[0].weight
+    line = to_float32(model, frozen_too=False)
+    assert f"40 parameters in {str(dtype).removeprefix('torch.')}" in line
+    assert model[2].weight is model[0].weight
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32, torch.int64}
+
+
+class FrozenBase(Tiny):
+    """What LoRA trains: a frozen base in bf16 and a few parameters beside it."""
+
+    def build_model(self):
+        model = super().build_model().bfloat16()
+        for part in (model[0], model[1]):
+            part.requires_grad_(False)
+        return model
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_frozen_base_keeps_its_bf16_unless_everything_is_computed_in_float32(ranks, strategy):
+    words = ["--parallel.strategy", strategy]
+    assert on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words) == [{torch.bfloat16, torch.float32}] * ranks
+    assert on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words, "--use_amp", "false") == [{torch.float32}] * ranks
+
+
+# ---- loops of the user's own ----
+
+
+def test_two_saves_in_a_hand_written_loop_make_two_checkpoints(tmp_path):
+    run = make_run(World(), Tiny(), *settings(tmp_path, "single", "bf16"))
+    for _ in range(2):
+        train_step(run, next(run.data))
+        save(run)
+    assert [path.name for path in all_checkpoints(run.folder)] == ["step_00000001", "step_00000002"]
+
+
+class CallsAPart(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(lambda x: model[2](model[1](model[0](x))), batch)
+
+
+class CallsAMethod(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model.encode = model.forward
+        return model
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model.encode, batch)
+
+    def metrics(self, model, batch):
+        return {"loss": super().loss_sum(model.encode, batch)}
+
+
+class CanNotBeCalled(Tiny):
+    def build_model(self):
+        return nn.ModuleDict({"net": super().build_model()})
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model["net"], batch)
+
+
+def message_of_a_step(world, task, strategy):
+    with pytest.raises(DataError) as error:
+        take_steps(make_run(world, task, "--parallel.strategy", strategy), 1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("task", [CallsAPart(), CallsAMethod()])
+def test_a_loss_that_uses_more_of_the_model_than_its_call_is_told_to_call_it(task):
+    for message in on_ranks(2, message_of_a_step, task, "ddp"):
+        assert message.startswith("the task's loss_sum did more with its model than call it ('DistributedDataParallel'")
+        assert "call model(...) once per batch" in message
+
+
+def test_a_part_of_a_sharded_model_called_on_its_own_is_explained():
+    for message in on_ranks(2, message_of_a_step, CallsAPart(), "fsdp"):
+        assert "did more with its model than call it" in message
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_that_can_not_be_called_is_refused_over_several_ranks(strategy):
+    assert take_steps(make_run(World(), CanNotBeCalled()), 1)
+    for message in on_ranks(2, message_of_a_step, CanNotBeCalled(), strategy):
+        assert message.startswith("the task's build_model returned a ModuleDict, which can't be called")
+
+
+class Calls(CallsAMethod):
+    def loss_sum(self, model, batch):
+        return Tiny.loss_sum(self, model, batch)
+
+
+def metrics_of(world):
+    return evaluate(make_run(world, Calls(), "--parallel.strategy", "ddp", "--eval.every", 1))["loss"]
+
+
+def test_metrics_gets_the_module_without_ddps_wrapper():
+    one, two = on_ranks(2, metrics_of)
+    assert one == two

@@ -1,0 +1,294 @@
+"""`verify` passes on models that were not written for it: Hugging Face's, mixtures of experts, max-pools, LoRA."""
+
+import itertools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from tiny import Rows, Tiny
+from torch import nn
+
+from dist_amp.config.load import load_config
+from dist_amp.verify.cells import check_cell
+from dist_amp.verify.compare import Cell
+from dist_amp.verify.findings import inspect_task
+from dist_amp.verify.reference import Reference
+
+SAMPLES = 250  # five steps of 48
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+class HuggingFace:
+    """A model of the transformers library, built from its config without the network."""
+
+    def __init__(self, kind, config, **settings):
+        self.kind = kind
+        self.config = config
+        self.settings = settings
+
+    def build_model(self):
+        transformers = pytest.importorskip("transformers")
+        return getattr(transformers, self.kind)(getattr(transformers, self.config)(**self.settings))
+
+    def batch_of(self, generator):
+        return {"input_ids": torch.randint(3, 64, (SAMPLES, 8), generator=generator)}
+
+    def build_dataset(self, split):
+        return Rows(**self.batch_of(torch.Generator().manual_seed(0))) if split == "train" else None
+
+
+class Causal(HuggingFace):
+    """Next tokens."""
+
+    def loss_sum(self, model, batch):
+        ids = batch["input_ids"]
+        logits = model(input_ids=ids).logits[:, :-1].float()
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+    def weight(self, batch):
+        return batch["input_ids"][:, 1:].numel()
+
+
+class Classes(HuggingFace):
+    """One class per sample; weights its loss as the library's own mean."""
+
+    def batch_of(self, generator):
+        return {**super().batch_of(generator), "labels": torch.randint(0, 3, (SAMPLES,), generator=generator)}
+
+    def loss_sum(self, model, batch):
+        return model(**batch).loss * len(batch["labels"])
+
+    def weight(self, batch):
+        return len(batch["labels"])
+
+
+class Images(Classes):
+    def batch_of(self, generator):
+        return {
+            "pixel_values": torch.randn(SAMPLES, 3, 32, 32, generator=generator),
+            "labels": torch.randint(0, 3, (SAMPLES,), generator=generator),
+        }
+
+
+class FrozenStatistics(Images):
+    """Batch norm in evaluation mode, as for fine-tuning."""
+
+    def build_model(self):
+        model = super().build_model()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return model
+
+
+class Seq2Seq(HuggingFace):
+    """The library's own loss, a mean over the labels that are not -100."""
+
+    def batch_of(self, generator):
+        labels = torch.randint(3, 64, (SAMPLES, 6), generator=generator)
+        labels[torch.arange(6) >= torch.randint(2, 7, (SAMPLES, 1), generator=generator)] = -100
+        return {**super().batch_of(generator), "labels": labels}
+
+    def loss_sum(self, model, batch):
+        return model(**batch).loss * self.weight(batch)
+
+    def weight(self, batch):
+        return (batch["labels"] != -100).sum()
+
+
+class Lora(Causal):
+    """A frozen base in bf16 and adapters that train."""
+
+    def build_model(self):
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+        return peft.get_peft_model(super().build_model().bfloat16(), config)
+
+
+class Mixture(nn.Module):
+    """A block that sends each token to one of its experts."""
+
+    def __init__(self, experts=6):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.router = nn.Linear(16, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)) for _ in range(experts)
+        )
+
+    def forward(self, x):
+        tokens = self.norm(x).flatten(0, 1)
+        share, chosen = self.router(tokens).float().softmax(-1).max(-1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero().squeeze(1)
+            if len(mine):
+                out = out.index_add(0, mine, (expert(tokens[mine]) * share[mine, None]).to(out.dtype))
+        return x + out.view_as(x)
+
+
+class Experts(Tiny):
+    """Experts in ModuleLists, of which a micro-batch leaves some idle."""
+
+    def __init__(self):
+        super().__init__(samples=SAMPLES)
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 16), Mixture(), Mixture(), nn.Flatten(), nn.Linear(32, 1))
+
+    def blocks(self, model):
+        return [model[1], model[2]]
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, {**batch, "x": batch["x"].view(-1, 2, 4)})
+
+
+class LastBit(nn.Module):
+    """Doubles where a weight's last bit is 1: the smallest drift has an effect, as where a ReLU is about to flip."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return x * self.weight * (1 + (self.weight.detach().view(torch.int32) & 1))
+
+
+class Brittle(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), LastBit(), nn.Tanh(), nn.Linear(8, 1))
+
+
+MIXTRAL = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+VIT = {**SMALL, "image_size": 32, "patch_size": 8, "num_labels": 3}
+T5 = {
+    "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+RESNET18 = {
+    "embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [2, 2, 2, 2], "layer_type": "basic",
+    "num_labels": 3,
+}  # fmt: skip
+
+TASKS = {
+    "llama": Causal("LlamaForCausalLM", "LlamaConfig", **SMALL),
+    "tied_llama": Causal("LlamaForCausalLM", "LlamaConfig", **SMALL, tie_word_embeddings=True),
+    "llama_with_dropout": Causal("LlamaForCausalLM", "LlamaConfig", **SMALL, attention_dropout=0.1),
+    "bert": Classes("BertForSequenceClassification", "BertConfig", **SMALL, num_labels=3),
+    "vit": Images("ViTForImageClassification", "ViTConfig", **VIT),
+    "t5": Seq2Seq("T5ForConditionalGeneration", "T5Config", **T5),
+    "mixtral": Causal("MixtralForCausalLM", "MixtralConfig", **MIXTRAL),
+    "experts": Experts(),
+    "resnet": FrozenStatistics("ResNetForImageClassification", "ResNetConfig", **RESNET18),
+    "resnet_train": Images("ResNetForImageClassification", "ResNetConfig", **RESNET18),
+    "brittle": Brittle(samples=SAMPLES),
+    "lora": Lora("LlamaForCausalLM", "LlamaConfig", **SMALL),
+}  # fmt: skip
+
+
+EVALUATED = ("t5", "llama_with_dropout", "resnet_train")
+
+
+def causes(world, name, strategies, precisions, optimizers):
+    """What is wrong with each cell, on rank 0."""
+    reference = Reference(load_config([], environ={}), world.device, TASKS[name])
+    if name in EVALUATED:
+        inspect_task(reference)  # finds what has to be in evaluation mode
+    return {
+        cell: cause
+        for cell in itertools.product(strategies, precisions, optimizers)
+        if (cause := check_cell(world, reference, Cell(*cell)).cause)
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "llama_with_dropout"])
+def test_two_ranks_compute_the_steps_of_one_process(name):
+    assert on_ranks(2, causes, name, ["fsdp"], ["fp32"], ["adamw"])[0] == {}
+
+
+# A drift of one rounding error in the parameters flips a ReLU, a max-pool or a router.
+@pytest.mark.parametrize("name", ["resnet", "experts", "brittle"])
+def test_ddp_does_where_the_smallest_drift_has_an_effect(name):
+    assert on_ranks(2, causes, name, ["ddp"], ["fp32"], ["sgd"])[0] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", TASKS)
+def test_every_strategy_and_precision_does(name, ranks):
+    strategies = ["ddp", "fsdp", "hsdp"] if ranks > 1 else ["single"]
+    precisions = ["fp32"] if name == "brittle" else ["fp32", "bf16", "fp16"]  # a cast weight has another last bit
+    wrong = on_ranks(ranks, causes, name, strategies, precisions, ["sgd", "adamw"], timeout_seconds=900)
+    assert wrong[0] == {}
+
+
+def findings_of(name):
+    """(what is said of the task besides its dropout modules, the modules to keep in evaluation mode)"""
+    reference = Reference(load_config([], environ={}), torch.device("cpu"), TASKS[name])
+    findings = inspect_task(reference)
+    assert not any(finding.fails for finding in findings)
+    return [finding.text for finding in findings if "dropout is off" not in finding.text], reference.task.eval_modules
+
+
+@pytest.mark.parametrize("name", ["llama", "tied_llama", "bert", "vit", "mixtral", "resnet", "lora"])
+def test_nothing_is_held_against_a_sound_model(name):
+    assert findings_of(name) == ([], frozenset())
+
+
+def test_experts_that_no_sample_reached_are_a_note():
+    (text,), modules = findings_of("experts")
+    assert re.match(r"\d\.experts\.\d\.0\.weight \(\d+ such\) gets no gradient from 8 samples", text)
+    assert not modules
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "count"),
+    [
+        ("t5", "encoder.block.0.layer.0.SelfAttention (T5Attention), ", 6),  # 2 in the encoder, 4 in the decoder
+        ("llama_with_dropout", "model.layers.0.self_attn (LlamaAttention), ", 2),  # keeps a cache of keys
+    ],
+)
+def test_dropout_within_attention_is_named_where_it_is_drawn(name, first, count):
+    (text,), modules = findings_of(name)
+    assert text.startswith(first)
+    assert text.endswith("the result is drawn at random in training mode; compared in evaluation mode")
+    assert len(modules) == count
+
+
+def test_batch_norm_in_training_mode_is_said_to_depend_on_the_batch_and_compared_in_evaluation_mode():
+    (text,), modules = findings_of("resnet_train")
+    assert text.startswith("resnet.embedder.embedder.normalization (BatchNorm2d), ")
+    assert "the result depends on the whole batch (batch statistics), which no split of it can equal" in text
+    assert len(modules) == 20
+
+
+class ExpertsAndBatchNorm(Experts):
+    def build_model(self):
+        model = super().build_model()
+        return nn.Sequential(*model[:4], nn.BatchNorm1d(32), model[4])
+
+
+def test_of_experts_and_batch_norm_the_batch_norm_alone_is_blamed():
+    reference = Reference(load_config([], environ={}), torch.device("cpu"), ExpertsAndBatchNorm())
+    assert not any(finding.fails for finding in inspect_task(reference))
+    assert reference.task.eval_modules == {"4"}
+
+
+class BalancedExperts(Experts):
+    """Adds a loss for even use of the experts, which is computed of the whole batch."""
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * (1 + batch["x"].mean() ** 2)
+
+
+def test_a_load_balancing_loss_is_no_sum_and_no_module_is_blamed_for_it():
+    reference = Reference(load_config([], environ={}), torch.device("cpu"), BalancedExperts())
+    (text,) = [finding.text for finding in inspect_task(reference) if finding.fails]
+    assert "without terms of the whole batch, such as a load-balancing loss" in text
+    assert not reference.task.eval_modules

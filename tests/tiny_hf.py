@@ -1,0 +1,114 @@
+"""Tiny models, tokenizers and data of Hugging Face's kind, made from configs and written to disk as a user has them."""
+
+import json
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
+    ResNetConfig,
+    T5Config,
+    ViTConfig,
+)
+
+BYTES = [*sorted(pre_tokenizers.ByteLevel.alphabet())]
+VOCABULARY = 4 + len(BYTES)
+LLAMA = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+BERT = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2
+}  # fmt: skip
+T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+VIT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
+    "patch_size": 8, "num_labels": 3,
+}  # fmt: skip
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
+MODELS = {
+    "llama": (AutoModelForCausalLM, LlamaConfig(**LLAMA)),
+    "llama_tied": (AutoModelForCausalLM, LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    "gpt2": (AutoModelForCausalLM, GPT2Config(**GPT2)),
+    "mixtral": (AutoModelForCausalLM, MixtralConfig(**LLAMA, num_local_experts=12)),  # more than 10: their order counts
+    "qwen2_moe": (
+        AutoModelForCausalLM,
+        Qwen2MoeConfig(**LLAMA, num_experts=12, moe_intermediate_size=16, shared_expert_intermediate_size=16),
+    ),
+    "t5": (AutoModelForSeq2SeqLM, T5Config(**T5)),
+    "bert": (AutoModelForSequenceClassification, BertConfig(**BERT)),
+    "bert_masked": (AutoModelForMaskedLM, BertConfig(**BERT)),
+    "bert_base": (AutoModel, BertConfig(**BERT)),
+    "vit": (AutoModelForImageClassification, ViTConfig(**VIT)),
+    "resnet": (AutoModelForImageClassification, ResNetConfig(**RESNET)),
+}
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}BEGIN{{ m['content'] + '</s>' }}END"
+    "{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TEMPLATE = CHAT.replace("BEGIN", "").replace("END", "")
+MARKED_TEMPLATE = CHAT.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+
+
+def make_model(folder, name="llama", dtype=torch.float32, **options):
+    """Write a model with random weights, also where a fresh model's are 0 or 1; options: of save_pretrained."""
+    auto, config = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = auto.from_config(config)
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                buffer.add_(torch.rand_like(buffer))
+    model.to(dtype).save_pretrained(folder, **options)
+    return folder
+
+
+def make_tokenizer(folder, template=TEMPLATE, extra=0):
+    """Write a tokenizer of single bytes, with `extra` tokens that the models here have no row for."""
+    names = ["<pad>", "<s>", "</s>", "<unk>", *BYTES, *(f"<extra{n}>" for n in range(extra))]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return fast
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chats(count=24):
+    """Rows of chats, of different lengths."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {number}"},
+                {"role": "assistant", "content": "ab" * (1 + number % 5)},
+            ]
+        }
+        for number in range(count)
+    ]
