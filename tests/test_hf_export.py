@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import transformers
 from peft import AutoPeftModelForCausalLM, PeftModel
 from test_hf_tasks import TEXTS
-from tiny_hf import chats, make_model, make_tokenizer, write_rows
+from tiny_hf import chats, in_own_memory, make_model, make_tokenizer, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dist_amp.checkpoint.format import CONFIG, all_checkpoints
@@ -62,7 +62,7 @@ def exported(folder, *words):
 
 def logits(model):
     with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
+        return in_own_memory(model)(input_ids=IDS).logits
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("llama_tied", 2), ("mixtral", 1)])

@@ -1,5 +1,6 @@
 """Tiny models, tokenizers and data of Hugging Face's kind, made from configs and written to disk as a user has them."""
 
+import copy
 import json
 
 import torch
@@ -80,6 +81,11 @@ def make_model(folder, name="llama", dtype=torch.float32, **options):
                 buffer.add_(torch.rand_like(buffer))
     model.to(dtype).save_pretrained(folder, **options)
     return folder
+
+
+def in_own_memory(model):
+    """A copy of the model, not mapped from its file: a CPU's kernels round by the addresses of their operands."""
+    return copy.deepcopy(model).eval()
 
 
 def make_tokenizer(folder, template=TEMPLATE, extra=0):
