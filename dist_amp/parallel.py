@@ -26,6 +26,7 @@ from dist_amp.optimizers.ema import Ema
 from dist_amp.precision import DTYPES, Precision, Scaler
 from dist_amp.runtime.batch_statistics import averaged_statistics, set_statistics
 from dist_amp.runtime.block_calls import BlockCalls
+from dist_amp.runtime.initial_weights import Placement
 from dist_amp.runtime.meta import materialise
 from dist_amp.settings import ParallelConfig, Strategy
 from dist_amp.world import World
@@ -254,14 +255,14 @@ def _shard(
     if config.param_dtype == "bf16":
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()
+    placed = Placement(module, world)
     for number, block in enumerate(blocks):
-        materialise(block, world.device)  # one block in full at a time, if its weights are loaded later
         # The last block's backward comes first: gathering it again at once would be a waste.
-        fully_shard(block, reshard_after_forward=number < len(blocks) - 1, mp_policy=policy, **options)
+        fully_shard(placed(block), reshard_after_forward=number < len(blocks) - 1, mp_policy=policy, **options)
     # The model's output alone is float32 again: the loss is summed in it.
     policy = replace(policy, output_dtype=torch.float32)
     # The root's own parameters, such as a head's, are not resharded after forward: backward begins with them.
-    model = fully_shard(materialise(module, world.device), mp_policy=policy, reshard_after_forward=False, **options)
+    model = fully_shard(placed(module), mp_policy=policy, reshard_after_forward=False, **options)
     ReduceEveryBlock(model)
     BlockCalls(module, {name: part for name, part in module.named_modules() if part in set(blocks)}, world.rank)
     # A unit's all-gather is issued before the unit ahead of it computes, so that a slow host does not delay it; no more

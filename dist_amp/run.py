@@ -22,7 +22,8 @@ from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.optimizers.ema import Ema
 from dist_amp.parallel import LossNormalizer, Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
-from dist_amp.runtime.meta import build_module, load_parameters
+from dist_amp.runtime.initial_weights import build_on_ranks
+from dist_amp.runtime.meta import load_parameters
 from dist_amp.runtime.parameter_dtype import to_float32
 from dist_amp.runtime.process import set_determinism
 from dist_amp.runtime.random_state import seed_all
@@ -87,8 +88,9 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     task = build_task(config.task, config.data) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere
-    precision, parallel = build_model(config, task, micro_batches, world)
+    precision, parallel = build_model(config, task, micro_batches, world, checkpoint is not None)
     load_parameters(task, parallel.module, world, resumes=checkpoint is not None)
+    seed_all(config.run.seed)  # ranks that did not draw the weights are equal to rank 0 again
     scaler = Scaler(config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device)
     with model_context(parallel.module, parallel.strategy):
         optimizer = build_optimizer(parallel.module, config.optim, task, world.say)
@@ -117,9 +119,11 @@ def model_context(module: nn.Module, strategy: Strategy) -> AbstractContextManag
     return error_context(parameters=parameters, trained=trained, strategy=strategy)
 
 
-def build_model(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Precision, Parallel]:
-    """The task's model in its precision, laid out over the ranks."""
-    module = build_module(task)
+def build_model(
+    config: Config, task: Task, micro_batches: int, world: World, resumes: bool
+) -> tuple[Precision, Parallel]:
+    """The task's model in its precision, laid out over the ranks. resumes: a checkpoint is loaded next."""
+    module = build_on_ranks(task, config.parallel.strategy, world, resumes)
     if converted := to_float32(module, frozen_too=not config.precision.use_amp):
         world.say(converted)
     strategy = pick_strategy(config.parallel, module, world)

@@ -199,3 +199,25 @@ def refused_under_fsdp(world, task, words):
 )
 def test_what_fsdp_can_not_shard_is_refused_with_what_works(task, words, said):
     assert all(said in text for text in on_ranks(2, refused_under_fsdp, task, words))
+
+
+class WhereGradientsAre(Tiny):
+    """Notes where each micro-batch finds the gradients in memory."""
+
+    def loss_sum(self, model, batch):
+        self.found.append([p.grad.data_ptr() if p.grad is not None else 0 for p in model.parameters()])
+        return super().loss_sum(model, batch)
+
+
+def addresses(world, micro_batches):
+    task = WhereGradientsAre(samples=512)
+    task.found = []
+    run = make_run(world, task, "--parallel.strategy", "ddp", "--train.accumulation_steps", micro_batches)
+    take_steps(run, 3)
+    return [task.found[n : n + micro_batches] for n in range(0, 3 * micro_batches, micro_batches)]
+
+
+def test_micro_batches_add_to_the_gradients_in_ddps_buckets():
+    """Other memory for them would be 4 bytes per parameter."""
+    _, (_, *second), third = on_ranks(2, addresses, 3)[0]  # DDP rebuilds its buckets as the second step begins
+    assert all(row == third[0] and 0 not in row for row in (*second, *third))

@@ -1,11 +1,12 @@
-"""Models whose weights come from files: parameters take no memory until they are sharded, then are filled and checked.
+"""Models without memory for their parameters until they are sharded: filled from files, a checkpoint or rank 0 then.
 
-A task with `load(model)` is built with its parameters on the meta device and its buffers real: tables such as rotary
-positions are computed when the model is built and are in no file, so nothing could fill them later.
+Only parameters are on the meta device, and buffers are real: tables such as rotary positions are computed when the
+model is built and are in no file, so nothing could fill them later.
 """
 
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partialmethod
 from typing import Any
 
@@ -24,8 +25,16 @@ SHOWN = 5  # names in an error
 
 def build_module(task: Task) -> nn.Module:
     """The task's model, in training mode; if the task has a `load`, its parameters are on the meta device."""
-    with parameters_on_meta() if hasattr(task, "load") else nullcontext():
+    if hasattr(task, "load"):
+        with parameters_on_meta():
+            module = built_model(task)
+    else:
         module = built_model(task)
+    return in_training_mode(module)
+
+
+def in_training_mode(module: nn.Module) -> nn.Module:
+    """The module, switched to training mode if no part of it is in it."""
     if not any(part.training for part in module.modules()):
         module.train()  # pretrained models come in evaluation mode
     return module
@@ -44,12 +53,15 @@ def build_whole(task: Task, device: torch.device, frozen_too: bool = False, resu
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as its module registers it; a tied one stays one parameter."""
-    register = nn.Module.register_parameter
-    nn.Module.register_parameter = partialmethod(_register_on_meta, register)  # type: ignore[assignment]
+def parameters_on_meta() -> Iterator[list[weakref.ref[nn.Parameter]]]:
+    """Move every parameter to the meta device as its module registers it; a tied one stays one parameter.
+
+    Gives weak references to the parameters as they were before, which only the model itself should have held.
+    """
+    register, originals = nn.Module.register_parameter, []
+    nn.Module.register_parameter = partialmethod(_register_on_meta, register, originals)  # type: ignore[assignment]
     try:
-        yield
+        yield originals
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -61,9 +73,16 @@ def materialise(module: nn.Module, device: torch.device) -> nn.Module:
         for name, old in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             if old.is_meta:
                 if id(old) not in made:
-                    made[id(old)] = nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
+                    made[id(old)] = like(old, torch.empty_like(old, device=device))
                 setattr(part, name, made[id(old)])
     return module
+
+
+def like(parameter: nn.Parameter, content: torch.Tensor) -> nn.Parameter:
+    """A parameter of this content, with what build_model noted on the other one, such as `parameter.no_decay`."""
+    made = nn.Parameter(content, parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
 
 
 @torch.no_grad()
@@ -95,10 +114,14 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def _register_on_meta(module: nn.Module, register: Any, name: str, parameter: nn.Parameter | None) -> None:
+def _register_on_meta(
+    module: nn.Module, register: Any, originals: list[Any], name: str, parameter: nn.Parameter | None
+) -> None:
     if parameter is not None and not parameter.is_meta:
         real: Any = parameter
         if not hasattr(real, "on_meta"):  # kept there: the same parameter may be registered a second time
-            real.on_meta = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            on_meta = like(parameter, parameter.detach().to("meta"))
+            real.on_meta = on_meta
+            originals.append(weakref.ref(real))
         parameter = real.on_meta
     register(module, name, parameter)

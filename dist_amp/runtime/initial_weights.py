@@ -1,0 +1,127 @@
+"""Initial weights of a model that is sharded: rank 0 draws them, and no other rank ever holds the whole model.
+
+The other ranks build the model with its parameters on the meta device. While it is sharded, one part at a time gets
+memory on all ranks, and rank 0's values. They are the bits that one process gets from the same seed.
+"""
+
+import gc
+import hashlib
+import json
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dist_amp.config.task_class import built_model
+from dist_amp.errors import in_one_line
+from dist_amp.fast.fused import local
+from dist_amp.runtime.meta import build_module, in_training_mode, materialise, parameters_on_meta
+from dist_amp.runtime.nested import leaves
+from dist_amp.runtime.random_state import random_state, set_random_state
+from dist_amp.task import Task
+from dist_amp.world import World
+
+
+def build_on_ranks(task: Task, strategy: str, world: World, resumes: bool) -> nn.Module:
+    """The task's model in training mode. If it is to be sharded, its parameters are on the meta device except rank 0's.
+
+    strategy: parallel.strategy. resumes: a checkpoint is loaded next; if that fills all parameters, rank 0's are on the
+    meta device too. A model that can't be built so is built whole on every rank, with a warning of what that costs.
+    """
+    sharded = strategy in ("fsdp", "hsdp")
+    may_be = sharded or (strategy == "auto" and world.device.type == "cuda")
+    if hasattr(task, "load") or world.world_size == 1 or not may_be:
+        return build_module(task)
+    resumes &= sharded  # DDP computes gradients once before it loads
+    start, problem, module = random_state(world.device), "", None
+    if resumes or not world.is_main:
+        module, problem = _on_meta(task)
+        if world.is_main and (problem or not _is_in_the_checkpoint(module, start, world)):
+            module = None
+    if module is None:
+        set_random_state(start, world.device)
+        module = built_model(task)
+    world.wait_long()  # rank 0 may draw for minutes
+    ranks = [json.loads(text) for text in world.gather_texts(json.dumps([digest(module), problem]))]
+    problems = [problem or ("" if own == ranks[0][0] else "it comes out different") for own, problem in ranks[1:]]
+    if any(problems):
+        size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**30
+        world.warn(
+            f"{sum(map(bool, problems)) + 1} ranks each hold the whole model, {size:.2f} GiB, in host memory until it "
+            "is sharded, because build_model can't run without memory for the parameters: "
+            f"{next(filter(None, problems))}"
+        )
+    if not world.is_main and not problem and problems[world.rank - 1]:
+        set_random_state(start, world.device)
+        module = built_model(task)
+    return in_training_mode(module)
+
+
+def _on_meta(task: Task) -> tuple[nn.Module | None, str]:
+    """(the model with its parameters on the meta device, "") or (None, why it can't be built so)."""
+    try:
+        with parameters_on_meta() as originals:
+            module = built_model(task)
+    except Exception as error:
+        return None, in_one_line(error)
+    if name := next((name for name, p in module.named_parameters() if not p.is_meta or type(p) is not nn.Parameter), ""):
+        return None, f"the parameter {name} has its memory all the same"
+    if name := next((name for name, buffer in module.named_buffers() if buffer.is_meta), ""):
+        return None, f"the buffer {name} is computed from parameters"
+    gc.collect()
+    if any(original() is not None for original in originals):
+        return None, "something besides the model's modules refers to its parameters, such as a list or a closure"
+    return module, ""
+
+
+def _is_in_the_checkpoint(module: nn.Module | None, start: dict[str, Tensor], world: World) -> bool:
+    """Whether all that build_model drew at random is in the checkpoint, judged without drawing the parameters.
+
+    Not that of frozen parameters; and where random numbers were drawn all the same, it may be in a buffer that isn't.
+    """
+    now = random_state(world.device)
+    drawn = any(not torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start)
+    return module is not None and not drawn and all(p.requires_grad for p in module.parameters())
+
+
+def digest(module: nn.Module) -> str:
+    """A hash of the parameters' names, shapes and ties, and of the contents of all other tensors in the modules."""
+    numbers: dict[int, int] = {}
+    found = hashlib.sha256()
+    for name, p in module.named_parameters(remove_duplicate=False):
+        number = numbers.setdefault(id(p), len(numbers))
+        found.update(f"{name} {number} {list(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            for tensor in leaves(value) if key != "_parameters" else ():
+                if isinstance(tensor, Tensor):
+                    found.update(f"{name}.{key} {list(tensor.shape)} {tensor.dtype}\n".encode() + _bits(tensor))
+    return found.hexdigest()
+
+
+def _bits(tensor: Tensor) -> bytes:
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return b""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Placement:
+    """Puts parts of a model on the device, one after the other, with rank 0's initial weights if it drew them."""
+
+    def __init__(self, module: nn.Module, world: World):
+        self._world = world
+        on_meta = any(p.is_meta for p in module.parameters())
+        first, *others = [bool(row[0]) for row in world.gather_numbers([float(on_meta)])]
+        self._from_first = any(others) and not first
+
+    @torch.no_grad()
+    def __call__(self, part: nn.Module) -> nn.Module:
+        """The part, on the device; parts that are sharded already are left alone."""
+        materialise(part, self._world.device)
+        if self._from_first:
+            for parameter in part.parameters():
+                if local(parameter) is parameter and parameter.numel():
+                    parameter.data = parameter.data.to(self._world.device)
+                    # As bytes: gloo does not have every dtype.
+                    dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)
+        return part

@@ -1,0 +1,269 @@
+"""A sharded model's initial weights: drawn by rank 0 alone, in no other rank's memory as a whole, the same bits."""
+
+import gc
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from tiny import Rows, Tiny, make_run, take_steps
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from dist_amp.checkpoint.saver import save
+from dist_amp.runtime.initial_weights import Placement, build_on_ranks, digest
+from dist_amp.runtime.random_state import seed_all
+from dist_amp.tasks.causal_lm import GPT
+
+
+class Regression(Tiny):
+    """Tiny's data for any model of [B, 8] -> [B, 1]."""
+
+    def __init__(self, make, **options):
+        super().__init__(**options)
+        self.make = make
+
+    def build_model(self):
+        return self.make()
+
+
+class Language:
+    """Predict the next of 32 tokens. Batch: tokens [B, 9]."""
+
+    def __init__(self, tied=True):
+        self.tied = tied
+
+    def build_model(self):
+        return GPT(32, 16, 16, 3, 2, self.tied)
+
+    def build_dataset(self, split):
+        return Rows(tokens=torch.randint(0, 32, (64, 9), generator=torch.Generator().manual_seed(1)))
+
+    def loss_sum(self, model, batch):
+        tokens = batch["tokens"]
+        return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+    def weight(self, batch):
+        return batch["tokens"][:, 1:].numel()
+
+
+class WithClassToken(nn.Module):
+    """Parameters made from random numbers, a custom initialisation, batch norm, and a tagged parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(8))
+        self.token.no_decay = True
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 1)
+        self.apply(self.initialise)
+        with torch.no_grad():
+            self.head.weight[:, 0] = 0.5
+        self.register_buffer("table", torch.arange(8.0).sin(), persistent=False)
+
+    def initialise(self, part):
+        if isinstance(part, nn.Linear):
+            nn.init.orthogonal_(part.weight)
+
+    def forward(self, x):
+        x = x + self.token + self.table
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(self.norm(x))
+
+
+class Mixer(nn.Module):
+    """Layers that are used out of a plain list of their weights too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+def captured():
+    model = Mixer()
+    weights = nn.Parameter(torch.ones(8))
+    model.head.scale = weights
+    model.head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * weights.detach(),))
+    return model
+
+
+def value_dependent():
+    model = Mixer()
+    if model.head.weight.sum().item() < 100:
+        model.head.bias.data.fill_(3.0)
+    return model
+
+
+def derived_buffer():
+    model = Mixer()
+    model.register_buffer("start", model.head.weight.detach().clone())
+    return model
+
+
+def random_attribute():
+    model = Mixer()
+    model.noise = [torch.randn(4)]
+    return model
+
+
+def assigned():
+    model = Mixer()
+    model.head.weight.data = torch.ones(1, 8)
+    return model
+
+
+def whole_state(world, task, strategy, *words):
+    """Every parameter and buffer of a new run, whole, in the names of the state."""
+    run = make_run(world, task, "--parallel.strategy", strategy, "--use_amp", "false", *words)
+    state = get_model_state_dict(run.model, options=StateDictOptions(full_state_dict=True))
+    state |= {f"buffer {name}": value for name, value in run.parallel.module.named_buffers()}
+    return {name: value.clone() for name, value in state.items()}
+
+
+def heard(world, task):
+    """`whole_state`, and what was printed as a warning."""
+    with redirect_stderr(io.StringIO()) as output:
+        state = whole_state(world, task, "fsdp")
+    return state, output.getvalue()
+
+
+MODELS = {
+    "tied": Language(),
+    "untied": Language(tied=False),
+    "class_token": Regression(WithClassToken),
+}
+FALLBACKS = {
+    "assigned": (Regression(assigned), "incompatible tensor type"),
+    "captured": (Regression(captured), "something besides the model's modules refers to its parameters"),
+    "value_dependent": (Regression(value_dependent), "meta"),
+    "derived_buffer": (Regression(derived_buffer), "the buffer start is computed from parameters"),
+    "random_attribute": (Regression(random_attribute), "it comes out different"),
+}
+
+
+def built(world, task):
+    """What build_on_ranks gives: whether its parameters are on meta, its buffers, and its digest."""
+    seed_all(0)
+    module = build_on_ranks(task, "fsdp", world, False)
+    return [p.is_meta for p in module.parameters()], dict(module.named_buffers()), digest(module)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("hsdp", 4)])
+def test_a_sharded_model_starts_with_the_bits_of_one_process(name, strategy, ranks):
+    if strategy == "hsdp" and name not in ("tied", "class_token"):
+        pytest.skip("two models show it")
+    (expected,) = on_ranks(1, whole_state, MODELS[name], "single")
+    for own in on_ranks(ranks, whole_state, MODELS[name], strategy):
+        assert own.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(own[key], value), key
+
+
+@pytest.mark.parametrize("name", ["tied", "class_token"])
+def test_only_rank_0_has_memory_for_parameters_and_buffers_are_real_everywhere(name):
+    first, second = on_ranks(2, built, MODELS[name])
+    assert not any(first[0])
+    assert all(second[0])
+    assert first[1].keys() == second[1].keys()
+    assert all(torch.equal(first[1][key], value) for key, value in second[1].items())
+    assert first[2] == second[2]
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_a_model_that_needs_its_parameters_is_built_whole_and_the_cost_is_said(name):
+    task, why = FALLBACKS[name]
+    (expected,) = on_ranks(1, whole_state, task, "single")
+    (own, warnings), (other, none) = on_ranks(2, heard, task)
+    for state in (own, other):
+        assert all(torch.equal(state[key], value) for key, value in expected.items())
+    assert "2 ranks each hold the whole model" in warnings
+    assert why in warnings
+    assert not none
+
+
+def what_is_noted(world, task):
+    seed_all(0)
+    module = build_on_ranks(task, "fsdp", world, False)
+    return getattr(Placement(module, world)(module).token, "no_decay", False)
+
+
+def test_what_build_model_notes_on_a_parameter_stays_there():
+    assert on_ranks(2, what_is_noted, MODELS["class_token"]) == [True, True]
+
+
+class Wide(Regression):
+    """Four blocks of 64 MiB: what malloc gives back to the system at once, half of one too."""
+
+    WIDTH = 4096
+
+    def build_model(self):
+        layers = [nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH, bias=False), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(*layers, nn.Linear(self.WIDTH, 1))
+
+    def blocks(self, model):
+        return list(model[:4])
+
+
+def peak_bytes():
+    line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def growth(world, task, folder, saves):
+    """By how many bytes the resident memory grows at most while a run is built."""
+    make_run(world, Tiny(), "--parallel.strategy", "fsdp")  # what torch allocates once
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew; source: proc(5)
+    before = peak_bytes()
+    words = ["--run.dir", folder, "--run.resume", "auto", "--parallel.strategy", "fsdp", "--optim.name", "sgd"]
+    run = make_run(world, task, *words, "--optim.momentum", 0)
+    grown = peak_bytes() - before
+    if saves:
+        run.step = 1
+        save(run)
+    return grown, run.resumed_from_step
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
+def test_only_rank_0_ever_holds_more_than_its_shards_and_one_block(tmp_path):
+    task, block = Wide(None), 4 * Wide.WIDTH**2
+    model = 4 * block
+    (first, _), (second, _) = on_ranks(2, growth, task, tmp_path / "run", True)
+    assert first > model  # rank 0 drew them all
+    # Half of a block for what Python and the file cache take; a rank that holds all needs more than 4 blocks.
+    assert second < model / 2 + 1.5 * block
+    (first, step), (second, _) = on_ranks(2, growth, task, tmp_path / "run", False)
+    assert step == 1
+    # Resumed, neither does: both read the shards from the file.
+    assert max(first, second) < model
+
+
+def resumed(world, task, folder):
+    """Steps 1 and 2, saved after 1; step 2 again after a resume: both states."""
+    words = ["--run.dir", folder, "--run.resume", "auto", "--parallel.strategy", "fsdp", "--use_amp", "false"]
+    run = make_run(world, task, *words)
+    take_steps(run, 1)
+    save(run)
+    take_steps(run, 1)
+    again = make_run(world, task, *words)
+    assert again.resumed_from_step == 1
+    take_steps(again, 1)
+    return [get_model_state_dict(r.model, options=StateDictOptions(full_state_dict=True)) for r in (run, again)]
+
+
+@pytest.mark.parametrize("name", ["tied", "class_token"])
+def test_a_resumed_model_is_filled_by_its_checkpoint(name, tmp_path):
+    for before, after in on_ranks(2, resumed, MODELS[name], tmp_path / "run"):
+        assert all(torch.equal(before[key], value) for key, value in after.items())
