@@ -17,10 +17,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_amp.config.auto import find_ends
 from dist_amp.config.validate import check_shardable, replicas_of
 from dist_amp.fast.fused import local
 from dist_amp.fast.kernels import norms_of
-from dist_amp.fast.missing_gradients import KNOWS_UNREDUCED, FinishReduction, ReduceEveryBlock
+from dist_amp.fast.missing_gradients import (
+    KNOWS_GROUPS,
+    KNOWS_UNREDUCED,
+    FinishReduction,
+    ReduceEveryBlock,
+)
 from dist_amp.fast.process_group import all_reduce_sum, reduce_options
 from dist_amp.optimizers.ema import Ema
 from dist_amp.precision import DTYPES, Precision, Scaler
@@ -256,18 +262,20 @@ def _shard(
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()
     placed = Placement(module, world)
-    for number, block in enumerate(blocks):
+    ends = find_ends(module, blocks) if KNOWS_GROUPS else {}
+    for number, block in enumerate([*blocks, *ends.values()]):
         # The last block's backward comes first: gathering it again at once would be a waste.
         fully_shard(placed(block), reshard_after_forward=number < len(blocks) - 1, mp_policy=policy, **options)
     # The model's output alone is float32 again: the loss is summed in it.
     policy = replace(policy, output_dtype=torch.float32)
     # The root's own parameters, such as a head's, are not resharded after forward: backward begins with them.
     model = fully_shard(placed(module), mp_policy=policy, reshard_after_forward=False, **options)
-    ReduceEveryBlock(model)
-    BlockCalls(module, {name: part for name, part in module.named_modules() if part in set(blocks)}, world.rank)
+    reduction = ReduceEveryBlock(model, list(ends.values()))
+    names = {name: part for name, part in module.named_modules() if part in set(blocks)}
+    BlockCalls(module, names, world.rank, ends, reduction, world.gather_numbers)
     # A unit's all-gather is issued before the unit ahead of it computes, so that a slow host does not delay it; no more
     # units are gathered at once than by default, and backward's default is the same. Source: torch's FSDPModule.
-    units: list[Any] = [model, *blocks]
+    units: list[Any] = [part for part in module.modules() if part in {model, *blocks, *ends.values()}]
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
 

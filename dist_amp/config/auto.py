@@ -123,6 +123,22 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return [part for path, part in module.named_modules() if path in chosen]
 
 
+def find_ends(module: nn.Module, blocks: Iterable[nn.Module]) -> Layers:
+    """The embedding and the head, by their paths: units of their own, so that the root's is small.
+
+    The one trained nn.Embedding outside the blocks, and the one nn.Linear, that hold at least 5 % of the parameters each
+    and share none. Two heads may be for different samples, so they stay in the root's unit.
+    """
+    inside = {part for block in blocks for part in block.modules()}
+    outside = {path: part for path, part in module.named_modules() if part not in inside}
+    few, ends = FEW * parameters_in([module]), {}
+    for kind in (nn.Embedding, nn.Linear):
+        large = {path: part for path, part in outside.items() if isinstance(part, kind) and parameters_in([part]) >= few}
+        if len(large) == 1 and not shared_parameters(module, large.values()):
+            ends |= {path: part for path, part in large.items() if all(p.requires_grad for p in part.parameters())}
+    return ends
+
+
 def _layers(module: nn.Module) -> Layers:
     """{path: member of a ModuleList or Sequential}, parents first: those that can be a unit of their own."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]

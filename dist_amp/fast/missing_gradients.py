@@ -20,6 +20,8 @@ UNREDUCED = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]
 
 # Without it, DDP has to be made with find_unused_parameters=True.
 KNOWS_UNREDUCED = hasattr(DistributedDataParallel, "_check_reducer_finalized")
+# Without it, units that are not called once by each rank can't be told apart.
+KNOWS_GROUPS = hasattr(FSDPModule, "_get_fsdp_state")
 
 
 class FinishReduction:
@@ -59,33 +61,44 @@ class ReduceEveryBlock:
 
     torch 2.13's `set_reduce_scatter_unused_params` is the fallback. It reduces zeros, but not in one order, and raises
     where an accumulated float32 gradient meets a bf16 one.
+
+    ends: units that may be called any number of times in a forward, on some ranks too. They are gathered as the forward
+    begins and reduced as the backward ends, like the root, until `release` says that each rank calls them once.
     """
 
-    def __init__(self, model: FSDPModule):
+    def __init__(self, model: FSDPModule, ends: Sequence[nn.Module] = ()):
         units: list[Any] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
         self._called: list[Any] = []  # the blocks' groups of parameters, until their backward
         self._in_forward = False  # not while a block is recomputed
+        self._in_end = False  # while what is left is reduced
         self._pre_backward: dict[Any, Any] = {}
-        if not all(hasattr(unit, "_get_fsdp_state") for unit in units):
+        self._ends: list[Any] = list(ends)
+        if not KNOWS_GROUPS:
             getattr(model, "set_reduce_scatter_unused_params", lambda on: None)(True)
             return
+        self._reduced_last = {group for end in self._ends for group in groups_of(end)}
         root: Any = model
         root.register_forward_pre_hook(self._begin)
         root.register_forward_hook(self._end)
         for unit in units:
             state = unit._get_fsdp_state()
             state._root_post_backward_final_callback = partial(self._finish, state._root_post_backward_final_callback)
-            groups = getattr(state, "_fsdp_param_groups", None)  # one group only before torch 2.13
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                if group is not None:
-                    group.post_backward = partial(_post_backward, group, group.post_backward)
-                    self._pre_backward[group] = group.pre_backward
-                    group.pre_backward = partial(self._reach, group)
-                    if unit is not root:
-                        unit.register_forward_hook(partial(self._note, group))
+            for group in groups_of(unit):
+                group.post_backward = partial(self._reduce, group, group.post_backward)
+                self._pre_backward[group] = group.pre_backward
+                group.pre_backward = partial(self._reach, group)
+                if unit is not root:
+                    unit.register_forward_hook(partial(self._note, group))
+
+    def release(self, end: nn.Module) -> None:
+        """From the next forward on, gather this one of the ends for its call, and reduce it after its backward."""
+        self._ends.remove(end)
+        self._reduced_last -= set(groups_of(end))
 
     def _begin(self, model: Any, inputs: Any) -> None:
         self._called, self._in_forward = [], torch.is_grad_enabled()
+        for handle in [end.unshard(async_op=True) for end in self._ends]:
+            handle.wait()
 
     def _end(self, model: Any, inputs: Any, output: Any) -> None:
         self._in_forward = False
@@ -107,7 +120,22 @@ class ReduceEveryBlock:
     def _finish(self, final_callback: Any) -> None:
         while self._called:
             self._skip(self._called.pop(), True)
-        final_callback()
+        self._in_end = True
+        try:
+            final_callback()
+        finally:
+            self._in_end = False
+
+    def _reduce(self, group: Any, post_backward: Any, *unused: Any) -> None:
+        if self._in_end or group not in self._reduced_last:
+            _post_backward(group, post_backward, *unused)
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """The groups of parameters of a unit of FSDP2; one at most before torch 2.13."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def _has_backward(output: Any) -> bool:
