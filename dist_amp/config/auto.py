@@ -133,7 +133,9 @@ def find_ends(module: nn.Module, blocks: Iterable[nn.Module]) -> Layers:
     outside = {path: part for path, part in module.named_modules() if part not in inside}
     few, ends = FEW * parameters_in([module]), {}
     for kind in (nn.Embedding, nn.Linear):
-        large = {path: part for path, part in outside.items() if isinstance(part, kind) and parameters_in([part]) >= few}
+        large = {
+            path: part for path, part in outside.items() if isinstance(part, kind) and parameters_in([part]) >= few
+        }
         if len(large) == 1 and not shared_parameters(module, large.values()):
             ends |= {path: part for path, part in large.items() if all(p.requires_grad for p in part.parameters())}
     return ends

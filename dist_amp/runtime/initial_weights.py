@@ -64,7 +64,9 @@ def _on_meta(task: Task) -> tuple[nn.Module | None, str]:
             module = built_model(task)
     except Exception as error:
         return None, in_one_line(error)
-    if name := next((name for name, p in module.named_parameters() if not p.is_meta or type(p) is not nn.Parameter), ""):
+    if name := next(
+        (name for name, p in module.named_parameters() if not p.is_meta or type(p) is not nn.Parameter), ""
+    ):
         return None, f"the parameter {name} has its memory all the same"
     if name := next((name for name, buffer in module.named_buffers() if buffer.is_meta), ""):
         return None, f"the buffer {name} is computed from parameters"

@@ -2,11 +2,11 @@
 
 from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
 from dist_amp.data import shard_step
-from dist_amp.errors import SAVED_AND_STOPPED, NumericsError, in_one_line
-from dist_amp.fast.compile import as_compiled_so_far
+from dist_amp.errors import SAVED_AND_STOPPED, NumericsError
 from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import first_batch_norm
 from dist_amp.supervise.preflight import check_free_space
+from dist_amp.supervise.sampling import write_sample
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.mfu import item_seconds_at_peak
 from dist_amp.telemetry.summary import closing_table, ended_early, is_completed, print_banner, write_summary
@@ -87,14 +87,7 @@ def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
     if stop.by_task and run.step < run.config.train.steps:
         early = next(filter(None, run.world.gather_texts(stop.ended_by)))
         run.world.say(f"ended after step {run.step} of {run.config.train.steps}: the task's {early}")
-    if hasattr(run.task, "sample"):
-        try:
-            with run.parallel.evaluating(), run.precision.autocast(), as_compiled_so_far():
-                run.metrics.write_sample(run.step, run.task.sample(run.parallel.module))
-        except Exception as error:  # the training is done, and saved
-            run.world.warn(
-                f"the task's sample(model) failed: {in_one_line(error)}; python -m dist_amp.sample tries again"
-            )
+    write_sample(run)
     if run.world.is_main:
         summary = write_summary(run.folder, run, stopped_by, 0, early)
         print(closing_table(summary, run.folder), flush=True)
