@@ -133,7 +133,7 @@ def build_model(
     check_compile(config.compile, strategy, micro_batches, world)
     precision = build_precision(cast, strategy in ("fsdp", "hsdp"), world)
     blocks = pick_blocks(config, strategy, task, module, world)
-    prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world)
+    prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world, task)
     with model_context(module, strategy):
         return precision, build_parallel(config.parallel, strategy, module, blocks, precision, world)
 

@@ -121,8 +121,8 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class CompileConfig:
     blocks: bool = False
-    """Compile each block with torch.compile, identical blocks once; the first step and the first evaluation then take
-    seconds to minutes more. A model without blocks is compiled as one."""
+    """Compile each block with torch.compile, identical blocks once, and the task's loss; the first step and evaluation
+    take seconds to minutes more. A model without blocks is compiled as one."""
     fullgraph: bool | Literal["auto"] = "auto"
     """true: refuse a block that is not one graph; auto: compile such a block in parts and report what breaks it;
     false: in parts, silently."""

@@ -250,7 +250,8 @@ def compilations(world, words):
 @pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_twelve_blocks_are_compiled_once_for_each_mode_and_shape(strategy):
     words = ["--parallel.strategy", strategy, *FULL]
-    assert on_ranks(LAYOUTS[strategy], compilations, words)[0] == [1, 2, 3, 4, 4]
+    # Three graphs: a block, and the loss before and after it calls the model.
+    assert on_ranks(LAYOUTS[strategy], compilations, words)[0] == [3, 6, 9, 12, 12]
 
 
 class Branching(nn.Linear):
@@ -488,3 +489,34 @@ def test_a_block_that_is_used_twice_is_wrapped_once_and_its_own_mistakes_are_its
     assert not hasattr(run.model[0].forward.__wrapped__.__wrapped__, "__wrapped__"), "compiled, recomputed, no more"
     with pytest.raises(RuntimeError, match="same reduction dim"):
         take_steps(make_run(World(), Misfit(), *COMPILED), 1)
+
+
+def graphs_of(task, *words):
+    """The operations of each graph that is compiled in a step."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(" ".join(str(node.target) for node in graph.graph.nodes if node.op != "placeholder"))
+        return graph.forward
+
+    torch._dynamo.register_backend(name="recording", compiler_fn=backend)
+    try:
+        run = bytes_run(World(), task, "--compile.blocks", "true", "--compile.backend", "recording", *words)
+        take_steps(run, 1)
+    finally:
+        del torch._dynamo.backends.registry._COMPILER_FNS["recording"]
+    return graphs
+
+
+def test_the_loss_is_compiled_without_the_model():
+    graphs = graphs_of(Bytes(), *FP32)
+    losses = [graph for graph in graphs if "cross_entropy" in graph]
+    assert len(losses) == 1
+    assert "layer_norm" not in losses[0]
+
+
+def test_a_task_whose_loss_was_compiled_trains_uncompiled_in_its_next_run():
+    task = Bytes()
+    graphs_of(task, *FP32)
+    bytes_run(World(), task, *FP32)
+    assert task.loss_sum.__self__ is task

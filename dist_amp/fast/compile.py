@@ -1,5 +1,8 @@
 """The changes to each block of a model before it is placed on the ranks: recompute in backward, and compile.
 
+The task's loss_sum is compiled too, so that what it makes of the model's output is few kernels; the model is not part
+of its graph.
+
 A block is one of the modules of `task.blocks(model)`, such as a transformer's layers. Both changes replace only its
 `forward`: parameters and modules keep their names, and hooks (FSDP's too) stay outside the compiled code. The new
 `forward` belongs to the block: a deepcopy of the model would run the original's, so copy a state_dict instead.
@@ -91,22 +94,32 @@ def _missing_compiler(device: torch.device) -> str:
 
 
 def prepare_blocks(
-    config: CompileConfig, checkpointing: Checkpointing, module: nn.Module, blocks: Sequence[nn.Module], world: World
+    config: CompileConfig,
+    checkpointing: Checkpointing,
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    world: World,
+    task: Any,
 ) -> None:
-    """Recompute and compile the blocks as configured. Call it before `build_parallel`, so that FSDP's hooks go around.
+    """Recompute and compile the blocks as configured, and compile the task's loss_sum.
+
+    Call it before `build_parallel`, so that FSDP's hooks go around.
 
     Errors: ConfigError if there are fewer blocks than asked for. A block is compiled at its first call, which raises
     ConfigError too if compile.fullgraph=true and the block is not one graph.
     """
     checkpoint_activations(checkpointing, blocks)
+    task.loss_sum = getattr(task.loss_sum, "as_written", task.loss_sum)  # an earlier run may have compiled it
     if config.blocks:
         what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"
         world.say(f"compile.blocks=true: {config.backend} compiles {what} in the first step and the first evaluation")
-        _compile_each(config, module, blocks or [module], world)
+        compiler = _compile_each(config, module, blocks or [module], world)
+        if config.mode not in CUDA_GRAPHS:  # whose results the next step overwrites, and losses are kept for a while
+            task.loss_sum = CompiledLoss(task.loss_sum, compiler)
 
 
-def _compile_each(config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
-    """Compile each block's forward at its first call; equal blocks share the code."""
+def _compile_each(config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World) -> "Compiler":
+    """Compile each block's forward at its first call; equal blocks share the code. Returns what compiles them."""
     # DDP already overlaps, since each block is a graph of its own; its graph splitter fails on recomputed blocks.
     dynamo = private("torch._dynamo.config", None)
     if hasattr(dynamo, "optimize_ddp"):
@@ -118,6 +131,7 @@ def _compile_each(config: CompileConfig, module: nn.Module, blocks: Sequence[nn.
     compiler, names = Compiler(config, world), {id(part): name for name, part in module.named_modules()}
     for block in blocks:
         block.forward = compiler.wrap(block.forward, names[id(block)] or "the model")
+    return compiler
 
 
 class Compiler:
@@ -140,8 +154,11 @@ class Compiler:
         name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
         self._is_observed = private(name, lambda: False)
 
-    def wrap(self, forward: Forward, name: str) -> Forward:
-        """The forward, compiled. Errors: ConfigError at a call, if it can't be compiled as configured."""
+    def wrap(self, forward: Forward, name: str, breaks: bool = False) -> Forward:
+        """The forward, compiled. Errors: ConfigError at a call, if it can't be compiled as configured.
+
+        breaks: it can't be one graph, and need not.
+        """
         config = self._config
         options: Any = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic}
         one_graph, in_parts = (torch.compile(forward, fullgraph=full, **options) for full in (True, False))
@@ -151,7 +168,7 @@ class Compiler:
             if self._is_observed():
                 return forward(*args, **kwargs)
             try:
-                return (one_graph if self._one_graph else in_parts)(*args, **kwargs)
+                return (one_graph if self._one_graph and not breaks else in_parts)(*args, **kwargs)
             except self._backend_failed as error:
                 cause = getattr(error, "inner_exception", error)
                 raise ConfigError(
@@ -174,6 +191,34 @@ class Compiler:
             raise ConfigError(f"compile.fullgraph=true: {why}; fix that, or use compile.fullgraph=auto") from error
         self._world.warn(f"{why}; from now on blocks are compiled in parts (compile.fullgraph=auto)")
         self._one_graph = False
+
+
+class CompiledLoss:
+    """The task's loss_sum, compiled, with the model left out: its blocks are compiled by themselves."""
+
+    def __init__(self, as_written: Forward, compiler: Compiler):
+        self.as_written = as_written
+        self._compiled = compiler.wrap(as_written, "the task's loss_sum", breaks=True)
+        self._model: OpaqueModel | None = None
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        if self._model is None or self._model.model is not model:
+            self._model = OpaqueModel(model)
+        return self._compiled(self._model, batch)
+
+
+class OpaqueModel:
+    """A model whose call no graph takes in; everything else is the model's."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._call = torch.compiler.disable(model.__call__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
 
 def _graph_break(error: Exception, name: str) -> str:
