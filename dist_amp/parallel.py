@@ -21,12 +21,7 @@ from dist_amp.config.auto import find_ends
 from dist_amp.config.validate import check_shardable, replicas_of
 from dist_amp.fast.fused import local
 from dist_amp.fast.kernels import norms_of
-from dist_amp.fast.missing_gradients import (
-    KNOWS_GROUPS,
-    KNOWS_UNREDUCED,
-    FinishReduction,
-    ReduceEveryBlock,
-)
+from dist_amp.fast.missing_gradients import KNOWS_UNREDUCED, FinishReduction, ReduceEveryBlock
 from dist_amp.fast.process_group import all_reduce_sum, reduce_options
 from dist_amp.optimizers.ema import Ema
 from dist_amp.precision import DTYPES, Precision, Scaler
@@ -261,21 +256,18 @@ def _shard(
     if config.param_dtype == "bf16":
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()
-    placed = Placement(module, world)
-    ends = find_ends(module, blocks) if KNOWS_GROUPS else {}
-    for number, block in enumerate([*blocks, *ends.values()]):
+    placed, ends = Placement(module, world), find_ends(module, blocks)
+    for number, block in enumerate([*blocks, *ends]):
         # The last block's backward comes first: gathering it again at once would be a waste.
         fully_shard(placed(block), reshard_after_forward=number < len(blocks) - 1, mp_policy=policy, **options)
     # The model's output alone is float32 again: the loss is summed in it.
     policy = replace(policy, output_dtype=torch.float32)
     # The root's own parameters, such as a head's, are not resharded after forward: backward begins with them.
     model = fully_shard(placed(module), mp_policy=policy, reshard_after_forward=False, **options)
-    reduction = ReduceEveryBlock(model, list(ends.values()))
-    names = {name: part for name, part in module.named_modules() if part in set(blocks)}
-    BlockCalls(module, names, world.rank, ends, reduction, world.gather_numbers)
+    BlockCalls(module, blocks, world.rank, ends, ReduceEveryBlock(model, ends), world.gather_numbers)
     # A unit's all-gather is issued before the unit ahead of it computes, so that a slow host does not delay it; no more
     # units are gathered at once than by default, and backward's default is the same. Source: torch's FSDPModule.
-    units: list[Any] = [part for part in module.modules() if part in {model, *blocks, *ends.values()}]
+    units: list[Any] = [part for part in module.modules() if part in {model, *blocks, *ends}]
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
 

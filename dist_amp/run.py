@@ -88,7 +88,7 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     task = build_task(config.task, config.data) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere
-    precision, parallel = build_model(config, task, micro_batches, world, checkpoint is not None)
+    precision, parallel = build_model(config, task, world, checkpoint is not None)
     load_parameters(task, parallel.module, world, resumes=checkpoint is not None)
     seed_all(config.run.seed)  # ranks that did not draw the weights are equal to rank 0 again
     scaler = Scaler(config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device)
@@ -119,9 +119,7 @@ def model_context(module: nn.Module, strategy: Strategy) -> AbstractContextManag
     return error_context(parameters=parameters, trained=trained, strategy=strategy)
 
 
-def build_model(
-    config: Config, task: Task, micro_batches: int, world: World, resumes: bool
-) -> tuple[Precision, Parallel]:
+def build_model(config: Config, task: Task, world: World, resumes: bool) -> tuple[Precision, Parallel]:
     """The task's model in its precision, laid out over the ranks. resumes: a checkpoint is loaded next."""
     module = build_on_ranks(task, config.parallel.strategy, world, resumes)
     if converted := to_float32(module, frozen_too=not config.precision.use_amp):
@@ -130,7 +128,7 @@ def build_model(
     check_model(module, strategy)
     cast = pick_cast(config.precision, strategy, module, world)
     check_parallel(config.parallel, strategy, cast, world)
-    check_compile(config.compile, strategy, micro_batches, world)
+    check_compile(config.compile, strategy, accumulation_steps(config.train, world.world_size), world)
     precision = build_precision(cast, strategy in ("fsdp", "hsdp"), world)
     blocks = pick_blocks(config, strategy, task, module, world)
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world, task)

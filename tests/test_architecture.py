@@ -26,6 +26,7 @@ FLOORS = [
 ON_THE_WORLD = {
     "config.auto",
     "runtime.batch_statistics",
+    "runtime.initial_weights",
     "runtime.meta",
     "config.load",
     "config.task_class",

@@ -11,7 +11,6 @@ from tiny import Tiny, make_run, take_steps
 from dist_amp.supervise import sampling
 from dist_amp.verify.collectives import Counting
 
-
 WORDS = ["--use_amp", "false", "--optim.ema", 0.5, "--train.global_batch_size", 16]
 
 

@@ -271,7 +271,7 @@ class DropsLayers(Tiny):
 
 def test_a_block_that_the_forward_does_not_call_is_named():
     model = DropsLayers(1).build_model()
-    BlockCalls(model, {"0": model[0], "1": model[1]}, 3)
+    BlockCalls(model, [model[0], model[1]], 3)
     with pytest.raises(DataError, match="rank 3: the model's forward did not call its block 1 "):
         model(torch.zeros(1, 8))
 

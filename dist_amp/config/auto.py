@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dist_amp.errors import ConfigError, DataError
+from dist_amp.fast.missing_gradients import KNOWS_GROUPS
 from dist_amp.runtime.batch_statistics import batch_statistics
 from dist_amp.settings import Config, ParallelConfig, PrecisionConfig, Strategy
 from dist_amp.task import Task
@@ -123,22 +124,21 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return [part for path, part in module.named_modules() if path in chosen]
 
 
-def find_ends(module: nn.Module, blocks: Iterable[nn.Module]) -> Layers:
-    """The embedding and the head, by their paths: units of their own, so that the root's is small.
+def find_ends(module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The embedding and the head, which FSDP2 shards as units of their own, so that the root's is small.
 
-    The one trained nn.Embedding outside the blocks, and the one nn.Linear, that hold at least 5 % of the parameters each
-    and share none. Two heads may be for different samples, so they stay in the root's unit.
+    They are the one nn.Embedding and the one nn.Linear outside the blocks that hold at least 5 % of the parameters, if
+    they are trained and share none. Two heads may be for different samples, so they stay in the root's unit.
     """
     inside = {part for block in blocks for part in block.modules()}
-    outside = {path: part for path, part in module.named_modules() if part not in inside}
-    few, ends = FEW * parameters_in([module]), {}
+    few = FEW * parameters_in([module])
+    ends: list[nn.Module] = []
     for kind in (nn.Embedding, nn.Linear):
-        large = {
-            path: part for path, part in outside.items() if isinstance(part, kind) and parameters_in([part]) >= few
-        }
-        if len(large) == 1 and not shared_parameters(module, large.values()):
-            ends |= {path: part for path, part in large.items() if all(p.requires_grad for p in part.parameters())}
-    return ends
+        outside = [part for part in module.modules() if isinstance(part, kind) and part not in inside]
+        large = [part for part in outside if parameters_in([part]) >= few]
+        if len(large) == 1 and not shared_parameters(module, large):
+            ends += [part for part in large if all(p.requires_grad for p in part.parameters())]
+    return ends if KNOWS_GROUPS else []
 
 
 def _layers(module: nn.Module) -> Layers:

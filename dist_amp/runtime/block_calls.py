@@ -1,7 +1,7 @@
 """Which of a sharded model's units a forward calls: a call gathers the unit's shards, so all ranks have to make it."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from dist_amp.fast.missing_gradients import ReduceEveryBlock
 class BlockCalls:
     """Checks after each forward, on this rank alone, that it called every block: before ranks wait for each other.
 
-    blocks, ends: units by their names. The ends, an embedding and a head, need not be called: their weight may be used
+    blocks, ends: the units. The ends, an embedding and a head, need not be called: their weight may be used
     directly, or by chunks of the batch. Those that each rank calls once in its first training forward are released to
     be gathered and reduced like blocks, and must be called from then on.
     """
@@ -22,16 +22,17 @@ class BlockCalls:
     def __init__(
         self,
         model: nn.Module,
-        blocks: Mapping[str, nn.Module],
+        blocks: Sequence[nn.Module],
         rank: int,
-        ends: Mapping[str, nn.Module] | None = None,
+        ends: Sequence[nn.Module] = (),
         reduction: ReduceEveryBlock | None = None,
         gather: Callable[[list[float]], list[list[float]]] = lambda row: [row],
     ):
         """reduction: what releases the ends. gather: each rank's row of numbers, to agree on them."""
-        self._names = {block: name for name, block in blocks.items()}
+        names = {part: name for name, part in model.named_modules()}
+        self._names = {block: names[block] for block in blocks}
         self._rank = rank
-        self._undecided = {end: name for name, end in (ends or {}).items()}
+        self._undecided = {end: names[end] for end in ends}
         self._reduction = reduction
         self._gather = gather
         self._calls: Counter[nn.Module] = Counter()

@@ -58,7 +58,8 @@ def parameters_on_meta() -> Iterator[list[weakref.ref[nn.Parameter]]]:
 
     Gives weak references to the parameters as they were before, which only the model itself should have held.
     """
-    register, originals = nn.Module.register_parameter, []
+    register = nn.Module.register_parameter
+    originals: list[weakref.ref[nn.Parameter]] = []
     nn.Module.register_parameter = partialmethod(_register_on_meta, register, originals)  # type: ignore[assignment]
     try:
         yield originals

@@ -106,8 +106,7 @@ def of_sharded(config: ParallelConfig, model: Model, world: World, replicas: int
     gathered_in, reduced_in = (precision.dtype, DTYPES[config.reduce_dtype]) if casts else (None, None)
     # The units: the blocks, then embedding and head, then the root with all other parameters.
     blocks = blocks_of(model.task, model.module)
-    ends = find_ends(model.module, blocks).values()
-    units = [list(unit.parameters()) for unit in (*blocks, *ends)]
+    units = [list(unit.parameters()) for unit in (*blocks, *find_ends(model.module, blocks))]
     inside = {id(p) for unit in units for p in unit}
     root = [p for p in model.module.parameters() if id(p) not in inside]
     counted: Counter[Collective] = Counter()
