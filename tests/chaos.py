@@ -162,7 +162,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     entries = reader.read_metadata().state_dict_metadata
     assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "tensors alone"
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    read_into(tensors, reader, alone=True)
+    read_into(tensors, reader)
     return tensors
 
 
