@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 BUFFER = 2000  # entries; torch's own default, some 300 KB of host memory. Before 2.9 the default was 0: off.
 DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
@@ -86,6 +85,6 @@ def _read(name: str, collectives: bool) -> dict[str, Any]:
 def _members(name: str) -> list[int]:
     """The ranks of a group; empty if it has them all, or is not known."""
     with suppress(Exception):
-        ranks = dist.get_process_group_ranks(c10d._resolve_process_group(name))
+        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))  # type: ignore
         return [] if len(ranks) == dist.get_world_size() else ranks
     return []

@@ -88,8 +88,9 @@ def make_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
     mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     assert dist.group.WORLD is not None
     timeout = timeout_of(dist.group.WORLD)
-    for group in mesh.get_all_groups() if timeout is not None else ():
-        set_timeout(group, timeout)
+    if timeout is not None:
+        for group in mesh.get_all_groups():
+            set_timeout(group, timeout)
     return mesh
 
 

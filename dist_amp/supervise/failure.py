@@ -71,10 +71,11 @@ def _print_and_write(error: BaseException, job: Supervised) -> int:
     return status
 
 
-Store = dist.Store | None  # type: ignore[name-defined]
-
-
-def report_failure(error: BaseException, world: World | None, store: Store = None) -> tuple[int, bool]:
+def report_failure(
+    error: BaseException,
+    world: World | None,
+    store: dist.Store | None = None,  # type: ignore[name-defined]
+) -> tuple[int, bool]:
     """Print the error, unless another rank has already printed its own.
 
     A `Failure` gets its one line, anything else its traceback. world, store: None before the ranks are connected.
@@ -96,7 +97,7 @@ def report_failure(error: BaseException, world: World | None, store: Store = Non
     return error.exit_code if isinstance(error, Failure) else 1, first
 
 
-def _first_to_report(world: World | None, store: Store) -> bool:
+def _first_to_report(world: World | None, store: dist.Store | None) -> bool:  # type: ignore[name-defined]
     if world is None or store is None:
         # Before the ranks are connected: all of a machine make the same mistake, maybe not all machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -159,7 +159,7 @@ class RankWatchdog:
         """Report how far this rank is, and write what its flight recorder has into the run's folder."""
         world, run, folder = self._job.world, self._job.run, self._job.folder
         recorded = flight_recorder.dump() if state != "failed" else {}
-        writer = {world.background.group_name} if world.background is not None else set()
+        writer: set[str] = {world.background.group_name} if world.background is not None else set()
         progress = flight_recorder.progress(recorded, leave_out=writer)
         self._court.report(Report.of(state, run.step if run is not None else 0, progress))
         if recorded and folder is not None:
