@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
@@ -70,13 +71,13 @@ class RankWatchdog:
     # --- the thread
 
     def _watch(self) -> None:
+        event = ""
         with suppress(Exception):  # the store is dead: torchrun has ended, and so will this process
-            while not self._closed.wait(POLL_SECONDS):
+            while not event and not self._closed.wait(POLL_SECONDS):
                 if not (event := self._court.event()) and (event := self._alarm()):
                     self._court.call(event)
-                if event:
-                    self._respond(event)
-                    return
+        if event:
+            self._respond(event)
 
     def _alarm(self) -> str:
         """What this rank notices of others, or of its own collectives on a GPU; "" for nothing."""
@@ -95,22 +96,27 @@ class RankWatchdog:
 
     def _respond(self, event: str) -> None:
         """Report how far this rank is, and end the process unless its main thread ends in time."""
-        verdict, rank = Verdict([], [], by_itself=True), self._job.world.rank
+        verdict, hangs = Verdict([], [], by_itself=True), False
         if event != FAILED:
-            if not self._failed.is_set():
-                self._report("runs")
-            verdict = self._court.verdict(event == TIMED_OUT, self._processes, self._answer_seconds)
-            if rank in verdict.hanging and not self._failed.is_set():
-                print(f"error: rank {rank} hangs; its stacks:", file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(all_threads=True)
-                os._exit(1)
-        # In most cases the main thread gets an error of its own: the peer's end closes its connections.
-        if self._ends_within(self._answer_seconds if verdict.at_fault else min(30.0, self._timeout / 2)):
+            try:
+                if not self._failed.is_set():
+                    self._report("runs")
+                verdict = self._court.verdict(event == TIMED_OUT, self._processes, self._answer_seconds)
+                hangs = self._job.world.rank in verdict.hanging
+            except Exception:  # the store was on a rank that has ended meanwhile
+                hangs = event == TIMED_OUT and self._progress(flight_recorder.dump()).waits_in is None
+        # Else the main thread gets an error of its own in most cases: a peer that ends closes its connections.
+        if not hangs:
+            if self._ends_within(self._answer_seconds if verdict.at_fault else min(30.0, self._timeout / 2)):
+                return
+            with suppress(Exception):  # a GPU's queue that is blocked may go on once the collective is aborted
+                in_time(self._answer_seconds, abort_process_groups)
+        if self._ends_within(self._answer_seconds / 2 if not hangs else 0.0):
             return
-        with suppress(Exception):  # a GPU's queue that is blocked may go on once the collective is aborted
-            in_time(self._answer_seconds, abort_process_groups)
-        if self._ends_within(self._answer_seconds / 2):
-            return
+        if hangs:
+            print(f"error: rank {self._job.world.rank} hangs; its stacks:", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(1)
         os._exit(self._end(Failure(self._text(verdict, event))))
 
     def _ends_within(self, seconds: float) -> bool:
@@ -144,6 +150,7 @@ class RankWatchdog:
             return error
         if event == TIMED_OUT:
             self._kill(verdict.silent)
+            self._wait_for_stacks(verdict.hanging)
         return Failure(f"{self._text(verdict, event)} (rank {self._job.world.rank} got: {shortened(error)})")
 
     def _ask(self, event: str) -> Verdict:
@@ -157,15 +164,20 @@ class RankWatchdog:
 
     def _report(self, state: State) -> None:
         """Report how far this rank is, and write what its flight recorder has into the run's folder."""
-        world, run, folder = self._job.world, self._job.run, self._job.folder
+        run, folder = self._job.run, self._job.folder
         recorded = flight_recorder.dump() if state != "failed" else {}
-        writer: set[str] = {world.background.group_name} if world.background is not None else set()
-        progress = flight_recorder.progress(recorded, leave_out=writer)
-        self._court.report(Report.of(state, run.step if run is not None else 0, progress))
+        step = run.step if run is not None else 0
+        self._court.report(Report.of(state, step, self._progress(recorded)))
         if recorded and folder is not None:
             with suppress(OSError):
                 (folder / "flight_recorder").mkdir(exist_ok=True)
-                (folder / "flight_recorder" / f"rank{world.rank:05d}.json").write_text(json.dumps(recorded))
+                path = folder / "flight_recorder" / f"rank{self._job.world.rank:05d}.json"
+                path.write_text(json.dumps(recorded))
+
+    def _progress(self, recorded: dict[str, Any]) -> flight_recorder.Progress:
+        """Of the main thread: the writer's group says nothing about it."""
+        writer = self._job.world.background
+        return flight_recorder.progress(recorded, leave_out={writer.group_name} if writer is not None else set())
 
     def _text(self, verdict: Verdict, event: str) -> str:
         if not verdict.at_fault:
@@ -192,6 +204,12 @@ class RankWatchdog:
 
     def _name(self, rank: int) -> str:
         return f"{rank} (process {self._processes[rank].pid} on {self._processes[rank].host})"
+
+    def _wait_for_stacks(self, ranks: list[int]) -> None:
+        """Until the ranks that hang have ended, as far as this one can see: the store may end with this process."""
+        deadline = time.monotonic() + self._answer_seconds
+        while not all(self._processes[rank].is_dead for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def _kill(self, ranks: list[int]) -> None:
         """Kill hanging ranks of the same torchrun: it would wait 30 s for them, and a stopped one ignores SIGTERM."""
