@@ -16,7 +16,7 @@ from dist_amp.errors import ConfigError
 from dist_amp.runtime.environment import environment_number
 
 # Open files besides gloo's sockets: libraries, loader workers' pipes, TensorBoard, a checkpoint's shards. Measured for
-# a run on the CPU: 40 to 60, and 3 per loader worker; GPUs and NCCL add some dozens.
+# two ranks on the CPU: 18, and 7 per loader worker. Assumed: a GPU and NCCL's own sockets add no more than 100.
 OTHER_FILES = 200
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
