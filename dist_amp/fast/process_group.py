@@ -65,8 +65,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Give the collectives that are started from now on so much time, if torch can do that."""
-    if timeout_of(group) is not None and hasattr(dist.distributed_c10d, "_set_pg_timeout"):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    # set_timeout is public from torch 2.14 on.
+    change = getattr(dist, "set_timeout", None) or getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if timeout_of(group) is not None and change is not None:
+        change(timeout, group)
 
 
 @contextmanager
