@@ -98,7 +98,7 @@ def run_evaluation(
 
         def interrupted() -> bool:
             collect_garbage(next(batches))
-            return stop.poll()
+            return stop.poll("evaluation")
 
         values = evaluate(run, interrupted)
         if stop.agreed:

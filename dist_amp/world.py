@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from dist_amp.fast.process_group import abort_process_groups
+from dist_amp.fast.process_group import PATIENCE, abort_process_groups, make_mesh, patient
 from dist_amp.runtime.environment import place_of
-from dist_amp.runtime.process import configure_logging
-from dist_amp.runtime.rendezvous import joined, rendezvous
+from dist_amp.runtime.process import configure_logging, raise_open_files
+from dist_amp.runtime.rendezvous import join
 from dist_amp.settings import RunConfig
 
 
@@ -33,7 +33,8 @@ class World:
     device: torch.device = torch.device("cpu")
     # A gloo group for what the hosts agree on (stop, paths): it never waits for the device.
     control: dist.ProcessGroup | None = field(default=None, compare=False)
-    # A gloo group for saving while training continues: on a shared one the two would wait for each other.
+    # A gloo group for the thread that saves while training continues, and for no other: on a shared one the two would
+    # wait for each other.
     background: dist.ProcessGroup | None = field(default=None, compare=False)
     _meshes: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False)
 
@@ -106,13 +107,13 @@ class World:
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """All ranks in a grid; made once per shape, since its groups cost threads and sockets."""
         if (shape, names) not in self._meshes:
-            self._meshes[shape, names] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            self._meshes[shape, names] = make_mesh(self.device.type, shape, names)
         return self._meshes[shape, names]
 
     def wait_long(self) -> None:
         """A barrier without the timeout of a collective: making a cache may take hours."""
-        if self.background is not None:
-            dist.barrier(group=self.background)
+        with patient(self.control):
+            self.barrier()
 
 
 def locate(config: RunConfig) -> World:
@@ -124,7 +125,7 @@ def locate(config: RunConfig) -> World:
         return world
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
     # No timeout: a large checkpoint takes the slowest rank as long as it takes.
-    return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+    return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 @contextmanager
@@ -135,18 +136,10 @@ def start(config: RunConfig) -> Iterator[World]:
     """
     place = place_of(config)
     configure_logging(place.rank)
+    raise_open_files(place.world_size)
     on_gpu, ours = place.device.type == "cuda", not dist.is_initialized() and place.world_size > 1
     if ours:
-        store = rendezvous(place.rank, place.world_size, config.timeout_seconds)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=config.timeout_seconds),
-            device_id=place.device if on_gpu else None,
-            store=store,
-            rank=place.rank,
-            world_size=place.world_size,
-        )
-        store.delete_key(joined(place.rank))  # all have joined; torchrun may keep the store for its next attempt
+        join(place, config.timeout_seconds)
     try:
         world = locate(config)
         yield world

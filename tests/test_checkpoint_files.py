@@ -228,7 +228,7 @@ def test_a_payload_in_an_entry_of_bytes_is_refused_and_not_run(tmp_path):
         resumed(tmp_path / "run")
     state = {"counters": "not a tensor"}  # torch's planner unpickles for such an entry whatever it finds
     with pytest.raises(BaseException, match="(?s)weights_only"):
-        read_into(state, Reader(newest), alone=True)
+        read_into(state, Reader(newest))
     assert not mark.exists()
 
 

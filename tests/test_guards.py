@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 import sys
-import threading
 import time
 from collections import namedtuple
 
@@ -22,13 +21,13 @@ from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
 from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, Failure
-from dist_amp.fast.process_group import all_reduce_sum, reduce_options
 from dist_amp.runtime.files import write_durably
 from dist_amp.supervise import preflight as guards
 from dist_amp.supervise import watchdog
 from dist_amp.supervise.explain import explain_disk
+from dist_amp.supervise.job import Supervised
+from dist_amp.supervise.liveness import Process
 from dist_amp.supervise.preflight import check_free_space, check_ranks_agree, check_restarts, only_live_run
-from dist_amp.supervise.signals import AgreedStop
 from dist_amp.supervise.watchdog import RankWatchdog
 from dist_amp.world import World
 
@@ -201,10 +200,17 @@ def test_a_durable_write_replaces_a_file_or_leaves_it_as_it_was(tmp_path, monkey
     assert path.read_text() == "new"
 
 
+def watchdog_of(world, end=None, seconds=300.0):
+    config = load_config(["--run.timeout_seconds", str(seconds)], environ={})
+    return RankWatchdog(Supervised(config, world), end)
+
+
 def what_ranks_say(world, of_rank_1, error):
     """What rank 0 reports of a failed collective, if rank 1 failed by itself, waited too, or is silent."""
     watchdog.ANSWER_SECONDS = 1.0 if of_rank_1 == "silent" else 100.0
-    ranks = RankWatchdog(world)
+    ranks = watchdog_of(world)
+    if of_rank_1 == "silent" and world.rank == 1:
+        ranks._closed.set()  # as if the whole process were stopped
     world.barrier()
     report = None
     if world.rank == 0:
@@ -234,11 +240,12 @@ def test_a_failed_collective_names_the_rank_that_does_not_answer_unless_another_
 
 def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(RankWatchdog, "_exchange", lambda *args: time.sleep(3600))
+    monkeypatch.setattr(RankWatchdog, "_ask", lambda *args: time.sleep(3600))
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}.items():
         monkeypatch.setenv(name, value)
-    ranks = RankWatchdog(World())
-    ranks._world, ranks._processes = World(rank=1, world_size=2), [("host-a", 7), ("host-b", 8)]
+    ranks = watchdog_of(World())
+    ranks._job.world = World(rank=1, world_size=2)
+    ranks._processes = [Process("host-a", 7, "host-a"), Process("host-b", 8, "host-b")]
     error = ranks.explain(RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"))
     assert str(error).startswith(
         "rank 0 (process 7 on host-a) and the store on its machine at 10.0.0.1:29400 do not answer: it is stopped, its "
@@ -248,31 +255,3 @@ def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(m
 
 def process_of(world):
     return os.getpid()
-
-
-def who_waits(world, folder, where):
-    """Whether each rank's main thread is seen in a collective while rank 0 waits for rank 1 in a collective."""
-    stop, numbers, options = AgreedStop(world), torch.ones(2), reduce_options()
-    wait = {"barrier": world.barrier, "agreed stop": stop.poll_now, "step": lambda: all_reduce_sum(numbers, options)}
-    seen, found = [], folder / "rank 0 waits"
-
-    def check():
-        if world.rank == 0:
-            wait_for(watchdog.in_a_collective, "rank 0's wait")
-        seen.append(watchdog.in_a_collective())
-        if world.rank == 0:
-            found.touch()
-
-    checker = threading.Thread(target=check)
-    checker.start()
-    if world.rank == 1:
-        checker.join()
-        wait_for(found.exists, "rank 0's wait")
-    wait[where]()
-    checker.join()
-    return seen[0]
-
-
-@pytest.mark.parametrize("where", ["barrier", "agreed stop", "step"])
-def test_a_rank_that_waits_in_a_collective_is_distinguished_from_one_that_hangs(tmp_path, where):
-    assert on_ranks(2, who_waits, tmp_path, where) == [True, False]

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from dist_amp.checkpoint.format import CheckpointRejected, read_manifest, reason
 from dist_amp.errors import DataError
+from dist_amp.fast.process_group import patient
+from dist_amp.world import World
 
 # Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour.
 ALLOWED = {
@@ -87,14 +89,17 @@ class Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def read_into(state: dict[str, Any], reader: Reader, alone: bool) -> None:
-    """Fill the tensors of `state`; every rank calls it. alone: this process reads by itself, without a process group.
+def read_into(state: dict[str, Any], reader: Reader, world: World | None = None) -> None:
+    """Fill the tensors of `state`; every rank of `world` calls it. world: None for a process that reads by itself.
 
     Errors: CheckpointRejected, or torch's CheckpointException, which does not derive from Exception.
     """
     try:
         silence_single_process_warning()
-        read_tensors(state, storage_reader=reader, planner=Planner(), no_dist=alone)
+        alone = world is None or world.world_size == 1
+        group = None if world is None else world.control
+        with patient(group):  # one rank's disk may be slow
+            read_tensors(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=alone)
     except CheckpointException as error:
         rejected = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointRejected)), None)
         raise rejected or error from None

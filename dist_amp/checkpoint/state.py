@@ -169,7 +169,7 @@ def load(run: Resumable, path: Path) -> None:
             del state["ema"]
         state["interval"] = torch.zeros(manifest.world_size, len(run.metrics.interval), dtype=torch.float64)
         check_fit(path, manifest, metadata, state, _group_sizes(run))
-        read_into(state, reader, alone=world.world_size == 1)
+        read_into(state, reader, world)
     if "frozen" in state:
         run.frozen.check(state["frozen"], path)
     _set_state(run, manifest, state, same_world)

@@ -35,7 +35,7 @@ def load_weights(model: nn.Module, checkpoint: Path, average: bool = False) -> i
         check_tensors(checkpoint, metadata, "model", weights)
         if average:
             check_tensors(checkpoint, metadata, "ema", averages)
-        read_into({"model": weights, "ema": averages, **frozen}, reader, alone=True)
+        read_into({"model": weights, "ema": averages, **frozen}, reader)
     if frozen:
         check_frozen(model, frozen["frozen"], checkpoint)
     set_model_state_dict(model, weights, options=StateDictOptions(strict=not frozen))

@@ -3,15 +3,21 @@
 import ctypes
 import logging
 import os
+import resource
 import select
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
+from dist_amp.errors import ConfigError
 from dist_amp.runtime.environment import environment_number
+
+# Open files besides gloo's sockets: libraries, loader workers' pipes, TensorBoard, a checkpoint's shards. Measured for
+# two ranks on the CPU: 18, and 7 per loader worker. Assumed: a GPU and NCCL's own sockets add no more than 100.
+OTHER_FILES = 200
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -73,6 +79,28 @@ def die_with_parent(number: signal.Signals) -> None:
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def raise_open_files(world_size: int) -> None:
+    """Let this process open as many files as it may. Errors: ConfigError if so many ranks need more of them.
+
+    Each of the three gloo groups connects every rank to every other one: 3 x (ranks - 1) sockets.
+    """
+    if world_size == 1:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    if soft != hard:
+        with suppress(ValueError, OSError):  # macOS refuses more than its kernel's own limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    sockets = 3 * (world_size - 1)
+    if not unlimited and soft < sockets + OTHER_FILES:
+        raise ConfigError(
+            f"{world_size} ranks need {sockets} sockets and {OTHER_FILES} other open files per process, and the limit "
+            f"is {soft}; raise it: ulimit -Hn {sockets + OTHER_FILES} before the launch, LimitNOFILE= of the service, "
+            f"docker run --ulimit nofile={sockets + OTHER_FILES}"
+        )
 
 
 def attempt() -> int:

@@ -13,9 +13,25 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from dist_amp.errors import ConfigError, Failure
-from dist_amp.runtime.environment import environment_number
+from dist_amp.fast.process_group import collective_timeout
+from dist_amp.runtime.environment import Place, environment_number
 
 T = TypeVar("T")
+
+
+def join(place: Place, timeout_seconds: float) -> None:
+    """Make the default process group of all ranks: gloo, and NCCL on GPUs. Errors: those of `rendezvous`."""
+    on_gpu = place.device.type == "cuda"
+    store = rendezvous(place.rank, place.world_size, timeout_seconds)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        timeout=collective_timeout(on_gpu, timeout_seconds),
+        device_id=place.device if on_gpu else None,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    store.delete_key(joined(place.rank))  # all have joined; torchrun may keep the store for its next attempt
 
 
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]

@@ -38,6 +38,7 @@ class Callbacks(Observer):
         self._run = run
         self._stop = stop
         self._on_step = getattr(run.task, "on_step", None)
+        stop.every_poll = self._on_step is not None
         self._on_evaluation = getattr(run.task, "on_evaluation", None)
         if self._on_evaluation is not None and run.validation is None:
             run.world.warn(

@@ -7,32 +7,21 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from dist_amp.errors import Failure, in_one_line
-from dist_amp.fast.process_group import shared_store
-from dist_amp.run import Run
 from dist_amp.runtime.process import attempt
 from dist_amp.runtime.rendezvous import in_time
 from dist_amp.settings import Config
 from dist_amp.supervise.explain import explain_data, explain_disk
+from dist_amp.supervise.job import Supervised
 from dist_amp.supervise.out_of_memory import explain_memory
 from dist_amp.supervise.watchdog import RankWatchdog
 from dist_amp.telemetry.summary import write_summary
 from dist_amp.world import World
-
-
-@dataclass
-class Supervised:
-    """What is known of the run so far; the block sets each field as soon as it has it."""
-
-    config: Config
-    world: World
-    folder: Path | None = None
-    run: Run | None = None
 
 
 @contextmanager
@@ -42,7 +31,8 @@ def supervised(config: Config, world: World) -> Iterator[Supervised]:
     Errors: SystemExit with the exit status, so that `world.start` around it does not wait for the other ranks. The
     failure is reported here because this needs the store that `world.start` closes.
     """
-    job, watchdog = Supervised(config, world), RankWatchdog(world)
+    job = Supervised(config, world)
+    watchdog = RankWatchdog(job, end=partial(_print_and_write, job=job))
     try:
         yield job
     except BaseException as error:
@@ -65,8 +55,13 @@ def _report(error: BaseException, job: Supervised, watchdog: RankWatchdog) -> in
     error = explain_memory(error, job.config, world, run)
     if folder is not None:
         error = explain_disk(error, folder)
-    error = watchdog.explain(error)
-    status, first = report_failure(error, world)
+    return _print_and_write(watchdog.explain(error), job)
+
+
+def _print_and_write(error: BaseException, job: Supervised) -> int:
+    """Print the error and write the summary, if this is the first rank to fail; return the exit status."""
+    world, run, folder = job.world, job.run, job.folder
+    status, first = report_failure(error, world, job.store)
     with suppress(OSError):  # the folder may not even be readable
         # A run that failed before it was built leaves the summary of an earlier one in place.
         keeps = run is None and folder is not None and (folder / "summary.json").exists()
@@ -76,16 +71,20 @@ def _report(error: BaseException, job: Supervised, watchdog: RankWatchdog) -> in
     return status
 
 
-def report_failure(error: BaseException, world: World | None) -> tuple[int, bool]:
+def report_failure(
+    error: BaseException,
+    world: World | None,
+    store: dist.Store | None = None,  # type: ignore[name-defined]
+) -> tuple[int, bool]:
     """Print the error, unless another rank has already printed its own.
 
-    A `Failure` gets its one line, anything else its traceback. world: None before the process group exists. Returns
-    this process's exit status, and whether it was the first rank to fail, which is the one that prints.
+    A `Failure` gets its one line, anything else its traceback. world, store: None before the ranks are connected.
+    Returns this process's exit status, and whether it was the first rank to fail, which is the one that prints.
     """
     planned = isinstance(error, Failure)
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     text = f"error: {error}" if planned else f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip()
-    first = _first_to_report(world)
+    first = _first_to_report(world, store)
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if first:
         sys.stdout.flush()
@@ -98,12 +97,11 @@ def report_failure(error: BaseException, world: World | None) -> tuple[int, bool
     return error.exit_code if isinstance(error, Failure) else 1, first
 
 
-def _first_to_report(world: World | None) -> bool:
-    if world is None or not dist.is_initialized():
+def _first_to_report(world: World | None, store: dist.Store | None) -> bool:  # type: ignore[name-defined]
+    if world is None or store is None:
         # Before the ranks are connected: all of a machine make the same mistake, maybe not all machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
-    store, key = shared_store(), f"dist_amp/failures/{attempt()}"
     try:
-        return in_time(5.0, lambda: store.add(key, 1) == 1)
+        return in_time(5.0, lambda: store.add(f"dist_amp/failures/{attempt()}", 1) == 1)
     except Exception:  # the store's host is dead or unreachable: two reports are better than none
         return True

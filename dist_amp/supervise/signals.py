@@ -14,13 +14,16 @@ from dist_amp.world import World
 # What the ranks exchange; of two the larger counts, since a run that is preempted goes on later.
 _TASK, _SIGNAL = 1.0, 2.0
 
+SECONDS_BETWEEN = 1.0  # an exchange takes 1 to 4 ms on gloo, measured on 2 to 6 ranks: too long for every step
+MOST_POLLS_BETWEEN = 100  # should the steps become slower meanwhile
+
 
 class AgreedStop:
     """Stops all ranks after the same step when any of them gets a stop signal, or its task asks to end the run.
 
     The signal handler only sets a flag. `poll`, called by every rank once per step, starts an exchange of the flags
-    between the hosts and returns the result of the previous one. The exchange overlaps the step, so a stop comes one
-    step late.
+    between the hosts about once a second, and returns its result a step later, because it overlaps the step. The
+    exchange also carries each rank's seconds per poll, so that all ranks start the next one at the same step.
     """
 
     def __init__(self, world: World):
@@ -28,10 +31,13 @@ class AgreedStop:
         self.ended_by = ""  # what of the task asked to end the run, on the ranks where it did
         self.agreed = False  # what the last poll returned
         self.by_task = False  # whether that was the task's wish, and no signal's
+        self.every_poll = False  # exchange at each, the same on all ranks: the task may ask to stop after any step
         self._requested_at = 0.0
         self._world = world
-        self._flag = torch.zeros(1)
-        self._flag_on_host = self._flag.numpy()
+        self._flags = torch.zeros(2)  # what is asked for, and seconds per poll
+        self._on_host = self._flags.numpy()
+        self._within = ""
+        self._interval, self._polls, self._since = 1, 0, time.monotonic()
         self._exchange: dist.Work | None = None
         self._previous_handlers: dict[int, object] = {}
 
@@ -54,23 +60,46 @@ class AgreedStop:
         if not self.requested_by:
             self.requested_by, self._requested_at = signal.Signals(number).name, time.monotonic()
 
-    def poll(self) -> bool:
+    def poll(self, within: str = "training") -> bool:
         """True on every rank, at the same step, after any rank got a stop signal or its task asked to end the run.
 
         The task's wish counts from the next poll on, on one process too: the step does not depend on how many ranks.
+        within: where the rank is; polls come at another pace elsewhere.
         """
-        if self._exchange is not None:
-            self._exchange.wait()
-        flag = float(self._flag_on_host[0])
-        self._flag_on_host[0] = own = _SIGNAL if self.requested_by else _TASK if self.ended_by else 0.0
+        own = _SIGNAL if self.requested_by else _TASK if self.ended_by else 0.0
         if self._world.control is None:
-            flag = max(flag, own) if own == _SIGNAL else flag
+            flag = max(float(self._on_host[0]), own) if own == _SIGNAL else float(self._on_host[0])
+            self._on_host[0] = own
         else:
-            self._exchange = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+            flag = self._finish_exchange()
+            self._polls += 1
+            if self._within != within:
+                self._within, self._interval = within, 1
+            if self.every_poll or self._polls >= self._interval:
+                self._start_exchange(own)
         self.agreed, self.by_task = flag > 0, flag == _TASK
         return self.agreed
 
+    def _start_exchange(self, own: float) -> None:
+        now = time.monotonic()
+        self._on_host[:] = own, (now - self._since) / max(self._polls, 1)
+        self._polls, self._since = 0, now
+        self._exchange = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+
+    def _finish_exchange(self) -> float:
+        """What is asked for, by the exchange that is under way; 0 where there is none."""
+        if self._exchange is None:
+            return 0.0
+        self._exchange.wait()
+        self._exchange = None
+        # No more than twice as many polls as before, because the first ones may be the fastest.
+        most = min(2 * self._interval, MOST_POLLS_BETWEEN)
+        self._interval = max(1, min(most, int(SECONDS_BETWEEN / max(float(self._on_host[1]), 1e-6))))
+        return float(self._on_host[0])
+
     def poll_now(self) -> bool:
-        """`poll` without the delay of a step, for places where the ranks wait for each other anyway."""
-        self.poll()
-        return self.poll()
+        """`poll` without a delay, for places where the ranks wait for each other anyway."""
+        self._finish_exchange()  # what it brings, the next one brings again
+        self._interval = 1
+        self.poll(self._within)
+        return self.poll(self._within)
