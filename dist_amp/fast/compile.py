@@ -7,6 +7,7 @@ A block is one of the modules of `task.blocks(model)`, such as a transformer's l
 
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -111,6 +112,9 @@ def _compile_each(config: CompileConfig, module: nn.Module, blocks: Sequence[nn.
     dynamo = private("torch._dynamo.config", None)
     if hasattr(dynamo, "optimize_ddp"):
         dynamo.optimize_ddp = False
+    # The warning about selective checkpointing is once per rank, of a limit that functionalisation has lifted.
+    torch_log = logging.getLogger("torch._higher_order_ops.wrap")
+    torch_log.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
     torch.compiler.reset()  # code that an earlier run in this process compiled counts towards the limit
     # torch counts by the forward's source code, which blocks of one class share, whatever their sizes.
     kinds = len({str(block) for block in blocks})
