@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks that keep only a part of their activations and compute the rest again in backward."""
+"""Activation checkpointing: blocks that keep a part of their activations, and compute the rest again in backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,8 +17,14 @@ Forward = Callable[..., Any]
 
 # What "selective" keeps besides attention: operations that take long for the bytes of their results.
 PRODUCTS = {
-    f"aten::{name}"
-    for name in "mm addmm _addmm_activation linear _scaled_mm _grouped_mm _scaled_grouped_mm convolution".split()
+    "aten::mm",
+    "aten::addmm",
+    "aten::_addmm_activation",
+    "aten::linear",
+    "aten::_scaled_mm",
+    "aten::_grouped_mm",
+    "aten::_scaled_grouped_mm",
+    "aten::convolution",
 }
 BATCHED_PRODUCTS = {"aten::bmm", "aten::baddbmm"}
 LARGEST_HEAD = 256  # the widest head of FlashAttention's kernels (Dao 2023, arXiv:2307.08691)
@@ -45,7 +51,7 @@ def checkpoint_activations(checkpointing: Checkpointing, blocks: Sequence[nn.Mod
 def recomputed(block: nn.Module, selective: bool = False) -> Forward:
     """The block's forward, run again in backward with the same random numbers, autocast and buffers."""
     forward: Forward = block.forward
-    options = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if selective else {}
+    options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if selective else {}
     buffers = Buffers(block)
 
     @wraps(forward)
@@ -121,7 +127,7 @@ class Buffers:
             place, current = (buffer.owner, buffer.name, buffer.is_training), buffer.current
             changed = current is not buffer.tensor or version_of(current) != buffer.version
             if place not in self._writes:
-                changed = changed or not torch.equal(current, buffer.copy)
+                changed = changed or buffer.copy is None or not torch.equal(current, buffer.copy)
             self._writes[place] = self._writes.get(place, False) or changed
             if self._writes[place]:
                 written.append(buffer._replace(copy=current.clone()) if buffer.copy is None else buffer)
@@ -147,8 +153,8 @@ def _second_run(inner: AbstractContextManager[Any], before: list[Buffer]) -> Ite
         if "has been mutated" not in str(error):
             raise
         raise ConfigError(
-            "parallel.activation_checkpointing=selective: a block changes the result of a matrix product, convolution or "
-            "attention in place, as nn.ReLU(inplace=True) does; use inplace=False, or full"
+            "parallel.activation_checkpointing=selective: a block changes the result of a matrix product, convolution "
+            "or attention in place, as nn.ReLU(inplace=True) does; use inplace=False, or full"
         ) from error
     finally:
         for buffer, tensor in zip(before, current, strict=True):
