@@ -2,7 +2,8 @@
 
     python -m dist_amp.commands.local_gpus ARGS      prints "8 --numa-binding=node", or "0" with run.device=cpu in ARGS
 
-ARGS are those of dist_amp.train. GPUs that torch can't use are refused here, once, and not by each rank in each restart.
+ARGS are those of dist_amp.train. GPUs that torch can't use are refused here, once, and not by each rank in each
+restart.
 """
 
 import os

@@ -52,7 +52,9 @@ def why_unused(root: Path = Path("/")) -> str:
             f"{torch.version.cuda}; install driver {oldest} or newer, or torch built for "
             f"CUDA {newest_cuda(driver)}.x (pytorch.org)"
         )
-    return f"{what}but CUDA can't be used ({cuda_error()}); check that `nvidia-smi` works, and reinstall the driver if not"
+    return (
+        f"{what}but CUDA can't be used ({cuda_error()}); check that `nvidia-smi` works, and reinstall the driver if not"
+    )
 
 
 def driver_branch(root: Path = Path("/")) -> int:

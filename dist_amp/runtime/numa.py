@@ -31,7 +31,9 @@ def why_unbound(ranks: int, gpus: int, root: Path = Path("/")) -> str:
         return f"/sys does not show the nodes ({error})"
     for node, count in wanted.items():
         if len(allowed[node]) < count:
-            return f"{count} ranks have their GPU on node {node}, of whose CPUs this process may use {len(allowed[node])}"
+            return (
+                f"{count} ranks have their GPU on node {node}, of whose CPUs this process may use {len(allowed[node])}"
+            )
     one = min(next(iter(allowed.values())))
     tried = subprocess.run(["numactl", f"--physcpubind={one}", "true"], capture_output=True, text=True)
     return f"numactl fails: {tried.stderr.strip()}" if tried.returncode else ""
