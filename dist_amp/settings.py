@@ -8,7 +8,7 @@ from dist_amp.config.range import Range
 Count = Annotated[int, Range(low=1)]
 PositiveFloat = Annotated[float, Range(above=0)]
 Beta = Annotated[float, Range(low=0, below=1)]
-Checkpointing = Annotated[int, Range(low=1)] | Literal["none", "full"]
+Checkpointing = Annotated[int, Range(low=1)] | Literal["none", "full", "selective"]
 Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 
 
@@ -112,8 +112,8 @@ class ParallelConfig:
     """fsdp, hsdp: reduce gradients after the last micro-batch only (holds 4 bytes per parameter unsharded on each
     rank), or after every one (holds 4 / world_size bytes, and sends up to twice as much: docs/collectives.md)."""
     activation_checkpointing: Checkpointing = "none"
-    """Blocks that recompute their activations in backward: none, full (all), or every n-th. full keeps one block's
-    activations and the inputs of all, for about a third more computation."""
+    """Blocks that recompute activations in backward: none, full (all), selective (all, but not products and attention),
+    or every n-th. full keeps the blocks' inputs, for about a third more computation; selective costs hardly any."""
     cpu_offload: bool = False
     """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; costs a host read per step."""
 

@@ -21,6 +21,8 @@ esac
 processes=$((gpus > 0 ? gpus : 2))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) > processes ? $(nproc) / processes : 1))}"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}" # seconds for saving after a signal
+alloc="${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-${PYTORCH_HIP_ALLOC_CONF:-expandable_segments:True}}}"
+export PYTORCH_ALLOC_CONF="$alloc" # unless the environment has another: GPU memory fragments less
 
 # --local-addr, because --standalone hangs without a message if the host name does not resolve.
 # --signals-to-handle forwards the signals to the ranks, which save and exit; SIGUSR1 would otherwise end only torchrun.

@@ -38,6 +38,8 @@ sys.path.insert(0, os.getcwd())  # as python -m does: for my_file:MyTask
 try:
     config = load_config(words)  # reports a mistake before Ray starts anything
     settings = {name: value for name, value in os.environ.items() if name.startswith("DIST_AMP_")}
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):
+        settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # GPU memory fragments less
     ray.init(runtime_env={"env_vars": settings | {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}})  # or it prints twice
     kind = "GPU" if config.run.device != "cpu" and "GPU" in ray.cluster_resources() else "CPU"
     if not (have := int(ray.cluster_resources()[kind])) >= given.workers > 0:  # Ray would wait forever

@@ -31,6 +31,7 @@ FP32, BF16 = ["--use_amp", "false"], ["--precision.dtype", "bf16"]
 COMPILED = ["--compile.blocks", "true", "--compile.backend", "aot_eager"]
 INDUCTOR = ["--compile.blocks", "true"]
 FULL = ["--parallel.activation_checkpointing", "full"]
+SELECTIVE = ["--parallel.activation_checkpointing", "selective"]
 EVERY_SECOND = ["--parallel.activation_checkpointing", "2"]
 TOKENS, CHUNK = 64, 20  # of a micro-batch; at a time: the last chunk is smaller
 
@@ -97,12 +98,14 @@ SETTINGS = {
     "compiled": ("off", COMPILED, 0.0),
     "full": ("off", FULL, 0.0),
     "every_second": ("off", EVERY_SECOND, 0.0),
+    "selective": ("off", SELECTIVE, 0.0),
+    "selective_compiled": ("off", [*SELECTIVE, *COMPILED], 0.0),
     "chunked": (CHUNK, [], 1e-6),
     "all": (CHUNK, [*COMPILED, *EVERY_SECOND], 1e-6),
 }
 
 
-QUICK = {("all", "fsdp"), *((name, "fsdp") for name in ("full", "every_second", "chunked"))}
+QUICK = {("all", "fsdp"), *((name, "fsdp") for name in ("full", "selective", "every_second", "chunked"))}
 
 
 def cells(names, strategies, quick=QUICK):
@@ -117,7 +120,9 @@ def test_each_setting_and_all_together_give_the_gradients_of_none_in_float32(nam
     assert max(errors(strategy, Bytes(chunk), [*FP32, *words])) <= bound
 
 
-@pytest.mark.parametrize(("name", "strategy"), cells(["full", "chunked", "all"], ["ddp", "fsdp"], {("all", "fsdp")}))
+@pytest.mark.parametrize(
+    ("name", "strategy"), cells(["full", "selective", "chunked", "all"], ["ddp", "fsdp"], {("all", "fsdp")})
+)
 def test_they_do_in_bf16_within_its_rounding(name, strategy):
     chunk, words, bound = SETTINGS[name]
     # The head's gradient is then a sum of one bf16 matrix per chunk, and each partial sum is rounded by 2^-9 of it.
@@ -127,7 +132,7 @@ def test_they_do_in_bf16_within_its_rounding(name, strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("more", [[], FULL], ids=["compiled", "and_recomputed"])
+@pytest.mark.parametrize("more", [[], FULL, SELECTIVE], ids=["compiled", "and_recomputed", "and_in_part"])
 def test_inductors_code_gives_the_gradients_of_none(strategy, more):
     # Its kernels sum in another order, and fused ones keep float32 where bf16 would be rounded to in between: in bf16
     # both are about as far from float32, so from one another at most twice as far as plain bf16 is.
@@ -138,9 +143,10 @@ def test_inductors_code_gives_the_gradients_of_none(strategy, more):
 
 
 @pytest.mark.parametrize("more", [[], pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["as_written", "compiled"])
-def test_what_is_recomputed_draws_the_same_dropout(more):
+@pytest.mark.parametrize("setting", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_what_is_recomputed_draws_the_same_dropout(setting, more):
     task = Bytes(dropout=0.5)
-    assert errors("ddp", task, [*FP32, *FULL, *more], task, more) == [0.0, 0.0]
+    assert errors("ddp", task, [*FP32, *setting, *more], task, more) == [0.0, 0.0]
 
 
 @pytest.mark.slow
@@ -410,7 +416,11 @@ class NoBlocks(Tiny):
         (Bytes(), ["--parallel.activation_checkpointing", 4], "=4 is more than the model's 3 blocks; use 1 to 3, or"),
         (NoBlocks(), FULL, "=full: the model has no blocks; add `def blocks(self, model)` to the task, or use none"),
         (Tiny(), ["--parallel.activation_checkpointing", 0], "activation_checkpointing=0 on the command line must be"),
-        (Tiny(), ["--parallel.activation_checkpointing", "half"], "is not a whole number or one of none, full"),
+        (
+            Tiny(),
+            ["--parallel.activation_checkpointing", "half"],
+            "is not a whole number or one of none, full, selective",
+        ),
         (Tiny(), ["--compile.mode", "fast"], "compile.mode=fast on the command line is not one of default, reduce-"),
         (Tiny(), ["--compile.fullgraph", "maybe"], "fullgraph=maybe on the command line is not true or false or"),
         (Tiny(), [*INDUCTOR, "--compile.backend", "inducter"], "=inducter is unknown to torch"),

@@ -188,6 +188,12 @@ def test_the_dockerfile_names_no_host_and_checks_no_health():
     assert "://" not in text
 
 
+def test_the_image_has_what_a_gpu_node_needs_besides_the_wheels():
+    text = (ROOT / "Dockerfile").read_text()
+    for package in ("gcc", "numactl", "rdma-core", "libibverbs1", "ibverbs-providers", "librdmacm1", "iproute2"):
+        assert re.search(rf"^    .*\b{package}\b", text, re.M), package
+
+
 # ---- the image ----
 
 
@@ -195,11 +201,18 @@ def test_the_dockerfile_names_no_host_and_checks_no_health():
 @needs_an_engine
 def test_the_image_holds_the_project_and_nothing_of_this_machine(engine):
     listed = engine.inside(
-        "sh", "-c", "id -u; stat -c %u runs; command -v ip; ls -A . runs; find . -name __pycache__; cat /etc/pip.conf"
+        "sh",
+        "-c",
+        "id -u; stat -c %u runs; command -v ip; command -v gcc; command -v numactl; "
+        "ldconfig -p | grep -c -E 'lib(ibverbs|rdmacm|mlx5)'; ls -A . runs; find . -name __pycache__; "
+        "cat /etc/pip.conf",
     ).stdout
-    user, owner, ip, *names = listed.splitlines()
+    user, owner, ip, compiler, numactl, rdma, *names = listed.splitlines()
     assert (user, owner) == ("1000", "1000")
     assert ip.endswith("/ip"), "launch/many_nodes.sh needs it"
+    assert compiler.endswith("/gcc"), "Triton needs it"
+    assert numactl.endswith("/numactl"), "torchrun needs it to bind ranks"
+    assert int(rdma) >= 3, "NCCL loads them for InfiniBand and RoCE"
     assert {"dist_amp", "launch", "tests", "configs", "runs"} <= set(names)
     assert not {".venv", ".git", ".env", "old", "./dist_amp/__pycache__"} & set(names)
     assert "[global]" not in names, "pip's settings were lent, not kept"

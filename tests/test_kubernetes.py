@@ -105,6 +105,18 @@ def test_the_jobs_runtime_is_the_one_beside_it_and_starts_all_pods_again_when_on
     assert int(told["PET_SHUTDOWN_TIMEOUT"]) < pods_of(RUNTIME)["terminationGracePeriodSeconds"], "killed else"
 
 
+def test_the_job_may_pin_memory_has_shared_memory_and_says_where_rdma_is_requested():
+    pod = pods_of(RUNTIME)
+    (node,) = pod["containers"]
+    assert node["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    shared = next(volume for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory")
+    assert {"name": shared["name"], "mountPath": "/dev/shm"} in node["volumeMounts"]
+    settings = {variable["name"]: variable["value"] for variable in JOB["spec"]["trainer"]["env"]}
+    assert settings["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    text = (ROOT / "launch/kubernetes.yaml").read_text()
+    assert all(name in text for name in ("rdma/hca_shared_devices_a", "rdma/ib", "vpc.amazonaws.com/efa"))
+
+
 def test_tensorboard_listens_inside_its_pod_alone():
     assert "--host" not in pods_of(TENSORBOARD)["containers"][0]["command"]
     assert "--bind_all" not in pods_of(TENSORBOARD)["containers"][0]["command"]

@@ -37,8 +37,8 @@ def test_the_line_has_the_request_what_takes_the_rest_and_the_settings_that_fit(
         "rank 3 ran out of GPU memory in step 1: asked for 2.00 GiB more than the 78.00 GiB in use, of 79.00 GiB "
         "available; parameters take 1.50 GiB, gradients 1.50 GiB, optimizer state 3.00 GiB, a micro-batch of 32 at "
         "least 74.00 GiB; use train.micro_batch_size=16 instead of 32 (with train.accumulation_steps=2 a step stays "
-        "the same), or parallel.activation_checkpointing=full, or parallel.strategy=fsdp (768.00 MiB of the model "
-        "on each)"
+        "the same), or parallel.activation_checkpointing=selective or full, or parallel.strategy=fsdp (768.00 MiB of "
+        "the model on each)"
     )
 
 
@@ -78,19 +78,19 @@ def test_a_global_batch_that_is_set_keeps_the_step_as_it_is():
     ("changes", "expected"),
     [
         # 48 GiB of state, already sharded.
-        ({"strategy": "fsdp", "optimizer_state": 45 * GIB, "micro_batch_size": 1, "checkpointed": True},
+        ({"strategy": "fsdp", "optimizer_state": 45 * GIB, "micro_batch_size": 1, "checkpointing": "full"},
          ["parallel.cpu_offload=true (which moves 48.00 GiB of each rank to the host)",
           "a smaller model, or more ranks"]),
         # One GPU: FSDP would need a second.
-        ({"world": World(device=torch.device("cuda", 0)), "optimizer_state": 45 * GIB, "checkpointed": True},
+        ({"world": World(device=torch.device("cuda", 0)), "optimizer_state": 45 * GIB, "checkpointing": "full"},
          ["train.micro_batch_size=16 instead of 32 (with train.accumulation_steps=2 a step stays the same)",
           "parallel.strategy=fsdp over 2 ranks (24.00 GiB of the model on each)"]),
         # 700 GiB before the first step, with 8 GPUs of 75 GiB to use.
         ({"parameters": 175 * GIB, "gradients": 175 * GIB, "optimizer_state": 350 * GIB, "micro_batch_size": 0},
          ["parallel.strategy=fsdp over 10 ranks (70.00 GiB of the model on each)", "a smaller model"]),
         # Free memory in fragments.
-        ({"unused": 9 * GIB, "checkpointed": True, "micro_batch_size": 1, "optimizer_state": 0, "strategy": "fsdp"},
-         ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment (9.00 GiB are reserved but fragmented)",
+        ({"unused": 9 * GIB, "checkpointing": "full", "micro_batch_size": 1, "optimizer_state": 0, "strategy": "fsdp"},
+         ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment (9.00 GiB are reserved but fragmented)",
           "a smaller model, or more ranks"]),
     ],
 )  # fmt: skip

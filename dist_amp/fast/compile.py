@@ -10,9 +10,11 @@ A block is one of the modules of `task.blocks(model)`, such as a transformer's l
 
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
@@ -60,7 +62,7 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
         return
     if missing := _missing_compiler(world.device):
         raise ConfigError(
-            f"compile.backend=inductor needs {missing}; install one, or use compile.backend=aot_eager (no faster than "
+            f"compile.backend=inductor needs {missing}; install it, or use compile.backend=aot_eager (no faster than "
             "without) or compile.blocks=false"
         )
     if config.mode in CUDA_GRAPHS and strategy in ("fsdp", "hsdp"):
@@ -84,13 +86,23 @@ def _missing_compiler(device: torch.device) -> str:
     """
     if device.type == "cuda":
         has_triton = private("torch.utils._triton.has_triton", lambda: importlib.util.find_spec("triton") is not None)
-        return "" if has_triton() else f"Triton on {torch.cuda.get_device_name(device)}"
+        return _missing_for_triton() if has_triton() else f"Triton on {torch.cuda.get_device_name(device)}"
     missing = "a C++ compiler on a CPU (g++, or the one that CXX names)"
     find = private("torch._inductor.cpp_builder.get_cpp_compiler", lambda: shutil.which(os.environ.get("CXX", "g++")))
     try:
         return "" if find() else missing
     except private("torch._inductor.exc.InvalidCxxCompiler", RuntimeError):
         return missing
+
+
+def _missing_for_triton() -> str:
+    """What Triton compiles the launchers of its kernels with, at run time: a C compiler, and Python's headers."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    if not any(shutil.which(name) for name in names):
+        return f"a C compiler for Triton ({' or '.join(names)}, or the one that CC names)"
+    scheme = sysconfig.get_default_scheme()  # Debian's posix_local has no headers of its own
+    include = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    return "" if Path(include, "Python.h").exists() else f"{include}/Python.h for Triton (Debian: python3-dev)"
 
 
 def prepare_blocks(
@@ -124,6 +136,9 @@ def _compile_each(config: CompileConfig, module: nn.Module, blocks: Sequence[nn.
     dynamo = private("torch._dynamo.config", None)
     if hasattr(dynamo, "optimize_ddp"):
         dynamo.optimize_ddp = False
+    # The warning about selective checkpointing is once per rank, of a limit that functionalisation has lifted.
+    torch_log = logging.getLogger("torch._higher_order_ops.wrap")
+    torch_log.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
     torch.compiler.reset()  # code that an earlier run in this process compiled counts towards the limit
     # torch counts by the forward's source code, which blocks of one class share, whatever their sizes.
     kinds = len({str(block) for block in blocks})

@@ -152,9 +152,23 @@ def _post_backward(group: Any, post_backward: Any, *unused: Any) -> None:
         trained = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.unsharded_param.requires_grad]
         for p in trained:
             if p.unsharded_param.grad is None and p.unsharded_accumulated_grad is None:
-                p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
-        if any(p.unsharded_accumulated_grad is not None for p in trained):
-            for p in trained:  # all in the dtype of the reduction, in which earlier micro-batches were added up
+                dtype = getattr(p.unsharded_param, "grad_dtype", None)
+                p.unsharded_param.grad = torch.zeros_like(p.unsharded_param, dtype=dtype)
+        # All in the dtype of the reduction, in which earlier micro-batches were added up.
+        if not all(hasattr(p, "accumulate_unsharded_grad_if_needed") for p in trained):
+            _cast_to_one_dtype([p.unsharded_param for p in trained])
+        elif any(p.unsharded_accumulated_grad is not None for p in trained):
+            for p in trained:
                 p.accumulate_unsharded_grad_if_needed()
                 p.to_accumulated_grad_if_needed()
     post_backward(*unused)
+
+
+def _cast_to_one_dtype(parameters: Sequence[Any]) -> None:
+    """For torch 2.15, which adds micro-batches up in `grad` itself: in float32, if more than one had a gradient."""
+    dtypes = {p.grad.dtype for p in parameters}
+    if len(dtypes) > 1:
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        for p in parameters:
+            p.grad_dtype = None  # allows any
+            p.grad = p.grad.to(widest)

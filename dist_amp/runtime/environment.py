@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dist_amp.errors import ConfigError
+from dist_amp.runtime.machine import check_architecture, check_gpus_are_used, why_unused
 from dist_amp.settings import RunConfig
 
 
@@ -41,8 +42,10 @@ def place_of(config: RunConfig) -> Place:
         rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device=cuda, but torch finds no GPU; use run.device=cpu")
+    if config.device != "cpu" and not torch.cuda.is_available():
+        if config.device == "cuda":
+            raise ConfigError(f"run.device=cuda, but {why_unused() or 'torch finds no GPU'}; use run.device=cpu")
+        check_gpus_are_used()
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     gpus = torch.cuda.device_count() if on_gpu else 0
     # Launchers other than torchrun may not say how the ranks fall on machines: then one rank per GPU.
@@ -55,4 +58,6 @@ def place_of(config: RunConfig) -> Place:
             f"use --nproc_per_node={gpus}, or --run.device cpu"
         )
     device = torch.device("cuda", local_rank % gpus) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        check_architecture(device)
     return Place(rank, local_rank, world_size, local_world_size, device)

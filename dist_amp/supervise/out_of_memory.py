@@ -52,7 +52,7 @@ class Shortage:
     micro_batch_size: int = 0  # 0: before the first step
     micro_batches: int = 1  # of a rank in a step
     global_batch_size: int = 0  # 0: accumulation_steps is set instead
-    checkpointed: bool = False  # the activations of all blocks
+    checkpointing: str = "none"  # parallel.activation_checkpointing
     offloaded: bool = False
     unused: int = 0  # reserved by the allocator in fragments
     outside_torch: int = 0  # of the device: other processes, NCCL
@@ -135,7 +135,7 @@ def suggestions(short: Shortage) -> list[str]:
     found = []
     if short.unused > short.requested > 0:
         found.append(
-            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment ({size(short.unused)} are reserved "
+            f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment ({size(short.unused)} are reserved "
             "but fragmented)"
         )
     if count := short.fitting_micro_batch:
@@ -145,8 +145,9 @@ def suggestions(short: Shortage) -> list[str]:
         found.append(
             f"train.micro_batch_size={count} instead of {short.micro_batch_size} (with {same} a step stays the same)"
         )
-    if short.micro_batch_size and not short.checkpointed:
-        found.append("parallel.activation_checkpointing=full")
+    if short.micro_batch_size and short.checkpointing != "full":
+        less = "selective or full" if short.checkpointing == "none" else "full"
+        found.append(f"parallel.activation_checkpointing={less}")
     sharded = short.strategy in ("fsdp", "hsdp")
     if sharded and short.on_gpu and not short.offloaded and short.state > NEGLIGIBLE * short.capacity:
         found.append(f"parallel.cpu_offload=true (which moves {size(short.state)} of each rank to the host)")
@@ -183,7 +184,7 @@ def shortage(error: BaseException, config: Config, world: World, run: Run | None
         capacity=capacity,
         peak=memory_bytes(world.device)[0],
         requested=int(float(found[1]) * _UNITS[found[2]]) if found else 0,
-        checkpointed=config.parallel.activation_checkpointing == "full",
+        checkpointing=str(config.parallel.activation_checkpointing),
         offloaded=config.parallel.cpu_offload,
         unused=unused,
         outside_torch=outside_torch,

@@ -1,0 +1,38 @@
+"""What launch/*.sh ask before torchrun: the number of this machine's GPUs, and how its ranks are bound to CPUs.
+
+    python -m dist_amp.commands.local_gpus ARGS      prints "8 --numa-binding=node", or "0" with run.device=cpu in ARGS
+
+ARGS are those of dist_amp.train. GPUs that torch can't use are refused here, once, and not by each rank in each
+restart.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from dist_amp.commands.command_line import exit_status
+from dist_amp.config.sources import Setting, collect
+from dist_amp.runtime.machine import check_gpus_are_used
+from dist_amp.runtime.numa import has_nodes, why_unbound
+
+
+def ask(words: Sequence[str]) -> None:
+    """Print the number of GPUs that ranks will use, and torchrun's option where binding works."""
+    settings = collect([word for word in words if word != "-h"])
+    device = settings.get("run.device", Setting(("auto",), "by default")).words[:1]
+    gpus = 0 if device == ("cpu",) else torch.cuda.device_count()
+    if not gpus and device == ("auto",):
+        check_gpus_are_used()
+    binding = ""
+    if gpus and has_nodes():
+        reason = why_unbound(int(os.environ.get("NPROC_PER_NODE") or gpus), gpus)
+        binding = "" if reason else "--numa-binding=node"
+        if reason:
+            print(f"numa   ranks are not bound to the CPUs near their GPUs: {reason}", file=sys.stderr)
+    print(gpus, binding)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(ask, None))

@@ -1,0 +1,243 @@
+"""What blocks that recompute in backward keep, and that gradients and buffers stay as they are without."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_blocks import (  # noqa: F401
+    BF16,
+    COMPILED,
+    EVERY_SECOND,
+    FP32,
+    FULL,
+    SELECTIVE,
+    Bytes,
+    bytes_run,
+    nothing_compiled_yet,
+)
+from tiny import Rows, Tiny, make_run, take_steps
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dist_amp.bench.activations import kept_and_flops, measure
+from dist_amp.errors import ConfigError
+from dist_amp.runtime.recompute import policy, recomputed
+from dist_amp.verify.cells import capture
+from dist_amp.world import World
+
+STRATEGIES = {"single": 1, "ddp": 2}
+
+
+class ConvNet(Tiny):
+    """Three convolutions, each a block. Batch: x [B, 4, 6, 6], y [B]."""
+
+    def __init__(self, norm=True, inplace=False):
+        super().__init__()
+        self.norm, self.inplace = norm, inplace
+
+    def build_model(self):
+        return nn.Sequential(*(self.block() for _ in range(3)), nn.Flatten(), nn.Linear(144, 1))
+
+    def block(self):
+        norm = [nn.BatchNorm2d(4)] if self.norm else []
+        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), *norm, nn.ReLU(self.inplace), nn.Dropout(0.3))
+
+    def blocks(self, model):
+        return list(model)[:3]
+
+    def build_dataset(self, split):
+        x = torch.randn(64, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+        return Rows(x=x, y=x.flatten(1).sum(1).sin(), counts=torch.ones(64))
+
+
+def gradients_and_buffers(world, task, words):
+    """Of two steps: unscaled gradients on rank 0, then the buffers."""
+    run = make_run(world, task, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2, *words)
+    states = capture(run)
+    take_steps(run, 2)
+    gradients = [value for state in states for value in state.gradients.values()]
+    return [*gradients, *(buffer.clone() for buffer in run.parallel.module.buffers())]
+
+
+def equal(ones, others):
+    return len(ones) == len(others) > 0 and all(map(torch.equal, ones, others))
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["as_written", "compiled"])
+@pytest.mark.parametrize("setting", [FULL, SELECTIVE], ids=["full", "selective"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batch_norm_gathers_its_statistics_once_and_gradients_are_those_of_none(strategy, setting, more):
+    words = ["--parallel.strategy", strategy, *FP32, *more]
+    plain, mine = (
+        on_ranks(STRATEGIES[strategy], gradients_and_buffers, ConvNet(), [*words, *setting])[0]
+        for setting in ([], setting)
+    )
+    assert equal(mine, plain)  # to the bit: the same operations on the same numbers
+
+
+class Codebook(nn.Module):
+    """Reads a buffer in its forward, and changes it: by assignment, and not in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        y = torch.sin(self.linear(x) * self.mean)
+        if self.calls % 2 == 0:
+            self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+        self.calls += 1
+        return y
+
+
+def codebook_after(rounds, wrap):
+    torch.manual_seed(0)
+    block = Codebook()
+    if wrap:
+        block.forward = recomputed(block)
+    for _ in range(rounds):
+        block(torch.randn(4, 8)).square().sum().backward()
+    return [block.linear.weight.grad, block.mean, block.calls]
+
+
+def test_the_second_run_reads_the_buffers_that_the_first_one_read():
+    assert equal(codebook_after(4, wrap=True), codebook_after(4, wrap=False))
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.counts = False
+
+    def forward(self, x):
+        if self.counts:
+            self.count += 1
+        return x.sin()
+
+
+def test_a_buffer_that_is_first_written_to_later_is_still_updated_once():
+    block = Counter()
+    block.forward = recomputed(block)
+    for block.counts in (False, True, True):
+        block(torch.ones(2, requires_grad=True)).sum().backward()
+    assert block.count.item() == 2
+
+
+class Attention(nn.Module):
+    """[B, T, C] -> the same: attention and a product, each followed by dropout."""
+
+    def __init__(self, dropout=0.3):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.dropout = dropout
+
+    def forward(self, x):
+        query, key, value = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
+        y = self.out(y.transpose(1, 2).flatten(2))
+        return F.dropout(x + y, self.dropout)
+
+
+def attended(wrap, dropout):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention(dropout) for _ in range(2)))
+    for block in model if wrap else ():
+        block.forward = recomputed(block, selective=True)
+    model(torch.randn(2, 6, 16)).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_dropout_in_attention_and_after_it_gives_the_gradients_of_none(dropout):
+    assert equal(attended(True, dropout), attended(False, dropout))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def recomputed_names(block, *inputs):
+    """What the second run of a block computes."""
+    block.forward = recomputed(block, selective=True)
+    loss = block(*inputs).square().sum()
+    with Operations() as operations:
+        loss.backward()
+    return [name for name in operations.names if "backward" not in name]
+
+
+def test_attention_and_convolutions_are_kept_and_what_is_cheap_is_recomputed():
+    x = torch.randn(2, 6, 16, requires_grad=True)
+    names = recomputed_names(Attention(dropout=0.0), x)
+    assert not [name for name in names if "attention" in name or "addmm" in name]
+    picture = torch.randn(2, 4, 6, 6, requires_grad=True)
+    names = recomputed_names(nn.Sequential(nn.Conv2d(4, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3), nn.Sigmoid()), picture)
+    assert "aten::gelu" in names
+    assert "aten::convolution" not in names
+
+
+KERNELS = ("flash", "efficient", "cudnn")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_that_draws_random_numbers_is_recomputed_since_skipping_it_would_shift_the_later_ones(kernel):
+    operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
+    before_dropout = ("q", "k", "v") if kernel == "flash" else ("q", "k", "v", None, True)
+    assert policy(None, operation, *before_dropout, 0.0, True, scale=0.5) is CheckpointPolicy.MUST_SAVE
+    assert policy(None, operation, *before_dropout, is_causal=True) is CheckpointPolicy.MUST_SAVE
+    assert policy(None, operation, *before_dropout, 0.1, True, scale=0.5) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert policy(None, operation, *before_dropout, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Scores(nn.Module):
+    """Attention as a head of width 8 writes it without the fused kernel: [B, T, 8] -> the same."""
+
+    def forward(self, x):
+        scores = torch.bmm(x, x.transpose(1, 2))
+        return torch.bmm(scores.softmax(-1), x).sin()
+
+
+@pytest.mark.parametrize(("length", "times"), [(64, 1), (4, 0)])
+def test_scores_larger_than_what_they_are_made_of_are_recomputed(length, times):
+    plain, mine = Scores(), Scores()
+    x, y = (torch.randn(2, length, 8, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    with Operations() as operations:
+        plain(x).square().sum().backward()
+    again = recomputed_names(mine, y)
+    forward = 2
+    assert again.count("aten::bmm") == operations.names.count("aten::bmm") - forward + times
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_a_product_that_is_changed_in_place_is_refused_in_one_line():
+    run = make_run(World(), ConvNet(norm=False, inplace=True), *FP32, *SELECTIVE)
+    with pytest.raises(ConfigError, match=r"activation_checkpointing=selective: .* use inplace=False, or full$"):
+        take_steps(run, 1)
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_selective_lies_between_full_and_none_in_memory_and_recomputes_hardly_any_arithmetic(precision):
+    none, half, selective, full = (
+        kept_and_flops(bytes_run(World(), Bytes(layers=4), *precision, *words))
+        for words in ([], EVERY_SECOND, SELECTIVE, FULL)
+    )
+    assert full[0] < selective[0] < 0.75 * none[0]
+    assert full[0] < half[0] < none[0]
+    assert none[1] == selective[1] < half[1] < full[1]
+
+
+def test_the_bench_prints_a_line_per_setting(capsys):
+    measure(bytes_run(World(), Bytes()))
+    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " keeps " in line]
+    assert lines == ["none", "selective", "2", "full"]
