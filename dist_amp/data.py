@@ -9,9 +9,9 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, tee
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from dist_amp.config.validate import check_length
 from dist_amp.errors import DataError
 from dist_amp.runtime.loader import Fetch, Request, load
 from dist_amp.runtime.nested import to_device
+from dist_amp.runtime.permutation import Order, epoch_order, look_up, shuffled_order
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
@@ -41,16 +42,8 @@ class Shard:
     counts: bool = True  # False: padding
 
 
-def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """The samples' order in one epoch: [length] int64."""
-    if not shuffle:
-        return torch.arange(length)
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(length, generator=generator)
-
-
 def shard_step(window: Sequence[int], world_size: int, micro_batch_size: int, rank: int) -> list[Shard]:
-    """One step's samples -> this rank's micro-batches: the same number on every rank.
+    """One step's samples, or positions -> this rank's micro-batches: the same number on every rank.
 
     None has a single sample, on which batch norm fails, if they can be split otherwise; some ranks get padding instead.
     """
@@ -76,19 +69,22 @@ class Plan:
     world_size: int
     rank: int
     seed: int
-    shuffle: bool
+    order: Order
     drop_last: bool = False  # leave out the last step of an epoch if it is not full
 
     def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
         """(samples consumed after the step, micro-batches) from `position` on, epoch after epoch without end."""
         epoch, offset = divmod(position, self.length)
+        size, full = self.global_batch_size, self.global_batch_size if self.drop_last else 1
         while True:
-            order = epoch_order(self.length, self.seed, epoch, self.shuffle)
-            while offset + (self.global_batch_size if self.drop_last else 1) <= self.length:
-                window = order[offset : offset + self.global_batch_size].tolist()
-                offset += len(window)
-                shards = shard_step(window, self.world_size, self.micro_batch_size, self.rank)
-                yield epoch * self.length + offset, shards
+            starts = range(offset, self.length - full + 1, size)
+            windows = (range(start, min(start + size, self.length)) for start in starts)
+            steps, again = tee(shard_step(one, self.world_size, self.micro_batch_size, self.rank) for one in windows)
+            order = epoch_order(self.order, self.length, self.seed, epoch)
+            samples = look_up(order, ([shard.indices for shard in step] for step in again))
+            for start, step, indices in zip(starts, steps, samples, strict=True):
+                shards = [replace(shard, indices=own) for shard, own in zip(step, indices, strict=True)]
+                yield epoch * self.length + min(start + size, self.length), shards
             epoch, offset = epoch + 1, 0
 
     def requests(self, position: int, limit: int | None) -> Iterator[Request]:
@@ -222,7 +218,8 @@ def build_batches(
     length = len(dataset) if dataset is not None else 0
     check_length(length, micro_batch_size, accumulation_steps, world)
     ranks = (world.world_size, world.rank)
-    plan = Plan(length, global_batch_size, micro_batch_size, *ranks, seed, config.shuffle, config.drop_last)
+    order = shuffled_order(length) if config.shuffle else "dataset"
+    plan = Plan(length, global_batch_size, micro_batch_size, *ranks, seed, order, config.drop_last)
     return Batches(dataset, task, plan, config.workers, world.device)
 
 
@@ -233,5 +230,5 @@ def build_validation(
     if dataset is None or len(dataset) == 0:
         return None
     window = micro_batch_size * world.world_size
-    plan = Plan(len(dataset), window, micro_batch_size, world.world_size, world.rank, seed=0, shuffle=False)
+    plan = Plan(len(dataset), window, micro_batch_size, world.world_size, world.rank, seed=0, order="dataset")
     return Batches(dataset, task, plan, config.workers, world.device, split="validation")
