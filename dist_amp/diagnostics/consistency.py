@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_amp.data import Padding
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.fast.fused import local
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import batch_statistics
-from dist_amp.runtime.nested import leaves
+from dist_amp.runtime.nested import tensors
 from dist_amp.telemetry.async_copy import StepReport
 from dist_amp.telemetry.metrics import LogRow
 from dist_amp.telemetry.observer import Observer
@@ -284,8 +285,8 @@ def hash_tensor(tensor: Tensor) -> Tensor:
 def hash_samples(micro_batches: Iterable[Any], device: torch.device) -> Tensor:
     """A hash of what a step was fed: scalar int64 on the device, without waiting for it; padding is left out."""
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for leaf in leaves(list(micro_batches)):
-        if isinstance(leaf, Tensor) and _is_strided(leaf):
+    for leaf in tensors([batch for batch in micro_batches if not isinstance(batch, Padding)]):
+        if _is_strided(leaf):
             flat = leaf.reshape(-1)
             total += hash_tensor(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)]).to(device)
     return total
