@@ -81,9 +81,9 @@ class World:
     def gather(self, row: Tensor) -> Tensor:
         """[...] on each rank -> [world_size, ...] on every rank, on the device or the host as the row is."""
         rows = row.new_empty(self.world_size, *row.shape)
-        if self.control is None:
+        if self.control is None or not row.numel():
             return rows.copy_(row)
-        dist.all_gather(list(rows.unbind()), row, group=None if row.is_cuda else self.control)
+        dist.all_gather_into_tensor(rows.view(-1), row.reshape(-1), group=None if row.is_cuda else self.control)
         return rows
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -162,9 +163,10 @@ def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
 def check_metrics_agree(row: LogRow) -> None:
     """Errors: NumericsError for a global metric that is not the same on all ranks."""
     for name in GLOBAL_METRICS:
-        values = [str(rank[name]) for rank in row.ranks]
-        if len(set(values)) > 1:
-            rank = next(r for r, value in enumerate(values) if value != values[0])
+        values = row.column(name)
+        differs = (values != values[0]) & ~(np.isnan(values) & np.isnan(values[0]))
+        if differs.any():
+            rank = int(differs.argmax())
             raise NumericsError(
                 f"step {row.step}: {name} is {values[rank]} on rank {rank} and {values[0]} on rank 0; all ranks must "
                 "take one decision: from sums over all ranks, never from one rank's gradients"
