@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dist_amp.fast.process_group import abort_process_groups
+from dist_amp.fast.process_group import abort_process_groups, all_gather_single
 from dist_amp.runtime.environment import place_of
 from dist_amp.runtime.process import configure_logging
 from dist_amp.runtime.rendezvous import joined, rendezvous
@@ -83,7 +83,7 @@ class World:
         rows = row.new_empty(self.world_size, *row.shape)
         if self.control is None or not row.numel():
             return rows.copy_(row)
-        dist.all_gather_into_tensor(rows.view(-1), row.reshape(-1), group=None if row.is_cuda else self.control)
+        all_gather_single(rows.view(-1), row.reshape(-1), group=None if row.is_cuda else self.control)
         return rows
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -162,14 +162,17 @@ def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
 
 def check_metrics_agree(row: LogRow) -> None:
     """Errors: NumericsError for a global metric that is not the same on all ranks."""
-    for name in GLOBAL_METRICS:
-        values = row.column(name)
-        differs = (values != values[0]) & ~(np.isnan(values) & np.isnan(values[0]))
-        if differs.any():
-            rank = int(differs.argmax())
+    values = row.columns(GLOBAL_METRICS)
+    differs = values != values[0]
+    if not differs.any():
+        return
+    differs &= ~(np.isnan(values) & np.isnan(values[0]))
+    for name, own, odd in zip(GLOBAL_METRICS, values.T, differs.T, strict=True):
+        if odd.any():
+            rank = int(odd.argmax())
             raise NumericsError(
-                f"step {row.step}: {name} is {values[rank]} on rank {rank} and {values[0]} on rank 0; all ranks must "
-                "take one decision: from sums over all ranks, never from one rank's gradients"
+                f"step {row.step}: {name} is {own[rank]} on rank {rank} and {own[0]} on rank 0; all ranks must take "
+                "one decision: from sums over all ranks, never from one rank's gradients"
             )
 
 

@@ -6,6 +6,9 @@ Only the abort uses a private name of torch's. `dist.group.WORLD` and its method
 import torch.distributed as dist
 from torch import Tensor
 
+# torch's name for it before 2.13, which warns there.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def shared_store() -> dist.Store:  # type: ignore[name-defined]
     """The key-value store of the default process group, which works where collectives do not."""

@@ -9,7 +9,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,6 +72,10 @@ class LogRow:
     def column(self, name: str) -> np.ndarray:
         """A metric of every rank: [ranks]."""
         return self.table[:, INDEX[name]]
+
+    def columns(self, names: Sequence[str]) -> np.ndarray:
+        """Some metrics of every rank: [ranks, len(names)]."""
+        return self.table[:, [INDEX[name] for name in names]]
 
     def total(self, name: str) -> float:
         return float(self.column(name).sum())
