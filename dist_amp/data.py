@@ -10,9 +10,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice, tee
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -21,10 +21,10 @@ from dist_amp.config.validate import check_length
 from dist_amp.errors import DataError
 from dist_amp.runtime.loader import Fetch, Request, load
 from dist_amp.runtime.nested import to_device
-from dist_amp.runtime.permutation import Order, epoch_order, look_up, shuffled_order
+from dist_amp.runtime.permutation import Order, epoch_order, shuffled_order
 from dist_amp.runtime.prefetch import Copies, Fetched
 from dist_amp.runtime.random_state import seed_all
-from dist_amp.runtime.shards import Shard, shard_step
+from dist_amp.runtime.shards import Shard, look_up, shard_step
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
 from dist_amp.world import World
@@ -57,11 +57,9 @@ class Plan:
         while True:
             starts = range(offset, self.length - full + 1, size)
             windows = (range(start, min(start + size, self.length)) for start in starts)
-            steps, again = tee(shard_step(one, self.world_size, self.micro_batch_size, self.rank) for one in windows)
+            steps = (shard_step(one, self.world_size, self.micro_batch_size, self.rank) for one in windows)
             order = epoch_order(self.order, self.length, self.seed, epoch)
-            samples = look_up(order, ([shard.indices for shard in step] for step in again))
-            for start, step, indices in zip(starts, steps, samples, strict=True):
-                shards = [replace(shard, indices=own) for shard, own in zip(step, indices, strict=True)]
+            for start, shards in zip(starts, look_up(order, steps), strict=True):
                 yield epoch * self.length + min(start + size, self.length), shards
             epoch, offset = epoch + 1, 0
 

@@ -8,23 +8,19 @@ last sample are permuted again ("cycle walking"). Source: Black and Rogaway 2002
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Order = Literal["dataset", "randperm", "feistel"]
-Groups = list[tuple[int, ...]]
 
 TABLE_LENGTH = 2**16  # half a MiB per rank, made in under a millisecond (measured)
 
 # Each changes one of the two digits. Standards for small domains use 8 (FF3) and 10 (FF1): NIST SP 800-38G.
 ROUNDS = 10
-
-LOOKED_UP = 4096  # positions at a time; the 200 tensor operations of a look-up cost as much for 4,096 as for 8
 
 _LOW_32_BITS = 0xFFFF_FFFF
 
@@ -82,13 +78,3 @@ def _hash_below(digit: Tensor, key: int, base: int) -> Tensor:
     mixed.bitwise_xor_(mixed >> 32).mul_(-0x3B314601E57A13AD)  # 0xc4ceb9fe1a85ec53
     # base is at most 2^31, so that the product with 32 bits stays positive.
     return (mixed >> 32).bitwise_and_(_LOW_32_BITS).mul_(base) >> 32
-
-
-def look_up(order: Callable[[Tensor], Tensor], steps: Iterable[Groups]) -> Iterator[Groups]:
-    """Replace positions by samples, in groups of the same lengths; many steps at a time where they are small."""
-    steps, count = iter(steps), 1
-    while chunk := list(islice(steps, count)):
-        flat = [position for groups in chunk for positions in groups for position in positions]
-        samples = iter(order(torch.tensor(flat)).tolist())
-        yield from ([tuple(islice(samples, len(positions))) for positions in groups] for groups in chunk)
-        count = max(1, LOOKED_UP * len(chunk) // len(flat))
