@@ -18,6 +18,8 @@ from tiny import Tiny, make_run, take_steps
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dist_amp.bench import log_step as log_step_bench
+from dist_amp.bench import order as order_bench
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
@@ -308,3 +310,14 @@ def collectives_of_log_steps(world, folder):
 
 def test_a_log_step_is_one_collective_also_while_a_checkpoint_is_being_written(tmp_path):
     assert on_ranks(2, collectives_of_log_steps, tmp_path) == [([1, 1, 1], [True, True, False])] * 2
+
+
+def test_the_benches_of_a_log_step_and_of_the_order_run():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    try:
+        with patch.object(log_step_bench, "ROUNDS", 3):
+            assert all(seconds >= 0 for seconds in log_step_bench.measure(64))
+    finally:
+        dist.destroy_process_group()
+    with patch.object(order_bench, "STEPS", 3):
+        assert all(seconds > 0 for seconds in order_bench.measure("feistel", 10**7))
