@@ -8,7 +8,8 @@ resuming needs one number, how many samples were consumed.
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,7 +21,10 @@ from dist_amp.config.validate import check_length
 from dist_amp.errors import DataError
 from dist_amp.runtime.loader import Fetch, Request, load
 from dist_amp.runtime.nested import to_device
+from dist_amp.runtime.permutation import Order, epoch_order, shuffled_order
+from dist_amp.runtime.prefetch import Copies, Fetched
 from dist_amp.runtime.random_state import seed_all
+from dist_amp.runtime.shards import Shard, look_up, shard_step
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
 from dist_amp.world import World
@@ -34,39 +38,6 @@ class Padding:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One micro-batch of one rank, by its samples' indices."""
-
-    indices: tuple[int, ...]
-    counts: bool = True  # False: padding
-
-
-def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """The samples' order in one epoch: [length] int64."""
-    if not shuffle:
-        return torch.arange(length)
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(length, generator=generator)
-
-
-def shard_step(window: Sequence[int], world_size: int, micro_batch_size: int, rank: int) -> list[Shard]:
-    """One step's samples -> this rank's micro-batches: the same number on every rank.
-
-    None has a single sample, on which batch norm fails, if they can be split otherwise; some ranks get padding instead.
-    """
-    length, padding = len(window), tuple(window[: min(2, micro_batch_size)])
-    count = math.ceil(length / (world_size * micro_batch_size))
-    used = max(min(count * world_size, length // 2), math.ceil(length / micro_batch_size))  # of count * world_size
-    shards = []
-    for first in range(0, count * world_size, world_size):
-        last = min(first + world_size, used)
-        share = window[first * length // used : last * length // used]
-        mine = tuple(share[rank :: last - first]) if rank < last - first else ()
-        shards.append(Shard(mine) if mine else Shard(padding, counts=False))
-    return shards
-
-
-@dataclass(frozen=True)
 class Plan:
     """Which samples this rank takes, step after step."""
 
@@ -76,19 +47,20 @@ class Plan:
     world_size: int
     rank: int
     seed: int
-    shuffle: bool
+    order: Order
     drop_last: bool = False  # leave out the last step of an epoch if it is not full
 
     def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
         """(samples consumed after the step, micro-batches) from `position` on, epoch after epoch without end."""
         epoch, offset = divmod(position, self.length)
+        size, full = self.global_batch_size, self.global_batch_size if self.drop_last else 1
         while True:
-            order = epoch_order(self.length, self.seed, epoch, self.shuffle)
-            while offset + (self.global_batch_size if self.drop_last else 1) <= self.length:
-                window = order[offset : offset + self.global_batch_size].tolist()
-                offset += len(window)
-                shards = shard_step(window, self.world_size, self.micro_batch_size, self.rank)
-                yield epoch * self.length + offset, shards
+            starts = range(offset, self.length - full + 1, size)
+            windows = (range(start, min(start + size, self.length)) for start in starts)
+            steps = (shard_step(one, self.world_size, self.micro_batch_size, self.rank) for one in windows)
+            order = epoch_order(self.order, self.length, self.seed, epoch)
+            for start, shards in zip(starts, look_up(order, steps), strict=True):
+                yield epoch * self.length + min(start + size, self.length), shards
             epoch, offset = epoch + 1, 0
 
     def requests(self, position: int, limit: int | None) -> Iterator[Request]:
@@ -121,6 +93,8 @@ class Batches:
         self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
         self._count_tokens = getattr(task, "tokens", None)
         self._workers = workers
+        self._copies = Copies(device)
+        self._ahead: Future[Fetched] | None = None  # the step after the one handed out
         self._batches: Iterator[Any] | None = None
         self._steps: Iterator[tuple[int, list[Shard]]] = iter(())
 
@@ -128,22 +102,43 @@ class Batches:
         return self
 
     def __next__(self) -> list[Any]:
+        fetched = self._ahead.result() if self._ahead is not None else self._fetch()
+        self._ahead = None
+        self.position = fetched.position
+        self.items += fetched.items
+        self.tokens += fetched.tokens
+        self.wait_seconds += fetched.wait_seconds
+        batches = zip(self._copies.hand_out(fetched.copied), fetched.shards, strict=True)
+        step = [(batch if shard.counts else Padding(batch), shard.indices) for batch, shard in batches]
+        self.handed_out = step
+        return [batch for batch, _ in step]
+
+    def prefetch(self) -> None:
+        """Fetch the next step and start its copy, while a GPU computes this one: call it after `train_step`.
+
+        Does nothing on a CPU, or without workers: samples read in this process may draw from its random generators.
+        An error is raised by the step's own `next`.
+        """
+        if self.device.type == "cpu" or not self._workers or self._ahead is not None:
+            return
+        self._ahead = Future()
+        try:
+            self._ahead.set_result(self._fetch())
+        except Exception as error:
+            self._ahead.set_exception(error)
+
+    def _fetch(self) -> Fetched:
+        """Wait for the next step's micro-batches, and start their copy."""
         if self._batches is None:
             self._open(limit=None)
         position, shards = next(self._steps)
-        step = []
-        for shard in shards:
-            started = time.perf_counter()
-            batch = self.receive()
-            self.wait_seconds += time.perf_counter() - started
-            if shard.counts:
-                self.items += len(shard.indices)
-                self.tokens += self._count_tokens(batch) if self._count_tokens else 0
-            batch = to_device(batch, self.device)
-            step.append(batch if shard.counts else Padding(batch))
-        self.position = position
-        self.handed_out = [(batch, shard.indices) for batch, shard in zip(step, shards, strict=True)]
-        return step
+        started = time.perf_counter()
+        batches = [self.receive() for _ in shards]
+        seconds = time.perf_counter() - started
+        real = [(batch, shard) for batch, shard in zip(batches, shards, strict=True) if shard.counts]
+        items = sum(len(shard.indices) for _, shard in real)
+        tokens = sum(self._count_tokens(batch) for batch, _ in real) if self._count_tokens else 0
+        return Fetched(position, shards, self._copies.start(batches), items, tokens, seconds)
 
     def receive(self) -> Any:
         """Wait for the next micro-batch. Errors: DataError for a sample that can't be read."""
@@ -188,7 +183,7 @@ class Batches:
 
     def _open(self, limit: int | None) -> None:
         """Start loading from `position`, for at most `limit` steps."""
-        self._steps = self.plan.steps(self.position)
+        self._steps, self._ahead = self.plan.steps(self.position), None
         requests = partial(self.plan.requests, self.position, limit)
         pin_memory = self.device.type == "cuda"
         self._batches, close = load(self.fetch, requests, self._workers, pin_memory, self.plan.seed, self.plan.rank)
@@ -222,7 +217,8 @@ def build_batches(
     length = len(dataset) if dataset is not None else 0
     check_length(length, micro_batch_size, accumulation_steps, world)
     ranks = (world.world_size, world.rank)
-    plan = Plan(length, global_batch_size, micro_batch_size, *ranks, seed, config.shuffle, config.drop_last)
+    order = shuffled_order(length) if config.shuffle else "dataset"
+    plan = Plan(length, global_batch_size, micro_batch_size, *ranks, seed, order, config.drop_last)
     return Batches(dataset, task, plan, config.workers, world.device)
 
 
@@ -233,5 +229,5 @@ def build_validation(
     if dataset is None or len(dataset) == 0:
         return None
     window = micro_batch_size * world.world_size
-    plan = Plan(len(dataset), window, micro_batch_size, world.world_size, world.rank, seed=0, shuffle=False)
+    plan = Plan(len(dataset), window, micro_batch_size, world.world_size, world.rank, seed=0, order="dataset")
     return Batches(dataset, task, plan, config.workers, world.device, split="validation")

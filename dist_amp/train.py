@@ -57,6 +57,8 @@ def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
             for observer in observers:
                 observer.before_step(micro_batches)
             report = train_step(run, micro_batches)
+            if run.step < last:
+                run.data.prefetch()
             run.metrics.record(report)
             for observer in observers:
                 observer.after_step(report, micro_batches)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dist_amp.fast.process_group import PATIENCE, abort_process_groups, make_mesh, patient
+from dist_amp.fast.process_group import PATIENCE, abort_process_groups, all_gather_single, make_mesh, patient
 from dist_amp.runtime.environment import place_of
 from dist_amp.runtime.process import configure_logging, raise_open_files
 from dist_amp.runtime.rendezvous import join
@@ -82,9 +82,9 @@ class World:
     def gather(self, row: Tensor) -> Tensor:
         """[...] on each rank -> [world_size, ...] on every rank, on the device or the host as the row is."""
         rows = row.new_empty(self.world_size, *row.shape)
-        if self.control is None:
+        if self.control is None or not row.numel():
             return rows.copy_(row)
-        dist.all_gather(list(rows.unbind()), row, group=None if row.is_cuda else self.control)
+        all_gather_single(rows.view(-1), row.reshape(-1), group=None if row.is_cuda else self.control)
         return rows
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from test_checkpoint import settings
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, log_row, make_run, take_steps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -296,7 +296,7 @@ def full_disk_on_rank_1(world, folder, on_failure):
                 take_steps(run, 1)
                 saver.save(wait=False)
                 while saver._pending is not None:
-                    saver.on_log()
+                    saver.on_log(log_row(run))
     except Failure as error:
         errors.append(str(error))
     finally:

@@ -10,10 +10,12 @@ from ranks import on_ranks
 from tiny import EmptyDataset, Rows, Tiny, make_run, take_steps
 from torch import nn
 
-from dist_amp.data import Batches, Padding, Plan, epoch_order, shard_step
+from dist_amp.data import Batches, Padding, Plan
 from dist_amp.errors import DataError
 from dist_amp.runtime import loader
 from dist_amp.runtime.nested import to_device
+from dist_amp.runtime.permutation import epoch_order
+from dist_amp.runtime.shards import shard_step
 from dist_amp.supervise.lifecycle import open_run
 from dist_amp.world import World
 
@@ -25,8 +27,8 @@ class Numbered:
         return Rows(index=torch.arange(length))
 
 
-def plan(length=23, ranks=1, rank=0, micro_batch=2, accumulation=1, seed=0):
-    return Plan(length, ranks * micro_batch * accumulation, micro_batch, ranks, rank, seed, shuffle=True)
+def plan(length=23, ranks=1, rank=0, micro_batch=2, accumulation=1, seed=0, order="randperm"):
+    return Plan(length, ranks * micro_batch * accumulation, micro_batch, ranks, rank, seed, order)
 
 
 def batches(plan, workers=0):
@@ -59,8 +61,10 @@ def test_every_epoch_takes_every_sample_once_in_another_order():
 
 
 def test_another_seed_gives_another_order_and_no_shuffle_the_datasets_own():
-    assert not torch.equal(epoch_order(50, 0, 0, True), epoch_order(50, 1, 0, True))
-    assert torch.equal(epoch_order(50, 1, 3, False), torch.arange(50))
+    everywhere = torch.arange(50)
+    for order in ("randperm", "feistel"):
+        assert not torch.equal(epoch_order(order, 50, 0, 0)(everywhere), epoch_order(order, 50, 1, 0)(everywhere))
+    assert torch.equal(epoch_order("dataset", 50, 1, 3)(everywhere), everywhere)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -595,10 +595,12 @@ def test_a_buffer_that_exists_on_one_rank_only_is_named():
 def test_thousands_of_skips_are_checked_without_overflow():
     run = make_run(World(), Tiny(), "--precision.dtype", "fp16")
     row = run.metrics.log(0, run.schedule, run.scaler, run.data)
-    ranks = [{**row.ranks[0], "skipped_steps": 5000, "applied_steps": 10_000_000, "loss_scale": 65536.0}]
-    check_loss_scale(run, replace(row, ranks=ranks), 65536.0, 0, 0)
+    for name, value in {"skipped_steps": 5000, "applied_steps": 10_000_000, "loss_scale": 65536.0}.items():
+        row.column(name)[:] = value
+    check_loss_scale(run, row, 65536.0, 0, 0)
+    row.column("applied_steps")[:] = 2000
     with pytest.raises(NumericsError, match="does not follow from 65536"):
-        check_loss_scale(run, replace(row, ranks=[{**ranks[0], "applied_steps": 2000}]), 65536.0, 0, 0)
+        check_loss_scale(run, row, 65536.0, 0, 0)
 
 
 def buffers_after_training(world, check_every):

@@ -155,8 +155,8 @@ def test_log_steps_wait_for_nothing_and_their_time_is_the_devices(tmp_path):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     row = run.metrics.read()
-    assert row.ranks[0]["applied_steps"] == 23
-    assert row.ranks[0]["seconds"] > 0
+    assert row["applied_steps"] == 23
+    assert row["seconds"] > 0
     expected = run.metrics.log(23, run.schedule, run.scaler, run.data)
     assert expected["lr"] == row["lr"]
 

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
@@ -16,6 +17,7 @@ from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.step import evaluate
 from dist_amp.telemetry import writers
+from dist_amp.telemetry.metrics import MAX_RANK_FOLDERS, RANK_METRICS, LogRow, console_line, memory_use
 from dist_amp.world import World
 
 EVERY_RANK = {
@@ -148,14 +150,85 @@ def test_a_resumed_run_replaces_the_lines_of_the_steps_that_it_takes_again(tmp_p
 
 
 def test_memory_is_the_resident_set_on_a_cpu():
-    from dist_amp.telemetry.metrics import memory_bytes
-
-    peak, now = memory_bytes(torch.device("cpu"))
+    peak, now, *others = memory_use(torch.device("cpu"))
+    assert others == [0, 0], "there is no allocator"
     ballast = torch.ones(2**24)  # 64 MiB
-    grown_peak, grown = memory_bytes(torch.device("cpu"))
+    grown_peak, grown, *_ = memory_use(torch.device("cpu"))
     assert ballast.sum() == 2**24
     assert grown - now > 2**25
     assert grown_peak >= max(peak, grown)
+
+
+def test_reserved_bytes_and_allocator_retries_of_a_gpu_are_logged_and_on_a_cpu_there_are_none(monkeypatch):
+    run = make_run(World(), Tiny())
+    recorded_steps(run, 1)
+    assert not {"memory/reserved_bytes", "memory/allocator_retries"} & set(log(run).rank_tags(0))
+    calls = []
+    stats = {"allocated_bytes.all.peak": 30, "allocated_bytes.all.current": 20, "reserved_bytes.all.current": 40}
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda device: calls.append(device) or stats | {"num_alloc_retries": 2}
+    )
+    gpu = torch.device("cuda", 1)
+    assert memory_use(gpu) == (30, 20, 40, 2)
+    assert calls == [gpu], "asked once: each time it collects all of its statistics"
+    monkeypatch.setattr("dist_amp.telemetry.metrics.memory_use", lambda device: (30, 20, 40, 2))
+    recorded_steps(run, 1)
+    tags = log(run).rank_tags(0)
+    names = ("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries")
+    assert [tags[f"memory/{name}"] for name in names] == [30, 20, 40, 2]
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    assert memory_use(gpu) == (0, 0, 0, 0), "before the first allocation"
+
+
+def random_row(ranks):
+    table = np.random.default_rng(0).uniform(1, 2, (ranks, len(RANK_METRICS)))
+    return LogRow(10, table), [dict(zip(RANK_METRICS, own, strict=True)) for own in table.tolist()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 64, 1000])
+def test_what_is_computed_for_all_ranks_at_once_is_what_each_rank_gives(ranks):
+    row, each = random_row(ranks)
+    rates = [own["items"] / own["seconds"] for own in each]
+    tags = row.global_tags()
+    if ranks > 1:
+        assert tags["ranks/items_per_second_min"] == min(rates)
+        assert tags["ranks/items_per_second_median"] == sorted(rates)[ranks // 2]
+        assert tags["ranks/items_per_second_worst_rank"] == rates.index(min(rates))
+        peaks = [own["peak_bytes"] for own in each]
+        assert (
+            tags["ranks/peak_bytes_worst_rank"] == peaks.index(max(peaks)) == peaks.index(tags["ranks/peak_bytes_max"])
+        )
+        waits = [own["data_wait_seconds"] / own["steps"] for own in each]
+        assert tags["ranks/data_wait_seconds_max"] == max(waits)
+    loss = sum(own["loss_sum"] for own in each) / each[0]["weight_sum"]
+    assert tags["train/loss"] == pytest.approx(loss, rel=1e-12), "float64 sums in another order"
+    assert f"items/s {sum(rates):,.0f}" in console_line(row, 20)
+    assert row.rank_tags(ranks - 1)["throughput/items_per_second"] == rates[-1]
+    assert json.loads(json.dumps(tags)) == tags, "plain numbers"
+
+
+def lines_of(world_size, folder):
+    """The line of metrics.jsonl, and the summary's table, of rank 0 of so many ranks."""
+    run = make_run(World(), Tiny(), "--run.dir", folder)
+    metrics = run.metrics
+    metrics.open(folder, 0, "")
+    metrics.last = random_row(world_size)[0]
+    metrics._totals = np.ones((world_size, 3))
+    metrics._hosts = ["host"] * world_size
+    metrics.write(metrics.last, 20)
+    metrics.close()
+    (line,) = (folder / "metrics.jsonl").read_text().splitlines()
+    return json.loads(line), metrics.rank_table()
+
+
+def test_a_line_lists_at_most_64_ranks_and_the_summary_all(tmp_path):
+    for size in (2, MAX_RANK_FOLDERS, MAX_RANK_FOLDERS + 1, 300):
+        (tmp_path / str(size)).mkdir()
+        line, table = lines_of(size, tmp_path / str(size))
+        assert len(line["ranks"]) == min(size, 64)
+        assert line["ranks"][1]["memory/peak_bytes"] == random_row(size)[0].column("peak_bytes")[1]
+        assert [row["rank"] for row in table] == list(range(size))
+        assert all(row["items_per_second"] == 1 for row in table)
 
 
 def test_a_step_in_which_nothing_counts_is_named():

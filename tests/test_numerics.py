@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,7 +100,8 @@ def measurements(world, task, words, steps=1):
 
 def log_row(**values):
     usual = {"min_weight": 1.0, "loss_scale": 1.0, "skips_in_a_row": 0.0}
-    return LogRow(10, [{**dict.fromkeys(RANK_METRICS, 0.0), **usual, **values}])
+    row = {**dict.fromkeys(RANK_METRICS, 0.0), **usual, **values}
+    return LogRow(10, np.array([[row[name] for name in RANK_METRICS]]))
 
 
 def limits_of(run):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from own_optimizers import MAKERS, Lion, Own
 from ranks import on_ranks
-from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
+from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,9 +67,9 @@ def skipped_and_resumed(world, folder, strategy, kind, width):
     def resumed():
         saver = Saver(run)
         saver.save(wait=False)  # in the background, where the state can be copied
-        saver.on_log()
+        saver.on_log(log_row(run))
         while saver._pending is not None:
-            saver.on_log()
+            saver.on_log(log_row(run))
         return fresh("--run.resume", "auto")
 
     run = fresh()

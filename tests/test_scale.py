@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
@@ -17,13 +18,16 @@ from tiny import Tiny, make_run, take_steps
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dist_amp.bench import log_step as log_step_bench
+from dist_amp.bench import order as order_bench
+from dist_amp.checkpoint.saver import Saver
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import Failure
 from dist_amp.step import train_step
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.metrics import RANK_METRICS
-from dist_amp.train import train
+from dist_amp.train import observers_of, train
 from dist_amp.verify.collectives import Collective, Counting, check, compare, main, measure
 from dist_amp.world import World
 
@@ -274,3 +278,47 @@ def test_the_command_compares_strategies_and_refuses_a_world_of_one(capsys):
     assert "hsdp of 2, every" in shown
     assert main(["--world_size", "1"]) == 64
     assert "use 2 or more" in capsys.readouterr().err
+
+
+def collectives_of_log_steps(world, folder):
+    """What on_log and reading the metrics send while a checkpoint is being written, and once it is."""
+    run = make_run(world, Tiny(), "--run.dir", folder, "--checkpoint.every", 1, "--debug.check_every", 100)
+    observers = observers_of(run)
+    with Saver(run) as saver:
+        take_steps(run, 1)
+        run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
+        row = run.metrics.read()
+        for observer in observers:
+            observer.on_log(row)  # the first has checks of its own
+        saver.save(wait=False)
+        end = saver._pending
+        pending = Future()  # one that ends on rank 1 later than on rank 0
+        saver._pending = run.metrics.save = pending
+        counted, waiting = [], []
+        for done_on in ((), (0,), (0, 1)):
+            if world.rank in done_on and not pending.done():
+                pending.set_result(None)
+            run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
+            with Counting() as counting:
+                row = run.metrics.read()
+                for observer in (*observers, saver):
+                    observer.on_log(row)
+            counted.append(counting.collectives.total())
+            waiting.append(saver._pending is not None)
+        end.result()
+    return counted, waiting
+
+
+def test_a_log_step_is_one_collective_also_while_a_checkpoint_is_being_written(tmp_path):
+    assert on_ranks(2, collectives_of_log_steps, tmp_path) == [([1, 1, 1], [True, True, False])] * 2
+
+
+def test_the_benches_of_a_log_step_and_of_the_order_run():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    try:
+        with patch.object(log_step_bench, "ROUNDS", 3):
+            assert all(seconds >= 0 for seconds in log_step_bench.measure(64))
+    finally:
+        dist.destroy_process_group()
+    with patch.object(order_bench, "STEPS", 3):
+        assert all(seconds > 0 for seconds in order_bench.measure("feistel", 10**7))

@@ -145,9 +145,14 @@ def take_steps(run, steps):
     return reports
 
 
+def log_row(run):
+    """The interval's figures of all ranks."""
+    return run.metrics.log(run.step, run.schedule, run.scaler, run.data)
+
+
 def log(run):
     """Read the interval's figures and write them, as the main job does at a log step."""
-    row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
+    row = log_row(run)
     run.metrics.write(row, run.config.train.steps)
     return row
 

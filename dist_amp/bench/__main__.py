@@ -6,6 +6,8 @@ overhead     time per step of train_step, compared with a hand-written loop, Acc
 collectives  what a step of each strategy sends for a config's model, on any number of ranks
 checkpoint   how long a checkpoint blocks training (under torchrun: python -m dist_amp.bench.checkpoint)
 activations  bytes kept and FLOPs of a step for each parallel.activation_checkpointing
+log_step     what a log step costs the host of each rank, on up to 4,096 imagined ranks
+order        what the order of the samples costs: computed for a large dataset, compared with a table
 tripwires    the share of time that the consistency checks take (under torchrun: python -m dist_amp.bench.tripwires)
 pretrained   time and memory per rank to load pretrained weights into FSDP2 shards, compared with from_pretrained
 """
@@ -18,7 +20,10 @@ from dist_amp.commands.command_line import exit_status
 from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import ConfigError
 
-BENCHES = ("amp", "gpu", "overhead", "collectives", "checkpoint", "activations", "tripwires", "pretrained")
+BENCHES = (
+    *("amp", "gpu", "overhead", "collectives", "checkpoint", "activations"),
+    *("log_step", "order", "tripwires", "pretrained"),
+)
 MODULES = {"amp": "dist_amp.bench.amp.__main__", "collectives": "dist_amp.verify.collectives"}  # others: their names
 
 

@@ -38,7 +38,7 @@ from dist_amp.run import build_run
 from dist_amp.settings import DataConfig, RunConfig
 from dist_amp.step import train_step
 from dist_amp.tasks.causal_lm import CausalLM
-from dist_amp.telemetry.metrics import memory_bytes
+from dist_amp.telemetry.metrics import memory_use
 from dist_amp.telemetry.mfu import flops_per_item, known_peak
 from dist_amp.world import World, start
 
@@ -227,7 +227,7 @@ class CellArena(Arena):
 
     def enter(self, name: str) -> dict[str, Loop]:
         build, setup = self.builders[name]
-        before = memory_bytes(self.device)[1]
+        before = memory_use(self.device)[1]
         loop = build(setup)
         head = [part for part in loop.module.modules() if isinstance(part, nn.Linear)][-1]  # outside of all blocks
         with nullcontext() if name == WHOLE else harness.computes_in(DTYPES[setup.precision], head):
@@ -235,7 +235,7 @@ class CellArena(Arena):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         seconds = timed_block(self.world, loop, self.data, self.bench.warm_up - FIRST_STEPS)
-        peak = memory_bytes(self.device)[0] - before
+        peak = memory_use(self.device)[0] - before
         # What the loop has made of its model: the mean loss, computed in the same way for all loops.
         with uncompiled(), torch.no_grad(), torch.autocast(self.device.type, dtype=DTYPES[setup.precision]):
             loss = float(setup.task.loss_sum(loop.module, self.data[0][0], "mean"))

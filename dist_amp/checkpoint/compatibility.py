@@ -4,13 +4,15 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dist_amp.checkpoint.format import CONFIG, Manifest, hash_text, read_manifest
+from dist_amp.data import Plan
 from dist_amp.errors import ConfigError, DataError
+from dist_amp.runtime.permutation import Order
 from dist_amp.world import World
 
 # Settings that may differ after a resume: they change where and how fast a run computes, not what.
@@ -100,6 +102,25 @@ def check_data(path: Path, manifest: Manifest, length: int, fingerprint: str, al
     if not allowed:
         raise DataError(f"{text}: use the old data, {OR_ALLOW}")
     world.warn(f"{text}; resuming after as many samples of the new data")
+
+
+def order_to_continue(path: Path, manifest: Manifest, plan: Plan, world: World) -> Order:
+    """The order in which the run takes its samples from here on: the checkpoint's, in which its position counts.
+
+    The run's own if there is nothing to continue: data of another length, or another data.shuffle. Errors: DataError.
+    """
+    orders: tuple[Order, ...] = get_args(Order)
+    theirs = next((order for order in orders if order == manifest.order), None)
+    if theirs is None:
+        raise DataError(
+            f"{path} takes its samples in the order {manifest.order!r}, this version knows {', '.join(orders)}; use a "
+            "newer dist_amp"
+        )
+    if theirs == plan.order or "dataset" in (theirs, plan.order) or manifest.data_length != plan.length:
+        return plan.order
+    table = f", which takes {plan.length / 2**17:,.0f} MiB on every rank" if theirs == "randperm" else ""
+    world.say(f"data order: {theirs}, as in {path}{table}; a new run would use {plan.order}")
+    return theirs
 
 
 def check_fit(

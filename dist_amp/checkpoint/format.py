@@ -52,11 +52,14 @@ class Manifest:
     evaluated_step: int
     best: dict[str, float]  # the lowest validation loss so far, with its "step"
     versions: dict[str, str]
+    order: str = "randperm"  # of the samples, see runtime/permutation.py; not written then, as in the first checkpoints
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"bytes": size, "xxh3": hash}
     format: int = FORMAT
 
     def to_text(self) -> str:
         content = asdict(self)
+        if self.order == "randperm":
+            del content["order"]
         return json.dumps({**content, "xxh3": hash_text(json.dumps(content))}, indent=1) + "\n"
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-import torch.distributed as dist
 
 from dist_amp.checkpoint.format import checkpoint_folder, integrity_error, quarantine
 from dist_amp.checkpoint.state import Resumable, can_be_copied, take_snapshot
@@ -40,7 +39,7 @@ class Saver(Observer):
     def _save(self, wait: bool) -> None:
         in_background = self._run.config.checkpoint.async_save and not wait and can_be_copied(self._run)
         snapshot = take_snapshot(self._run, copy=in_background)
-        self._pending = Future()
+        self._pending = self._run.metrics.save = Future()
         if in_background:
             # Not a thread pool: Python joins its threads at exit, even after a crash.
             Thread(target=_write, args=(snapshot, self._run.world, self._pending), daemon=True).start()
@@ -48,14 +47,9 @@ class Saver(Observer):
             _write(snapshot, self._run.world, self._pending)
             self._finish(must_succeed=wait)
 
-    def on_log(self, row: LogRow | None = None) -> None:
+    def on_log(self, row: LogRow) -> None:
         """Check whether the background save has ended, and how; every rank calls it and gets the same answer."""
-        if self._pending is None:
-            return
-        done = torch.tensor(float(self._pending.done()))
-        if self._run.world.control is not None:
-            dist.all_reduce(done, dist.ReduceOp.MIN, group=self._run.world.control)
-        if done:
+        if self._pending is not None and row.column("save_done").all():
             self._finish()
 
     def _is_saved(self) -> bool:
@@ -71,6 +65,7 @@ class Saver(Observer):
     def _finish(self, must_succeed: bool = False) -> None:
         """Wait for the pending save. Errors: Failure if it failed and the run is configured to stop then."""
         pending, self._pending = self._pending, None
+        self._run.metrics.save = None
         try:
             if pending is not None:
                 pending.result()

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from dist_amp.checkpoint.compatibility import check_data, check_fit, config_hash
+from dist_amp.checkpoint.compatibility import check_data, check_fit, config_hash, order_to_continue
 from dist_amp.checkpoint.fingerprint import fingerprint
 from dist_amp.checkpoint.format import Manifest, checkpoint_folder
 from dist_amp.checkpoint.frozen import FrozenBase, frozen_names, saved_checksums
@@ -89,6 +90,7 @@ def take_snapshot(run: Resumable, copy: bool) -> Snapshot:
         evaluation=run.metrics.evaluation,
         evaluated_step=run.metrics.evaluated_step,
         best=run.metrics.best,
+        order=plan.order,
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
     )
     folder = checkpoint_folder(run.folder, run.step)
@@ -150,6 +152,7 @@ def load(run: Resumable, path: Path) -> None:
             run.config.run.allow_config_change,
             world,
         )
+        run.data.plan = replace(run.data.plan, order=order_to_continue(path, manifest, run.data.plan, world))
         if manifest.step:  # DDP has not rebuilt its buckets before the first step
             _rebuild_ddp_buckets(run)
         for own in run.optimizer.state.values():

@@ -9,15 +9,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dist_amp.data import Padding
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.fast.fused import local
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import batch_statistics
-from dist_amp.runtime.nested import leaves
+from dist_amp.runtime.nested import tensors
 from dist_amp.telemetry.async_copy import StepReport
 from dist_amp.telemetry.metrics import LogRow
 from dist_amp.telemetry.observer import Observer
@@ -160,13 +162,17 @@ def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
 
 def check_metrics_agree(row: LogRow) -> None:
     """Errors: NumericsError for a global metric that is not the same on all ranks."""
-    for name in GLOBAL_METRICS:
-        values = [str(rank[name]) for rank in row.ranks]
-        if len(set(values)) > 1:
-            rank = next(r for r, value in enumerate(values) if value != values[0])
+    values = row.columns(GLOBAL_METRICS)
+    differs = values != values[0]
+    if not differs.any():
+        return
+    differs &= ~(np.isnan(values) & np.isnan(values[0]))
+    for name, own, odd in zip(GLOBAL_METRICS, values.T, differs.T, strict=True):
+        if odd.any():
+            rank = int(odd.argmax())
             raise NumericsError(
-                f"step {row.step}: {name} is {values[rank]} on rank {rank} and {values[0]} on rank 0; all ranks must "
-                "take one decision: from sums over all ranks, never from one rank's gradients"
+                f"step {row.step}: {name} is {own[rank]} on rank {rank} and {own[0]} on rank 0; all ranks must take "
+                "one decision: from sums over all ranks, never from one rank's gradients"
             )
 
 
@@ -284,8 +290,8 @@ def hash_tensor(tensor: Tensor) -> Tensor:
 def hash_samples(micro_batches: Iterable[Any], device: torch.device) -> Tensor:
     """A hash of what a step was fed: scalar int64 on the device, without waiting for it; padding is left out."""
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for leaf in leaves(list(micro_batches)):
-        if isinstance(leaf, Tensor) and _is_strided(leaf):
+    for leaf in tensors([batch for batch in micro_batches if not isinstance(batch, Padding)]):
+        if _is_strided(leaf):
             flat = leaf.reshape(-1)
             total += hash_tensor(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)]).to(device)
     return total

@@ -21,6 +21,7 @@ from dist_amp.checkpoint.state import no_side_effects
 from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
 from dist_amp.run import Run
+from dist_amp.runtime.nested import plain_mappings
 from dist_amp.runtime.random_state import random_state, set_random_state
 from dist_amp.step import total_weight
 from dist_amp.telemetry.async_copy import StepReport
@@ -210,4 +211,4 @@ class NonfiniteReplay(Observer):
 
 def _on_host(values: Any) -> Any:
     """Copies in host memory; without a copy, a view would be saved with all of its storage."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), values)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), plain_mappings(values))

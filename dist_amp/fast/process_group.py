@@ -20,6 +20,9 @@ PATIENCE = timedelta(days=1)  # for collectives whose slowest rank takes as long
 # needs some 15 s to ask all ranks and to end them.
 NCCL_MARGIN_SECONDS = 60.0
 
+# torch's name for it before 2.13, which warns there.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def shared_store() -> dist.Store:  # type: ignore[name-defined]
     """The key-value store of the default process group, which works where collectives do not."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.fast.dataloader import kill, shut_down
+from dist_amp.runtime.nested import pinned
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
 from dist_amp.runtime.random_state import seed_all
 
@@ -102,7 +103,7 @@ def _loader(
         fetch,
         sampler=requests,  # type: ignore[arg-type]
         batch_size=None,
-        collate_fn=_unchanged,
+        collate_fn=Pinnable if pin_memory else _unchanged,
         num_workers=workers,
         worker_init_fn=partial(_start_worker, started),
         pin_memory=pin_memory,
@@ -113,6 +114,16 @@ def _loader(
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+class Pinnable:
+    """A batch on its way from a worker: the loader's thread pins it, whatever it is made of, and unpacks it."""
+
+    def __init__(self, batch: Any):
+        self.batch = batch
+
+    def pin_memory(self) -> Any:
+        return pinned(self.batch)
 
 
 def _start_worker(started: Any, worker: int) -> None:

@@ -1,10 +1,10 @@
 """What happens around the loop: whether a run has steps left, its files opened, its summary and sample written."""
 
 from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
-from dist_amp.data import shard_step
 from dist_amp.errors import SAVED_AND_STOPPED, NumericsError
 from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import first_batch_norm
+from dist_amp.runtime.shards import shard_step
 from dist_amp.supervise.preflight import check_free_space
 from dist_amp.supervise.sampling import write_sample
 from dist_amp.supervise.signals import AgreedStop

@@ -20,7 +20,7 @@ from dist_amp.errors import Failure, context_of
 from dist_amp.fast.fused import local
 from dist_amp.run import Run
 from dist_amp.settings import Config
-from dist_amp.telemetry.metrics import memory_bytes
+from dist_amp.telemetry.metrics import memory_use
 from dist_amp.world import World
 
 # The messages besides torch.OutOfMemoryError's: the CPU's, and those of libraries that allocate on a GPU themselves.
@@ -182,7 +182,7 @@ def shortage(error: BaseException, config: Config, world: World, run: Run | None
         world,
         when="before the first step",
         capacity=capacity,
-        peak=memory_bytes(world.device)[0],
+        peak=memory_use(world.device)[0],
         requested=int(float(found[1]) * _UNITS[found[2]]) if found else 0,
         checkpointing=str(config.parallel.activation_checkpointing),
         offloaded=config.parallel.cpu_offload,

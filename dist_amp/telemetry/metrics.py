@@ -9,8 +9,8 @@ import os
 import platform
 import resource
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,25 +31,32 @@ from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 from dist_amp.world import World
 
 # TensorBoard selects no run by default if there are hundreds; above this, only rank 0 writes, with its ranks/* tags.
+# A line of metrics.jsonl lists no more ranks either: at 1,024 it would have 200 KB.
 MAX_RANK_FOLDERS = 64
 
 # A rank's row of metrics, in this order: first those from the device, then the host's.
 RANK_METRICS = (
     "loss_sum", "weight_sum", "min_weight", "grad_norm", "lr", "loss_scale", "applied_steps", "skipped_steps",
     "skips_in_a_row", "seconds", "steps", "items", "tokens", "data_wait_seconds", "peak_bytes", "allocated_bytes",
-    "item_seconds_at_peak",
+    "reserved_bytes", "allocator_retries", "item_seconds_at_peak", "save_done",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LogRow:
-    """The metrics of one log interval, the same on every rank: `ranks[r][name]` for each of RANK_METRICS.
+INDEX = {name: number for number, name in enumerate(RANK_METRICS)}
 
-    of_task: this rank's own, from the task's train_metrics, by their tags.
+SUMMED = [INDEX[name] for name in ("items", "tokens", "seconds")]  # over the run, for its summary
+
+
+@dataclass(frozen=True, eq=False)
+class LogRow:
+    """The metrics of one log interval, the same on every rank.
+
+    table: [ranks, len(RANK_METRICS)] float64 on the host; every rank has it, so nothing here walks over all ranks but
+    array operations. of_task: this rank's own, from the task's train_metrics, by their tags.
     """
 
     step: int
-    ranks: list[dict[str, float]]
+    table: np.ndarray
     of_task: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -59,38 +67,50 @@ class LogRow:
 
     def __getitem__(self, name: str) -> float:
         """A metric that is the same on all ranks."""
-        return self.ranks[0][name]
+        return float(self.table[0, INDEX[name]])
+
+    def column(self, name: str) -> np.ndarray:
+        """A metric of every rank: [ranks]."""
+        return self.table[:, INDEX[name]]
+
+    def columns(self, names: Sequence[str]) -> np.ndarray:
+        """Some metrics of every rank: [ranks, len(names)]."""
+        return self.table[:, [INDEX[name] for name in names]]
 
     def total(self, name: str) -> float:
-        return sum(rank[name] for rank in self.ranks)
+        return float(self.column(name).sum())
 
     @cached_property
     def has_tokens(self) -> bool:
         """Whether the task counts tokens; cached because rank 0 asks for every rank."""
         return self.total("tokens") > 0
 
-    def per_second(self, name: str, rank: int) -> float:
-        return self.ranks[rank][name] / max(self.ranks[rank]["seconds"], 1e-9)
+    def per_second(self, name: str) -> np.ndarray:
+        """Of every rank: [ranks]."""
+        return self.column(name) / np.maximum(self.column("seconds"), 1e-9)
 
-    def mfu(self, rank: int) -> float:
-        """Model FLOPs utilisation, 1 at the device's peak; 0 if it is not known. See mfu.py."""
-        return self.per_second("items", rank) * self.ranks[rank]["item_seconds_at_peak"]
+    def mfu(self) -> np.ndarray:
+        """Model FLOPs utilisation, 1 at the device's peak; 0 where it is not known: [ranks]. See mfu.py."""
+        return self.per_second("items") * self.column("item_seconds_at_peak")
 
     def rank_tags(self, rank: int) -> dict[str, float]:
         """The TensorBoard tags that every rank writes."""
-        row = self.ranks[rank]
-        steps = max(row["steps"], 1)
+        row = dict(zip(RANK_METRICS, self.table[rank].tolist(), strict=True))
+        steps, seconds = max(row["steps"], 1), max(row["seconds"], 1e-9)
         tags = {
-            "throughput/items_per_second": self.per_second("items", rank),
+            "throughput/items_per_second": row["items"] / seconds,
             "memory/peak_bytes": row["peak_bytes"],
             "memory/allocated_bytes": row["allocated_bytes"],
             "time/step_seconds": row["seconds"] / steps,
             "time/data_wait_seconds": row["data_wait_seconds"] / steps,
         }
         if self.has_tokens:
-            tags["throughput/tokens_per_second"] = self.per_second("tokens", rank)
+            tags["throughput/tokens_per_second"] = row["tokens"] / seconds
         if row["item_seconds_at_peak"]:
-            tags["throughput/mfu"] = self.mfu(rank)
+            tags["throughput/mfu"] = row["items"] / seconds * row["item_seconds_at_peak"]
+        if row["reserved_bytes"]:
+            tags["memory/reserved_bytes"] = row["reserved_bytes"]
+            tags["memory/allocator_retries"] = row["allocator_retries"]
         return tags
 
     def global_tags(self) -> dict[str, float]:
@@ -102,20 +122,20 @@ class LogRow:
             "amp/loss_scale": self["loss_scale"],
             "amp/skipped_steps": self["skipped_steps"],
         }
-        if len(self.ranks) == 1:
+        if len(self.table) == 1:
             return tags
         for name, values in {
-            "items_per_second": [self.per_second("items", rank) for rank in range(len(self.ranks))],
-            "peak_bytes": [rank["peak_bytes"] for rank in self.ranks],
-            "data_wait_seconds": [rank["data_wait_seconds"] / max(rank["steps"], 1) for rank in self.ranks],
+            "items_per_second": self.per_second("items"),
+            "peak_bytes": self.column("peak_bytes"),
+            "data_wait_seconds": self.column("data_wait_seconds") / np.maximum(self.column("steps"), 1),
         }.items():
-            ordered = sorted(values)
-            worst = ordered[0] if name == "items_per_second" else ordered[-1]
+            ordered = np.sort(values)
+            worst = values.argmin() if name == "items_per_second" else values.argmax()
             tags |= {
-                f"ranks/{name}_min": ordered[0],
-                f"ranks/{name}_median": ordered[len(ordered) // 2],
-                f"ranks/{name}_max": ordered[-1],
-                f"ranks/{name}_worst_rank": values.index(worst),
+                f"ranks/{name}_min": float(ordered[0]),
+                f"ranks/{name}_median": float(ordered[len(ordered) // 2]),
+                f"ranks/{name}_max": float(ordered[-1]),
+                f"ranks/{name}_worst_rank": int(worst),
             }
         return tags
 
@@ -147,7 +167,8 @@ class Metrics:
         self.best: dict[str, float] = {}  # the lowest validation loss, with its step
         self.item_seconds_at_peak = 0.0  # from mfu.py, constant over a run
         self._interval = Interval()
-        self._totals: list[Counter[str]] = [Counter() for _ in range(world.world_size)]  # per rank, over the run
+        self.save: Future[None] | None = None  # a checkpoint's, while it is written in the background
+        self._totals = np.zeros((world.world_size, len(SUMMED)))  # per rank, over the run
         self._hosts = world.gather_texts(platform.node())
         self._pending: PendingMetrics | None = None
         self._clock = Clock(world.device)
@@ -213,8 +234,8 @@ class Metrics:
             schedule.counters.to(device),  # float32 is exact up to 2^24, which is more than train.steps may be
             *(value.float().reshape(1) for value in of_task.values()),
         )
-        memory = memory_bytes(device)
-        on_host = (interval.steps, data.items, data.tokens, data.wait_seconds, *memory, self.item_seconds_at_peak)
+        counts = (interval.steps, data.items, data.tokens, data.wait_seconds)
+        on_host = (*counts, *memory_use(device), self.item_seconds_at_peak)
         self._pending = PendingMetrics(step, interval, spans, on_host, tuple(of_task))
         self._interval = Interval()
         data.items, data.tokens, data.wait_seconds = 0, 0, 0.0
@@ -229,10 +250,10 @@ class Metrics:
         count = len(of_device) - len(pending.of_task)
         of_device, of_task = of_device[:count], dict(zip(pending.of_task, of_device[count:], strict=True))
         sums = (interval.loss, interval.weight, interval.min_weight, interval.norm)
-        rows = self.world.gather_numbers([*sums, *of_device, seconds, *pending.on_host])
-        self.last = LogRow(pending.step, [dict(zip(RANK_METRICS, values, strict=True)) for values in rows], of_task)
-        for total, rank in zip(self._totals, self.last.ranks, strict=True):
-            total.update({name: rank[name] for name in ("items", "tokens", "seconds")})
+        save_done = self.save is None or self.save.done()  # rides along: a log step is one collective
+        row = torch.tensor([*sums, *of_device, seconds, *pending.on_host, save_done], dtype=torch.float64)
+        self.last = LogRow(pending.step, self.world.gather(row).numpy(), of_task)
+        self._totals += self.last.table[:, SUMMED]
         return self.last
 
     def log(self, step: int, schedule: Schedule, scaler: Scaler, data: Batches) -> LogRow:
@@ -248,7 +269,8 @@ class Metrics:
             if self._tensorboard is not None:
                 self._tensorboard.write_scalars(row.rank_tags(self.world.rank) | row.of_task, row.step)
             return
-        global_tags, ranks = row.global_tags() | row.of_task, [row.rank_tags(rank) for rank in range(len(row.ranks))]
+        global_tags = row.global_tags() | row.of_task
+        ranks = [row.rank_tags(rank) for rank in range(min(len(row.table), MAX_RANK_FOLDERS))]
         print(console_line(row, last_step), flush=True)
         if self._jsonl is not None and self._tensorboard is not None:
             self._jsonl.append({"step": row.step, **global_tags, "ranks": ranks})
@@ -306,8 +328,9 @@ class Metrics:
         if self.last is None:  # nothing was logged since the resume
             ranks = self.last_logged.get("ranks", [])
         else:
-            run = LogRow(self.last.step, [{**a, **b} for a, b in zip(self.last.ranks, self._totals, strict=True)])
-            ranks = [run.rank_tags(rank) for rank in range(len(run.ranks))]
+            run = LogRow(self.last.step, self.last.table.copy())
+            run.table[:, SUMMED] = self._totals
+            ranks = [run.rank_tags(rank) for rank in range(len(run.table))]
         return [
             {
                 "rank": rank,
@@ -335,36 +358,43 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """(peak, current) bytes: of torch's allocator on a GPU, of the process's resident set on a CPU."""
+def memory_use(device: torch.device) -> tuple[int, int, int, int]:
+    """(peak, current) bytes: of torch's allocator on a GPU, of the process's resident set on a CPU.
+
+    Then (reserved bytes, allocator retries), 0 on a CPU: what the allocator holds of the GPU, in use or not, and how
+    often it had to give memory back and ask again, each time waiting for the device.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        stats = torch.cuda.memory_stats(device)
+        names = ("allocated_bytes.all.peak", "allocated_bytes.all.current", "reserved_bytes.all.current")
+        peak, now, reserved, retries = (int(stats.get(name, 0)) for name in (*names, "num_alloc_retries"))
+        return peak, now, reserved, retries
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)  # a tenth of the cost of opening it as text
     except OSError:  # no /proc outside Linux
-        return peak, peak
+        return peak, peak, 0, 0
     pages = int(os.read(file, 64).split()[1])
     os.close(file)
-    return max(peak, pages * resource.getpagesize()), pages * resource.getpagesize()
+    now = pages * resource.getpagesize()
+    return max(peak, now), now, 0, 0
 
 
 def console_line(row: LogRow, last_step: int) -> str:
     """One log interval in one line."""
-    ranks = range(len(row.ranks))
     parts = [
         f"step {row.step:>6}/{last_step}",
         f"loss {row.loss:.4f}",
         f"grad_norm {row['grad_norm']:.3g}",
         f"lr {row['lr']:.2e}",
-        f"items/s {sum(row.per_second('items', rank) for rank in ranks):,.0f}",
+        f"items/s {row.per_second('items').sum():,.0f}",
     ]
     if row.has_tokens:
-        parts.append(f"tokens/s {sum(row.per_second('tokens', rank) for rank in ranks):,.0f}")
-    if all(rank["item_seconds_at_peak"] for rank in row.ranks):
-        parts.append(f"mfu {100 * sum(map(row.mfu, ranks)) / len(ranks):.3g} %")
-    parts.append(f"peak {max(rank['peak_bytes'] for rank in row.ranks) / 2**20:,.0f} MiB")
+        parts.append(f"tokens/s {row.per_second('tokens').sum():,.0f}")
+    if row.column("item_seconds_at_peak").all():
+        parts.append(f"mfu {100 * row.mfu().mean():.3g} %")
+    parts.append(f"peak {row.column('peak_bytes').max() / 2**20:,.0f} MiB")
     if row["loss_scale"] != 1:
         parts.append(f"scale {row['loss_scale']:g}")
     if row["skipped_steps"]:

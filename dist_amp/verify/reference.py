@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 from dist_amp.config.task_class import build_task
-from dist_amp.data import epoch_order
 from dist_amp.errors import DataError
 from dist_amp.optim import learning_rate
 from dist_amp.runtime.meta import build_whole
 from dist_amp.runtime.nested import to_device
+from dist_amp.runtime.permutation import epoch_order, shuffled_order
 from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
 from dist_amp.settings import Config, OptimConfig
 from dist_amp.task import Task
@@ -196,7 +196,8 @@ class Reference:
     def step_samples(self, partial: bool) -> list[list[int]]:
         """The sample indices of each step, in order."""
         length, size = self.epoch_length(partial), self.global_batch
-        orders = [epoch_order(length, self.config.run.seed, epoch, True).tolist() for epoch in range(2)]
+        kind, seed = shuffled_order(length), self.config.run.seed
+        orders = [epoch_order(kind, length, seed, epoch)(torch.arange(length)).tolist() for epoch in range(2)]
         return [order[n : n + size] for order in orders for n in range(0, length, size)][:STEPS]
 
     @cached_property
