@@ -31,12 +31,13 @@ def measure(run: Run) -> None:
     seconds: dict[bool, list[float]] = {True: [], False: []}  # by whether it is saved in the background
     if all_checkpoints(run.folder):
         raise Failure(f"run.dir={run.folder} has checkpoints, which this bench would delete; give another folder")
+    saver = Saver(run)  # as in training, one for all saves
     for in_background in [True, False] * (ROUNDS + 1):
         run.config = replace(run.config, checkpoint=replace(run.config.checkpoint, async_save=in_background))
         train_step(run, next(run.data))
         world.wait_for_device()
         world.barrier()
-        with Saver(run) as saver:
+        with saver:
             started = time.perf_counter()
             saver.save(wait=False)
             seconds[in_background].append(time.perf_counter() - started)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,9 +22,9 @@ from dist_amp.checkpoint.fingerprint import fingerprint
 from dist_amp.checkpoint.format import Manifest, checkpoint_folder
 from dist_amp.checkpoint.frozen import FrozenBase, frozen_names, saved_checksums
 from dist_amp.checkpoint.reader import Reader, read_into, rejection_as_data_error
+from dist_amp.checkpoint.staging import Staging
 from dist_amp.checkpoint.writer import Snapshot
 from dist_amp.data import Batches
-from dist_amp.fast.fused import local
 from dist_amp.optim import Schedule
 from dist_amp.optimizers.groups import check_options
 from dist_amp.parallel import LossNormalizer, Parallel
@@ -63,15 +62,15 @@ class Resumable(Protocol):
     def model(self) -> nn.Module: ...
 
 
-def take_snapshot(run: Resumable, copy: bool) -> Snapshot:
-    """The current state of the run; every rank calls it. copy: to host memory, so that training may continue."""
+def take_snapshot(run: Resumable, staging: Staging | None) -> Snapshot:
+    """The current state of the run; every rank calls it. staging: where to copy it, so that training may continue."""
     check_options(run.optimizer, run.schedule.options_at_start)
     state = _state(run, with_frozen=run.frozen.notice_change())
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
     state["interval"] = run.world.gather(run.metrics.interval)
     state = _without_replicas(state, run.world)
-    if copy:
-        state = FileSystemWriter(run.folder).stage(state)
+    if staging is not None:
+        state = staging.copy(state)
     world, plan = run.world, run.data.plan
     manifest = Manifest(
         step=run.step,
@@ -92,17 +91,7 @@ def take_snapshot(run: Resumable, copy: bool) -> Snapshot:
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
     )
     folder = checkpoint_folder(run.folder, run.step)
-    return Snapshot(folder, state, manifest, run.config_text, run.config.checkpoint.keep, on_host=copy)
-
-
-def can_be_copied(run: Resumable) -> bool:
-    """Whether torch can copy every rank's state to host memory; every rank calls it.
-
-    It can't copy such subclasses of Tensor as torchao's 8-bit moments, which a rank with a small shard may not have.
-    """
-    values = (value for state in run.optimizer.state.values() for value in state.values())
-    odd = any(isinstance(value, Tensor) and hasattr(local(value), "__tensor_flatten__") for value in values)
-    return not any(row[0] for row in run.world.gather_numbers([float(odd)]))
+    return Snapshot(folder, state, manifest, run.config_text, run.config.checkpoint.keep, on_host=staging is not None)
 
 
 def _without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
