@@ -6,10 +6,12 @@ own cache is shared by all runs of a process, and does not notice that a tensor 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 
 from dist_amp.fast.fused import local
 
@@ -63,19 +65,6 @@ def _description(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return "an object"
     own = local(value)
-    sharding = (value.device_mesh, value.placements) if own is not value else ()
-    return (
-        type(own),
-        own.dtype,
-        own.layout,
-        own.device,
-        own.requires_grad,
-        value.size(),
-        own.size(),
-        strides(own),
-        sharding,
-    )
-
-
-def strides(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.stride() if str(tensor.layout) == "torch.strided" else ()
+    sharding = (value.device_mesh, value.placements) if isinstance(value, DTensor) else ()
+    strides = own.stride() if own.layout is torch.strided else ()
+    return type(own), own.dtype, own.layout, own.device, own.requires_grad, value.size(), own.size(), strides, sharding

@@ -118,11 +118,10 @@ def _rebuilt(value: Any, targets: Iterator[Tensor]) -> Any:
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()
-            parts = {name: getattr(value, name) for name in names}  # a device mesh may be among them
-            inner = {
-                name: _rebuilt(part, targets) if isinstance(part, Tensor) else part for name, part in parts.items()
-            }
-            return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+            inner = {name: getattr(value, name) for name in names}  # a device mesh may be among them
+            inner |= {name: _rebuilt(part, targets) for name, part in inner.items() if isinstance(part, Tensor)}
+            kind: Any = type(value)
+            return kind.__tensor_unflatten__(inner, context, value.size(), value.stride())
         return next(targets) if _is_copied_whole(value) else value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: _rebuilt(part, targets) for key, part in value.items()}

@@ -71,7 +71,7 @@ def take_snapshot(run: Resumable, staging: Staging | None) -> Snapshot:
     state = _without_replicas(state, run.world)
     if staging is not None:
         state = staging.copy(state)
-    world, plan = run.world, run.data.plan
+    world, plan, config = run.world, run.data.plan, run.config_text
     manifest = Manifest(
         step=run.step,
         samples=run.data.position,
@@ -84,30 +84,32 @@ def take_snapshot(run: Resumable, staging: Staging | None) -> Snapshot:
         data_length=plan.length,
         data_fingerprint=fingerprint(run.data, run.world),
         optimizer=_group_sizes(run),
-        config_hash=config_hash(run.config_text),
+        config_hash=config_hash(config),
         evaluation=run.metrics.evaluation,
         evaluated_step=run.metrics.evaluated_step,
         best=run.metrics.best,
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
     )
     folder = checkpoint_folder(run.folder, run.step)
-    return Snapshot(folder, state, manifest, run.config_text, run.config.checkpoint.keep, on_host=staging is not None)
+    return Snapshot(folder, state, manifest, config, run.config.checkpoint.keep, on_host=staging is not None)
 
 
 def _without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """The state without the replicated tensors that another rank writes; one copy of each is enough.
+    """The state without the replicas that another rank writes; one copy of each is enough.
 
-    They are spread over the ranks by their sizes. The shards of a DTensor and the entries under "ranks" differ between
-    ranks, so each rank keeps its own.
+    They are spread over the ranks by their sizes: of an ordinary tensor, one rank keeps it; of a DTensor with replicas,
+    as under HSDP, one replica of the mesh does. The entries under "ranks" differ, so each rank keeps its own.
     """
-    rank_bytes = [0] * world.world_size
+    bytes_of: dict[int, list[int]] = {}  # {replicas: bytes that each of them keeps}
 
     def is_own(value: Any) -> bool:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        if not isinstance(value, Tensor):
             return True
-        rank = rank_bytes.index(min(rank_bytes))
-        rank_bytes[rank] += value.numel() * value.element_size()
-        return rank == world.rank
+        replica, replicas = _replica(value) if isinstance(value, DTensor) else (world.rank, world.world_size)
+        kept = bytes_of.setdefault(replicas, [0] * replicas)
+        keeper = kept.index(min(kept))
+        kept[keeper] += value.numel() * value.element_size()
+        return keeper == replica
 
     def own(part: dict[str, Any]) -> dict[str, Any]:
         kept = {}
@@ -120,6 +122,17 @@ def _without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
 
     ranks = state.pop("ranks")
     return {**own(state), "ranks": ranks}
+
+
+def _replica(value: DTensor) -> tuple[int, int]:
+    """(which replica of the tensor this rank has a shard of, how many there are)."""
+    replica, replicas = 0, 1
+    for size, coordinate, placement in zip(
+        value.device_mesh.shape, value.device_mesh.get_coordinate() or [], value.placements, strict=True
+    ):
+        if placement.is_replicate():
+            replica, replicas = replica * size + coordinate, replicas * size
+    return replica, replicas
 
 
 def load(run: Resumable, path: Path) -> None:
