@@ -17,7 +17,6 @@ from dist_amp.checkpoint.saver import Saver
 from dist_amp.checkpoint.staging import ALIGNMENT, Staging
 from dist_amp.fast.fused import local
 from dist_amp.runtime.nested import leaves
-from dist_amp.world import World
 
 CPU = torch.device("cpu")
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from dist_amp.checkpoint.format import CONFIG, Manifest, hash_files, publish, reason, remove_old_checkpoints
-from dist_amp.checkpoint.plans import Planner
+from dist_amp.checkpoint.plans import Planner, Writer
 from dist_amp.checkpoint.reader import silence_single_process_warning
 from dist_amp.errors import Failure
 from dist_amp.runtime.files import appears, sync_folder, write_synced
@@ -58,7 +57,7 @@ def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
         silence_single_process_warning()
         write_tensors(
             snapshot.state,
-            storage_writer=FileSystemWriter(temporary, per_thread_copy_ahead=0 if snapshot.on_host else 10_000_000),
+            storage_writer=Writer(temporary, planner, per_thread_copy_ahead=0 if snapshot.on_host else 10_000_000),
             planner=planner,
             process_group=world.background,
             no_dist=world.world_size == 1,
