@@ -1,7 +1,8 @@
 """The copy of a run's state that a background save writes: in host memory that each save fills again.
 
-Fresh memory costs more than the copy itself, because the kernel has to map and clear every page. On a GPU the memory is
-pinned, so that shards cross the bus at its full speed and without a detour through the driver's own buffers.
+Fresh memory costs more than the copy itself, because the kernel maps and clears every page. With a GPU the memory is
+pinned, so that a shard crosses the bus at full speed. torch's BlockingAsyncStager can keep its memory only where it can
+pin it, does not notice a change of structure, and deep-copies a DTensor on a CPU before it copies it (2.13.0).
 """
 
 import mmap
@@ -41,7 +42,7 @@ class Staging:
             if layout[index][-1] == index:  # tensors that share their memory are copied once
                 target.copy_(source, non_blocking=True)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream().synchronize()
         return _rebuilt(state, iter(self._targets))
 
     def _place(self, sources: Sequence[Tensor], layout: Layout) -> list[Tensor]:
