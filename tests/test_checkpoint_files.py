@@ -12,7 +12,6 @@ import torch
 from ranks import on_ranks
 from test_checkpoint import settings
 from tiny import Tiny, log_row, make_run, take_steps
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -29,6 +28,7 @@ from dist_amp.checkpoint.format import (
     quarantine_after,
     read_manifest,
 )
+from dist_amp.checkpoint.plans import Writer
 from dist_amp.checkpoint.reader import Reader, read_into
 from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.saver import Saver, save
@@ -282,13 +282,13 @@ def full_disk_on_rank_1(world, folder, on_failure):
     """Two background saves of which the first finds no space on rank 1: the errors, and the checkpoints written."""
     run = make_run(world, Tiny(), *settings(folder, "fsdp", "fp32", "--checkpoint.on_failure", on_failure))
 
-    class Full(FileSystemWriter):
+    class Full(Writer):
         def write_data(self, plan, planner):
             if world.rank == 1 and "00000001" in str(self.path):
                 raise OSError(28, "No space left on device")
             return super().write_data(plan, planner)
 
-    checkpoint_writing.FileSystemWriter = Full
+    checkpoint_writing.Writer = Full
     errors = []
     try:
         with Saver(run) as saver:
@@ -300,7 +300,7 @@ def full_disk_on_rank_1(world, folder, on_failure):
     except Failure as error:
         errors.append(str(error))
     finally:
-        checkpoint_writing.FileSystemWriter = FileSystemWriter
+        checkpoint_writing.Writer = Writer
     world.barrier()
     return errors, [path.name for path in folder.glob("checkpoints/*")]
 

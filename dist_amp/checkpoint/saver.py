@@ -8,7 +8,9 @@ from threading import Thread
 import torch
 
 from dist_amp.checkpoint.format import checkpoint_folder, integrity_error, quarantine
-from dist_amp.checkpoint.state import Resumable, can_be_copied, take_snapshot
+from dist_amp.checkpoint.plans import Planner
+from dist_amp.checkpoint.staging import Staging
+from dist_amp.checkpoint.state import Resumable, take_snapshot
 from dist_amp.checkpoint.writer import Snapshot, write
 from dist_amp.errors import Failure
 from dist_amp.telemetry.metrics import LogRow
@@ -28,6 +30,8 @@ class Saver(Observer):
     def __init__(self, run: Resumable):
         self._run = run
         self._pending: Future[None] | None = None
+        self._staging = Staging(run.world.device)
+        self._planner = Planner()
 
     def save(self, wait: bool) -> None:
         """Save the current state; every rank calls it. wait: until it is written, and raise Failure if it can't be."""
@@ -37,14 +41,15 @@ class Saver(Observer):
                 self._save(wait)
 
     def _save(self, wait: bool) -> None:
-        in_background = self._run.config.checkpoint.async_save and not wait and can_be_copied(self._run)
-        snapshot = take_snapshot(self._run, copy=in_background)
+        in_background = self._run.config.checkpoint.async_save and not wait
+        snapshot = take_snapshot(self._run, staging=self._staging if in_background else None)
         self._pending = self._run.metrics.save = Future()
         if in_background:
             # Not a thread pool: Python joins its threads at exit, even after a crash.
-            Thread(target=_write, args=(snapshot, self._run.world, self._pending), daemon=True).start()
+            work = (snapshot, self._run.world, self._planner, self._pending)
+            Thread(target=_write, args=work, daemon=True).start()
         else:
-            _write(snapshot, self._run.world, self._pending)
+            _write(snapshot, self._run.world, self._planner, self._pending)
             self._finish(must_succeed=wait)
 
     def on_log(self, row: LogRow) -> None:
@@ -83,11 +88,11 @@ class Saver(Observer):
                 self._pending.result(timeout=self._run.config.run.timeout_seconds / 2 if in_step else 5.0)
 
 
-def _write(snapshot: Snapshot, world: World, outcome: "Future[None]") -> None:
+def _write(snapshot: Snapshot, world: World, planner: Planner, outcome: "Future[None]") -> None:
     try:
         if world.device.type == "cuda":  # a new thread's current device is the first one
             torch.cuda.set_device(world.device)
-        write(snapshot, world)
+        write(snapshot, world, planner)
         outcome.set_result(None)
     except BaseException as error:
         outcome.set_exception(error)

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,9 +23,9 @@ from dist_amp.checkpoint.fingerprint import fingerprint
 from dist_amp.checkpoint.format import Manifest, checkpoint_folder
 from dist_amp.checkpoint.frozen import FrozenBase, frozen_names, saved_checksums
 from dist_amp.checkpoint.reader import Reader, read_into, rejection_as_data_error
+from dist_amp.checkpoint.staging import Staging
 from dist_amp.checkpoint.writer import Snapshot
 from dist_amp.data import Batches
-from dist_amp.fast.fused import local
 from dist_amp.optim import Schedule
 from dist_amp.optimizers.groups import check_options
 from dist_amp.parallel import LossNormalizer, Parallel
@@ -64,16 +63,16 @@ class Resumable(Protocol):
     def model(self) -> nn.Module: ...
 
 
-def take_snapshot(run: Resumable, copy: bool) -> Snapshot:
-    """The current state of the run; every rank calls it. copy: to host memory, so that training may continue."""
+def take_snapshot(run: Resumable, staging: Staging | None) -> Snapshot:
+    """The current state of the run; every rank calls it. staging: where to copy it, so that training may continue."""
     check_options(run.optimizer, run.schedule.options_at_start)
     state = _state(run, with_frozen=run.frozen.notice_change())
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
     state["interval"] = run.world.gather(run.metrics.interval)
     state = _without_replicas(state, run.world)
-    if copy:
-        state = FileSystemWriter(run.folder).stage(state)
-    world, plan = run.world, run.data.plan
+    if staging is not None:
+        state = staging.copy(state)
+    world, plan, config = run.world, run.data.plan, run.config_text
     manifest = Manifest(
         step=run.step,
         samples=run.data.position,
@@ -86,7 +85,7 @@ def take_snapshot(run: Resumable, copy: bool) -> Snapshot:
         data_length=plan.length,
         data_fingerprint=fingerprint(run.data, run.world),
         optimizer=_group_sizes(run),
-        config_hash=config_hash(run.config_text),
+        config_hash=config_hash(config),
         evaluation=run.metrics.evaluation,
         evaluated_step=run.metrics.evaluated_step,
         best=run.metrics.best,
@@ -94,33 +93,25 @@ def take_snapshot(run: Resumable, copy: bool) -> Snapshot:
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
     )
     folder = checkpoint_folder(run.folder, run.step)
-    return Snapshot(folder, state, manifest, run.config_text, run.config.checkpoint.keep, on_host=copy)
-
-
-def can_be_copied(run: Resumable) -> bool:
-    """Whether torch can copy every rank's state to host memory; every rank calls it.
-
-    It can't copy such subclasses of Tensor as torchao's 8-bit moments, which a rank with a small shard may not have.
-    """
-    values = (value for state in run.optimizer.state.values() for value in state.values())
-    odd = any(isinstance(value, Tensor) and hasattr(local(value), "__tensor_flatten__") for value in values)
-    return not any(row[0] for row in run.world.gather_numbers([float(odd)]))
+    return Snapshot(folder, state, manifest, config, run.config.checkpoint.keep, on_host=staging is not None)
 
 
 def _without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """The state without the replicated tensors that another rank writes; one copy of each is enough.
+    """The state without the replicas that another rank writes; one copy of each is enough.
 
-    They are spread over the ranks by their sizes. The shards of a DTensor and the entries under "ranks" differ between
-    ranks, so each rank keeps its own.
+    They are spread over the ranks by their sizes: of an ordinary tensor, one rank keeps it; of a DTensor with replicas,
+    as under HSDP, one replica of the mesh does. The entries under "ranks" differ, so each rank keeps its own.
     """
-    rank_bytes = [0] * world.world_size
+    bytes_of: dict[int, list[int]] = {}  # {replicas: bytes that each of them keeps}
 
     def is_own(value: Any) -> bool:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        if not isinstance(value, Tensor):
             return True
-        rank = rank_bytes.index(min(rank_bytes))
-        rank_bytes[rank] += value.numel() * value.element_size()
-        return rank == world.rank
+        replica, replicas = _replica(value) if isinstance(value, DTensor) else (world.rank, world.world_size)
+        kept = bytes_of.setdefault(replicas, [0] * replicas)
+        keeper = kept.index(min(kept))
+        kept[keeper] += value.numel() * value.element_size()
+        return keeper == replica
 
     def own(part: dict[str, Any]) -> dict[str, Any]:
         kept = {}
@@ -133,6 +124,17 @@ def _without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
 
     ranks = state.pop("ranks")
     return {**own(state), "ranks": ranks}
+
+
+def _replica(value: DTensor) -> tuple[int, int]:
+    """(which replica of the tensor this rank has a shard of, how many there are)."""
+    replica, replicas = 0, 1
+    for size, coordinate, placement in zip(
+        value.device_mesh.shape, value.device_mesh.get_coordinate() or [], value.placements, strict=True
+    ):
+        if placement.is_replicate():
+            replica, replicas = replica * size + coordinate, replicas * size
+    return replica, replicas
 
 
 def load(run: Resumable, path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from dist_amp.checkpoint.format import CONFIG, Manifest, hash_files, publish, reason, remove_old_checkpoints
+from dist_amp.checkpoint.plans import Planner, Writer
 from dist_amp.checkpoint.reader import silence_single_process_warning
 from dist_amp.errors import Failure
 from dist_amp.runtime.files import appears, sync_folder, write_synced
@@ -31,8 +31,10 @@ class Snapshot:
     on_host: bool  # copied to host memory, so that training may continue while it is written
 
 
-def write(snapshot: Snapshot, world: World) -> None:
+def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
     """Write and publish a checkpoint; every rank calls it, from any thread, and all ranks raise if one fails.
+
+    planner: that of the saves before, whose plan is used again if it fits.
 
     Errors: Failure with the rank and the reason. Earlier checkpoints are left as they are.
     """
@@ -46,15 +48,17 @@ def write(snapshot: Snapshot, world: World) -> None:
             sync_folder(run_folder)
             write_synced(temporary / CONFIG, snapshot.config)
 
-    def find_folder() -> None:
+    def find_folder_and_plan() -> bool:
         if not appears(temporary):
             raise Failure("run.dir is not on a disk that all ranks share; put it on one")
+        return planner.has_plan_for(snapshot.state)
 
     def write_shards() -> None:
         silence_single_process_warning()
         write_tensors(
             snapshot.state,
-            storage_writer=FileSystemWriter(temporary, per_thread_copy_ahead=0 if snapshot.on_host else 10_000_000),
+            storage_writer=Writer(temporary, planner, per_thread_copy_ahead=0 if snapshot.on_host else 10_000_000),
+            planner=planner,
             process_group=world.background,
             no_dist=world.world_size == 1,
         )
@@ -71,8 +75,9 @@ def write(snapshot: Snapshot, world: World) -> None:
 
     try:
         # A stage may fail on one rank only: all ranks agree on its outcome before the next collective stage.
-        for stage in (make_folder, find_folder, write_shards):
-            _on_all_ranks(world, stage)
+        _on_all_ranks(world, make_folder)
+        planner.reuse = all(_on_all_ranks(world, find_folder_and_plan))
+        _on_all_ranks(world, write_shards)
         files = {name: entry for part in _on_all_ranks(world, hash_own_files) for name, entry in part.items()}
         _on_all_ranks(world, finish)
     except Failure as error:

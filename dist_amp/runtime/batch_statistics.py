@@ -1,6 +1,8 @@
 """Batch norm's running statistics, which each rank gathers from its own batches: found, and averaged over the ranks."""
 
+from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,16 @@ def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def averaged_statistics(module: nn.Module, world: World) -> dict[str, Tensor]:
-    """The same, averaged over all ranks; the module's own are left alone."""
-    return {name: world.sum(own) / world.world_size for name, own in batch_statistics(module).items()}
+    """The same, averaged over all ranks in one collective per dtype; the module's own are left alone."""
+    averaged: dict[str, Tensor] = {}
+    kinds: dict[Any, dict[str, Tensor]] = defaultdict(dict)
+    for name, own in batch_statistics(module).items():
+        kinds[own.dtype, own.device][name] = own
+    for same in kinds.values():
+        flat = world.sum(torch.cat([own.reshape(-1) for own in same.values()])) / world.world_size
+        parts = flat.split([own.numel() for own in same.values()])
+        averaged |= {name: part.view(own.size()) for (name, own), part in zip(same.items(), parts, strict=True)}
+    return averaged
 
 
 @torch.no_grad()

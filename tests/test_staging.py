@@ -1,0 +1,298 @@
+"""A background save copies each byte of its rank's state once, into memory that the saves before it have used."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Overflow, Tiny, make_run, take_steps
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_amp.checkpoint.format import checkpoint_folder
+from dist_amp.checkpoint.plans import Planner
+from dist_amp.checkpoint.reader import Reader
+from dist_amp.checkpoint.saver import Saver
+from dist_amp.checkpoint.staging import ALIGNMENT, Staging
+from dist_amp.fast.fused import local
+from dist_amp.runtime.nested import leaves
+
+CPU = torch.device("cpu")
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]
+
+
+def words(folder, strategy, *more):
+    return ["--run.dir", folder, "--parallel.strategy", strategy, "--train.micro_batch_size", 2, "--use_amp", "false",
+            "--checkpoint.keep", 99, *more]  # fmt: skip
+
+
+def tensors_of(state):
+    return [local(leaf) for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+class Tied(Tiny):
+    """Two names for one weight, batch statistics, a frozen layer and a buffer in another dtype."""
+
+    def build_model(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+        model[2].weight = model[0].weight
+        model[3].requires_grad_(False)
+        model.register_buffer("table", torch.arange(10).bfloat16())
+        return model
+
+    def blocks(self, model):
+        return [model[4]]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes that are copied, by any operation that makes or fills a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket._qualified_op_name in ("aten::copy_", "aten::clone", "aten::_to_copy"):
+            self.bytes += local(result).nbytes
+        return result
+
+
+def bytes_copied_and_written(world, folder, strategy, task):
+    """The bytes that all ranks copy when they stage their state, and those of all tensors in the checkpoint."""
+    # Fused AdamW counts the steps of all parameters in one tensor; here each has its own.
+    run = make_run(world, task(), *words(folder, strategy, "--optim.fused", "false"))
+    take_steps(run, 2)
+    saver = Saver(run)
+    stage, counted = saver._staging.copy, Counted()
+
+    def counting(state):
+        with counted:
+            return stage(state)
+
+    saver._staging.copy = counting
+    with saver:
+        saver.save(wait=False)
+    copied = sum(row[0] for row in world.gather_numbers([counted.bytes]))
+    metadata = Reader(checkpoint_folder(run.folder, run.step)).read_metadata().state_dict_metadata
+    tensors = [entry for entry in metadata.values() if isinstance(entry, TensorStorageMetadata)]
+    return copied, sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_each_byte_of_a_checkpoint_is_copied_once_by_one_rank(tmp_path, ranks, strategy):
+    for copied, written in on_ranks(ranks, bytes_copied_and_written, tmp_path, strategy, Tiny):
+        assert copied == written > 0
+
+
+def test_tied_weights_are_copied_once_though_they_are_written_under_both_names(tmp_path):
+    (copied, written), = on_ranks(1, bytes_copied_and_written, tmp_path, "single", Tied)  # fmt: skip
+    assert written - copied == 8 * 8 * 4
+
+
+def memory_over_saves(world, folder, strategy):
+    """The addresses of the memory that three saves copied to: before an applied step, after one, and after another."""
+    run = make_run(
+        world, Overflow(bad=(0,)), *words(folder, strategy, "--data.shuffle", "false", "--optim.fused", "false")
+    )
+    saver, addresses = Saver(run), []
+    for _ in range(3):
+        take_steps(run, 1)
+        with saver:
+            saver.save(wait=False)
+        addresses.append({target.data_ptr() for target in saver._staging._targets if target.numel()})
+    return addresses
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS[:3])
+def test_a_save_fills_the_memory_of_the_save_before_and_grows_when_moments_appear(tmp_path, ranks, strategy):
+    for without, first, second in on_ranks(ranks, memory_over_saves, tmp_path, strategy):
+        assert first == second
+        assert len(first) > len(without)
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+class Scaled(torch.Tensor):
+    """A tensor made of two others, as torchao's 8-bit moments are; torch can't copy it."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} of {cls}")
+
+
+def strange_state():
+    shared = torch.randn(6)
+    return {
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "with gaps": torch.randn(8, 8)[::2, ::2],
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "half": torch.randn(7).bfloat16(),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "flags": torch.tensor([True, False, True]),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "sparse": torch.eye(3).to_sparse(),
+        "whole": shared,
+        "part": shared[2:4],
+        "both": [shared, (torch.ones(2), 5)],
+        "named": Pair(torch.zeros(3), "text"),
+        "nested": {"count": 7, "list": [1, 2]},
+        "parameter": nn.Parameter(torch.randn(2)),
+    }
+
+
+def assert_same(one, other):
+    one_leaves, other_leaves = list(leaves(one)), list(leaves(other))
+    for a, b in zip(one_leaves, other_leaves, strict=True):
+        if isinstance(a, torch.Tensor):
+            a, b = a.to_dense(), b.to_dense()
+        assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+
+
+def test_what_is_staged_equals_the_state_and_shares_nothing_with_it():
+    state, staging = strange_state(), Staging(CPU)
+    before = staging.copy(state)
+    assert_same(state, before)
+    assert isinstance(before["named"], Pair)
+    assert before["channels last"].stride() == state["channels last"].stride()
+    assert before["whole"].data_ptr() == before["both"][0].data_ptr(), "the same memory, copied once"
+    state["nested"]["list"].append(3)
+    state["whole"].add_(1)
+    assert before["nested"]["list"] == [1, 2]
+    assert torch.equal(before["whole"] + 1, state["whole"])
+
+
+def test_what_is_staged_can_be_written_without_another_copy():
+    # torch's writer clones a tensor whose storage holds more than it.
+    for target in tensors_of(Staging(CPU).copy({"a": torch.randn(100), "b": torch.randn(3, 5), "c": torch.tensor(1)})):
+        assert target.untyped_storage().size() == target.nbytes
+        assert target.data_ptr() % ALIGNMENT == 0
+
+
+def test_another_structure_is_staged_in_the_same_memory_as_far_as_it_fits():
+    staging = Staging(CPU)
+    staging.copy({"a": torch.randn(1000), "b": torch.randn(1000)})
+    block, = staging._blocks  # fmt: skip
+    other = {"b": torch.randn(500).double(), "c": torch.randn(10).bfloat16()}
+    assert_same(other, staging.copy(other))
+    assert staging._blocks == [block]
+    larger = {"b": torch.randn(5000), "d": torch.randn(10)}
+    assert_same(larger, staging.copy(larger))
+    assert_same(other, staging.copy(other))
+
+
+def test_a_tensor_made_of_others_is_staged_though_torch_can_not_copy_it():
+    state = {"moment": Scaled(torch.arange(4, dtype=torch.uint8), torch.tensor(0.5))}
+    staged = Staging(CPU).copy(state)["moment"]
+    state["moment"].codes.zero_()
+    assert type(staged) is Scaled
+    assert (staged.codes.tolist(), staged.scale.item()) == ([0, 1, 2, 3], 0.5)
+
+
+def test_memory_that_can_not_be_pinned_is_used_as_it_is_with_a_warning(capfd):
+    # There is no GPU here, so that pinning fails.
+    assert len(Staging(torch.device("cuda"))._block(4096)) == 4096
+    warning = capfd.readouterr().err
+    assert warning.startswith("warning: 4,096 bytes of host memory can't be pinned for background saves (")
+    assert warning.count("\n") == 1
+
+
+# --- plans
+
+
+class Watched(Planner):
+    """Counts how often a plan is made, on this rank and for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.plans, self.reused = 0, []
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        self.plans += bool(plan.items)
+        self.reused.append(self.reuse)
+        return plan
+
+
+def plain(metadata):
+    """What .metadata says, without the time and place of writing and the number of each save."""
+    return metadata.state_dict_metadata, metadata.planner_data, {
+        index: place.relative_path for index, place in metadata.storage_data.items()
+    }  # fmt: skip
+
+
+def saves_of_one_run(world, folder, strategy, change):
+    """Save after each of four steps, with a change of structure before the third; and once more without a kept plan.
+
+    Returns which saves used the plan of the one before, and whether the last two checkpoints are the same.
+    """
+    run = make_run(world, Tiny(), *words(folder, strategy))
+    saver = Saver(run)
+    saver._planner = Watched()
+    for step in range(4):
+        take_steps(run, 1)
+        if step == 2:
+            change(run)
+        with saver:
+            saver.save(wait=False)
+    paths = [checkpoint_folder(run.folder, run.step)]
+    paths.append(paths[0].with_name("first"))
+    world.barrier()
+    if world.is_main:
+        paths[0].rename(paths[1])
+    world.barrier()
+    with Saver(run) as other:
+        other.save(wait=False)
+    metadata = [plain(Reader(path).read_metadata()) for path in paths]
+    hashes = [{name: entry["xxh3"] for name, entry in Reader(path).manifest.files.items() if name.startswith("__")}
+              for path in paths]  # fmt: skip
+    return saver._planner.reused, metadata[0] == metadata[1], hashes[0] == hashes[1]
+
+
+def nothing(run):
+    pass
+
+
+def other_dtype(run):
+    state = run.optimizer.state[run.parallel.parameters[-1]]
+    state["step"] = state["step"].double()
+
+
+def one_rank_only(run):
+    """What differs on one rank alone makes all of them plan."""
+    if run.world.rank == run.world.world_size - 1:
+        state = run.optimizer.state[run.parallel.parameters[0]]
+        state["note"] = "new"
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS[:3])
+def test_a_save_of_the_same_structure_is_not_planned_again_and_writes_the_same_files(tmp_path, ranks, strategy):
+    for reused, same_metadata, same_files in on_ranks(ranks, saves_of_one_run, tmp_path, strategy, nothing):
+        assert reused == [False, True, True, True]
+        assert same_metadata
+        assert same_files
+
+
+@pytest.mark.parametrize("change", [other_dtype, one_rank_only])
+def test_a_change_of_structure_is_planned_anew_on_all_ranks(tmp_path, change):
+    for reused, same_metadata, same_files in on_ranks(2, saves_of_one_run, tmp_path, "fsdp", change):
+        assert reused == [False, True, False, True]
+        assert same_metadata
+        assert same_files
