@@ -8,6 +8,7 @@ pin it, does not notice a change of structure, and deep-copies a DTensor on a CP
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -83,9 +84,11 @@ class Staging:
                     flush=True,
                 )
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(mmap.MADV_HUGEPAGE)
-        # Workers forked later would keep the old pages, and each page would be copied when it is next written to.
-        block.madvise(mmap.MADV_DONTFORK)
+        # DONTFORK: workers forked later would keep the old pages, and each would be copied when it is next written to.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):  # Linux
+                with suppress(OSError):  # a kernel without it
+                    block.madvise(getattr(mmap, advice))
         return block
 
 
