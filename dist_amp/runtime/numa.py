@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def why_unbound(ranks: int, gpus: int, root: Path = Path("/")) -> str:
 
 def node_of(gpu: int, root: Path = Path("/")) -> int:
     """The NUMA node of a GPU; 0 where the kernel does not know, as torchrun takes it. Errors: OSError, ValueError."""
-    device = torch.cuda.get_device_properties(gpu)
+    device: Any = torch.cuda.get_device_properties(gpu)
     address = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
     return max(int((root / "sys/bus/pci/devices" / address / "numa_node").read_text()), 0)
 
