@@ -27,7 +27,7 @@ from dist_amp.runtime.process import raise_open_files
 from dist_amp.supervise import liveness, watchdog
 from dist_amp.supervise.liveness import Liveness, Process, this_process
 from dist_amp.supervise.signals import AgreedStop
-from dist_amp.supervise.verdict import Court, Report, judge
+from dist_amp.supervise.verdict import ReportBoard, Report, judge
 from dist_amp.train import train
 from dist_amp.world import World, locate
 
@@ -97,7 +97,7 @@ class CountingStore:
 def test_explaining_a_failure_asks_the_store_equally_often_for_4_and_for_64_ranks(size):
     store = dist.HashStore()
     stores = [CountingStore(store) for _ in range(size)]
-    courts = [Court(stores[rank], "test", rank, size) for rank in range(size)]
+    courts = [ReportBoard(stores[rank], "test", rank, size) for rank in range(size)]
     here, found = this_process(), {}
 
     def explain(rank):

@@ -1,4 +1,4 @@
-"""Which rank is at fault when a collective fails: what all ranks report through the store, and one of them judges.
+"""Which rank is at fault when a collective fails: what all ranks report through the store, and one reads.
 
 Every rank asks the store a number of times that does not grow with the number of ranks: its key exists from the start,
 so one request reads all keys, and only the first rank that wants a verdict reads them.
@@ -64,20 +64,20 @@ class Verdict:
 
 def judge(reports: Mapping[int, Report | None], timed_out: bool) -> Verdict:
     """Who is at fault, by every rank's report; None for a rank that is silent."""
-    told = {rank: report for rank, report in reports.items() if report is not None}
+    answered = {rank: report for rank, report in reports.items() if report is not None}
     silent = [rank for rank, report in reports.items() if report is None]
-    if any(report.state == "failed" for report in told.values()):
+    if any(report.state == "failed" for report in answered.values()):
         return Verdict(silent, [], by_itself=True)
     furthest: Counter[str] = Counter()
-    for report in told.values():
+    for report in answered.values():
         for name, (_, _, last) in report.groups.items():
             furthest[name] = max(furthest[name], last.number)
     # By the frame it is in one can't say who hangs: under NCCL calls return at once, and the host may then wait in any
     # of them. A rank hangs if it waits in no collective, and others are in one that it has not entered. Where torch
     # records no collectives, it is the one whose own collective does not time out.
-    running = {rank: report for rank, report in told.items() if report.state == "runs" and report.waits_in is None}
+    running = {rank: report for rank, report in answered.items() if report.state == "runs" and report.waits_in is None}
     hanging = [rank for rank, report in running.items() if is_behind(report, furthest) or not report.groups]
-    return Verdict(silent, hanging if timed_out else [], where_they_wait(told, silent, furthest))
+    return Verdict(silent, hanging if timed_out else [], where_they_wait(answered, silent, furthest))
 
 
 def is_behind(report: Report, furthest: Mapping[str, int]) -> bool:
@@ -85,21 +85,23 @@ def is_behind(report: Report, furthest: Mapping[str, int]) -> bool:
     return any(last.number < furthest[name] for name, (_, _, last) in report.groups.items())
 
 
-def where_they_wait(told: Mapping[int, Report], silent: Sequence[int], furthest: Mapping[str, int]) -> str:
+def where_they_wait(answered: Mapping[int, Report], silent: Sequence[int], furthest: Mapping[str, int]) -> str:
     """One line: the collective in which most ranks wait, who has not entered it, and what those are in; "" for none."""
-    waits = Counter(report.waits_in for report in told.values() if report.waits_in is not None)
+    waits = Counter(report.waits_in for report in answered.values() if report.waits_in is not None)
     if not waits:
         return ""
     (group, number, operation), _ = waits.most_common(1)[0]
-    waiting = {rank for rank, r in told.items() if r.waits_in and r.waits_in[:2] == (group, number)}
-    others_in_it = {rank: r.waits_in for rank in waiting if (r := told[rank]).waits_in and r.waits_in[2] != operation}
-    about, members, _ = told[min(waiting)].groups[group]
-    entered = {rank for rank, r in told.items() if group in r.groups and r.groups[group][2].number >= number}
-    missing = [rank for rank in members or [*told, *silent] if rank not in entered]
+    waiting = {rank for rank, r in answered.items() if r.waits_in and r.waits_in[:2] == (group, number)}
+    others_in_it = {
+        rank: r.waits_in for rank in waiting if (r := answered[rank]).waits_in and r.waits_in[2] != operation
+    }
+    about, members, _ = answered[min(waiting)].groups[group]
+    entered = {rank for rank, r in answered.items() if group in r.groups and r.groups[group][2].number >= number}
+    missing = [rank for rank in members or [*answered, *silent] if rank not in entered]
     text = f"{_ranks(waiting - others_in_it.keys())} in {operation} {number} of group {about or group}"
     parts = [f"rank {rank} in {wait[2]} there" for rank, wait in others_in_it.items() if wait]
     for rank in sorted(missing)[:4]:
-        report = told.get(rank)
+        report = answered.get(rank)
         if report is None:
             parts.append(f"rank {rank} does not answer")
         elif report.waits_in is not None:
@@ -117,7 +119,7 @@ def _ranks(ranks: set[int]) -> str:
     return f"rank {shown} waits" if len(ranks) == 1 else f"ranks {shown} wait"
 
 
-class Court:
+class ReportBoard:
     """The ranks' reports in the store, and the verdict of the first rank that asks for one."""
 
     def __init__(self, store: dist.Store, prefix: str, rank: int, size: int):  # type: ignore[name-defined]
@@ -137,7 +139,7 @@ class Court:
     def has_answered(self, rank: int) -> bool:
         return self._store.get(self._report_key(rank)) != SILENT.encode()
 
-    def call(self, event: str) -> None:
+    def announce(self, event: str) -> None:
         """Ask every rank to report; one of several events stays."""
         self._store.compare_set(self._event_key, "", event)
 
@@ -148,7 +150,7 @@ class Court:
     def verdict(self, timed_out: bool, processes: Sequence[Process], answer_seconds: float) -> Verdict:
         """The ranks' common verdict. answer_seconds: how long the ranks may take to report."""
         key = f"{self._prefix}/verdict"
-        if self._store.add(f"{self._prefix}/judges", 1) > 1:
+        if self._store.add(f"{self._prefix}/readers", 1) > 1:
             for pause in _pauses(2 * answer_seconds):
                 if self._store.check([key]):
                     return Verdict(**json.loads(self._store.get(key)))
@@ -157,9 +159,9 @@ class Court:
         for pause in _pauses(answer_seconds):
             reports = self._reports()
             silent = [rank for rank, report in reports.items() if report is None and not processes[rank].is_dead]
-            told = [report for report in reports.values() if report is not None]
-            unclear = timed_out and any(report.state == "runs" and not report.groups for report in told)
-            if any(report.state == "failed" for report in told) or not (silent or unclear):
+            answered = [report for report in reports.values() if report is not None]
+            unclear = timed_out and any(report.state == "runs" and not report.groups for report in answered)
+            if any(report.state == "failed" for report in answered) or not (silent or unclear):
                 break
             time.sleep(pause)
         verdict = judge(reports, timed_out)

@@ -21,7 +21,7 @@ from dist_amp.fast.process_group import abort_process_groups
 from dist_amp.runtime.rendezvous import in_time
 from dist_amp.supervise.job import Supervised
 from dist_amp.supervise.liveness import Liveness, Process, process_fields, this_process
-from dist_amp.supervise.verdict import Court, Report, State, Verdict
+from dist_amp.supervise.verdict import ReportBoard, Report, State, Verdict
 
 ANSWER_SECONDS = 5.0  # how long to wait for the other ranks' reports after a collective has failed
 POLL_SECONDS = 1.0  # how often a rank asks whether anything has happened
@@ -51,7 +51,7 @@ class RankWatchdog:
         if world.world_size == 1 or job.store is None:
             return
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run of the world
-        self._court = Court(job.store, prefix, world.rank, world.world_size)
+        self._board = ReportBoard(job.store, prefix, world.rank, world.world_size)
         # A rank that is gone is noticed before a collective times out, which may never be said under NCCL.
         self._liveness = Liveness(job.store, prefix, world.rank, 0.8 * self._timeout)
         self._processes = [Process(*json.loads(text)) for text in world.gather_texts(json.dumps(this_process()))]
@@ -65,7 +65,7 @@ class RankWatchdog:
         self._closed.set()
         if not self._failed.is_set():
             with suppress(Exception):  # the store is dead, or does not answer
-                in_time(self._answer_seconds, lambda: self._court.report(Report("left")))
+                in_time(self._answer_seconds, lambda: self._board.report(Report("left")))
         self._thread.join(self._answer_seconds)  # the thread is left behind if the store does not answer
 
     # --- the thread
@@ -74,15 +74,15 @@ class RankWatchdog:
         event = ""
         with suppress(Exception):  # the store is dead: torchrun has ended, and so will this process
             while not event and not self._closed.wait(POLL_SECONDS):
-                if not (event := self._court.event()) and (event := self._alarm()):
-                    self._court.call(event)
+                if not (event := self._board.event()) and (event := self._alarm()):
+                    self._board.announce(event)
         if event:
             self._respond(event)
 
     def _alarm(self) -> str:
         """What this rank notices of others, or of its own collectives on a GPU; "" for nothing."""
         lost = self._liveness.lost()
-        if lost is not None and not self._court.has_answered(lost):  # it has not left in order
+        if lost is not None and not self._board.has_answered(lost):  # it has not left in order
             return CLOSED if self._processes[lost].is_dead else LOST
         if self._job.world.device.type == "cuda":
             now, finished = time.monotonic(), flight_recorder.unfinished_on_gpu()
@@ -101,7 +101,7 @@ class RankWatchdog:
             try:
                 if not self._failed.is_set():
                     self._report("runs")
-                verdict = self._court.verdict(event == TIMED_OUT, self._processes, self._answer_seconds)
+                verdict = self._board.verdict(event == TIMED_OUT, self._processes, self._answer_seconds)
                 hangs = self._job.world.rank in verdict.hanging
             except Exception:  # the store was on a rank that has ended meanwhile
                 hangs = event == TIMED_OUT and self._progress(flight_recorder.dump()).waits_in is None
@@ -155,10 +155,10 @@ class RankWatchdog:
 
     def _ask(self, event: str) -> Verdict:
         self._report("failed" if event == FAILED else "waited")
-        self._court.call(event)
+        self._board.announce(event)
         if event == FAILED:
             return Verdict([], [], by_itself=True)
-        return self._court.verdict(event == TIMED_OUT, self._processes, self._answer_seconds)
+        return self._board.verdict(event == TIMED_OUT, self._processes, self._answer_seconds)
 
     # --- both
 
@@ -167,7 +167,7 @@ class RankWatchdog:
         run, folder = self._job.run, self._job.folder
         recorded = flight_recorder.dump() if state != "failed" else {}
         step = run.step if run is not None else 0
-        self._court.report(Report.of(state, step, self._progress(recorded)))
+        self._board.report(Report.of(state, step, self._progress(recorded)))
         if recorded and folder is not None:
             with suppress(OSError):
                 (folder / "flight_recorder").mkdir(exist_ok=True)
