@@ -1,4 +1,4 @@
-"""Which rank is at fault when a collective fails: what all ranks report through the store, and one reads.
+"""Which rank is at fault when a collective fails: what every rank reports in the store.
 
 Every rank asks the store a number of times that does not grow with the number of ranks: its key exists from the start,
 so one request reads all keys, and only the first rank that wants a verdict reads them.

@@ -21,7 +21,7 @@ from dist_amp.fast.process_group import abort_process_groups
 from dist_amp.runtime.rendezvous import in_time
 from dist_amp.supervise.job import Supervised
 from dist_amp.supervise.liveness import Liveness, Process, process_fields, this_process
-from dist_amp.supervise.verdict import ReportBoard, Report, State, Verdict
+from dist_amp.supervise.verdict import Report, ReportBoard, State, Verdict
 
 ANSWER_SECONDS = 5.0  # how long to wait for the other ranks' reports after a collective has failed
 POLL_SECONDS = 1.0  # how often a rank asks whether anything has happened
