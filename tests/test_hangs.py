@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -119,8 +120,11 @@ def test_explaining_a_failure_asks_the_store_equally_often_for_4_and_for_64_rank
 
 
 def test_a_neighbour_that_is_dead_or_gives_no_sign_is_lost_and_one_that_lives_is_not(monkeypatch):
+    dead = context.Process(target=time.sleep, args=(0,))
+    dead.start()
+    dead.join()
     now = [0.0]
-    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now[0]))
     store, here = dist.HashStore(), this_process()
     ranks = [Liveness(store, "test", rank, limit_seconds=8.0) for rank in range(3)]
     for each in ranks:
@@ -134,9 +138,6 @@ def test_a_neighbour_that_is_dead_or_gives_no_sign_is_lost_and_one_that_lives_is
         seen.append([each.lost() for each in ranks[:2]])
     assert seen[5] == [None, None]
     assert seen[-1] == [None, 2]
-    dead = context.Process(target=time.sleep, args=(0,))
-    dead.start()
-    dead.join()
     ranks[0].watch([here, Process(here.host, dead.pid, here.machine), here])
     assert ranks[0].lost() == 1
     # Another container on the same host has a process table of its own.
