@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_amp.config.auto import find_ends
 from dist_amp.config.validate import check_shardable, replicas_of
 from dist_amp.fast.fused import local
 from dist_amp.fast.kernels import norms_of
@@ -186,19 +185,21 @@ class Parallel:
         finally:
             for module, mode in modes:
                 module.training = mode
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # those that wait for a backward: a checkpoint would take them for others
 
 
 def build_parallel(
     config: ParallelConfig,
     strategy: Strategy,
     module: nn.Module,
-    blocks: Sequence[nn.Module],
+    units: Sequence[nn.Module],
     precision: Precision,
     world: World,
 ) -> Parallel:
     """Lay `module` out over the ranks. Build the optimizer after this: sharding replaces the parameters."""
     if strategy in ("fsdp", "hsdp"):
-        return _shard(config, strategy, module, blocks, precision, world)
+        return _shard(config, strategy, module, units, precision, world)
     module = materialise(module, world.device).to(world.device)
     return Parallel(strategy, module, module, world) if strategy == "single" else _replicate(config, module, world)
 
@@ -229,7 +230,7 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
     finish = FinishReduction(model, order)
 
     def gradient_sync(on: bool) -> AbstractContextManager[Any]:
-        return finish if on else model.no_sync()  # around the forward too: DDP reads its flag there
+        return finish if on else finish.no_sync()  # around the forward too: DDP reads its flag there
 
     return Parallel("ddp", module, model, world, world.world_size, gradient_sync, carrier=carrier)
 
@@ -238,11 +239,11 @@ def _shard(
     config: ParallelConfig,
     strategy: Strategy,
     module: nn.Module,
-    blocks: Sequence[nn.Module],
+    units: Sequence[nn.Module],
     precision: Precision,
     world: World,
 ) -> Parallel:
-    """FSDP2: each block is one unit, gathered for its forward and backward; what remains is the root's own unit."""
+    """FSDP2: each unit, such as a block, is gathered for its forward and backward; what remains is the root's own."""
     check_shardable(strategy, module, precision.cast_by == "policy")
     replicas = replicas_of(config, world) if strategy == "hsdp" else 1
     shape = (replicas, world.world_size // replicas) if strategy == "hsdp" else (world.world_size,)
@@ -256,20 +257,21 @@ def _shard(
     if config.param_dtype == "bf16":
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()
-    placed, ends = Placement(module, world), find_ends(module, blocks)
-    for number, block in enumerate([*blocks, *ends]):
-        # The last block's backward comes first: gathering it again at once would be a waste.
-        fully_shard(placed(block), reshard_after_forward=number < len(blocks) - 1, mp_policy=policy, **options)
+    placed = Placement(module, world)
+    for unit in units:
+        # The last one's backward comes first: gathering it again at once would be a waste.
+        fully_shard(placed(unit), reshard_after_forward=unit is not units[-1], mp_policy=policy, **options)
     # The model's output alone is float32 again: the loss is summed in it.
     policy = replace(policy, output_dtype=torch.float32)
-    # The root's own parameters, such as a head's, are not resharded after forward: backward begins with them.
+    # The root's own parameters, such as a tied head's, are not resharded after forward: backward begins with them.
     model = fully_shard(placed(module), mp_policy=policy, reshard_after_forward=False, **options)
-    BlockCalls(module, blocks, world.rank, ends, ReduceEveryBlock(model, ends), world.gather_numbers)
+    ReduceEveryBlock(model)
+    BlockCalls(module, units, world.rank)
     # A unit's all-gather is issued before the unit ahead of it computes, so that a slow host does not delay it; no more
     # units are gathered at once than by default, and backward's default is the same. Source: torch's FSDPModule.
-    units: list[Any] = [part for part in module.modules() if part in {model, *blocks, *ends}]
-    for unit, following in pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
+    sharded: list[Any] = [model, *units]
+    for one, following in pairwise(sharded):
+        one.set_modules_to_forward_prefetch([following])
 
     @contextmanager
     def gradient_sync(on: bool) -> Iterator[None]:

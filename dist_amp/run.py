@@ -11,7 +11,7 @@ from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.checkpoint.frozen import FrozenBase
 from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.state import load
-from dist_amp.config.auto import pick_blocks, pick_cast, pick_strategy
+from dist_amp.config.auto import pick_blocks, pick_cast, pick_strategy, units_of
 from dist_amp.config.load import defaults_of, load_config, to_toml
 from dist_amp.config.task_class import build_task, check_model, find_task
 from dist_amp.config.validate import accumulation_steps, check_parallel
@@ -133,7 +133,9 @@ def build_model(config: Config, task: Task, world: World, resumes: bool) -> tupl
     blocks = pick_blocks(config, strategy, task, module, world)
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world, task)
     with model_context(module, strategy):
-        return precision, build_parallel(config.parallel, strategy, module, blocks, precision, world)
+        return precision, build_parallel(
+            config.parallel, strategy, module, units_of(task, module, blocks), precision, world
+        )
 
 
 def build_data(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Batches, Batches | None]:

@@ -40,8 +40,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.schedule.step(run.scaler.applied)
-    # In place where DDP's buckets hold the gradients, to which the next step's no_sync micro-batches add.
-    run.optimizer.zero_grad(set_to_none=run.parallel.strategy != "ddp" or len(micro_batches) == 1)
+    run.optimizer.zero_grad(set_to_none=True)
     if run.parallel.ema is not None:
         run.parallel.ema.update(run.scaler.applied)
     run.step += 1

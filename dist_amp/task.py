@@ -4,6 +4,7 @@ No base class and no registry: `Task` only writes the methods down. Optional met
 
     collate(samples)        list of samples -> batch; default: PyTorch's default collate
     blocks(model)           list of modules: the units that FSDP shards and gathers; default: see config/auto.py
+    units(model)            more such units, such as an untied embedding and head; each forward calls each once
     tokens(batch)           int: how many tokens a batch holds, for tokens per second
     flops_per_item(model)   number: the floating-point operations of one sample's forward and backward, for MFU; a
                             multiply-add is two, recomputation none; telemetry.mfu.count_flops counts them

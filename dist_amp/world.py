@@ -121,8 +121,10 @@ def locate(config: RunConfig) -> World:
     world = World(*place_of(config))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    if not dist.is_initialized() or world.world_size == 1:
+    if world.world_size == 1:
         return world
+    if not dist.is_initialized():  # a script under torchrun
+        join(place_of(config), config.timeout_seconds)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
     # No timeout: a large checkpoint takes the slowest rank as long as it takes.
     return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=PATIENCE))

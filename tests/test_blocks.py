@@ -1,5 +1,7 @@
 """Compiled blocks, recomputed blocks and a loss in chunks give the same gradients."""
 
+import pickle
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -530,3 +532,24 @@ def test_a_task_whose_loss_was_compiled_trains_uncompiled_in_its_next_run():
     graphs_of(task, *FP32)
     bytes_run(World(), task, *FP32)
     assert task.loss_sum.__self__ is task
+
+
+@dataclass(frozen=True)
+class Frozen(Tiny):
+    samples: int = 64
+    uneven: bool = False
+    depth: int = 2
+    seed: int = 0
+
+    def loss_sum(self, model, batch):
+        model.seen = True
+        return super().loss_sum(model, batch)
+
+
+@pytest.mark.parametrize("words", [FP32, [*FP32, *COMPILED]])
+def test_a_task_may_be_a_frozen_dataclass_and_note_something_on_its_model(words):
+    task = Frozen()
+    run = make_run(World(), task, *words)
+    take_steps(run, 1)
+    assert run.parallel.module.seen
+    assert pickle.loads(pickle.dumps(task)) == task

@@ -1,4 +1,4 @@
-"""Embedding and head are units of FSDP2 of their own, however a model uses their weights."""
+"""A task may make its embedding and head units of FSDP2 of their own; without that, they may be used in any way."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from dist_amp.config.auto import find_ends
+from dist_amp.checkpoint.saver import save
+from dist_amp.config.auto import units_of
 from dist_amp.errors import DataError
-from dist_amp.runtime.block_calls import BlockCalls
 from dist_amp.verify.collectives import Counting
 
 VOCABULARY, WIDTH = 64, 16
@@ -62,14 +62,17 @@ def only_on_rank_0(model, x):
 
 
 class Task:
-    def __init__(self, ends=called):
-        self.ends = ends
+    def __init__(self, ends=called, units=()):
+        self.ends, self.names = ends, units
 
     def build_model(self):
         return Text(self.ends)
 
     def blocks(self, model):
         return list(model.layers)
+
+    def units(self, model):
+        return [getattr(model, name) for name in self.names]
 
     def build_dataset(self, split):
         return Rows(tokens=torch.randint(0, VOCABULARY, (64, 9), generator=torch.Generator().manual_seed(1)))
@@ -82,26 +85,34 @@ class Task:
         return batch["tokens"][:, 1:].numel()
 
 
+BOTH = ("embedding", "head")
 FEW = ["--use_amp", "false", "--optim.lr", 0.01, "--train.global_batch_size", 16, "--train.micro_batch_size", 4]
 
 
-def trained(world, ends, strategy, *words):
-    run = make_run(world, Task(ends), "--parallel.strategy", strategy, *FEW, *words)
+def trained(world, task, strategy, *words):
+    run = make_run(world, task, "--parallel.strategy", strategy, *FEW, *words)
     take_steps(run, 4)
     return parameters_of(run)
 
 
-@pytest.mark.parametrize("ends", [called, direct, chunked, by_the_embedding, only_on_rank_0])
-def test_a_head_trains_as_in_one_process_however_it_is_used(ends):
-    (expected,) = on_ranks(1, trained, ends, "single")
-    for own in on_ranks(2, trained, ends, "fsdp"):
+@pytest.mark.parametrize(
+    ("ends", "units"),
+    [
+        (called, BOTH),
+        (called, ()),
+        (direct, ()),
+        (chunked, ()),
+        (chunked, BOTH),
+        (by_the_embedding, ()),
+        (only_on_rank_0, ()),
+    ],
+)
+def test_a_head_trains_as_in_one_process_however_it_is_used(ends, units):
+    (expected,) = on_ranks(1, trained, Task(ends), "single")
+    for own in on_ranks(2, trained, Task(ends, units), "fsdp"):
         for name, value in expected.items():
             # Four steps of AdamW in float32, whose sums have another order on two ranks.
             torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_a_head_used_by_chunks_is_reduced_once_per_step():
-    assert on_ranks(2, reductions, chunked)[0][-1].count(head_bytes()) == 1
 
 
 class Reductions(Counting):
@@ -118,67 +129,50 @@ class Reductions(Counting):
         return result
 
 
-def head_bytes():
-    return 4 * (VOCABULARY * WIDTH + VOCABULARY)
+def reductions(world, task):
+    """The bytes of each reduce-scatter of the second step, in their order; the names of the units."""
+    run = make_run(world, task, "--parallel.strategy", "fsdp", *FEW, "--train.micro_batch_size", 8)
+    take_steps(run, 1)
+    with Reductions() as counting:
+        take_steps(run, 1)
+    names = [name for name, part in run.parallel.module.named_modules() if isinstance(part, FSDPModule)]
+    return counting.sizes, names
 
 
-def reductions(world, ends):
-    """Per step, the bytes of each reduce-scatter, in their order."""
-    run = make_run(world, Task(ends), "--parallel.strategy", "fsdp", *FEW, "--train.micro_batch_size", 8)
-    steps = []
-    for _ in range(3):
-        with Reductions() as counting:
-            take_steps(run, 1)
-        steps.append(counting.sizes)
-    return steps
+def test_a_head_that_is_a_unit_is_reduced_before_the_blocks_and_else_after_them():
+    head = 4 * (VOCABULARY * WIDTH + VOCABULARY)
+    sizes, names = on_ranks(2, reductions, Task(called, BOTH))[0]
+    assert sizes[0] == head
+    assert names == ["", "embedding", "layers.0", "layers.1", "layers.2", "head"]
+    sizes, names = on_ranks(2, reductions, Task(called))[0]
+    assert sizes[-1] > head
+    assert names == ["", "layers.0", "layers.1", "layers.2"]
 
 
-def test_a_heads_gradient_is_reduced_before_those_of_the_blocks():
-    """From the second step on: the first shows that every rank calls it once."""
-    first, second, third = on_ranks(2, reductions, called)[0]
-    assert first[0] != head_bytes()
-    assert second[0] == third[0] == head_bytes()
-    assert sorted(first) == sorted(second)
-
-
-def units(world):
-    run = make_run(world, Task(), "--parallel.strategy", "fsdp")
-    return [name for name, part in run.parallel.module.named_modules() if isinstance(part, FSDPModule)]
-
-
-def test_embedding_and_head_are_units_of_their_own():
-    assert on_ranks(2, units)[0] == ["", "embedding", "layers.0", "layers.1", "layers.2", "head"]
-
-
-def test_shared_frozen_small_and_several_heads_stay_with_the_root():
-    def ends_of(change):
+def test_units_that_can_not_be_are_refused_by_name():
+    def refused(change, *names):
         model = Text(called)
         change(model)
-        ends = find_ends(model, list(model.layers))
-        return [name for name, part in model.named_modules() if part in ends]
+        task = Task(called, names)
+        with pytest.raises(DataError) as error:
+            units_of(task, model, task.blocks(model))
+        return str(error.value)
 
-    assert ends_of(lambda model: None) == ["embedding", "head"]
-    assert ends_of(lambda model: setattr(model.head, "weight", model.embedding.weight)) == []
-    assert ends_of(lambda model: setattr(model, "other", nn.Linear(WIDTH, VOCABULARY))) == ["embedding"]
-    assert ends_of(lambda model: model.embedding.requires_grad_(False)) == ["head"]
-    assert ends_of(lambda model: setattr(model, "head", nn.Linear(WIDTH, 1))) == ["embedding"]
-
-
-class Release:
-    def __init__(self):
-        self.released = []
-
-    def release(self, end):
-        self.released.append(end)
+    tie = refused(lambda model: setattr(model.head, "weight", model.embedding.weight), "head")
+    assert "a Linear that shares the parameter embedding.weight with other modules" in tie
+    assert "a Linear that lies in a block" in refused(lambda model: setattr(model, "head", model.layers[0]), "head")
+    assert "a Linear that is not in the model" in refused(
+        lambda model: model.__dict__.update(other=nn.Linear(2, 2)), "other"
+    )
 
 
-def test_a_head_that_was_called_once_must_be_called_from_then_on():
-    model, release = Text(called), Release()
-    BlockCalls(model, [], 1, find_ends(model, list(model.layers)), release)
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    for _ in range(2):
-        model(tokens)
-    assert release.released == [model.embedding, model.head]
-    model.ends = direct
-    with pytest.raises(DataError, match="rank 1: the model's forward did not call its block head"):
-        model(tokens)
+def evaluated_and_saved(world, folder):
+    run = make_run(world, Task(called, BOTH), "--parallel.strategy", "fsdp", "--run.dir", folder, *FEW)
+    take_steps(run, 1)
+    with run.parallel.evaluating():
+        run.model(next(run.data)[0]["tokens"])
+    return save(run).name
+
+
+def test_a_checkpoint_right_after_an_evaluation_that_was_cut_short_holds_every_moment(tmp_path):
+    assert on_ranks(2, evaluated_and_saved, tmp_path) == ["step_00000001"] * 2

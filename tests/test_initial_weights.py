@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from dist_amp.checkpoint.saver import save
-from dist_amp.runtime.initial_weights import Placement, build_on_ranks, digest
+from dist_amp.runtime.initial_weights import Placement, build_on_ranks, digests
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.tasks.causal_lm import GPT
 
@@ -76,6 +76,18 @@ class WithClassToken(nn.Module):
         return self.head(self.norm(x))
 
 
+class Recurrent(nn.Module):
+    """Its layer keeps its parameters in a list too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.LSTM(8, 8, num_layers=2)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.layers(x.unsqueeze(0))[0][0])
+
+
 class Mixer(nn.Module):
     """Layers that are used out of a plain list of their weights too."""
 
@@ -111,6 +123,25 @@ def derived_buffer():
     return model
 
 
+def shuffled():
+    model = Mixer()
+    model.order = torch.randperm(8).tolist()
+    return model
+
+
+def listed():
+    model = Mixer()
+    model.weights = [model.head.weight]
+    return model
+
+
+def closed_over():
+    model = Mixer()
+    bias = model.head.bias
+    model.head.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0 * bias.detach(),))
+    return model
+
+
 def random_attribute():
     model = Mixer()
     model.noise = [torch.randn(4)]
@@ -142,13 +173,17 @@ MODELS = {
     "tied": Language(),
     "untied": Language(tied=False),
     "class_token": Regression(WithClassToken),
+    "recurrent": Regression(Recurrent),
 }
 FALLBACKS = {
     "assigned": (Regression(assigned), "incompatible tensor type"),
     "captured": (Regression(captured), "something besides the model's modules refers to its parameters"),
     "value_dependent": (Regression(value_dependent), "meta"),
     "derived_buffer": (Regression(derived_buffer), "the buffer start is computed from parameters"),
-    "random_attribute": (Regression(random_attribute), "it comes out different"),
+    "random_attribute": (Regression(random_attribute), "it draws random numbers besides its parameters"),
+    "shuffled": (Regression(shuffled), "it draws random numbers besides its parameters"),
+    "listed": (Regression(listed), "something besides the model's modules refers to its parameters"),
+    "closed_over": (Regression(closed_over), "something besides the model's modules refers to its parameters"),
 }
 
 
@@ -156,7 +191,7 @@ def built(world, task):
     """What build_on_ranks gives: whether its parameters are on meta, its buffers, and its digest."""
     seed_all(0)
     module = build_on_ranks(task, "fsdp", world, False)
-    return [p.is_meta for p in module.parameters()], dict(module.named_buffers()), digest(module)
+    return [p.is_meta for p in module.parameters()], dict(module.named_buffers()), digests(module)[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -171,7 +206,7 @@ def test_a_sharded_model_starts_with_the_bits_of_one_process(name, strategy, ran
             assert torch.equal(own[key], value), key
 
 
-@pytest.mark.parametrize("name", ["tied", "class_token"])
+@pytest.mark.parametrize("name", ["tied", "class_token", "recurrent"])
 def test_only_rank_0_has_memory_for_parameters_and_buffers_are_real_everywhere(name):
     first, second = on_ranks(2, built, MODELS[name])
     assert not any(first[0])

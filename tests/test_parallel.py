@@ -1,11 +1,17 @@
 """Strategies: what is picked, what is refused, and what makes replicas equal."""
 
+import os
+import socket
+
 import pytest
 import torch
+from forked import context
 from ranks import on_ranks
 from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 
+from dist_amp.checkpoint.saver import save
+from dist_amp.checkpoint.state import no_side_effects
 from dist_amp.config.auto import find_blocks, pick_cast, pick_strategy
 from dist_amp.config.validate import check_parallel
 from dist_amp.errors import ConfigError
@@ -221,3 +227,49 @@ def test_micro_batches_add_to_the_gradients_in_ddps_buckets():
     """Other memory for them would be 4 bytes per parameter."""
     _, (_, *second), third = on_ranks(2, addresses, 3)[0]  # DDP rebuilds its buckets as the second step begins
     assert all(row == third[0] and 0 not in row for row in (*second, *third))
+
+
+def gone_on(world, folder):
+    """Two steps after a checkpoint, without a stop and resumed: the parameters of both."""
+    words = ["--parallel.strategy", "ddp", "--train.accumulation_steps", 2, "--run.dir", folder, "--train.steps", 9]
+    run = make_run(world, Tiny(samples=512), *words)
+    take_steps(run, 3)
+    save(run)
+    again = make_run(world, Tiny(samples=512), *words, "--run.resume", "auto")
+    for each in (run, again):
+        take_steps(each, 1)
+        with no_side_effects(each):  # as a replay, which leaves no gradients
+            pass
+        take_steps(each, 1)
+    return parameters_of(run), parameters_of(again)
+
+
+def test_three_ranks_that_accumulate_in_buckets_resume_bit_for_bit(tmp_path):
+    """Three, since DDP divides by the number of ranks in two ways, which differ unless it is a power of two."""
+    before, after = on_ranks(3, gone_on, tmp_path)[0]
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
+def without_a_group(rank, port, folder):
+    """A run built in a script under torchrun, where nobody has made a process group."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    run = make_run(None, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
+    take_steps(run, 2)
+    torch.save(parameters_of(run), folder / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_a_script_under_torchrun_joins_the_ranks_by_itself(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [context.Process(target=without_a_group, args=(rank, port, tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], value) and value.isfinite().all() for name, value in second.items())

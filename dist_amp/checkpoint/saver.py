@@ -69,7 +69,8 @@ class Saver(Observer):
 
     def _finish(self, must_succeed: bool = False) -> None:
         """Wait for the pending save. Errors: Failure if it failed and the run is configured to stop then."""
-        pending, self._pending = self._pending, None
+        # Also that of another Saver, as of a callback's save(run): two threads would use one group.
+        pending, self._pending = self._pending or self._run.metrics.save, None
         self._run.metrics.save = None
         try:
             if pending is not None:

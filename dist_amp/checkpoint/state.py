@@ -249,7 +249,10 @@ def _rebuild_ddp_buckets(run: Resumable) -> None:
     if run.parallel.strategy != "ddp" or run.world.world_size < 3:
         return
     with no_side_effects(run):
-        *_, (batch, _) = run.data.at(0)  # the first one whose gradients were synchronised
+        *others, (batch, _) = run.data.at(0)  # the first one whose gradients were synchronised
+        if others:  # micro-batches add to the buckets, which DDP divides in other bits than gradients it copies there
+            with run.parallel.gradient_sync(False):
+                pass
         batch = getattr(batch, "batch", batch)
         for _ in range(2):
             with run.parallel.gradient_sync(True):

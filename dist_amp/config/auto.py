@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.fast.missing_gradients import KNOWS_GROUPS
 from dist_amp.runtime.batch_statistics import batch_statistics
 from dist_amp.settings import Config, ParallelConfig, PrecisionConfig, Strategy
 from dist_amp.task import Task
@@ -82,6 +81,31 @@ def pick_blocks(config: Config, strategy: Strategy, task: Task, module: nn.Modul
     return blocks
 
 
+def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """What FSDP2 gathers and reduces at once, in the order of the model: its blocks, and the task's units(model).
+
+    Errors: DataError for units that are not in the model, lie in a block, or share a parameter with the rest: tied
+    weights are gathered with the root.
+    """
+    own, blocks = list(task.units(module)) if hasattr(task, "units") else [], list(blocks)
+    inside = {part for block in blocks for part in block.modules()}
+    names, shared = {part: name for name, part in module.named_modules()}, shared_parameters(module, own)
+    for unit in own:
+        if unit not in names or unit in inside or unit in shared:
+            what = (
+                "is not in the model"
+                if unit not in names
+                else "lies in a block"
+                if unit in inside
+                else (f"shares the parameter {shared[unit]} with other modules")
+            )
+            raise DataError(
+                f"the task's units(model) returned a {type(unit).__name__} that {what}; return modules outside of the "
+                "blocks, such as an embedding and a head that are not tied, which each forward calls once"
+            )
+    return [part for part in module.modules() if part in {*blocks, *own}]
+
+
 def blocks_of(task: Task, module: nn.Module) -> list[nn.Module]:
     """The units that are sharded, compiled and recomputed, each once: the task's own, or those that are found.
 
@@ -122,23 +146,6 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     single = {path for path, part in _layers(module).items() if any(part is alone[0] for alone in lists)}
     chosen = {next((above for above in single if above in _ancestors(path)), path) for path in taken or largest}
     return [part for path, part in module.named_modules() if path in chosen]
-
-
-def find_ends(module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The embedding and the head, which FSDP2 shards as units of their own, so that the root's is small.
-
-    They are the one nn.Embedding and the one nn.Linear outside the blocks that hold at least 5 % of the parameters, if
-    they are trained and share none. Two heads may be for different samples, so they stay in the root's unit.
-    """
-    inside = {part for block in blocks for part in block.modules()}
-    few = FEW * parameters_in([module])
-    ends: list[nn.Module] = []
-    for kind in (nn.Embedding, nn.Linear):
-        outside = [part for part in module.modules() if isinstance(part, kind) and part not in inside]
-        large = [part for part in outside if parameters_in([part]) >= few]
-        if len(large) == 1 and not shared_parameters(module, large):
-            ends += [part for part in large if all(p.requires_grad for p in part.parameters())]
-    return ends if KNOWS_GROUPS else []
 
 
 def _layers(module: nn.Module) -> Layers:

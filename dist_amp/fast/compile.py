@@ -121,13 +121,15 @@ def prepare_blocks(
     ConfigError too if compile.fullgraph=true and the block is not one graph.
     """
     checkpoint_activations(checkpointing, blocks)
-    task.loss_sum = getattr(task.loss_sum, "as_written", task.loss_sum)  # an earlier run may have compiled it
+    if isinstance(task.loss_sum, CompiledLoss):  # by an earlier run
+        object.__setattr__(task, "loss_sum", task.loss_sum.as_written)
     if config.blocks:
         what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"
         world.say(f"compile.blocks=true: {config.backend} compiles {what} in the first step and the first evaluation")
         compiler = _compile_each(config, module, blocks or [module], world)
         if config.mode not in CUDA_GRAPHS:  # whose results the next step overwrites, and losses are kept for a while
-            task.loss_sum = CompiledLoss(task.loss_sum, compiler)
+            with suppress(AttributeError):  # a class with __slots__
+                object.__setattr__(task, "loss_sum", CompiledLoss(task.loss_sum, compiler))  # or a frozen dataclass
 
 
 def _compile_each(config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World) -> "Compiler":
@@ -216,24 +218,33 @@ class CompiledLoss:
         self._compiled = compiler.wrap(as_written, "the task's loss_sum", breaks=True)
         self._model: OpaqueModel | None = None
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: Any, *batch: Any) -> Any:
         if self._model is None or self._model.model is not model:
             self._model = OpaqueModel(model)
-        return self._compiled(self._model, batch)
+        return self._compiled(self._model, *batch)
+
+    def __reduce__(self) -> Any:  # loader workers may get the task
+        return _unchanged, (self.as_written,)
+
+
+def _unchanged(loss_sum: Forward) -> Forward:
+    return loss_sum
 
 
 class OpaqueModel:
     """A model whose call no graph takes in; everything else is the model's."""
 
     def __init__(self, model: nn.Module):
-        self.model = model
-        self._call = torch.compiler.disable(model.__call__)
+        vars(self).update(model=model, _call=torch.compiler.disable(model.__call__))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.model, name, value)
 
 
 def _graph_break(error: Exception, name: str) -> str:

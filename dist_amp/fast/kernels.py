@@ -8,6 +8,7 @@ from torch import Tensor
 _foreach_norm = getattr(torch, "_foreach_norm", None)
 _amp_update_scale = getattr(torch, "_amp_update_scale_", None)
 _foreach_sub = getattr(torch, "_foreach_sub", None)
+_foreach_zero = getattr(torch, "_foreach_zero_", None)
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -37,6 +38,15 @@ def update_scale(
     grown = torch.where(grown.isfinite(), grown, scale)
     scale.copy_(torch.where(found_inf > 0, scale * backoff, grown))
     tracker.mul_(~(grows | (found_inf > 0)))
+
+
+def zero_all(tensors: Sequence[Tensor]) -> None:
+    """Fill each tensor with zeros."""
+    if _foreach_zero is None:
+        for tensor in tensors:
+            tensor.zero_()
+    elif tensors:
+        _foreach_zero(tensors)
 
 
 def lerp_all(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: Tensor) -> None:

@@ -7,6 +7,7 @@ here a step in which nothing is missing costs one call of 0.3 us under DDP, and 
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -16,12 +17,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_amp.fast.kernels import zero_all
+
 UNREDUCED = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
 
 # Without it, DDP has to be made with find_unused_parameters=True.
 KNOWS_UNREDUCED = hasattr(DistributedDataParallel, "_check_reducer_finalized")
-# Without it, units that are not called once by each rank can't be told apart.
-KNOWS_GROUPS = hasattr(FSDPModule, "_get_fsdp_state")
 
 
 class FinishReduction:
@@ -29,18 +30,39 @@ class FinishReduction:
 
     DDP waits until every parameter has had its backward. On leaving, those that had none get one of zeros: a parameter
     keeps the gradient of earlier micro-batches, or has zero. parameters: the trained ones, in DDP's order.
+
+    `no_sync` is DDP's, for the other micro-batches. They add to DDP's buckets, since gradients of their own would take
+    4 bytes per parameter more; that begins after the first reduction with accumulation.
     """
 
     def __init__(self, model: DistributedDataParallel, parameters: Sequence[nn.Parameter]):
         self._model: Any = model
         self._parameters = parameters
+        self._in_module = [p for p in model.parameters() if p.requires_grad]
+        self._accumulates = False
+        self._buckets: list[Any] = []  # each parameter's part of them
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        self._accumulates = True
+        if self._buckets and self._in_module[0].grad is None:
+            zero_all(self._buckets)
+            for parameter, bucket in zip(self._in_module, self._buckets, strict=True):
+                parameter.grad = bucket
+            self._buckets = []  # DDP may replace them in the forward
+        return self._model.no_sync()  # type: ignore[no-any-return]
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: object, where: TracebackType | None) -> None:
-        if kind is not None or not KNOWS_UNREDUCED:
+        if kind is not None:
             return
+        if KNOWS_UNREDUCED:
+            self._reduce_missing()
+        if self._accumulates:
+            self._buckets = [p.grad for p in self._in_module]
+
+    def _reduce_missing(self) -> None:
         try:
             self._model._check_reducer_finalized()
         except RuntimeError as unfinished:
@@ -61,22 +83,16 @@ class ReduceEveryBlock:
 
     torch 2.13's `set_reduce_scatter_unused_params` is the fallback. It reduces zeros, but not in one order, and raises
     where an accumulated float32 gradient meets a bf16 one.
-
-    ends: units that may be called any number of times in a forward, on some ranks too. They are gathered as the forward
-    begins and reduced as the backward ends, like the root, until `release` says that each rank calls them once.
     """
 
-    def __init__(self, model: FSDPModule, ends: Sequence[nn.Module] = ()):
+    def __init__(self, model: FSDPModule):
         units: list[Any] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
         self._called: list[Any] = []  # the blocks' groups of parameters, until their backward
         self._in_forward = False  # not while a block is recomputed
-        self._in_end = False  # while what is left is reduced
         self._pre_backward: dict[Any, Any] = {}
-        self._ends: list[Any] = list(ends)
-        if not KNOWS_GROUPS:
+        if not all(hasattr(unit, "_get_fsdp_state") for unit in units):
             getattr(model, "set_reduce_scatter_unused_params", lambda on: None)(True)
             return
-        self._reduced_last = {group for end in self._ends for group in groups_of(end)}
         root: Any = model
         root.register_forward_pre_hook(self._begin)
         root.register_forward_hook(self._end)
@@ -84,21 +100,14 @@ class ReduceEveryBlock:
             state = unit._get_fsdp_state()
             state._root_post_backward_final_callback = partial(self._finish, state._root_post_backward_final_callback)
             for group in groups_of(unit):
-                group.post_backward = partial(self._reduce, group, group.post_backward)
+                group.post_backward = partial(_post_backward, group, group.post_backward)
                 self._pre_backward[group] = group.pre_backward
                 group.pre_backward = partial(self._reach, group)
                 if unit is not root:
                     unit.register_forward_hook(partial(self._note, group))
 
-    def release(self, end: nn.Module) -> None:
-        """From the next forward on, gather this one of the ends for its call, and reduce it after its backward."""
-        self._ends.remove(end)
-        self._reduced_last -= set(groups_of(end))
-
     def _begin(self, model: Any, inputs: Any) -> None:
         self._called, self._in_forward = [], torch.is_grad_enabled()
-        for handle in [end.unshard(async_op=True) for end in self._ends]:
-            handle.wait()
 
     def _end(self, model: Any, inputs: Any, output: Any) -> None:
         self._in_forward = False
@@ -120,15 +129,7 @@ class ReduceEveryBlock:
     def _finish(self, final_callback: Any) -> None:
         while self._called:
             self._skip(self._called.pop(), True)
-        self._in_end = True
-        try:
-            final_callback()
-        finally:
-            self._in_end = False
-
-    def _reduce(self, group: Any, post_backward: Any, *unused: Any) -> None:
-        if self._in_end or group not in self._reduced_last:
-            _post_backward(group, post_backward, *unused)
+        final_callback()
 
 
 def groups_of(unit: Any) -> list[Any]:

@@ -7,6 +7,9 @@ memory on all ranks, and rank 0's values. They are the bits that one process get
 import gc
 import hashlib
 import json
+import pickle
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,8 @@ from dist_amp.runtime.random_state import random_state, set_random_state
 from dist_amp.task import Task
 from dist_amp.world import World
 
+DIFFERENT = "it draws random numbers besides its parameters, such as a buffer or a permutation"
+
 
 def build_on_ranks(task: Task, strategy: str, world: World, resumes: bool) -> nn.Module:
     """The task's model in training mode. If it is to be sharded, its parameters are on the meta device except rank 0's.
@@ -33,17 +38,23 @@ def build_on_ranks(task: Task, strategy: str, world: World, resumes: bool) -> nn
     if hasattr(task, "load") or world.world_size == 1 or not may_be:
         return build_module(task)
     resumes &= sharded  # DDP computes gradients once before it loads
-    start, problem, module = random_state(world.device), "", None
+    start, problem, module, drawn = random_state(world.device), "", None, False
     if resumes or not world.is_main:
         module, problem = _on_meta(task)
-        if world.is_main and (problem or not _is_in_the_checkpoint(module, start, world)):
+        drawn = _has_drawn(start, world.device)
+        # A checkpoint has neither frozen parameters nor what else is drawn.
+        if world.is_main and (module is None or drawn or not all(p.requires_grad for p in module.parameters())):
             module = None
     if module is None:
         set_random_state(start, world.device)
         module = built_model(task)
     world.wait_long()  # rank 0 may draw for minutes
-    ranks = [json.loads(text) for text in world.gather_texts(json.dumps([digest(module), problem]))]
-    problems = [problem or ("" if own == ranks[0][0] else "it comes out different") for own, problem in ranks[1:]]
+    # Random numbers that are drawn besides the parameters are others where the parameters draw none.
+    drawn = drawn and not problem
+    ranks = [json.loads(text) for text in world.gather_texts(json.dumps([*digests(module), drawn, problem]))]
+    (tensors, everything, *_), *others = ranks
+    same = [own == tensors and (all_of_it == everything or not drawn) for own, all_of_it, drawn, _ in others]
+    problems = [row[-1] or ("" if equal else DIFFERENT) for row, equal in zip(others, same, strict=True)]
     if any(problems):
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**30
         world.warn(
@@ -71,40 +82,66 @@ def _on_meta(task: Task) -> tuple[nn.Module | None, str]:
     if name := next((name for name, buffer in module.named_buffers() if buffer.is_meta), ""):
         return None, f"the buffer {name} is computed from parameters"
     gc.collect()
-    if any(original() is not None for original in originals):
-        return None, "something besides the model's modules refers to its parameters, such as a list or a closure"
+    if any(original() is not None for original in originals) or has_other_owners(module):
+        return None, (
+            "something besides the model's modules refers to its parameters, such as a list or a closure; sharded, it "
+            "would not see what is trained"
+        )
     return module, ""
 
 
-def _is_in_the_checkpoint(module: nn.Module | None, start: dict[str, Tensor], world: World) -> bool:
-    """Whether all that build_model drew at random is in the checkpoint, judged without drawing the parameters.
+def has_other_owners(module: nn.Module) -> bool:
+    """Whether an object other than the model's modules refers to one of its parameters."""
+    parameters = list(module.parameters())
+    own = {
+        id(vars(part)[name])
+        for part in module.modules()
+        for name in ("_parameters", "_flat_weights")
+        if name in vars(part)
+    }
+    found = gc.get_referrers(*parameters)  # _flat_weights: a recurrent layer's list, which it keeps up to date
+    return any(id(one) not in own and one is not parameters and not isinstance(one, FrameType) for one in found)
 
-    Not that of frozen parameters; and where random numbers were drawn all the same, it may be in a buffer that isn't.
+
+def _has_drawn(start: dict[str, Tensor], device: torch.device) -> bool:
+    """Whether random numbers have been drawn since `start`."""
+    now = random_state(device)
+    return any(not torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start)
+
+
+def digests(module: nn.Module) -> tuple[str, str]:
+    """(a hash of the parameters' names, shapes and ties, and of all other tensors in the modules; one of everything).
+
+    Everything: also what else the modules hold, as their pickles, such as a permutation in a list.
     """
-    now = random_state(world.device)
-    drawn = any(not torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start)
-    return module is not None and not drawn and all(p.requires_grad for p in module.parameters())
-
-
-def digest(module: nn.Module) -> str:
-    """A hash of the parameters' names, shapes and ties, and of the contents of all other tensors in the modules."""
     numbers: dict[int, int] = {}
-    found = hashlib.sha256()
+    tensors, everything = hashlib.sha256(), hashlib.sha256()
     for name, p in module.named_parameters(remove_duplicate=False):
         number = numbers.setdefault(id(p), len(numbers))
-        found.update(f"{name} {number} {list(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
+        tensors.update(f"{name} {number} {list(p.shape)} {p.dtype} {p.requires_grad}\n".encode())
     for name, part in module.named_modules():
         for key, value in vars(part).items():
-            for tensor in leaves(value) if key != "_parameters" else ():
-                if isinstance(tensor, Tensor):
-                    found.update(f"{name}.{key} {list(tensor.shape)} {tensor.dtype}\n".encode() + _bits(tensor))
-    return found.hexdigest()
+            if key in ("_parameters", "_modules"):
+                continue
+            for leaf in leaves(value):
+                if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                    tensors.update(f"{name}.{key} {list(leaf.shape)} {leaf.dtype}\n".encode() + _bits(leaf))
+                elif not isinstance(leaf, nn.Parameter | nn.Module):
+                    everything.update(f"{name}.{key}\n".encode() + _pickled(leaf))
+    return tensors.hexdigest(), everything.hexdigest()
 
 
 def _bits(tensor: Tensor) -> bytes:
     if tensor.is_meta or tensor.layout != torch.strided:
         return b""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception:  # a lambda, say: taken for different, which costs memory alone
+        return repr(value).encode()
 
 
 class Placement:

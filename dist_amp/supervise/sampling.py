@@ -1,8 +1,9 @@
 """The sample of a finished run: what the task's sample(model) makes of the trained model."""
 
-import os
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -17,10 +18,10 @@ def write_sample(run: Run) -> None:
     if not hasattr(run.task, "sample"):
         return
     again = f"python -m dist_amp.sample {run.folder}"
-    if run.parallel.sharded and (problem := does_not_fit(run)):
-        run.world.say(f"no sample: {problem}; {again} makes one on one device")
-        return
     try:
+        if run.parallel.sharded and (problem := does_not_fit(run)):
+            run.world.say(f"no sample: {problem}; {again} makes one on one device")
+            return
         with gathered(run), run.parallel.evaluating(), run.precision.autocast(), as_compiled_so_far():
             run.metrics.write_sample(run.step, run.task.sample(run.parallel.module))
     except Exception as error:
@@ -36,16 +37,13 @@ def gathered(run: Run) -> Iterator[None]:
     units = [part for part in run.parallel.module.modules() if isinstance(part, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.reshard()
+    yield
 
 
 def does_not_fit(run: Run) -> str:
     """Why the whole model can't be held beside the shards on some rank's device; "" if it can."""
-    need = sum(p.numel() for p in run.parallel.module.parameters()) * run.precision.dtype.itemsize
+    itemsize = run.precision.dtype.itemsize if run.precision.cast_by == "policy" else 4  # as it is gathered
+    need = sum(p.numel() for p in run.parallel.module.parameters()) * itemsize
     free = min(row[0] for row in run.world.gather_numbers([free_bytes(run.world.device, run.world.local_world_size)]))
     if need <= free / 2:
         return ""
@@ -55,5 +53,9 @@ def does_not_fit(run: Run) -> str:
 def free_bytes(device: torch.device, ranks: int) -> float:
     """Free memory of the device; of a host, this rank's share of what is free for all its ranks."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    with suppress(OSError, StopIteration):  # Linux's, with what the file cache would give back
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024 / ranks
+    return math.inf

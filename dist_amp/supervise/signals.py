@@ -15,7 +15,7 @@ from dist_amp.world import World
 _TASK, _SIGNAL = 1.0, 2.0
 
 SECONDS_BETWEEN = 1.0  # an exchange takes 1 to 4 ms on gloo, measured on 2 to 6 ranks: too long for every step
-MOST_POLLS_BETWEEN = 100  # should the steps become slower meanwhile
+MOST_POLLS_BETWEEN = 32  # should the steps become slower meanwhile
 
 
 class AgreedStop:

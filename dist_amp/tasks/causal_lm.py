@@ -150,6 +150,7 @@ class CausalLM:
             raise ValueError("prompt is empty; a sample continues it, so use at least a space")
         self.data = data
         self.context = context
+        self.tied = tied
         self.loss_chunk = loss_chunk
         self.prompt = prompt
         self.sample_bytes = sample_bytes
@@ -177,6 +178,10 @@ class CausalLM:
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.blocks)  # type: ignore[arg-type]
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Tied, they are one parameter; and a loss in chunks calls the head for each."""
+        return [] if self.tied or self.loss_chunk != "off" else [model.embedding, model.head]  # type: ignore[list-item]
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["tokens"].long()

@@ -30,6 +30,9 @@ class HFCausalLM:
     def load(self, model: nn.Module) -> None:
         load_pretrained(model, self.folder)
 
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        return [] if self.lora.rank else huggingface.embedding_and_head(model)
+
     def build_dataset(self, split: str) -> Any:
         return conversations.tokenized(self.data, split, self.tokenizer, self.length)
 

@@ -144,6 +144,12 @@ def labelled(
     return {**inputs, "labels": torch.tensor(labels)}
 
 
+def embedding_and_head(model: Any) -> list[nn.Module]:
+    """The model's embedding and head, unless they are tied or it does not have both."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [] if None in ends or ends[0].weight is ends[1].weight else ends
+
+
 def continued(model: Any, tokenizer: Any, prompt: str, tokens: int, chat: bool) -> str:
     """The prompt and the likeliest continuation, or the answer to it as a user's turn; every rank calls it."""
     register_fsdp_forward_method(model, "generate")

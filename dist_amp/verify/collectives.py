@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_amp.bench.harness import on_a_run
 from dist_amp.commands.command_line import Parser, exit_status
-from dist_amp.config.auto import blocks_of, find_ends, pick_cast
+from dist_amp.config.auto import blocks_of, pick_cast, units_of
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import accumulation_steps, replicas_of
@@ -104,19 +104,19 @@ def of_sharded(config: ParallelConfig, model: Model, world: World, replicas: int
     shards, precision, micro_batches = world.world_size // replicas, model.precision, model.micro_batches
     casts = precision.cast_by == "policy"
     gathered_in, reduced_in = (precision.dtype, DTYPES[config.reduce_dtype]) if casts else (None, None)
-    # The units: the blocks, then embedding and head, then the root with all other parameters.
+    # The units: the blocks and the task's own, then the root with all other parameters.
     blocks = blocks_of(model.task, model.module)
-    units = [list(unit.parameters()) for unit in (*blocks, *find_ends(model.module, blocks))]
+    units = [list(unit.parameters()) for unit in units_of(model.task, model.module, blocks)]
     inside = {id(p) for unit in units for p in unit}
     root = [p for p in model.module.parameters() if id(p) not in inside]
     counted: Counter[Collective] = Counter()
     for number, parameters in enumerate([*units, root]):
         gathered = padded_bytes(parameters, shards, gathered_in)
         reduced = padded_bytes((p for p in parameters if p.requires_grad), shards, reduced_in)
-        # The last block and what follows are not resharded between forward and backward: one gather instead of two. In
+        # The last unit and the root are not resharded between forward and backward: one gather instead of two. In
         # backward FSDP2 prefetches in the order of all forwards since the last step; without a root, the last prefetch
         # of a step is of the last unit, and is not used.
-        stays = number >= len(blocks) - 1
+        stays = number >= len(units) - 1
         unused = number == len(units) - 1 and not root and micro_batches > 1
         gathers = micro_batches * (1 if stays else 2) + unused
         counted[Collective("all_gather", shards, gathered // shards, gathered)] += gathers
