@@ -179,6 +179,15 @@ class ChannelsLast(Tiny):
         return nn.Sequential(nn.Linear(8, 8), nn.Conv2d(2, 2, 3)).to(memory_format=torch.channels_last)
 
 
+class WithScalar(Tiny):
+    """As CLIP's logit_scale."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.scale = nn.Parameter(torch.ones(()))
+        return model
+
+
 def refused_under_fsdp(world, task, words):
     with pytest.raises(ConfigError) as error:
         make_run(world, task, "--parallel.strategy", "fsdp", *words)
@@ -200,8 +209,13 @@ def refused_under_fsdp(world, task, words):
             [],
             "the parameter 1.weight is not contiguous, as with memory_format=torch.channels_last, and",
         ),
+        (
+            WithScalar(),
+            [],
+            "the parameter scale is a scalar, and fsdp shards the first dimension; give it the shape [1]",
+        ),
     ],
-    ids=["policy", "half_reduction", "channels_last"],
+    ids=["policy", "half_reduction", "channels_last", "scalar"],
 )
 def test_what_fsdp_can_not_shard_is_refused_with_what_works(task, words, said):
     assert all(said in text for text in on_ranks(2, refused_under_fsdp, task, words))
