@@ -132,10 +132,9 @@ def build_model(config: Config, task: Task, world: World, resumes: bool) -> tupl
     precision = build_precision(cast, strategy in ("fsdp", "hsdp"), world)
     blocks = pick_blocks(config, strategy, task, module, world)
     prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world, task)
+    units = units_of(task, module, blocks)
     with model_context(module, strategy):
-        return precision, build_parallel(
-            config.parallel, strategy, module, units_of(task, module, blocks), precision, world
-        )
+        return precision, build_parallel(config.parallel, strategy, module, units, precision, world)
 
 
 def build_data(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Batches, Batches | None]:

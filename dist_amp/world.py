@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dist_amp.fast.process_group import PATIENCE, abort_process_groups, all_gather_single, make_mesh, patient
 from dist_amp.runtime.environment import place_of
 from dist_amp.runtime.process import configure_logging, raise_open_files
-from dist_amp.runtime.rendezvous import join
+from dist_amp.runtime.rendezvous import join, join_until_exit
 from dist_amp.settings import RunConfig
 
 
@@ -124,7 +124,7 @@ def locate(config: RunConfig) -> World:
     if world.world_size == 1:
         return world
     if not dist.is_initialized():  # a script under torchrun
-        join(place_of(config), config.timeout_seconds)
+        join_until_exit(place_of(config), config.timeout_seconds)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
     # No timeout: a large checkpoint takes the slowest rank as long as it takes.
     return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=PATIENCE))

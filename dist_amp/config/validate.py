@@ -80,7 +80,7 @@ def check_parallel(config: ParallelConfig, strategy: Strategy, precision: Precis
 def check_shardable(strategy: Strategy, module: nn.Module, policy: bool) -> None:
     """Reject a model that FSDP2 can't shard. policy: whether its policy casts.
 
-    Errors: ConfigError for batch statistics beside cast weights, and for a parameter that is not contiguous or a scalar.
+    Errors: ConfigError for batch statistics beside cast weights, and a parameter that is a scalar or not contiguous.
     """
     if policy and (statistics := batch_statistics(module)):
         raise ConfigError(
@@ -90,8 +90,8 @@ def check_shardable(strategy: Strategy, module: nn.Module, policy: bool) -> None
     for name, parameter in module.named_parameters():
         if parameter.ndim == 0:
             raise ConfigError(
-                f"the parameter {name} is a scalar, and {strategy} shards the first dimension; give it the shape [1] in "
-                "build_model, or use parallel.strategy=ddp"
+                f"the parameter {name} is a scalar, and {strategy} shards the first dimension; give it the shape [1] "
+                "in build_model, or use parallel.strategy=ddp"
             )
         if not parameter.is_contiguous():
             raise ConfigError(

@@ -1,11 +1,14 @@
 """The rendezvous at MASTER_ADDR and MASTER_PORT: connect all ranks to one store, and name a rank that does not join."""
 
+import atexit
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -32,6 +35,20 @@ def join(place: Place, timeout_seconds: float) -> None:
         world_size=place.world_size,
     )
     store.delete_key(joined(place.rank))  # all have joined; torchrun may keep the store for its next attempt
+
+
+def join_until_exit(place: Place, timeout_seconds: float) -> None:
+    """`join`, and leave when this process ends, together with the others unless it ends by an error."""
+    join(place, timeout_seconds)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        with suppress(Exception):
+            if not hasattr(sys, "last_value"):  # FSDP2 over gloo aborts if another rank is still in a collective
+                dist.barrier()
+        dist.destroy_process_group()
 
 
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
