@@ -40,14 +40,14 @@ class FinishReduction:
         self._parameters = parameters
         self._in_module = [p for p in model.parameters() if p.requires_grad]
         self._accumulates = False
-        self._buckets: list[Any] = []  # each parameter's part of them
+        self._buckets: list[tuple[nn.Parameter, torch.Tensor]] = []  # each parameter's part of them
 
     def no_sync(self) -> AbstractContextManager[None]:
         self._accumulates = True
-        if self._buckets and self._in_module[0].grad is None:
-            zero_all(self._buckets)
-            for parameter, bucket in zip(self._in_module, self._buckets, strict=True):
-                parameter.grad = bucket
+        if self._buckets and self._buckets[0][0].grad is None:
+            zero_all([part for _, part in self._buckets])
+            for parameter, part in self._buckets:
+                parameter.grad = part
             self._buckets = []  # DDP may replace them in the forward
         return self._model.no_sync()  # type: ignore[no-any-return]
 
@@ -60,7 +60,7 @@ class FinishReduction:
         if KNOWS_UNREDUCED:
             self._reduce_missing()
         if self._accumulates:
-            self._buckets = [p.grad for p in self._in_module]
+            self._buckets = [(p, p.grad) for p in self._in_module if p.grad is not None]
 
     def _reduce_missing(self) -> None:
         try:
