@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dist_amp.fast.process_group import PATIENCE, abort_process_groups, all_gather_single, make_mesh, patient
+from dist_amp.fast.process_group import A_DAY, abort_process_groups, all_gather_single, make_mesh, without_timeout
 from dist_amp.runtime.environment import place_of
 from dist_amp.runtime.process import configure_logging, raise_open_files
 from dist_amp.runtime.rendezvous import join, join_until_exit
@@ -112,7 +112,7 @@ class World:
 
     def wait_long(self) -> None:
         """A barrier without the timeout of a collective: making a cache may take hours."""
-        with patient(self.control):
+        with without_timeout(self.control):
             self.barrier()
 
 
@@ -127,7 +127,7 @@ def locate(config: RunConfig) -> World:
         join_until_exit(place_of(config), config.timeout_seconds)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
     # No timeout: a large checkpoint takes the slowest rank as long as it takes.
-    return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=PATIENCE))
+    return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=A_DAY))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.checkpoint.format import checkpoint_folder
-from dist_amp.checkpoint.plans import Planner
+from dist_amp.checkpoint.plans import SavePlanner
 from dist_amp.checkpoint.reader import Reader
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.checkpoint.staging import ALIGNMENT, Staging
@@ -217,7 +217,7 @@ def test_memory_that_can_not_be_pinned_is_used_as_it_is_with_a_warning(capfd):
 # --- plans
 
 
-class Watched(Planner):
+class Watched(SavePlanner):
     """Counts how often a plan is made, on this rank and for all."""
 
     def __init__(self):

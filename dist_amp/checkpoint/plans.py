@@ -22,7 +22,7 @@ from dist_amp.fast.fused import local
 NOTHING_NEW = SavePlan([], usable=False)  # torch's sign for "use the plan that you have"
 
 
-class Planner(DefaultSavePlanner):
+class SavePlanner(DefaultSavePlanner):
     """torch's planner of saves, which keeps its plan; one for all saves of a run.
 
     reuse: whether the next save follows the kept plan. Set it on all ranks alike, and only if `has_plan_for` holds on
@@ -73,7 +73,7 @@ class Planner(DefaultSavePlanner):
 class Writer(FileSystemWriter):
     """torch's writer of files, which writes the planner's metadata; the plan's own is empty."""
 
-    def __init__(self, folder: Path, planner: Planner, **options: Any):
+    def __init__(self, folder: Path, planner: SavePlanner, **options: Any):
         super().__init__(folder, **options)
         self._planner = planner
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from dist_amp.checkpoint.format import CheckpointRejected, read_manifest, reason
 from dist_amp.errors import DataError
-from dist_amp.fast.process_group import patient
+from dist_amp.fast.process_group import without_timeout
 from dist_amp.world import World
 
 # Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour.
@@ -98,7 +98,7 @@ def read_into(state: dict[str, Any], reader: Reader, world: World | None = None)
         silence_single_process_warning()
         alone = world is None or world.world_size == 1
         group = None if world is None else world.control
-        with patient(group):  # one rank's disk may be slow
+        with without_timeout(group):  # one rank's disk may be slow
             read_tensors(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=alone)
     except CheckpointException as error:
         rejected = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointRejected)), None)

@@ -8,7 +8,7 @@ from threading import Thread
 import torch
 
 from dist_amp.checkpoint.format import checkpoint_folder, integrity_error, quarantine
-from dist_amp.checkpoint.plans import Planner
+from dist_amp.checkpoint.plans import SavePlanner
 from dist_amp.checkpoint.staging import Staging
 from dist_amp.checkpoint.state import Resumable, take_snapshot
 from dist_amp.checkpoint.writer import Snapshot, write
@@ -31,7 +31,7 @@ class Saver(Observer):
         self._run = run
         self._pending: Future[None] | None = None
         self._staging = Staging(run.world.device)
-        self._planner = Planner()
+        self._planner = SavePlanner()
 
     def save(self, wait: bool) -> None:
         """Save the current state; every rank calls it. wait: until it is written, and raise Failure if it can't be."""
@@ -89,7 +89,7 @@ class Saver(Observer):
                 self._pending.result(timeout=self._run.config.run.timeout_seconds / 2 if in_step else 5.0)
 
 
-def _write(snapshot: Snapshot, world: World, planner: Planner, outcome: "Future[None]") -> None:
+def _write(snapshot: Snapshot, world: World, planner: SavePlanner, outcome: "Future[None]") -> None:
     try:
         if world.device.type == "cuda":  # a new thread's current device is the first one
             torch.cuda.set_device(world.device)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from dist_amp.checkpoint.format import CONFIG, Manifest, hash_files, publish, reason, remove_old_checkpoints
-from dist_amp.checkpoint.plans import Planner, Writer
+from dist_amp.checkpoint.plans import SavePlanner, Writer
 from dist_amp.checkpoint.reader import silence_single_process_warning
 from dist_amp.errors import Failure
 from dist_amp.runtime.files import appears, sync_folder, write_synced
@@ -31,7 +31,7 @@ class Snapshot:
     on_host: bool  # copied to host memory, so that training may continue while it is written
 
 
-def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
+def write(snapshot: Snapshot, world: World, planner: SavePlanner) -> None:
     """Write and publish a checkpoint; every rank calls it, from any thread, and all ranks raise if one fails.
 
     planner: that of the saves before, whose plan is used again if it fits.

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_amp.fast import flight_recorder
 
-PATIENCE = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
+A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
 
 # NCCL's timeout ends the process and names no rank, so the watchdog, which does, has so long before it. Assumed: it
 # needs some 15 s to ask all ranks and to end them.
@@ -75,13 +75,13 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 @contextmanager
-def patient(group: dist.ProcessGroup | None) -> Iterator[None]:
+def without_timeout(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Lift the group's timeout inside: a rank may take hours to fill a cache, or to read its part of a checkpoint."""
     before = timeout_of(group) if group is not None else None
     if group is None or before is None:
         yield
         return
-    set_timeout(group, PATIENCE)
+    set_timeout(group, A_DAY)
     try:
         yield
     finally:

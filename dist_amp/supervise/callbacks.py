@@ -48,13 +48,13 @@ class Callbacks(Observer):
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if self._on_step is not None:
-            self._heed("on_step(run, report)", self._on_step, report)
+            self._act_on("on_step(run, report)", self._on_step, report)
 
     def after_evaluation(self) -> None:
         if self._on_evaluation is not None:
-            self._heed("on_evaluation(run, values)", self._on_evaluation, dict(self._run.metrics.evaluation))
+            self._act_on("on_evaluation(run, values)", self._on_evaluation, dict(self._run.metrics.evaluation))
 
-    def _heed(self, name: str, callback: Callable[..., Any], argument: Any) -> None:
+    def _act_on(self, name: str, callback: Callable[..., Any], argument: Any) -> None:
         when = f" after step {self._run.step}"
         answer = call_task(DataError, name, callback, self._run, argument, when=when)
         if answer is None:
