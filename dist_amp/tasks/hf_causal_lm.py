@@ -50,7 +50,7 @@ class HFCausalLM:
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         logits, labels = conversations.next_tokens(model, batch)
-        return {"loss": F.cross_entropy(logits, labels, reduction="sum"), "accuracy": (logits.argmax(1) == labels).sum()}
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum"), "accuracy": logits.argmax(1).eq(labels).sum()}
 
     def sample(self, model: nn.Module) -> str:
         chat = conversations.asks_in_turns(self.data, self.tokenizer)
