@@ -55,6 +55,7 @@ def pytest_report_collectionfinish(config, items):
 
 
 def pytest_runtest_protocol(item):
+    torch.set_num_threads(1)  # a test before it may have left another number, with which sums round differently
     os.environ.pop("DIST_AMP_ENGINES", None)  # it is no setting of what the tests launch
 
 

@@ -126,13 +126,13 @@ def test_a_parameter_that_two_modules_share_stays_one_on_meta():
 def test_ddp_and_fsdp_load_the_same_model_as_one_process(name, lora, tmp_path):
     task = Pretrained(MODELS[name][0], make_model(tmp_path, name), lora=lora)
     ((values, expected),) = on_ranks(1, laid_out, task, "single")
-    assert torch.equal(
-        expected, logits(name, in_own_memory(MODELS[name][0].from_pretrained(tmp_path, dtype=torch.float32)))
-    )
+    theirs = in_own_memory(MODELS[name][0].from_pretrained(tmp_path, dtype=torch.float32))
+    torch.testing.assert_close(expected, logits(name, theirs))
     for strategy in ("ddp", "fsdp"):
         for other, output in on_ranks(2, laid_out, task, strategy):
             assert same(other, values)
-            assert torch.equal(output, expected)
+            # Equal weights; a gathered one lies at another address, by which a CPU's kernels round.
+            torch.testing.assert_close(output, expected)
 
 
 def test_more_ranks_than_rows_leave_a_rank_without_a_part(tmp_path):
