@@ -84,6 +84,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     world = locate(RunConfig())
     while True:
         function, args = pipe.recv()
+        torch.set_num_threads(1)  # the call before may have left another number, with which sums round differently
         try:
             pipe.send((True, function(world, *args)))
         except BaseException:
