@@ -8,7 +8,7 @@ resuming needs one number, how many samples were consumed.
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import torch
 
 from dist_amp.config.validate import check_length
 from dist_amp.errors import DataError
+from dist_amp.runtime.clock import PhaseClock
 from dist_amp.runtime.loader import Fetch, Request, load
 from dist_amp.runtime.nested import to_device
 from dist_amp.runtime.permutation import Order, epoch_order, shuffled_order
@@ -73,19 +74,20 @@ class Plan:
 class Batches:
     """This rank's micro-batches, one list per step, on the device. Iterate it; set `position` first to resume.
 
-    `items`, `tokens` and `wait_seconds` add up what was yielded and how long the loop waited for it; `handed_out` is
-    the last step's micro-batches with their samples' indices.
+    `items` and `tokens` add up what was yielded; `handed_out` is the last step's micro-batches with their samples'
+    indices. clock: of the loop, which spends its time here as "data".
     """
 
     def __init__(
-        self, dataset: Any, task: Task, plan: Plan, workers: int, device: torch.device, split: str = "training"
-    ):
+        self, dataset: Any, task: Task, plan: Plan, workers: int, device: torch.device, split: str = "training",
+        clock: PhaseClock | None = None,
+    ):  # fmt: skip
         self.plan = plan
         self.position = 0  # samples consumed by the steps that were yielded
         self.device = device
         self.items = 0
         self.tokens = 0
-        self.wait_seconds = 0.0
+        self._clock = clock or PhaseClock()
         self.handed_out: list[tuple[Any, tuple[int, ...]]] = []
         self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
         self.fetch = Fetch(dataset, task, split)
@@ -107,7 +109,6 @@ class Batches:
         self.position = fetched.position
         self.items += fetched.items
         self.tokens += fetched.tokens
-        self.wait_seconds += fetched.wait_seconds
         batches = zip(self._copies.hand_out(fetched.copied), fetched.shards, strict=True)
         step = [(batch if shard.counts else Padding(batch), shard.indices) for batch, shard in batches]
         self.handed_out = step
@@ -132,13 +133,12 @@ class Batches:
         if self._batches is None:
             self._open(limit=None)
         position, shards = next(self._steps)
-        started = time.perf_counter()
-        batches = [self.receive() for _ in shards]
-        seconds = time.perf_counter() - started
+        with self._clock.phase("data"):
+            batches = [self.receive() for _ in shards]
         real = [(batch, shard) for batch, shard in zip(batches, shards, strict=True) if shard.counts]
         items = sum(len(shard.indices) for _, shard in real)
         tokens = sum(self._count_tokens(batch) for batch, _ in real) if self._count_tokens else 0
-        return Fetched(position, shards, self._copies.start(batches), items, tokens, seconds)
+        return Fetched(position, shards, self._copies.start(batches), items, tokens)
 
     def receive(self) -> Any:
         """Wait for the next micro-batch. Errors: DataError for a sample that can't be read."""
@@ -190,19 +190,6 @@ class Batches:
         self.close = weakref.finalize(self, close)  # also at exit: workers ignore the SIGTERM that Python sends
 
 
-def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:
-    """The task's dataset of a split, each node's first rank first: it fills the caches that the others read."""
-    with world.one_per_node_first():
-        dataset = task.build_dataset(split)
-    by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if dataset is not None and (not by_index or isinstance(dataset, str | bytes | Mapping)):
-        raise DataError(
-            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__}, not samples by number; "
-            "return a map-style dataset (streaming ones can be saved to disk and loaded)"
-        )
-    return dataset
-
-
 def build_batches(
     config: DataConfig,
     task: Task,
@@ -219,7 +206,7 @@ def build_batches(
     ranks = (world.world_size, world.rank)
     order = shuffled_order(length) if config.shuffle else "dataset"
     plan = Plan(length, global_batch_size, micro_batch_size, *ranks, seed, order, config.drop_last)
-    return Batches(dataset, task, plan, config.workers, world.device)
+    return Batches(dataset, task, plan, config.workers, world.device, clock=world.clock)
 
 
 def build_validation(

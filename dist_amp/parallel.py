@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.validate import check_shardable, replicas_of
+from dist_amp.fast.communication_time import time_gathers, time_reduction
 from dist_amp.fast.fused import local
 from dist_amp.fast.kernels import norms_of
 from dist_amp.fast.missing_gradients import KNOWS_UNREDUCED, FinishReduction, ReduceEveryBlock
@@ -162,7 +163,8 @@ class Parallel:
         else:
             norms = norms.to(self.world.device)  # from the host, under CPU offload
             sums = torch.stack((norms.dot(norms), normalizer.own_weight))
-            all_reduce_sum(sums, self._reduce_options)
+            with self.world.clock.phase("communication"):
+                all_reduce_sum(sums, self._reduce_options)
             square, mean_weight = (sums / self._ranks).unbind()
             normalizer.finish(sums[1], mean_weight)
             return square.sqrt()
@@ -227,6 +229,7 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
         hook = default_hooks.bf16_compress_hook if config.comm_dtype == "bf16" else default_hooks.fp16_compress_hook
         model.register_comm_hook(None, hook)
 
+    time_reduction(model, order[-1] if carrier is None else carrier, world.clock)
     finish = FinishReduction(model, order)
 
     def gradient_sync(on: bool) -> AbstractContextManager[Any]:
@@ -266,6 +269,7 @@ def _shard(
     # The root's own parameters, such as a tied head's, are not resharded after forward: backward begins with them.
     model = fully_shard(placed(module), mp_policy=policy, reshard_after_forward=False, **options)
     ReduceEveryBlock(model)
+    time_gathers(model, world.clock)
     BlockCalls(module, units, world.rank)
     # A unit's all-gather is issued before the unit ahead of it computes, so that a slow host does not delay it; no more
     # units are gathered at once than by default, and backward's default is the same. Source: torch's FSDPModule.

@@ -13,9 +13,9 @@ from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import pick_blocks, pick_cast, pick_strategy, units_of
 from dist_amp.config.load import defaults_of, load_config, to_toml
-from dist_amp.config.task_class import build_task, check_model, find_task
+from dist_amp.config.task_class import build_split, build_task, check_model, find_task
 from dist_amp.config.validate import accumulation_steps, check_parallel
-from dist_amp.data import Batches, build_batches, build_split, build_validation
+from dist_amp.data import Batches, build_batches, build_validation
 from dist_amp.errors import error_context
 from dist_amp.fast.compile import check_compile, prepare_blocks
 from dist_amp.optim import Schedule, build_optimizer
@@ -99,8 +99,8 @@ def build_run(config: Config, world: World | None = None, task: Task | None = No
     data, validation = build_data(config, task, micro_batches, world)
 
     seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
-    normalizer, metrics = LossNormalizer(world, parallel.carrier), Metrics(config.metrics, world)
     clip = Clip(config.train.clip_by, config.train.clip_limit)
+    normalizer, metrics = LossNormalizer(world, parallel.carrier), Metrics(config.metrics, world, clip)
     run = Run(
         config, world, folder, task, precision, parallel, FrozenBase(parallel), normalizer, scaler, clip, optimizer,
         schedule, data, validation, metrics,

@@ -30,11 +30,14 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     with run.precision.cast_weights_once(len(micro_batches), run.parallel.sharded):
         for is_last, batch in mark_last(micro_batches):
             with run.parallel.gradient_sync(is_last):  # DDP's no_sync, FSDP2's set_requires_gradient_sync
+                run.world.clock.enter("forward")
                 with run.precision.autocast():
                     loss = loss_of(run.task, run.model, batch, run.world.device)
                 losses.append(loss.detach())
                 loss = run.normalizer.normalize(loss, is_last)
+                run.world.clock.enter("backward")
                 run.scaler.scale(loss).backward()
+    run.world.clock.enter("optimizer")
     norm = run.parallel.global_grad_norm(run.normalizer, run.scaler)
     norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.normalizer.correction, run.clip)
     run.scaler.step(run.optimizer)
@@ -43,6 +46,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     run.optimizer.zero_grad(set_to_none=True)
     if run.parallel.ema is not None:
         run.parallel.ema.update(run.scaler.applied)
+    run.world.clock.enter("other")
     run.step += 1
     return StepReport(losses, run.normalizer.weight, norm, run.scaler.applied)
 

@@ -19,6 +19,7 @@ from dist_amp.diagnostics.limits import Limits
 from dist_amp.diagnostics.numerics import Numerics
 from dist_amp.diagnostics.profiling import Profile, check_debug, memory_history
 from dist_amp.diagnostics.replay import NonfiniteReplay
+from dist_amp.diagnostics.slow_ranks import SlowRanks
 from dist_amp.errors import Failure
 from dist_amp.run import Run, build_run
 from dist_amp.runtime.garbage import scheduled_garbage
@@ -37,7 +38,8 @@ def observers_of(run: Run) -> tuple[Observer, ...]:
     """What watches the run from beside the loop, in order. To delete a feature, delete its file and its entry here."""
     nonfinite = NonfiniteReplay(run)
     # Consistency first: the others assume that all ranks skipped the same steps.
-    return Consistency(run), nonfinite, Limits(run, nonfinite), FirstSteps(run), Numerics(run), Profile(run)
+    checks = Consistency(run), nonfinite, Limits(run, nonfinite), FirstSteps(run)
+    return *checks, Numerics(run), Profile(run), SlowRanks(run)
 
 
 def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
@@ -95,7 +97,7 @@ def run_evaluation(
     run: Run, stop: AgreedStop, observers: Sequence[Observer], collect_garbage: Callable[[int], None]
 ) -> bool:
     """Evaluate and write the values; return whether to stop: a run that a stop interrupted here evaluates again."""
-    with run.metrics.off_the_clock():
+    with run.world.clock.hold("evaluation"):
         rewind, batches = restore_point(run), itertools.count(1)
 
         def interrupted() -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dist_amp.fast.process_group import A_DAY, abort_process_groups, all_gather_single, make_mesh, without_timeout
+from dist_amp.runtime.clock import PhaseClock, waits_for_ranks
 from dist_amp.runtime.environment import place_of
 from dist_amp.runtime.process import configure_logging, raise_open_files
 from dist_amp.runtime.rendezvous import join, join_until_exit
@@ -42,10 +44,10 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def wait_for_device(self) -> None:
-        """Wait for all queued work on the device: before reading a clock."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    @cached_property
+    def clock(self) -> PhaseClock:
+        """What this rank spends its time on."""
+        return PhaseClock(self.device)
 
     def say(self, text: str) -> None:
         """Print on rank 0 only."""
@@ -57,10 +59,12 @@ class World:
         if self.is_main:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
+    @waits_for_ranks
     def barrier(self) -> None:
         if self.control is not None:
             dist.barrier(group=self.control)
 
+    @waits_for_ranks
     def from_main(self, value: str) -> str:
         """Rank 0's value, on every rank."""
         box = [value]
@@ -68,6 +72,7 @@ class World:
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    @waits_for_ranks
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, on every rank, in the order of the ranks."""
         texts = [text] * self.world_size
@@ -79,6 +84,7 @@ class World:
         """Each rank's numbers, on the host of every rank, in the order of the ranks; all give equally many."""
         return self.gather(torch.tensor(row, dtype=torch.float64)).numpy().tolist()
 
+    @waits_for_ranks
     def gather(self, row: Tensor) -> Tensor:
         """[...] on each rank -> [world_size, ...] on every rank, on the device or the host as the row is."""
         rows = row.new_empty(self.world_size, *row.shape)
@@ -87,6 +93,7 @@ class World:
         all_gather_single(rows.view(-1), row.reshape(-1), group=None if row.is_cuda else self.control)
         return rows
 
+    @waits_for_ranks
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks of a tensor on the device, on every rank; the tensor itself is left as it is."""
         if self.world_size == 1:
@@ -94,15 +101,6 @@ class World:
         total = tensor.clone()
         dist.all_reduce(total)
         return total
-
-    @contextmanager
-    def one_per_node_first(self) -> Iterator[None]:
-        """Let each node's first rank run first: it fills the caches that the others then read."""
-        if self.local_rank != 0:
-            self.wait_long()
-        yield
-        if self.local_rank == 0:
-            self.wait_long()
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """All ranks in a grid; made once per shape, since its groups cost threads and sockets."""

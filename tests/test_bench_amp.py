@@ -29,7 +29,7 @@ from dist_amp.bench.amp.roofline import Ceilings, count
 from dist_amp.bench.amp.verdict import best, verdict
 from dist_amp.bench.report import si
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.telemetry.async_copy import Clock
+from dist_amp.runtime.clock import PhaseClock
 from dist_amp.world import World
 
 ROOT = Path(__file__).parent.parent
@@ -301,7 +301,7 @@ class Watched(Tiny):
         return len(batch["x"])
 
 
-class WatchedClock(Clock):
+class WatchedClock(PhaseClock):
     def __init__(self, device):
         super().__init__(device)
         Watched.timing = True
@@ -343,7 +343,7 @@ def own(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "train_step", train_step)
-        patch.setattr(harness, "Clock", WatchedClock)
+        patch.setattr(harness, "PhaseClock", WatchedClock)
         patch.setattr(amp, "measure_ceilings", lambda world: CEILINGS)
         words = ["--reduced", "--precisions", *ASKED, "--forms", "eager"]
         assert amp.main([*words, "--out", str(folder), *OWN_WORDS]) == 0

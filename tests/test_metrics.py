@@ -17,7 +17,8 @@ from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.step import evaluate
 from dist_amp.telemetry import writers
-from dist_amp.telemetry.metrics import MAX_RANK_FOLDERS, RANK_METRICS, LogRow, console_line, memory_use
+from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS, RANK_METRICS, LogRow, console_line
+from dist_amp.telemetry.metrics import memory_use
 from dist_amp.world import World
 
 EVERY_RANK = {

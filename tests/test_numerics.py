@@ -18,7 +18,7 @@ from dist_amp.diagnostics.numerics import Numerics
 from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.step import train_step
-from dist_amp.telemetry.metrics import RANK_METRICS, LogRow
+from dist_amp.telemetry.log_row import RANK_METRICS, LogRow
 from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]

@@ -16,7 +16,7 @@ from dist_amp.settings import DataConfig
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.tasks.sinusoid import Sinusoid
 from dist_amp.telemetry import mfu
-from dist_amp.telemetry.metrics import console_line
+from dist_amp.telemetry.log_row import console_line
 from dist_amp.telemetry.mfu import count_flops, flops_per_item, item_seconds_at_peak, known_peak
 from dist_amp.telemetry.summary import closing_table, write_summary
 from dist_amp.world import World

@@ -26,7 +26,7 @@ from dist_amp.config.task_class import build_task
 from dist_amp.errors import Failure
 from dist_amp.step import train_step
 from dist_amp.supervise.signals import AgreedStop
-from dist_amp.telemetry.metrics import RANK_METRICS
+from dist_amp.telemetry.log_row import RANK_METRICS
 from dist_amp.train import observers_of, train
 from dist_amp.verify.collectives import Collective, Counting, check, compare, main, measure
 from dist_amp.world import World

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from dist_amp.bench.harness import on_a_run
+from dist_amp.bench.harness import on_a_run, wait_for
 from dist_amp.checkpoint.format import all_checkpoints, read_manifest
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.errors import Failure
@@ -67,7 +67,7 @@ def measure(run: Run) -> None:
 def _step_seconds(run: Run) -> float:
     started = time.perf_counter()
     train_step(run, next(run.data))
-    run.world.wait_for_device()
+    wait_for(run.world.device)
     return time.perf_counter() - started
 
 

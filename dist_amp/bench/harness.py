@@ -34,10 +34,10 @@ from dist_amp.commands.command_line import exit_status
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.run import Run, build_run
+from dist_amp.runtime.clock import PhaseClock
 from dist_amp.runtime.process import die_with_parent
 from dist_amp.settings import RunConfig
 from dist_amp.supervise.out_of_memory import is_out_of_memory
-from dist_amp.telemetry.async_copy import Clock
 from dist_amp.world import World, start
 
 SPARE_SECONDS = 20  # of --minutes, for the pictures
@@ -238,14 +238,20 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait for all queued work on the device: before reading a clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def timed(world: World, call: Callable[[], object]) -> float:
     """Seconds, measured from an idle device to an idle device."""
-    world.wait_for_device()
-    clock = Clock(world.device)
+    wait_for(world.device)
+    clock = PhaseClock(world.device)
     call()
-    spans = clock.lap()
-    world.wait_for_device()
-    return clock.seconds(spans)
+    lap = clock.lap()
+    wait_for(world.device)
+    return sum(lap.seconds().values())
 
 
 def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> float:

@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_amp.diagnostics.consistency import check_metrics_agree
+from dist_amp.precision import Clip
 from dist_amp.settings import MetricsConfig
-from dist_amp.telemetry.metrics import INDEX, RANK_METRICS, LogRow, Metrics
+from dist_amp.telemetry.log_row import INDEX, RANK_METRICS, LogRow
+from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World
 
 SIZES = (2, 64, 1024, 4096)
@@ -48,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(size: int) -> tuple[float, float, float]:
     """Median seconds of CPU time: of the gather, of what every rank does with it, and of what rank 0 writes."""
-    metrics = Metrics(MetricsConfig(), World())
+    metrics = Metrics(MetricsConfig(), World(), Clip("norm", 1.0))
     metrics.world = world = World(world_size=size, control=dist.group.WORLD)
     metrics._totals = metrics._totals.repeat(size, axis=0)
     rows = torch.rand(size, len(RANK_METRICS), dtype=torch.float64)
-    rows[:, : INDEX["seconds"]] = 1.0  # what is equal on all ranks
+    rows[:, : INDEX["data"]] = 1.0  # what is equal on all ranks
     real, seconds = World.gather, []
 
     def gather(self: World, row: torch.Tensor) -> torch.Tensor:
@@ -61,7 +63,8 @@ def measure(size: int) -> tuple[float, float, float]:
         return rows
 
     state: Any = SimpleNamespace(last_lr=torch.ones(()), counters=torch.ones(3), scale_tensor=torch.ones(()))
-    state.items = state.tokens = state.wait_seconds = 0
+    state.items = state.tokens = state.position = 0
+    state.plan = SimpleNamespace(length=1)
 
     def read() -> None:
         row = metrics.read()

@@ -38,7 +38,8 @@ from dist_amp.bench.loops import Loop, Setup
 from dist_amp.bench.peers import accelerate, fabric
 from dist_amp.bench.report import BASELINE, OURS, PEERS, document, interval, median, median_interval, save, table
 from dist_amp.commands.command_line import Parser, exit_status
-from dist_amp.data import build_batches, build_split
+from dist_amp.config.task_class import build_split
+from dist_amp.data import build_batches
 from dist_amp.fast.fused import local
 from dist_amp.precision import DTYPES
 from dist_amp.settings import DataConfig

@@ -13,7 +13,7 @@ from dist_amp.checkpoint.staging import Staging
 from dist_amp.checkpoint.state import Resumable, take_snapshot
 from dist_amp.checkpoint.writer import Snapshot, write
 from dist_amp.errors import Failure
-from dist_amp.telemetry.metrics import LogRow
+from dist_amp.telemetry.log_row import LogRow
 from dist_amp.telemetry.observer import Observer
 from dist_amp.world import World
 
@@ -35,7 +35,7 @@ class Saver(Observer):
 
     def save(self, wait: bool) -> None:
         """Save the current state; every rank calls it. wait: until it is written, and raise Failure if it can't be."""
-        with self._run.metrics.off_the_clock():
+        with self._run.world.clock.hold("checkpoint"):
             self._finish()
             if not self._is_saved():
                 self._save(wait)

@@ -68,7 +68,7 @@ def take_snapshot(run: Resumable, staging: Staging | None) -> Snapshot:
     check_options(run.optimizer, run.schedule.options_at_start)
     state = _state(run, with_frozen=run.frozen.notice_change())
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
-    state["interval"] = run.world.gather(run.metrics.interval)
+    state["interval"] = run.world.gather(run.metrics.unfinished(run.data))
     state = _without_replicas(state, run.world)
     if staging is not None:
         state = staging.copy(state)
@@ -172,7 +172,8 @@ def load(run: Resumable, path: Path) -> None:
             del state["expected_weights"]
         if "ema" in state and "ema" not in saved:
             del state["ema"]
-        state["interval"] = torch.zeros(manifest.world_size, len(run.metrics.interval), dtype=torch.float64)
+        size: Any = metadata.state_dict_metadata["interval"]  # with fewer columns in older checkpoints
+        state["interval"] = torch.zeros(size.size, dtype=torch.float64)
         check_fit(path, manifest, metadata, state, _group_sizes(run))
         read_into(state, reader, world)
     if "frozen" in state:
@@ -198,7 +199,7 @@ def _set_state(run: Resumable, manifest: Manifest, state: dict[str, Any], same_w
     run.step, run.data.position = manifest.step, manifest.samples
     run.metrics.evaluation, run.metrics.best = manifest.evaluation, manifest.best
     run.metrics.evaluated_step = manifest.evaluated_step
-    run.metrics.resume_interval(state["interval"], same_world)
+    run.metrics.resume_unfinished(state["interval"], same_world)
     if same_world:
         own = state["ranks"][str(run.world.rank)]
         set_statistics(run.parallel.module, own["statistics"])

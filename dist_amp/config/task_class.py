@@ -9,7 +9,7 @@ from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.settings import Strategy, TaskConfig
 from dist_amp.task import Task
+from dist_amp.world import World
 
 SIGNATURES = {
     "build_model": "build_model(self) -> nn.Module",
@@ -199,3 +200,19 @@ def check_model_use(error: BaseException) -> None:
             f"the task's loss_sum did more with its model than call it ({first_line(error)}); over several ranks the "
             "model is wrapped or sharded: call model(...) once per batch, and choose submodules in the model's forward"
         ) from error
+
+
+def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:
+    """The task's dataset of a split, each node's first rank first: it fills the caches that the others read."""
+    if world.local_rank != 0:
+        world.wait_long()
+    dataset = task.build_dataset(split)
+    if world.local_rank == 0:
+        world.wait_long()
+    by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if dataset is not None and (not by_index or isinstance(dataset, str | bytes | Mapping)):
+        raise DataError(
+            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__}, not samples by number; "
+            "return a map-style dataset (streaming ones can be saved to disk and loaded)"
+        )
+    return dataset

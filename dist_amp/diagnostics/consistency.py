@@ -21,7 +21,7 @@ from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import batch_statistics
 from dist_amp.runtime.nested import tensors
 from dist_amp.telemetry.async_copy import StepReport
-from dist_amp.telemetry.metrics import LogRow
+from dist_amp.telemetry.log_row import LogRow
 from dist_amp.telemetry.observer import Observer
 
 SAMPLED_STEPS = 16  # consecutive steps whose samples are compared between ranks

@@ -5,7 +5,7 @@ import math
 from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.run import Run
-from dist_amp.telemetry.metrics import LogRow
+from dist_amp.telemetry.log_row import LogRow
 from dist_amp.telemetry.observer import Observer
 
 

@@ -83,7 +83,7 @@ class Numerics(Observer):
             return
         self._counts = {"underflow_share": self._zeros(), "lost_update_share": self._zeros()}
         if run.scaler.scales:
-            with run.metrics.off_the_clock():
+            with run.world.clock.hold("diagnostics"):
                 self._count_underflow(micro_batches)
                 self._scale = run.scaler.scale_tensor.item()
         optimizer = run.optimizer
@@ -98,7 +98,7 @@ class Numerics(Observer):
             return
         run, counts, self._counts = self.run, self._counts, {}
         self._remove_hooks()
-        with run.metrics.off_the_clock():
+        with run.world.clock.hold("diagnostics"):
             counts["lost_update_share"] *= report.applied  # the fused kernel is called for skipped steps too
             shares = self._shares(counts)
             if shares:
@@ -138,13 +138,13 @@ class Numerics(Observer):
 
     def _keep_parameters(self, *_: Any) -> None:
         """Right before the update, when it is known which parameters have a gradient."""
-        with self.run.metrics.off_the_clock():
+        with self.run.world.clock.hold("diagnostics"):
             parameters = self.run.parallel.parameters
             self._before = {p: local(p).detach().clone() for p in parameters if p.grad is not None}
 
     def _count_lost_updates(self, *_: Any) -> None:
         """Right after the update: count elements with a gradient that did not change, and all with a gradient."""
-        with self.run.metrics.off_the_clock():
+        with self.run.world.clock.hold("diagnostics"):
             for row, group in zip(self._counts["lost_update_share"], self.groups, strict=True):
                 for p in group["params"]:
                     if p in self._before:

@@ -123,7 +123,7 @@ class Profile(Observer):
         run, debug = self.run, self.run.config.debug
         self._labels.close()
         profiler, self._profiler = self._profiler, None
-        with run.metrics.off_the_clock():
+        with run.world.clock.hold("diagnostics"):
             if run.step < self.first and debug.profile != "off":
                 run.world.warn(
                     f"debug.profile={debug.profile} recorded nothing: the run ended after step {run.step}, and step "

@@ -25,7 +25,7 @@ from dist_amp.runtime.nested import plain_mappings
 from dist_amp.runtime.random_state import random_state, set_random_state
 from dist_amp.step import total_weight
 from dist_amp.telemetry.async_copy import StepReport
-from dist_amp.telemetry.metrics import LogRow
+from dist_amp.telemetry.log_row import LogRow
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.writers import plain_json
 
@@ -96,7 +96,7 @@ class NonfiniteReplay(Observer):
     def _replay(self, step: int, position: int) -> bool:
         """Replay a step on all ranks and report its first inf or nan; return whether there was one."""
         world = self.run.world
-        with self.run.metrics.off_the_clock():
+        with self.run.world.clock.hold("diagnostics"):
             with no_side_effects(self.run):
                 kept, failure = self._replay_micro_batches(step, position)
             results = world.gather_texts(json.dumps(asdict(kept.found)) if kept else failure)

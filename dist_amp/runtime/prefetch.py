@@ -27,7 +27,6 @@ class Fetched:
     copied: Copied
     items: int
     tokens: int
-    wait_seconds: float
 
 
 class Copies:

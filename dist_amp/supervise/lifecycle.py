@@ -37,6 +37,11 @@ def open_run(run: Run) -> None:
     print_banner(run)
     warn_about_small_batches(run)
     run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
+    run.metrics.lr_scales = {
+        str(group.get("name", number)): group.get("lr_scale", 1.0)
+        for number, group in enumerate(run.optimizer.param_groups)
+        if any("lr_scale" in other for other in run.optimizer.param_groups)
+    }
     check_free_space(run)
     if run.world.is_main:
         for path in quarantine_after(run.folder, run.step):

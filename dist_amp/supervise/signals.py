@@ -90,7 +90,8 @@ class AgreedStop:
         """What is asked for, by the exchange that is under way; 0 where there is none."""
         if self._exchange is None:
             return 0.0
-        self._exchange.wait()
+        with self._world.clock.phase("communication"):
+            self._exchange.wait()
         self._exchange = None
         # No more than twice as many polls as before, because the first ones may be the fastest.
         most = min(2 * self._interval, MOST_POLLS_BETWEEN)

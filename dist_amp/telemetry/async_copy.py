@@ -1,9 +1,7 @@
 """The results of a log interval's steps, copied from the device to the host without waiting for them."""
 
 import math
-import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +47,9 @@ class Interval:
     min_weight: float = math.inf
     norm: float = 0.0  # of the last step
     steps: int = 0
+    applied: int = 0
+    clipped: int = 0  # of the applied ones, by their norm
+    max_norm: float = math.inf  # above it, gradients are clipped
     _reports: list[StepReport] = field(default_factory=list)
     _copies: list[AsyncCopy] = field(default_factory=list)
 
@@ -62,14 +63,14 @@ class Interval:
     def start_copy(self, *more: Tensor) -> None:
         """Start one copy to the host of what is still on the device, and of further 1-dimensional tensors.
 
-        The values in order: losses and weight of each step, the last norm, each step's `applied` flag, then `more`.
+        The values in order: losses, weight and norm of each step, each step's `applied` flag, then `more`.
         Each operation has a fixed cost whatever its size: three for all steps are cheaper than one per step.
         """
         reports, self._reports, parts = self._reports, [], list(more)
         if reports:
-            floats = [value for report in reports for value in (*report.losses, report.weight)]
+            floats = [value for report in reports for value in (*report.losses, report.weight, report.norm)]
             flags = [report.applied for report in reports]
-            parts = [torch.stack([*floats, reports[-1].norm]), torch.stack(flags), *more]
+            parts = [torch.stack(floats), torch.stack(flags), *more]
         if not parts:
             return
         values, arrived = torch.cat([part.float() for part in parts]), None
@@ -88,47 +89,13 @@ class Interval:
 
     def _add(self, copy: AsyncCopy) -> list[float]:
         values = iter(copy.read())
-        steps = [([next(values) for _ in range(count)], next(values)) for count in copy.losses_per_step]
-        if steps:
-            self.norm = next(values)
-        for losses, weight in steps:
-            applied = next(values)
+        steps = [([next(values) for _ in range(count)], next(values), next(values)) for count in copy.losses_per_step]
+        for losses, weight, norm in steps:
+            applied, self.norm = next(values), norm
             self.min_weight = weight if math.isnan(weight) else min(self.min_weight, weight)
             if applied:  # a skipped step's loss is often not finite, and would spoil the interval's mean
                 self.loss += sum(losses)
                 self.weight += weight
+                self.applied += 1
+                self.clipped += norm > self.max_norm
         return list(values)
-
-
-class Clock:
-    """A stopwatch for the device: on a GPU it records events in the stream, and nothing waits for them."""
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
-        self._since: Any = self._now()
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def pause(self) -> None:
-        self._spans.append((self._since, self._now()))
-
-    def resume(self) -> None:
-        self._since = self._now()
-
-    def lap(self) -> list[tuple[Any, Any]]:
-        """The spans since the last lap; pass them to `seconds` once the device has reached their ends."""
-        self.pause()
-        spans, self._spans = self._spans, []
-        self._since = spans[-1][1]
-        return spans
-
-    def seconds(self, spans: list[tuple[Any, Any]]) -> float:
-        if self._on_gpu:
-            return sum(begin.elapsed_time(end) for begin, end in spans) / 1000
-        return float(sum(end - begin for begin, end in spans))

@@ -9,11 +9,9 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,120 +22,16 @@ from torch import Tensor
 
 from dist_amp.data import Batches
 from dist_amp.optim import Schedule
-from dist_amp.precision import Scaler
+from dist_amp.precision import Clip, Scaler
+from dist_amp.runtime.clock import STEP_PHASES, Lap
 from dist_amp.settings import MetricsConfig
-from dist_amp.telemetry.async_copy import Clock, Interval, StepReport
+from dist_amp.telemetry.async_copy import Interval, StepReport
+from dist_amp.telemetry.goodput import Goodput
+from dist_amp.telemetry.log_row import INDEX, MAX_RANK_FOLDERS, LogRow, console_line
 from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 from dist_amp.world import World
 
-# TensorBoard selects no run by default if there are hundreds; above this, only rank 0 writes, with its ranks/* tags.
-# A line of metrics.jsonl lists no more ranks either: at 1,024 it would have 200 KB.
-MAX_RANK_FOLDERS = 64
-
-# A rank's row of metrics, in this order: first those from the device, then the host's.
-RANK_METRICS = (
-    "loss_sum", "weight_sum", "min_weight", "grad_norm", "lr", "loss_scale", "applied_steps", "skipped_steps",
-    "skips_in_a_row", "seconds", "steps", "items", "tokens", "data_wait_seconds", "peak_bytes", "allocated_bytes",
-    "reserved_bytes", "allocator_retries", "item_seconds_at_peak", "save_done",
-)  # fmt: skip
-
-
-INDEX = {name: number for number, name in enumerate(RANK_METRICS)}
-
-SUMMED = [INDEX[name] for name in ("items", "tokens", "seconds")]  # over the run, for its summary
-
-
-@dataclass(frozen=True, eq=False)
-class LogRow:
-    """The metrics of one log interval, the same on every rank.
-
-    table: [ranks, len(RANK_METRICS)] float64 on the host; every rank has it, so nothing here walks over all ranks but
-    array operations. of_task: this rank's own, from the task's train_metrics, by their tags.
-    """
-
-    step: int
-    table: np.ndarray
-    of_task: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def loss(self) -> float:
-        """Weighted mean over the interval's steps, all micro-batches and all ranks."""
-        weight = self["weight_sum"]
-        return self.total("loss_sum") / weight if weight else math.nan
-
-    def __getitem__(self, name: str) -> float:
-        """A metric that is the same on all ranks."""
-        return float(self.table[0, INDEX[name]])
-
-    def column(self, name: str) -> np.ndarray:
-        """A metric of every rank: [ranks]."""
-        return self.table[:, INDEX[name]]
-
-    def columns(self, names: Sequence[str]) -> np.ndarray:
-        """Some metrics of every rank: [ranks, len(names)]."""
-        return self.table[:, [INDEX[name] for name in names]]
-
-    def total(self, name: str) -> float:
-        return float(self.column(name).sum())
-
-    @cached_property
-    def has_tokens(self) -> bool:
-        """Whether the task counts tokens; cached because rank 0 asks for every rank."""
-        return self.total("tokens") > 0
-
-    def per_second(self, name: str) -> np.ndarray:
-        """Of every rank: [ranks]."""
-        return self.column(name) / np.maximum(self.column("seconds"), 1e-9)
-
-    def mfu(self) -> np.ndarray:
-        """Model FLOPs utilisation, 1 at the device's peak; 0 where it is not known: [ranks]. See mfu.py."""
-        return self.per_second("items") * self.column("item_seconds_at_peak")
-
-    def rank_tags(self, rank: int) -> dict[str, float]:
-        """The TensorBoard tags that every rank writes."""
-        row = dict(zip(RANK_METRICS, self.table[rank].tolist(), strict=True))
-        steps, seconds = max(row["steps"], 1), max(row["seconds"], 1e-9)
-        tags = {
-            "throughput/items_per_second": row["items"] / seconds,
-            "memory/peak_bytes": row["peak_bytes"],
-            "memory/allocated_bytes": row["allocated_bytes"],
-            "time/step_seconds": row["seconds"] / steps,
-            "time/data_wait_seconds": row["data_wait_seconds"] / steps,
-        }
-        if self.has_tokens:
-            tags["throughput/tokens_per_second"] = row["tokens"] / seconds
-        if row["item_seconds_at_peak"]:
-            tags["throughput/mfu"] = row["items"] / seconds * row["item_seconds_at_peak"]
-        if row["reserved_bytes"]:
-            tags["memory/reserved_bytes"] = row["reserved_bytes"]
-            tags["memory/allocator_retries"] = row["allocator_retries"]
-        return tags
-
-    def global_tags(self) -> dict[str, float]:
-        """The TensorBoard tags that only rank 0 writes."""
-        tags = {
-            "train/loss": self.loss,
-            "train/grad_norm": self["grad_norm"],
-            "train/lr": self["lr"],
-            "amp/loss_scale": self["loss_scale"],
-            "amp/skipped_steps": self["skipped_steps"],
-        }
-        if len(self.table) == 1:
-            return tags
-        for name, values in {
-            "items_per_second": self.per_second("items"),
-            "peak_bytes": self.column("peak_bytes"),
-            "data_wait_seconds": self.column("data_wait_seconds") / np.maximum(self.column("steps"), 1),
-        }.items():
-            ordered = np.sort(values)
-            worst = values.argmin() if name == "items_per_second" else values.argmax()
-            tags |= {
-                f"ranks/{name}_min": float(ordered[0]),
-                f"ranks/{name}_median": float(ordered[len(ordered) // 2]),
-                f"ranks/{name}_max": float(ordered[-1]),
-                f"ranks/{name}_worst_rank": int(worst),
-            }
-        return tags
+SUMMED = [INDEX[name] for name in ("items", "tokens", *STEP_PHASES)]  # since the start or resume, for the summary
 
 
 @dataclass(frozen=True)
@@ -146,7 +40,7 @@ class PendingMetrics:
 
     step: int
     interval: Interval
-    spans: list[tuple[Any, Any]]  # of the clock
+    lap: Lap
     on_host: tuple[float, ...]
     of_task: tuple[str, ...]  # the tags of the last values on the device
 
@@ -158,7 +52,7 @@ class Metrics:
     written before `open`, so a notebook that steps a run leaves no files behind.
     """
 
-    def __init__(self, config: MetricsConfig, world: World):
+    def __init__(self, config: MetricsConfig, world: World, clip: Clip):
         self.config = config
         self.world = world
         self.last: LogRow | None = None
@@ -166,12 +60,16 @@ class Metrics:
         self.evaluated_step = 0
         self.best: dict[str, float] = {}  # the lowest validation loss, with its step
         self.item_seconds_at_peak = 0.0  # from mfu.py, constant over a run
-        self._interval = Interval()
+        self.lr_scales: dict[str, float] = {}  # of the optimizer's groups by name, if they differ
+        self.goodput = Goodput()
+        self._max_norm = clip.limit if clip.by == "norm" else math.inf
+        self._interval = Interval(max_norm=self._max_norm)
+        self._tokens_seen = 0.0  # by this rank, over all attempts
         self.save: Future[None] | None = None  # a checkpoint's, while it is written in the background
-        self._totals = np.zeros((world.world_size, len(SUMMED)))  # per rank, over the run
+        self._totals = np.zeros((world.world_size, len(SUMMED)))  # per rank, since the start or resume
         self._hosts = world.gather_texts(platform.node())
         self._pending: PendingMetrics | None = None
-        self._clock = Clock(world.device)
+        self._clock = world.clock
         self._jsonl: JsonlWriter | None = None
         self._tensorboard: TensorBoardWriter | None = None
 
@@ -184,36 +82,37 @@ class Metrics:
             self._tensorboard = TensorBoardWriter(folder / "tensorboard" / f"rank{rank:05d}", first_step + 1, warn)
             if self.world.is_main:
                 self._tensorboard.write(lambda writer: writer.add_text("config", f"```toml\n{config_text}\n```"))
-        self._clock = Clock(self.world.device)
+            self.goodput.open(folder)
+        self._clock.restart()
 
-    @property
-    def interval(self) -> Tensor:
-        """What a checkpoint saves of an unfinished log interval: loss, weight, min_weight, [3] float64 on the host.
+    def unfinished(self, data: Batches) -> Tensor:
+        """What a checkpoint saves of this rank: [n] float64 on the host. Waits for the device.
 
-        Waits for the device.
+        Of the unfinished log interval: loss, weight, min_weight. Since the run began: tokens seen, goodput's seconds.
         """
         self._interval.start_copy()
         self._interval.read()
         interval = self._interval
-        return torch.tensor([interval.loss, interval.weight, interval.min_weight], dtype=torch.float64)
+        spent = Goodput.of_interval(self._clock.so_far(), interval.steps, interval.applied) + self.goodput.seconds
+        sums = (interval.loss, interval.weight, interval.min_weight, self._tokens_seen + data.tokens)
+        return torch.tensor([*sums, *spent], dtype=torch.float64)
 
-    def resume_interval(self, intervals: Tensor, same_world: bool) -> None:
-        """Continue an unfinished log interval. intervals: every saving rank's `interval`, [ranks, 3] float64."""
-        loss, weight, min_weight = intervals[self.world.rank if same_world else 0].tolist()
-        if not same_world:  # losses are summed over ranks at the log step, so rank 0 carries all of them
-            loss = intervals[:, 0].sum().item() if self.world.is_main else 0.0
-        self._interval = Interval(loss, weight, min_weight)
+    def resume_unfinished(self, saved: Tensor, same_world: bool) -> None:
+        """Continue from what every saving rank's `unfinished` was: [ranks, n] float64; n is 3 in older checkpoints."""
+        own = saved[self.world.rank if same_world else 0]
+        loss, weight, min_weight = own[:3].tolist()
+        tokens = saved[:, 3:4]
+        self._tokens_seen = float(own[3:4].sum())
+        if not same_world:  # what is summed over the ranks at a log step, rank 0 carries
+            loss = float(saved[:, 0].sum()) if self.world.is_main else 0.0
+            self._tokens_seen = float(tokens.sum()) if self.world.is_main else 0.0
+        if saved.shape[1] > 4:
+            self.goodput.seconds = own[4:].numpy().copy()
+        self._interval = Interval(loss, weight, min_weight, max_norm=self._max_norm)
 
     def record(self, report: StepReport) -> None:
         """Record one step's results without reading them."""
         self._interval.add(report)
-
-    @contextmanager
-    def off_the_clock(self) -> Iterator[None]:
-        """Exclude what happens inside (evaluation, saving) from the throughput."""
-        self._clock.pause()
-        yield
-        self._clock.resume()
 
     def begin(
         self,
@@ -228,17 +127,18 @@ class Metrics:
         of_task: {tag: scalar on the device}, for this rank.
         """
         device, interval = self.world.device, self._interval
-        spans = self._clock.lap()  # first, so that its end has been reached once the copy below has arrived
+        lap = self._clock.lap()  # first, so that its end has been reached once the copy below has arrived
         interval.start_copy(
             torch.stack((schedule.last_lr.to(device), scaler.scale_tensor)),
             schedule.counters.to(device),  # float32 is exact up to 2^24, which is more than train.steps may be
             *(value.float().reshape(1) for value in of_task.values()),
         )
-        counts = (interval.steps, data.items, data.tokens, data.wait_seconds)
-        on_host = (*counts, *memory_use(device), self.item_seconds_at_peak)
-        self._pending = PendingMetrics(step, interval, spans, on_host, tuple(of_task))
-        self._interval = Interval()
-        data.items, data.tokens, data.wait_seconds = 0, 0, 0.0
+        self._tokens_seen += data.tokens
+        seen = (self._tokens_seen, data.position, data.position / data.plan.length)
+        on_host = (data.items, data.tokens, *seen, *memory_use(device), self.item_seconds_at_peak)
+        self._pending = PendingMetrics(step, interval, lap, on_host, tuple(of_task))
+        self._interval = Interval(max_norm=self._max_norm)
+        data.items, data.tokens = 0, 0
 
     def read(self) -> LogRow | None:
         """The pending metrics of all ranks, or None if there are none; every rank calls it at the same step."""
@@ -246,12 +146,15 @@ class Metrics:
         if pending is None:
             return None
         interval = pending.interval
-        of_device, seconds = interval.read(), self._clock.seconds(pending.spans)
+        of_device, phases = interval.read(), pending.lap.seconds()
+        self.goodput.add(phases, interval.steps, interval.applied)
         count = len(of_device) - len(pending.of_task)
         of_device, of_task = of_device[:count], dict(zip(pending.of_task, of_device[count:], strict=True))
         sums = (interval.loss, interval.weight, interval.min_weight, interval.norm)
+        counts = (interval.steps, interval.applied, interval.clipped)
         save_done = self.save is None or self.save.done()  # rides along: a log step is one collective
-        row = torch.tensor([*sums, *of_device, seconds, *pending.on_host, save_done], dtype=torch.float64)
+        numbers = [*sums, *counts, *of_device, *phases.values(), *pending.on_host, save_done]
+        row = torch.tensor(numbers, dtype=torch.float64)
         self.last = LogRow(pending.step, self.world.gather(row).numpy(), of_task)
         self._totals += self.last.table[:, SUMMED]
         return self.last
@@ -269,12 +172,21 @@ class Metrics:
             if self._tensorboard is not None:
                 self._tensorboard.write_scalars(row.rank_tags(self.world.rank) | row.of_task, row.step)
             return
-        global_tags = row.global_tags() | row.of_task
+        with self._clock.phase("logging"):
+            self._write_as_main(row, last_step)
+
+    def _write_as_main(self, row: LogRow, last_step: int) -> None:
+        global_tags = row.global_tags() | self._own_tags(row) | row.of_task
         ranks = [row.rank_tags(rank) for rank in range(min(len(row.table), MAX_RANK_FOLDERS))]
         print(console_line(row, last_step), flush=True)
         if self._jsonl is not None and self._tensorboard is not None:
             self._jsonl.append({"step": row.step, **global_tags, "ranks": ranks})
             self._tensorboard.write_scalars(ranks[0] | global_tags, row.step)
+
+    def _own_tags(self, row: LogRow) -> dict[str, float]:
+        """What rank 0 knows besides the row: goodput, and the groups' learning rates where they differ."""
+        rates = {f"train/lr_{name}": row["lr"] * scale for name, scale in self.lr_scales.items()}
+        return rates | {"perf/goodput_pct": 100 * self.goodput.share}
 
     def write_scalars(self, step: int, tags: Mapping[str, float]) -> None:
         """Global metrics, written by rank 0 to metrics.jsonl and TensorBoard."""
@@ -343,6 +255,9 @@ class Metrics:
             for rank, tags in enumerate(ranks)
         ]
 
+    def host_of(self, rank: int) -> str:
+        return self._hosts[rank]
+
     def write_pending(self, last_step: int) -> None:
         """After a failure, write metrics that were not read yet; one process only, since other ranks may have died."""
         if self.world.world_size == 1 and (row := self.read()) is not None:
@@ -379,24 +294,3 @@ def memory_use(device: torch.device) -> tuple[int, int, int, int]:
     os.close(file)
     now = pages * resource.getpagesize()
     return max(peak, now), now, 0, 0
-
-
-def console_line(row: LogRow, last_step: int) -> str:
-    """One log interval in one line."""
-    parts = [
-        f"step {row.step:>6}/{last_step}",
-        f"loss {row.loss:.4f}",
-        f"grad_norm {row['grad_norm']:.3g}",
-        f"lr {row['lr']:.2e}",
-        f"items/s {row.per_second('items').sum():,.0f}",
-    ]
-    if row.has_tokens:
-        parts.append(f"tokens/s {row.per_second('tokens').sum():,.0f}")
-    if row.column("item_seconds_at_peak").all():
-        parts.append(f"mfu {100 * row.mfu().mean():.3g} %")
-    parts.append(f"peak {row.column('peak_bytes').max() / 2**20:,.0f} MiB")
-    if row["loss_scale"] != 1:
-        parts.append(f"scale {row['loss_scale']:g}")
-    if row["skipped_steps"]:
-        parts.append(f"skipped {row['skipped_steps']:.0f}")
-    return "  ".join(parts)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from dist_amp.telemetry.async_copy import StepReport
-from dist_amp.telemetry.metrics import LogRow
+from dist_amp.telemetry.log_row import LogRow
 
 
 class Observer:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from dist_amp.config.task_class import build_task
-from dist_amp.data import build_batches, build_split
+from dist_amp.config.task_class import build_split, build_task
+from dist_amp.data import build_batches
 from dist_amp.precision import build_precision
 from dist_amp.runtime.batch_statistics import batch_statistics
 from dist_amp.runtime.meta import build_whole

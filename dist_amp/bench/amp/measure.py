@@ -18,9 +18,9 @@ from dist_amp.bench.amp.experiments import INFERENCE, TRAIN, Experiment
 from dist_amp.bench.amp.roofline import count
 from dist_amp.bench.harness import Arena, Bench, NoTime, note_of, release, timed_block
 from dist_amp.bench.loops import Loop, Setup, baseline
-from dist_amp.config.task_class import build_task
+from dist_amp.config.task_class import build_split, build_task
 from dist_amp.config.validate import accumulation_steps
-from dist_amp.data import build_batches, build_split
+from dist_amp.data import build_batches
 from dist_amp.run import Run, build_run
 from dist_amp.runtime.process import set_tf32
 from dist_amp.runtime.random_state import seed_all

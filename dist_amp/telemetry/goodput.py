@@ -1,0 +1,77 @@
+"""Goodput: the share of a run folder's whole life in which steps were applied.
+
+A folder's life begins with its first process. It includes starting, evaluations, checkpoints, skipped steps, steps that
+a restart takes again, and the time between two attempts. What was spent is saved in checkpoints, so it is that of the
+steps which count.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from dist_amp.runtime.clock import STEP_PHASES
+
+KINDS = ("applied_steps", "skipped_steps", "evaluation", "checkpoint", "diagnostics")
+
+
+class Goodput:
+    """seconds: what this rank has spent by KINDS, over all attempts; [len(KINDS)] float64."""
+
+    def __init__(self) -> None:
+        self.seconds = np.zeros(len(KINDS))
+        self._started = time.time()  # of the folder's life, Unix time
+
+    def open(self, folder: Path) -> None:
+        """Find out when the folder's life began, or note that it begins with this process."""
+        path = folder / "started.txt"
+        self._started = process_started()
+        with suppress(OSError, ValueError):
+            if path.exists():
+                self._started = datetime.fromisoformat(path.read_text().strip()).timestamp()
+            else:
+                path.write_text(datetime.fromtimestamp(self._started, UTC).isoformat() + "\n")
+
+    def add(self, phases: Mapping[str, float], steps: int, applied: float) -> None:
+        """Count an interval. phases: its seconds; applied: how many of its steps were."""
+        self.seconds += self.of_interval(phases, steps, applied)
+
+    @staticmethod
+    def of_interval(phases: Mapping[str, float], steps: int, applied: float) -> np.ndarray:
+        """[len(KINDS)] float64."""
+        in_steps, share = sum(phases[name] for name in STEP_PHASES), applied / max(steps, 1)
+        between = [phases[name] for name in ("evaluation", "checkpoint", "diagnostics")]
+        return np.array([in_steps * share, in_steps * (1 - share), *between])
+
+    @property
+    def wall_seconds(self) -> float:
+        """Since the folder's life began."""
+        return max(time.time() - self._started, 1e-9)
+
+    @property
+    def share(self) -> float:
+        """Of the wall time, in applied steps: 0 to 1."""
+        return min(float(self.seconds[0]) / self.wall_seconds, 1.0)
+
+    def summary(self) -> dict[str, float | dict[str, float]]:
+        """What summary.json says; "elsewhere": starting, between attempts, and steps that were taken again."""
+        spent = {name: round(seconds, 3) for name, seconds in zip(KINDS, self.seconds.tolist(), strict=True)}
+        elsewhere = max(self.wall_seconds - float(self.seconds.sum()), 0.0)
+        return {
+            "goodput": round(self.share, 4),
+            "wall_seconds": round(self.wall_seconds, 3),
+            "spent_seconds": {**spent, "elsewhere": round(elsewhere, 3)},
+        }
+
+
+def process_started() -> float:
+    """When this process was started, in Unix time; now, where /proc does not say. Source: proc(5), field 22."""
+    with suppress(OSError, ValueError, IndexError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - max(age, 0.0)
+    return time.time()

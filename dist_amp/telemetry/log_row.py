@@ -1,0 +1,182 @@
+"""One log interval in numbers: a row of metrics per rank, and the TensorBoard tags that are made of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from dist_amp.runtime.clock import OWN_PHASES, PHASES, STEP_PHASES
+
+# TensorBoard selects no run by default if there are hundreds; above this, only rank 0 writes, with its ranks/* tags.
+# A line of metrics.jsonl lists no more ranks either: at 1,024 it would have 200 KB.
+MAX_RANK_FOLDERS = 64
+
+# A rank's row of metrics, in this order: first those from the device, then the host's.
+RANK_METRICS = (
+    "loss_sum", "weight_sum", "min_weight", "grad_norm", "steps", "applied_in_interval", "clipped_in_interval",
+    "lr", "loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", *PHASES, "items", "tokens",
+    "tokens_seen", "samples_seen", "epoch", "peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries",
+    "item_seconds_at_peak", "save_done",
+)  # fmt: skip
+
+INDEX = {name: number for number, name in enumerate(RANK_METRICS)}
+
+# Seconds per step of what a rank does itself, of its waiting, and per interval of what interrupts the steps.
+TIMES = {
+    "data_wait": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "communication_wait": "communication",
+}
+INTERRUPTIONS = {"checkpoint_stall": "checkpoint", "evaluation": "evaluation", "diagnostics": "diagnostics"}
+GiB = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class LogRow:
+    """The metrics of one log interval, the same on every rank.
+
+    table: [ranks, len(RANK_METRICS)] float64 on the host; every rank has it, so nothing here walks over all ranks but
+    array operations. of_task: this rank's own, from the task's train_metrics, by their tags.
+    """
+
+    step: int
+    table: np.ndarray
+    of_task: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean over the interval's steps, all micro-batches and all ranks."""
+        weight = self["weight_sum"]
+        return self.total("loss_sum") / weight if weight else math.nan
+
+    def __getitem__(self, name: str) -> float:
+        """A metric that is the same on all ranks."""
+        return float(self.table[0, INDEX[name]])
+
+    def column(self, name: str) -> np.ndarray:
+        """A metric of every rank: [ranks]."""
+        return self.table[:, INDEX[name]]
+
+    def columns(self, names: Sequence[str]) -> np.ndarray:
+        """Some metrics of every rank: [ranks, len(names)]."""
+        return self.table[:, [INDEX[name] for name in names]]
+
+    def total(self, name: str) -> float:
+        return float(self.column(name).sum())
+
+    @cached_property
+    def has_tokens(self) -> bool:
+        """Whether the task counts tokens; cached because rank 0 asks for every rank."""
+        return self.total("tokens") > 0
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Of the interval's steps, without what interrupted them, of every rank: [ranks]."""
+        return self.columns(STEP_PHASES).sum(axis=1)
+
+    @cached_property
+    def local_seconds(self) -> np.ndarray:
+        """The part of `seconds` in which a rank did not wait for others, nor write the logs: [ranks]."""
+        return self.columns(OWN_PHASES).sum(axis=1)
+
+    def per_step(self, values: np.ndarray) -> np.ndarray:
+        """[ranks] -> [ranks]."""
+        return values / np.maximum(self.column("steps"), 1)
+
+    def per_second(self, name: str) -> np.ndarray:
+        """Of every rank: [ranks]."""
+        return self.column(name) / np.maximum(self.seconds, 1e-9)
+
+    def mfu(self) -> np.ndarray:
+        """Model FLOPs utilisation, 1 at the device's peak; 0 where it is not known: [ranks]. See mfu.py."""
+        return self.per_second("items") * self.column("item_seconds_at_peak")
+
+    def rank_tags(self, rank: int) -> dict[str, float]:
+        """The TensorBoard tags that every rank writes."""
+        row = dict(zip(RANK_METRICS, self.table[rank].tolist(), strict=True))
+        steps, seconds = max(row["steps"], 1), max(float(self.seconds[rank]), 1e-9)
+        tags = {
+            "throughput/items_per_second": row["items"] / seconds,
+            "memory/peak_bytes": row["peak_bytes"],
+            "memory/peak_GiB": row["peak_bytes"] / GiB,
+            "memory/allocated_bytes": row["allocated_bytes"],
+            "time/step_seconds": seconds / steps,
+            "time/local_seconds": float(self.local_seconds[rank]) / steps,
+            **{f"time/{tag}_seconds": row[phase] / steps for tag, phase in TIMES.items()},
+            "time/other_seconds": (row["other"] + row["logging"]) / steps,
+            **{f"time/{tag}_seconds": row[phase] for tag, phase in INTERRUPTIONS.items() if row[phase]},
+        }
+        if self.has_tokens:
+            tags["throughput/tokens_per_second"] = row["tokens"] / seconds
+        if row["item_seconds_at_peak"]:
+            tags["throughput/mfu"] = row["items"] / seconds * row["item_seconds_at_peak"]
+            tags["perf/mfu_pct"] = 100 * tags["throughput/mfu"]
+        if row["reserved_bytes"]:
+            tags["memory/reserved_bytes"] = row["reserved_bytes"]
+            tags["memory/allocator_retries"] = row["allocator_retries"]
+        return tags
+
+    def global_tags(self) -> dict[str, float]:
+        """The TensorBoard tags that only rank 0 writes."""
+        steps = max(self["steps"], 1)
+        tags = {
+            "train/loss": self.loss,
+            "train/grad_norm": self["grad_norm"],
+            "train/clipped_share": self["clipped_in_interval"] / steps,
+            "train/lr": self["lr"],
+            "train/epoch": self["epoch"],
+            "train/samples_seen": self["samples_seen"],
+            "amp/loss_scale": self["loss_scale"],
+            "amp/loss_scale_log2": math.log2(self["loss_scale"]) if self["loss_scale"] > 0 else -math.inf,
+            "amp/skipped_steps": self["skipped_steps"],
+            "amp/skipped_in_interval": self["steps"] - self["applied_in_interval"],
+        }
+        if self.has_tokens:
+            tags["train/tokens_seen"] = self.total("tokens_seen")
+        return tags | self.spread_tags() if len(self.table) > 1 else tags
+
+    def spread_tags(self) -> dict[str, float]:
+        """How ranks differ: min, median and max; of more metrics where they are too many for folders of their own."""
+        columns = {
+            "items_per_second": self.per_second("items"),
+            "peak_bytes": self.column("peak_bytes"),
+            "data_wait_seconds": self.per_step(self.column("data")),
+            "local_seconds": self.per_step(self.local_seconds),
+        }
+        many = len(self.table) > MAX_RANK_FOLDERS
+        if many:
+            columns |= {f"{tag}_seconds": self.per_step(self.column(phase)) for tag, phase in TIMES.items()}
+            columns |= {f"{tag}_seconds": self.column(phase) for tag, phase in INTERRUPTIONS.items()}
+        ordered = np.sort(np.stack(list(columns.values())), axis=1)
+        spreads = zip(columns, ordered[:, [0, ordered.shape[1] // 2, -1]].tolist(), strict=True)
+        tags = {
+            f"ranks/{name}_{which}": value
+            for name, spread in spreads
+            for which, value in zip(("min", "median", "max"), spread, strict=True)
+        }
+        return tags | ({"ranks/slowest_rank": int(self.local_seconds.argmax())} if many else {})
+
+
+def console_line(row: LogRow, last_step: int) -> str:
+    """One log interval in one line."""
+    parts = [
+        f"step {row.step:>6}/{last_step}",
+        f"loss {row.loss:.4f}",
+        f"grad_norm {row['grad_norm']:.3g}",
+        f"lr {row['lr']:.2e}",
+        f"items/s {row.per_second('items').sum():,.0f}",
+    ]
+    if row.has_tokens:
+        parts.append(f"tokens/s {row.per_second('tokens').sum():,.0f}")
+    if row.column("item_seconds_at_peak").all():
+        parts.append(f"mfu {100 * row.mfu().mean():.3g} %")
+    parts.append(f"peak {row.column('peak_bytes').max() / 2**20:,.0f} MiB")
+    if row["loss_scale"] != 1:
+        parts.append(f"scale {row['loss_scale']:g}")
+    if row["skipped_steps"]:
+        parts.append(f"skipped {row['skipped_steps']:.0f}")
+    return "  ".join(parts)
