@@ -21,6 +21,7 @@ from dist_amp.runtime.clock import PhaseClock, waits_for_ranks
 from dist_amp.runtime.environment import place_of
 from dist_amp.runtime.process import configure_logging, raise_open_files
 from dist_amp.runtime.rendezvous import join, join_until_exit
+from dist_amp.runtime.terminal import in_colour
 from dist_amp.settings import RunConfig
 
 
@@ -57,7 +58,7 @@ class World:
     def warn(self, text: str) -> None:
         """Print a warning on rank 0 only, on standard error."""
         if self.is_main:
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            print(in_colour("warning:", "yellow", sys.stderr), text, file=sys.stderr, flush=True)
 
     @waits_for_ranks
     def barrier(self) -> None:

@@ -15,64 +15,76 @@ from dist_amp.telemetry.log_row import LogRow
 from dist_amp.telemetry.observer import Observer
 
 FACTOR = 1.2  # of the ranks' median, or of the past
-WINDOW = 3  # log intervals in a row, since one may have met a page fault or a neighbour on the machine
-PAST = 10  # log intervals before the window, to compare it with
+SHARE = 0.05  # of the step: a rank that takes less longer than the median holds nobody up
+# How many times its standard error a rank's excess must be, by the number of log intervals: quantiles of Student's t
+# for 1 false alarm in 400. A rank that is much slower is named after 3 intervals, one that is 1.3 times slower later.
+CERTAIN = {3: 14.1, 4: 7.45, 5: 5.60, 6: 4.77, 7: 4.32, 8: 4.03, 9: 3.83, 10: 3.69}
+WINDOW, PAST = 5, 10  # log intervals that must all be slower than those before them
 NAMES = {"data": "data wait", "other": "callbacks and checks"}  # for the rest the phase's own name
 
 
 @dataclass(frozen=True)
 class Slow:
-    """rank: None for all of them; factor: of their median, or of the past; extra: seconds per step, most of them in
-    `phase`."""
+    """A rank, or all if it is None. factor: of the ranks' median, or of the past.
+
+    extra: seconds per step of `phase`, the one in which most is lost. intervals: log intervals that show it.
+    """
 
     rank: int | None
     factor: float
     phase: str
     extra: float
+    intervals: int
 
 
-def find_slow_ranks(window: np.ndarray) -> list[Slow]:
-    """The ranks that were slower in every interval of the window. window: [intervals, ranks, phases] seconds per step.
+def find_slow_ranks(phases: np.ndarray, steps: np.ndarray) -> list[Slow]:
+    """The ranks whose own time exceeds FACTOR times the ranks' median, beyond chance.
 
-    A rank's own seconds are compared with the median of all; with two ranks, with the faster one's. What it takes
-    longer must also be more than the ranks' usual differences, or a step of microseconds would name ranks by chance.
+    phases: [intervals, ranks, phases] seconds per step; steps: [intervals] seconds per step with all waits. Of an even
+    number of ranks the lower median: of two, the faster one.
     """
-    own = window.sum(axis=2)
-    ranks = own.shape[1]
-    usual = np.sort(own, axis=1)[:, (ranks - 1) // 2]
-    spread = np.abs(own - usual[:, None])
-    found = []
-    for rank in np.flatnonzero((own > FACTOR * usual[:, None]).all(axis=0)).tolist():
-        others = np.delete(spread, rank, axis=1)
-        if ranks > 2 and not (spread[:, rank] > 3 * np.median(others, axis=1)).all():
-            continue
-        extra = (window[:, rank] - np.sort(window, axis=1)[:, (ranks - 1) // 2]).mean(axis=0)
-        phase = int(extra.argmax())
-        found.append(Slow(rank, float((own[:, rank] / usual).mean()), OWN_PHASES[phase], float(extra[phase])))
-    return found
+    ranks = phases.shape[1]
+    middle = (ranks - 1) // 2
+    own = phases.sum(axis=2)
+    median = np.sort(own, axis=1)[:, middle]
+    excess = own - FACTOR * median[:, None]
+    found: dict[int, Slow] = {}
+    for count, certain in CERTAIN.items():
+        if count > len(own):
+            break
+        mean, deviation = excess[-count:].mean(axis=0), excess[-count:].std(axis=0, ddof=1)
+        slow = (mean > certain * deviation / count**0.5) & (mean > SHARE * steps[-count:].mean())
+        for rank in np.flatnonzero(slow).tolist():
+            extra = (phases[-count:, rank] - np.sort(phases[-count:], axis=1)[:, middle]).mean(axis=0)
+            phase = int(extra.argmax())
+            factor = own[-count:, rank].mean() / max(median[-count:].mean(), 1e-9)
+            found.setdefault(rank, Slow(rank, float(factor), OWN_PHASES[phase], float(extra[phase]), count))
+    return list(found.values())
 
 
-def find_slowdown(past: np.ndarray, window: np.ndarray) -> Slow | None:
-    """A slowdown of all ranks. past, window: [intervals, phases] seconds per step, the ranks' median.
+def find_slowdown(medians: np.ndarray) -> Slow | None:
+    """A slowdown of all ranks. medians: [PAST + WINDOW, phases] seconds per step, the median of the ranks.
 
-    Every interval of the window is slower than FACTOR times the past's median, and than anything in the past.
+    Every interval of the window is slower than FACTOR times the past's median, and than any in the past.
     """
+    past, window = medians[:PAST], medians[PAST:]
     before, now = past.sum(axis=1), window.sum(axis=1)
-    if not (now > FACTOR * np.median(before)).all() or not now.min() > before.max():
+    if now.min() <= max(FACTOR * float(np.median(before)), float(before.max())):
         return None
     extra = window.mean(axis=0) - np.median(past, axis=0)
     phase = int(extra.argmax())
-    return Slow(None, float(now.mean() / np.median(before)), OWN_PHASES[phase], float(extra[phase]))
+    return Slow(None, float(now.mean() / np.median(before)), OWN_PHASES[phase], float(extra[phase]), WINDOW)
 
 
 class SlowRanks(Observer):
-    """Compares the ranks' own seconds at each log step, and says what it found on rank 0, once until it is over."""
+    """Compares the ranks' own time at each log step; rank 0 warns, once until a rank is as fast as the others again."""
 
     def __init__(self, run: Run):
         self._run = run
-        self._intervals: deque[np.ndarray] = deque(maxlen=WINDOW)  # each [ranks, phases]
+        self._phases: deque[np.ndarray] = deque(maxlen=max(CERTAIN))  # each [ranks, phases]
+        self._steps: deque[float] = deque(maxlen=max(CERTAIN))
         self._medians: deque[np.ndarray] = deque(maxlen=PAST + WINDOW)  # each [phases]
-        self._named: set[tuple[int | None, str]] = set()
+        self._named: set[int | None] = set()
         self._first = True
 
     def on_log(self, row: LogRow) -> None:
@@ -82,30 +94,26 @@ class SlowRanks(Observer):
             self._first = False
             return
         phases = row.columns(OWN_PHASES) / np.maximum(row.column("steps"), 1)[:, None]
-        self._intervals.append(phases)
+        self._phases.append(phases)
+        self._steps.append(float(np.median(row.per_step(row.seconds))))
         self._medians.append(np.median(phases, axis=0))
-        found: list[Slow] = []
-        if len(phases) > 1 and len(self._intervals) == WINDOW:
-            found = find_slow_ranks(np.stack(self._intervals))
-        if not found and len(self._medians) == PAST + WINDOW:
-            medians = np.stack(self._medians)
-            slowdown = find_slowdown(medians[:PAST], medians[PAST:])
-            found = [slowdown] if slowdown is not None else []
+        found = find_slow_ranks(np.stack(self._phases), np.array(self._steps)) if len(phases) > 1 else []
+        if not found and len(self._medians) == PAST + WINDOW and (slowdown := find_slowdown(np.stack(self._medians))):
+            found = [slowdown]
         for slow in found:
-            if (slow.rank, slow.phase) not in self._named:
-                self._say(slow, row)
-        self._named = {(slow.rank, slow.phase) for slow in found}
+            if slow.rank not in self._named:
+                self._run.world.warn(self._text(slow, row))
+        self._named = {slow.rank for slow in found}
 
-    def _say(self, slow: Slow, row: LogRow) -> None:
-        phase = NAMES.get(slow.phase, slow.phase)
-        since = f"up to step {row.step}, over {WINDOW} log intervals"
+    def _text(self, slow: Slow, row: LogRow) -> str:
         if slow.rank is None:
-            who = "all ranks take" if len(row.table) > 1 else "a step takes"
+            who = "all ranks spend" if len(row.table) > 1 else "a step takes"
             compared = "as long as before"
         else:
-            who = f"rank {slow.rank} on {self._run.metrics.host_of(slow.rank)} takes"
-            compared = "as long as the ranks' median" if len(row.table) > 2 else "as long as the other rank"
-        self._run.world.warn(
-            f"{who} {slow.factor:.1f} times {compared} for its own part of a step, most of it in {phase}: "
-            f"{1000 * slow.extra:.3g} ms more ({since})"
+            who = f"rank {slow.rank} on {self._run.metrics.host_of(slow.rank)} spends"
+            compared = f"as long as {'the median rank' if len(row.table) > 2 else 'the other rank'}"
+        return (
+            f"{who} {slow.factor:.1f} times {compared}, without waiting for other ranks: {1000 * slow.extra:.3g} ms "
+            f"per step more in {NAMES.get(slow.phase, slow.phase)} (up to step {row.step}, in {slow.intervals} log "
+            "intervals)"
         )

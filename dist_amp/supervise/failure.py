@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dist_amp.errors import Failure, in_one_line
 from dist_amp.runtime.process import attempt
 from dist_amp.runtime.rendezvous import in_time
+from dist_amp.runtime.terminal import in_colour
 from dist_amp.settings import Config
 from dist_amp.supervise.explain import explain_data, explain_disk
 from dist_amp.supervise.job import Supervised
@@ -61,6 +62,8 @@ def _report(error: BaseException, job: Supervised, watchdog: RankWatchdog) -> in
 def _print_and_write(error: BaseException, job: Supervised) -> int:
     """Print the error and write the summary, if this is the first rank to fail; return the exit status."""
     world, run, folder = job.world, job.run, job.folder
+    if run is not None:
+        run.metrics.close_console()
     status, first = report_failure(error, world, job.store)
     with suppress(OSError):  # the folder may not even be readable
         # A run that failed before it was built leaves the summary of an earlier one in place.
@@ -88,7 +91,7 @@ def report_failure(
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if first:
         sys.stdout.flush()
-        print(text, file=sys.stderr, flush=True)
+        print(text.replace("error:", in_colour("error:", "red", sys.stderr), planned), file=sys.stderr, flush=True)
         if torchrun_file:
             extra = {"timestamp": str(int(time.time()))}
             Path(torchrun_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

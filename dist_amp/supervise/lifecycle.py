@@ -48,6 +48,7 @@ def open_run(run: Run) -> None:
             run.world.warn(f"{path} was refused: it is kept under this name, and its steps are taken again")
         (run.folder / "config.toml").write_text(run.config_text)
     run.metrics.open(run.folder, run.step, run.config_text)
+    run.metrics.open_console(run.step, run.config.train.steps, float(run.scaler.scale_tensor))
 
 
 def warn_about_small_batches(run: Run) -> None:
@@ -72,6 +73,7 @@ def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
 
     Errors: NumericsError for a run in which no step was applied: it is not done, whatever its steps.
     """
+    run.metrics.close_console()
     if stopped_by == "preempted":
         cause = stop.requested_by or "a signal to another rank"
         saved = run.config.checkpoint.every != "off"

@@ -159,24 +159,3 @@ class LogRow:
             for which, value in zip(("min", "median", "max"), spread, strict=True)
         }
         return tags | ({"ranks/slowest_rank": int(self.local_seconds.argmax())} if many else {})
-
-
-def console_line(row: LogRow, last_step: int) -> str:
-    """One log interval in one line."""
-    parts = [
-        f"step {row.step:>6}/{last_step}",
-        f"loss {row.loss:.4f}",
-        f"grad_norm {row['grad_norm']:.3g}",
-        f"lr {row['lr']:.2e}",
-        f"items/s {row.per_second('items').sum():,.0f}",
-    ]
-    if row.has_tokens:
-        parts.append(f"tokens/s {row.per_second('tokens').sum():,.0f}")
-    if row.column("item_seconds_at_peak").all():
-        parts.append(f"mfu {100 * row.mfu().mean():.3g} %")
-    parts.append(f"peak {row.column('peak_bytes').max() / 2**20:,.0f} MiB")
-    if row["loss_scale"] != 1:
-        parts.append(f"scale {row['loss_scale']:g}")
-    if row["skipped_steps"]:
-        parts.append(f"skipped {row['skipped_steps']:.0f}")
-    return "  ".join(parts)

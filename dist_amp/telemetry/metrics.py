@@ -26,8 +26,9 @@ from dist_amp.precision import Clip, Scaler
 from dist_amp.runtime.clock import STEP_PHASES, Lap
 from dist_amp.settings import MetricsConfig
 from dist_amp.telemetry.async_copy import Interval, StepReport
+from dist_amp.telemetry.console import Console
 from dist_amp.telemetry.goodput import Goodput
-from dist_amp.telemetry.log_row import INDEX, MAX_RANK_FOLDERS, LogRow, console_line
+from dist_amp.telemetry.log_row import INDEX, MAX_RANK_FOLDERS, LogRow
 from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 from dist_amp.world import World
 
@@ -70,6 +71,7 @@ class Metrics:
         self._hosts = world.gather_texts(platform.node())
         self._pending: PendingMetrics | None = None
         self._clock = world.clock
+        self._console: Console | None = None
         self._jsonl: JsonlWriter | None = None
         self._tensorboard: TensorBoardWriter | None = None
 
@@ -113,6 +115,8 @@ class Metrics:
     def record(self, report: StepReport) -> None:
         """Record one step's results without reading them."""
         self._interval.add(report)
+        if self._console is not None:
+            self._console.count_step()
 
     def begin(
         self,
@@ -178,7 +182,9 @@ class Metrics:
     def _write_as_main(self, row: LogRow, last_step: int) -> None:
         global_tags = row.global_tags() | self._own_tags(row) | row.of_task
         ranks = [row.rank_tags(rank) for rank in range(min(len(row.table), MAX_RANK_FOLDERS))]
-        print(console_line(row, last_step), flush=True)
+        if self._console is None:  # in a script that opened none
+            self._console = Console(0, last_step, row["loss_scale"])
+        self._console.log(row)
         if self._jsonl is not None and self._tensorboard is not None:
             self._jsonl.append({"step": row.step, **global_tags, "ranks": ranks})
             self._tensorboard.write_scalars(ranks[0] | global_tags, row.step)
@@ -263,7 +269,18 @@ class Metrics:
         if self.world.world_size == 1 and (row := self.read()) is not None:
             self.write(row, last_step)
 
+    def open_console(self, first_step: int, last_step: int, loss_scale: float) -> None:
+        """Show the progress of the run's steps on rank 0."""
+        if self.world.is_main:
+            self._console = Console(first_step, last_step, loss_scale)
+
+    def close_console(self) -> None:
+        """Before what must be the last thing on the screen."""
+        if self._console is not None:
+            self._console.close()
+
     def close(self) -> None:
+        self.close_console()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -8,6 +8,7 @@ import torch
 
 from dist_amp.run import Run
 from dist_amp.runtime.files import write_durably
+from dist_amp.telemetry.console import duration
 from dist_amp.telemetry.writers import plain_json
 
 
@@ -73,6 +74,7 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
             "ranks": ranks,
             "evaluation": run.metrics.evaluation,
             "best_evaluation": run.metrics.best,
+            **run.metrics.goodput.summary(),
         }
         if ranks and all("mfu" in rank for rank in ranks):
             summary["mfu"] = sum(rank["mfu"] for rank in ranks) / len(ranks)
@@ -89,12 +91,15 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
 
 def closing_table(summary: dict[str, Any], folder: Path) -> str:
     """Each rank's throughput and memory, the result, and the run's folder."""
-    rows = [f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10} {'tokens/s':>12}"]
+    rows = [f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10}"]
     for rank in summary["ranks"]:
         rows.append(
             f"{rank['rank']:>4}  {rank['host']:<20} {rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB "
-            f"{rank['items_per_second']:>10,.1f} {rank['tokens_per_second']:>12,.0f}"
+            f"{rank['items_per_second']:>10,.1f}"
         )
+    if any(rank["tokens_per_second"] for rank in summary["ranks"]):
+        tokens = [f" {'tokens/s':>12}", *(f" {rank['tokens_per_second']:>12,.0f}" for rank in summary["ranks"])]
+        rows = [row + column for row, column in zip(rows, tokens, strict=True)]
     if "mfu" in summary:
         mfu = [f"{'mfu':>11}", *(f" {100 * rank['mfu']:>8.3g} %" for rank in summary["ranks"])]
         rows = [row + column for row, column in zip(rows, mfu, strict=True)]
@@ -103,4 +108,8 @@ def closing_table(summary: dict[str, Any], folder: Path) -> str:
         result += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
         result += f", loss {float(summary['final_loss']):.4f}"
     result += "".join(f", held-out {name} {value:.4f}" for name, value in summary["evaluation"].items())
+    rows.append(
+        f"goodput {100 * summary['goodput']:.0f} %: {duration(summary['spent_seconds']['applied_steps'])} of "
+        f"{duration(summary['wall_seconds'])} in applied steps"
+    )
     return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])

@@ -1,0 +1,58 @@
+"""A task whose steps take 20 ms on every rank, and twice that in one phase of one rank. Not a test."""
+
+import os
+import time
+
+import torch
+from tiny import Tiny
+
+SECONDS = 0.02  # slept, so that what else the machine does matters little
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+
+
+class SleepInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(SECONDS)
+        return gradient
+
+
+class SlowSamples:
+    def __init__(self, rows):
+        self._rows = rows
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        time.sleep(SECONDS / 8)  # a micro-batch has 8
+        return self._rows[index]
+
+
+class SlowRank(Tiny):
+    """phase: where `rank` sleeps; "nowhere" for a clean run."""
+
+    def __init__(self, phase: str = "nowhere", rank: int = 2):
+        super().__init__()
+        self.phase = phase if int(os.environ.get("RANK", "0")) == rank else "nowhere"
+        self.hooked = False
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        return SlowSamples(rows) if self.phase == "data" else rows
+
+    def loss_sum(self, model, batch):
+        time.sleep(2 * SECONDS if self.phase == "forward" else SECONDS)
+        loss = super().loss_sum(model, batch)
+        return SleepInBackward.apply(loss) if self.phase == "backward" else loss
+
+    def on_step(self, run, report):
+        if self.phase == "optimizer" and not self.hooked:
+            self.hooked = True
+            run.optimizer.register_step_post_hook(lambda *_: time.sleep(SECONDS))
+        if self.phase == "other":
+            time.sleep(SECONDS)
