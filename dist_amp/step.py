@@ -61,7 +61,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
         return {}
     metrics = getattr(run.task, "metrics", None)
     means = WeightedMeans(run.world)
-    with run.parallel.evaluating():
+    with run.world.clock.hold("evaluation"), run.parallel.evaluating():
         for micro_batches in run.validation.one_epoch(run.config.eval.batches):
             if stop is not None and stop():
                 return {}

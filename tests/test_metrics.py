@@ -15,9 +15,11 @@ from tiny import NothingCounts, Overflow, Tiny, log, make_run, take_steps
 from dist_amp.diagnostics.limits import Limits
 from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import DataError, NumericsError
+from dist_amp.runtime.clock import OWN_PHASES, STEP_PHASES
 from dist_amp.step import evaluate
 from dist_amp.telemetry import writers
-from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS, RANK_METRICS, LogRow, console_line
+from dist_amp.telemetry.console import columns
+from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS, RANK_METRICS, LogRow
 from dist_amp.telemetry.metrics import memory_use
 from dist_amp.world import World
 
@@ -26,10 +28,31 @@ EVERY_RANK = {
     "throughput/tokens_per_second",
     "memory/peak_bytes",
     "memory/allocated_bytes",
+    "memory/peak_GiB",
     "time/step_seconds",
+    "time/local_seconds",
     "time/data_wait_seconds",
+    "time/forward_seconds",
+    "time/backward_seconds",
+    "time/optimizer_seconds",
+    "time/communication_wait_seconds",
+    "time/other_seconds",
 }
-RANK_0 = {"train/loss", "train/grad_norm", "train/lr", "eval/loss", "amp/loss_scale", "amp/skipped_steps"}
+RANK_0 = {
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/clipped_share",
+    "train/epoch",
+    "train/samples_seen",
+    "train/tokens_seen",
+    "eval/loss",
+    "amp/loss_scale",
+    "amp/loss_scale_log2",
+    "amp/skipped_steps",
+    "amp/skipped_in_interval",
+    "perf/goodput_pct",
+}
 
 
 class Worded(Tiny):
@@ -79,9 +102,10 @@ def scalars(folder, rank):
 def test_every_ranks_events_hold_its_throughput_and_memory_and_rank_0_the_worlds(two_ranks):
     _, folder = two_ranks
     first, second = scalars(folder, 0), scalars(folder, 1)
-    assert set(second) == EVERY_RANK
+    # Nothing interrupts the first interval; the evaluation after it is in the second.
+    assert set(second) == EVERY_RANK | {"time/evaluation_seconds"}
     assert set(first) >= EVERY_RANK | RANK_0
-    assert {tag.split("/")[0] for tag in set(first) - EVERY_RANK - RANK_0} == {"ranks"}
+    assert {tag.split("/")[0] for tag in set(first) - set(second) - RANK_0} == {"ranks"}
     for tags in (first, second):
         assert [step for step, _ in tags["memory/peak_bytes"]] == [3, 6]
         assert all(value > 2**20 for _, value in tags["memory/peak_bytes"])
@@ -189,22 +213,22 @@ def random_row(ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 5, 64, 1000])
 def test_what_is_computed_for_all_ranks_at_once_is_what_each_rank_gives(ranks):
     row, each = random_row(ranks)
-    rates = [own["items"] / own["seconds"] for own in each]
+    seconds = [sum(own[phase] for phase in STEP_PHASES) for own in each]
+    rates = [own["items"] / own_seconds for own, own_seconds in zip(each, seconds, strict=True)]
     tags = row.global_tags()
     if ranks > 1:
-        assert tags["ranks/items_per_second_min"] == min(rates)
-        assert tags["ranks/items_per_second_median"] == sorted(rates)[ranks // 2]
-        assert tags["ranks/items_per_second_worst_rank"] == rates.index(min(rates))
-        peaks = [own["peak_bytes"] for own in each]
-        assert (
-            tags["ranks/peak_bytes_worst_rank"] == peaks.index(max(peaks)) == peaks.index(tags["ranks/peak_bytes_max"])
-        )
-        waits = [own["data_wait_seconds"] / own["steps"] for own in each]
-        assert tags["ranks/data_wait_seconds_max"] == max(waits)
+        assert tags["ranks/items_per_second_min"] == pytest.approx(min(rates), rel=1e-12), "sums in another order"
+        assert tags["ranks/items_per_second_median"] == pytest.approx(sorted(rates)[ranks // 2], rel=1e-12)
+        assert tags["ranks/peak_bytes_max"] == max(own["peak_bytes"] for own in each)
+        assert tags["ranks/data_wait_seconds_max"] == max(own["data"] / own["steps"] for own in each)
+        local = [sum(own[phase] for phase in OWN_PHASES) for own in each]
+        assert tags.get("ranks/slowest_rank", -1) == (local.index(max(local)) if ranks > MAX_RANK_FOLDERS else -1)
+        assert ("ranks/forward_seconds_median" in tags) == (ranks > MAX_RANK_FOLDERS)
+        assert not any("worst_rank" in tag for tag in tags)
     loss = sum(own["loss_sum"] for own in each) / each[0]["weight_sum"]
     assert tags["train/loss"] == pytest.approx(loss, rel=1e-12), "float64 sums in another order"
-    assert f"items/s {sum(rates):,.0f}" in console_line(row, 20)
-    assert row.rank_tags(ranks - 1)["throughput/items_per_second"] == rates[-1]
+    assert f"items/s {sum(rates):,.0f}" in columns(row, 1.0)
+    assert row.rank_tags(ranks - 1)["throughput/items_per_second"] == pytest.approx(rates[-1], rel=1e-12)
     assert json.loads(json.dumps(tags)) == tags, "plain numbers"
 
 
@@ -214,7 +238,7 @@ def lines_of(world_size, folder):
     metrics = run.metrics
     metrics.open(folder, 0, "")
     metrics.last = random_row(world_size)[0]
-    metrics._totals = np.ones((world_size, 3))
+    metrics._totals = np.ones((world_size, 2 + len(STEP_PHASES)))
     metrics._hosts = ["host"] * world_size
     metrics.write(metrics.last, 20)
     metrics.close()
@@ -229,7 +253,7 @@ def test_a_line_lists_at_most_64_ranks_and_the_summary_all(tmp_path):
         assert len(line["ranks"]) == min(size, 64)
         assert line["ranks"][1]["memory/peak_bytes"] == random_row(size)[0].column("peak_bytes")[1]
         assert [row["rank"] for row in table] == list(range(size))
-        assert all(row["items_per_second"] == 1 for row in table)
+        assert all(row["items_per_second"] == pytest.approx(1 / len(STEP_PHASES)) for row in table)
 
 
 def test_a_step_in_which_nothing_counts_is_named():

@@ -17,8 +17,8 @@ from dist_amp.telemetry.observer import Observer
 FACTOR = 1.2  # of the ranks' median, or of the past
 SHARE = 0.05  # of the step: a rank that takes less longer than the median holds nobody up
 # How many times its standard error a rank's excess must be, by the number of log intervals: quantiles of Student's t
-# for 1 false alarm in 400. A rank that is much slower is named after 3 intervals, one that is 1.3 times slower later.
-CERTAIN = {3: 14.1, 4: 7.45, 5: 5.60, 6: 4.77, 7: 4.32, 8: 4.03, 9: 3.83, 10: 3.69}
+# for 1 false alarm in 1,000. A rank that is much slower is named after 3 intervals, one that is 1.3 times slower later.
+CERTAIN = {3: 22.3, 4: 10.2, 5: 7.17, 6: 5.89, 7: 5.21, 8: 4.79, 9: 4.50, 10: 4.30}
 WINDOW, PAST = 5, 10  # log intervals that must all be slower than those before them
 NAMES = {"data": "data wait", "other": "callbacks and checks"}  # for the rest the phase's own name
 
@@ -77,13 +77,14 @@ def find_slowdown(medians: np.ndarray) -> Slow | None:
 
 
 class SlowRanks(Observer):
-    """Compares the ranks' own time at each log step; rank 0 warns, once until a rank is as fast as the others again."""
+    """Compares the ranks' own time at each log step; rank 0 warns of what it found at two in a row, until that ends."""
 
     def __init__(self, run: Run):
         self._run = run
         self._phases: deque[np.ndarray] = deque(maxlen=max(CERTAIN))  # each [ranks, phases]
         self._steps: deque[float] = deque(maxlen=max(CERTAIN))
         self._medians: deque[np.ndarray] = deque(maxlen=PAST + WINDOW)  # each [phases]
+        self._found: set[int | None] = set()  # at the last log step
         self._named: set[int | None] = set()
         self._first = True
 
@@ -100,10 +101,11 @@ class SlowRanks(Observer):
         found = find_slow_ranks(np.stack(self._phases), np.array(self._steps)) if len(phases) > 1 else []
         if not found and len(self._medians) == PAST + WINDOW and (slowdown := find_slowdown(np.stack(self._medians))):
             found = [slowdown]
-        for slow in found:
+        confirmed = [slow for slow in found if slow.rank in self._found]
+        for slow in confirmed:
             if slow.rank not in self._named:
                 self._run.world.warn(self._text(slow, row))
-        self._named = {slow.rank for slow in found}
+        self._found, self._named = {slow.rank for slow in found}, {slow.rank for slow in confirmed}
 
     def _text(self, slow: Slow, row: LogRow) -> str:
         if slow.rank is None:

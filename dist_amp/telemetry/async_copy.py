@@ -48,6 +48,7 @@ class Interval:
     norm: float = 0.0  # of the last step
     steps: int = 0
     applied: int = 0
+    skipped: int = 0
     clipped: int = 0  # of the applied ones, by their norm
     max_norm: float = math.inf  # above it, gradients are clipped
     _reports: list[StepReport] = field(default_factory=list)
@@ -98,4 +99,6 @@ class Interval:
                 self.weight += weight
                 self.applied += 1
                 self.clipped += norm > self.max_norm
+            else:
+                self.skipped += 1
         return list(values)

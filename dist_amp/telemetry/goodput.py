@@ -43,9 +43,9 @@ class Goodput:
     @staticmethod
     def of_interval(phases: Mapping[str, float], steps: int, applied: float) -> np.ndarray:
         """[len(KINDS)] float64."""
-        in_steps, share = sum(phases[name] for name in STEP_PHASES), applied / max(steps, 1)
+        per_step = sum(phases[name] for name in STEP_PHASES) / steps if steps else 0.0
         between = [phases[name] for name in ("evaluation", "checkpoint", "diagnostics")]
-        return np.array([in_steps * share, in_steps * (1 - share), *between])
+        return np.array([per_step * applied, per_step * (steps - applied), *between])
 
     @property
     def wall_seconds(self) -> float:
@@ -57,14 +57,18 @@ class Goodput:
         """Of the wall time, in applied steps: 0 to 1."""
         return min(float(self.seconds[0]) / self.wall_seconds, 1.0)
 
-    def summary(self) -> dict[str, float | dict[str, float]]:
-        """What summary.json says; "elsewhere": starting, between attempts, and steps that were taken again."""
-        spent = {name: round(seconds, 3) for name, seconds in zip(KINDS, self.seconds.tolist(), strict=True)}
-        elsewhere = max(self.wall_seconds - float(self.seconds.sum()), 0.0)
+    def summary(self, since: np.ndarray) -> dict[str, float | dict[str, float]]:
+        """What summary.json says. since: seconds by KINDS since the last log step.
+
+        "elsewhere" is starting, what lies between attempts, and steps that were taken again.
+        """
+        seconds, wall = self.seconds + since, self.wall_seconds
+        spent = dict(zip(KINDS, seconds.tolist(), strict=True))
+        spent["elsewhere"] = max(wall - float(seconds.sum()), 0.0)
         return {
-            "goodput": round(self.share, 4),
-            "wall_seconds": round(self.wall_seconds, 3),
-            "spent_seconds": {**spent, "elsewhere": round(elsewhere, 3)},
+            "goodput": round(min(float(seconds[0]) / wall, 1.0), 4),
+            "wall_seconds": round(wall, 3),
+            "spent_seconds": {name: round(value, 3) for name, value in spent.items()},
         }
 
 

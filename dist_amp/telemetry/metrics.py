@@ -94,10 +94,18 @@ class Metrics:
         """
         self._interval.start_copy()
         self._interval.read()
-        interval = self._interval
-        spent = Goodput.of_interval(self._clock.so_far(), interval.steps, interval.applied) + self.goodput.seconds
+        interval, spent = self._interval, self.goodput.seconds + self._spent_since()
         sums = (interval.loss, interval.weight, interval.min_weight, self._tokens_seen + data.tokens)
         return torch.tensor([*sums, *spent], dtype=torch.float64)
+
+    def _spent_since(self) -> np.ndarray:
+        """Seconds by goodput's kinds since the last log step; of its steps, those that were read from the device."""
+        steps = self._interval.applied + self._interval.skipped
+        return Goodput.of_interval(self._clock.so_far(), steps, self._interval.applied)
+
+    def goodput_summary(self) -> dict[str, float | dict[str, float]]:
+        """See Goodput.summary; reads nothing from the device."""
+        return self.goodput.summary(self._spent_since())
 
     def resume_unfinished(self, saved: Tensor, same_world: bool) -> None:
         """Continue from what every saving rank's `unfinished` was: [ranks, n] float64; n is 3 in older checkpoints."""

@@ -74,14 +74,17 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
             "ranks": ranks,
             "evaluation": run.metrics.evaluation,
             "best_evaluation": run.metrics.best,
-            **run.metrics.goodput.summary(),
+            **run.metrics.goodput_summary(),
         }
         if ranks and all("mfu" in rank for rank in ranks):
             summary["mfu"] = sum(rank["mfu"] for rank in ranks) / len(ranks)
         if logged:
+            applied, skipped = logged["step"] - logged["amp/skipped_steps"], logged["amp/skipped_steps"]
+            if stopped_by != "failed":  # else of the last log step: the device may not answer any more
+                applied, skipped, _ = run.schedule.counters.tolist()
             summary |= {
-                "applied_steps": int(logged["step"] - logged["amp/skipped_steps"]),
-                "skipped_steps": int(logged["amp/skipped_steps"]),
+                "applied_steps": int(applied),
+                "skipped_steps": int(skipped),
                 "final_loss": logged["train/loss"],
                 "loss_scale": logged["amp/loss_scale"],
             }

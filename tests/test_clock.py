@@ -1,0 +1,197 @@
+"""A rank's time is split into phases that add up: its own, its waits for other ranks, and what interrupts the steps."""
+
+import time
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Tiny, log, make_run, take_steps
+
+from dist_amp.runtime import clock as clocks
+from dist_amp.runtime.clock import OWN_PHASES, PHASES, STEP_PHASES, PhaseClock
+from dist_amp.world import World
+
+
+class FakeTime:
+    """perf_counter that moves only when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def at(monkeypatch):
+    fake = FakeTime()
+    monkeypatch.setattr(clocks, "time", fake)
+    return fake
+
+
+def seconds(clock):
+    return {phase: value for phase, value in clock.lap().seconds().items() if value}
+
+
+def test_every_second_belongs_to_one_phase(at):
+    clock = PhaseClock()
+    at.now = 1.0
+    clock.enter("forward")
+    at.now = 3.0
+    clock.enter("backward")
+    at.now = 6.0
+    assert seconds(clock) == {"other": 1.0, "forward": 2.0, "backward": 3.0}
+    at.now = 10.0
+    assert seconds(clock) == {"backward": 4.0}, "the phase goes on after a lap"
+
+
+def test_a_wait_inside_of_a_phase_is_taken_out_of_it(at):
+    clock = PhaseClock()
+    clock.enter("backward")
+    at.now = 1.0
+    with clock.phase("communication"):
+        at.now = 5.0
+    at.now = 6.0
+    assert seconds(clock) == {"backward": 2.0, "communication": 4.0}
+
+
+def test_all_of_an_evaluation_is_evaluation_whatever_is_entered_in_it(at):
+    clock = PhaseClock()
+    clock.enter("other")
+    with clock.hold("evaluation"):
+        at.now = 1.0
+        clock.enter("forward")
+        at.now = 2.0
+        with clock.hold("checkpoint"), clock.phase("data"):
+            at.now = 4.0
+        at.now = 5.0
+    at.now = 7.0
+    assert seconds(clock) == {"evaluation": 5.0, "other": 2.0}
+
+
+def test_a_phase_ends_with_an_error_too(at):
+    clock = PhaseClock()
+    with pytest.raises(KeyError), clock.hold("evaluation"):
+        raise KeyError
+    at.now = 1.0
+    assert seconds(clock) == {"other": 1.0}
+
+
+class FakeEvent:
+    """A CUDA event: the device reaches it `late` seconds after the host recorded it."""
+
+    at: FakeTime
+    reached = float("inf")
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.when = self.at.now
+
+    def query(self):
+        return self.when <= FakeEvent.reached
+
+    def elapsed_time(self, end):
+        assert end.query(), "reading it would wait for the device"
+        return 1000 * (end.when - self.when)
+
+
+@pytest.fixture
+def on_gpu(at, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "at", at, raising=False)
+    monkeypatch.setattr(FakeEvent, "reached", float("inf"))
+    return PhaseClock(torch.device("cuda"))
+
+
+def test_on_a_gpu_a_lap_is_read_from_events_once_the_device_has_passed_them(on_gpu, at, monkeypatch):
+    monkeypatch.setattr(FakeEvent, "reached", -1.0)
+    on_gpu.enter("forward")
+    at.now = 2.0
+    on_gpu.enter("backward")
+    at.now = 5.0
+    lap = on_gpu.lap()
+    monkeypatch.setattr(FakeEvent, "reached", 5.0)
+    assert {phase: value for phase, value in lap.seconds().items() if value} == {"forward": 2.0, "backward": 3.0}
+
+
+def test_a_loop_that_never_logs_keeps_a_limited_number_of_events(on_gpu, at):
+    for step in range(20 * clocks.MANY_EVENTS):
+        at.now = float(step)
+        on_gpu.enter("forward" if step % 2 else "backward")
+    assert len(on_gpu._marks) <= clocks.MANY_EVENTS
+    assert sum(on_gpu.lap().seconds().values()) == pytest.approx(at.now)
+
+
+def test_events_that_the_device_has_not_passed_are_never_read(on_gpu, at, monkeypatch):
+    monkeypatch.setattr(FakeEvent, "reached", 10.0)
+    for step in range(2 * clocks.MANY_EVENTS):
+        at.now = float(step)
+        on_gpu.enter("forward")
+    assert sum(on_gpu.so_far().values()) == pytest.approx(10.0)
+
+
+class SleepsInForward(Tiny):
+    """Rank 1 sleeps in each forward."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def loss_sum(self, model, batch):
+        time.sleep(0.05 if self.rank == 1 else 0.0)
+        return super().loss_sum(model, batch)
+
+
+def split(world, strategy, accumulation):
+    words = ("--parallel.strategy", strategy, "--train.accumulation_steps", accumulation, "--use_amp", "false")
+    run = make_run(world, SleepsInForward(world.rank), *words)
+    take_steps(run, 2)  # DDP makes its buckets anew
+    world.barrier()
+    world.clock.lap()
+    began = time.perf_counter()
+    take_steps(run, 3)
+    whole, phases = time.perf_counter() - began, world.clock.lap().seconds()
+    log(run)
+    return whole, phases
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_slow_ranks_time_is_its_forward_and_the_other_rank_waits(strategy, accumulation):
+    (whole, quick), (_, slow) = on_ranks(2, split, strategy, accumulation)
+    slept = 0.05 * 3 * accumulation
+    assert sum(quick[phase] for phase in STEP_PHASES) == pytest.approx(whole, rel=0.05)
+    assert slow["forward"] >= slept
+    # The other rank may sleep through a part of the wait if the machine has no core for it.
+    assert quick["communication"] >= 0.6 * slept
+    assert sum(quick[phase] for phase in OWN_PHASES) < sum(slow[phase] for phase in OWN_PHASES)
+
+
+def test_one_process_waits_for_nobody():
+    run = make_run(World(), Tiny())
+    take_steps(run, 3)
+    phases = run.world.clock.lap().seconds()
+    assert list(phases) == list(PHASES)
+    assert phases["communication"] == 0
+    assert all(phases[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
+
+
+class NoNames:
+    """What FSDP2 and autograd would be without the private names that the clock needs."""
+
+
+def without_private_names(world):
+    from unittest.mock import patch
+
+    from dist_amp.fast import communication_time
+
+    with patch.object(communication_time, "groups_of", lambda unit: [NoNames()]):
+        run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
+    take_steps(run, 2)
+    return run.parallel.global_grad_norm is not None
+
+
+def test_steps_go_on_where_torch_has_other_private_names():
+    assert all(on_ranks(2, without_private_names))

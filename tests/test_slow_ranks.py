@@ -1,0 +1,128 @@
+"""A rank that is slower than the others is named with its host, phase and factor; nobody is in a clean run."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from forked import TESTS
+from slow_ranks import PHASES
+
+from dist_amp.diagnostics.slow_ranks import PAST, WINDOW, SlowRanks, find_slow_ranks, find_slowdown
+from dist_amp.runtime.clock import OWN_PHASES
+from dist_amp.telemetry.log_row import INDEX, RANK_METRICS, LogRow
+
+
+def table(intervals, ranks, seed=0, noise=0.05):
+    """[intervals, ranks, phases] seconds per step: 20 ms in each phase, with noise."""
+    random = np.random.default_rng(seed)
+    return 0.02 * random.lognormal(0, noise, (intervals, ranks, len(OWN_PHASES)))
+
+
+def warned(phases):
+    """The warnings of a run whose ranks spend `phases`: [intervals, ranks, phases] seconds per step."""
+    warnings = []
+    run = SimpleNamespace(
+        world=SimpleNamespace(is_main=True, warn=warnings.append), metrics=SimpleNamespace(host_of="host{}".format)
+    )
+    observer = SlowRanks(run)
+    waits = phases.sum(axis=2).max(axis=1)
+    for step, (ranks, wait) in enumerate(zip(phases, waits, strict=True)):
+        table = np.zeros((len(ranks), len(RANK_METRICS)))
+        table[:, INDEX["steps"]] = 1
+        table[:, [INDEX[phase] for phase in OWN_PHASES]] = ranks
+        table[:, INDEX["communication"]] = wait - ranks.sum(axis=1)
+        observer.on_log(LogRow(step, table))
+    return warnings
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 1000])
+def test_a_rank_that_takes_half_as_long_again_is_named_with_phase_and_factor(ranks):
+    phases = table(10, ranks)
+    phases[:, 1, OWN_PHASES.index("backward")] += 0.05
+    (line,) = warned(phases)
+    compared = "the median rank" if ranks > 2 else "the other rank"
+    found = re.fullmatch(
+        rf"rank 1 on host1 spends (.*) times as long as {compared}, without waiting for other ranks: (.*) ms per step "
+        r"more in backward \(up to step \d+, in \d+ log intervals\)",
+        line,
+    )
+    assert float(found[1]) == pytest.approx(1.5, abs=0.15)  # three standard errors of four intervals, rounded
+    assert float(found[2]) == pytest.approx(50, abs=5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.5])
+def test_nobody_is_named_where_ranks_differ_by_chance(noise, seed):
+    assert warned(table(20, 4, seed, noise)) == []
+
+
+def test_a_spike_of_one_interval_names_nobody():
+    phases = table(20, 4)
+    phases[7, 2, 0] += 1.0
+    assert warned(phases) == []
+
+
+def test_a_rank_is_named_again_only_after_it_was_as_fast_as_the_others():
+    phases = table(60, 4)
+    phases[5:25, 2, 0] += 0.1
+    phases[45:, 2, 0] += 0.1
+    assert len(warned(phases)) == 2
+
+
+def test_two_slow_ranks_of_eight_are_both_named():
+    phases = table(10, 8)
+    phases[:, (3, 5), 0] += 0.1
+    assert [line.split(" spends")[0] for line in warned(phases)] == ["rank 3 on host3", "rank 5 on host5"]
+
+
+def test_a_rank_that_differs_by_little_of_a_long_step_is_not_named():
+    phases = table(10, 4, noise=0.001)
+    phases[:, 2] *= 1.5
+    assert find_slow_ranks(phases, np.full(10, phases.sum(axis=2).max())) != []
+    assert find_slow_ranks(phases, np.full(10, 5.0)) == [], "the others wait for something else"
+
+
+def test_a_slowdown_of_all_ranks_is_named_once_it_has_lasted():
+    medians = table(PAST + WINDOW, 1)[:, 0]
+    assert find_slowdown(medians) is None
+    medians[PAST + 1 :, OWN_PHASES.index("data")] += 0.05
+    assert find_slowdown(medians) is None, "one interval of the window is as before"
+    medians[PAST, OWN_PHASES.index("data")] += 0.05
+    slow = find_slowdown(medians)
+    assert (slow.rank, slow.phase) == (None, "data")
+    assert slow.factor == pytest.approx(1.5, rel=0.05)
+
+
+def warnings_of(launch, phase, strategy="ddp"):
+    """What rank 0 says of slow ranks in a run of 4, in which rank 2 takes twice as long in one phase."""
+    words = ["--task.args.phase", phase, "--parallel.strategy", strategy, "--train.steps", 40]
+    words += ["--metrics.log_every", 4, "--checkpoint.every", "off", "--eval.every", "off"]
+    ranks = 4
+    done = launch.each(ranks, "--task.target", f"{TESTS}/slow_ranks.py:SlowRank", *words)
+    assert [one.returncode for one in done] == [0] * ranks, done[0].stderr
+    return [line for line in done[0].stderr.splitlines() if "without waiting for other ranks" in line]
+
+
+def check_rank_2_is_named(lines, phase):
+    where = {"data": "data wait", "other": "callbacks and checks"}.get(phase, phase)
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("warning: rank 2 on ")
+    assert f"ms per step more in {where} (up to step" in lines[0]
+
+
+def test_a_rank_that_sleeps_in_its_backward_is_named(launch):
+    check_rank_2_is_named(warnings_of(launch, "backward"), "backward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_rank_that_sleeps_is_named_in_every_phase(launch, phase, strategy):
+    check_rank_2_is_named(warnings_of(launch, phase, strategy), phase)
+
+
+@pytest.mark.slow
+def test_nobody_is_named_in_twenty_clean_runs(launch):
+    strategies = ["ddp", "fsdp"] * 10
+    assert [warnings_of(launch, "nowhere", strategy) for strategy in strategies] == [[]] * 20
