@@ -19,7 +19,7 @@ from dist_amp.runtime.clock import OWN_PHASES, STEP_PHASES
 from dist_amp.step import evaluate
 from dist_amp.telemetry import writers
 from dist_amp.telemetry.console import columns
-from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS, RANK_METRICS, LogRow
+from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS, RANK_METRICS, SUMMED_METRICS, LogRow
 from dist_amp.telemetry.metrics import memory_use
 from dist_amp.world import World
 
@@ -238,7 +238,7 @@ def lines_of(world_size, folder):
     metrics = run.metrics
     metrics.open(folder, 0, "")
     metrics.last = random_row(world_size)[0]
-    metrics._totals = np.ones((world_size, 2 + len(STEP_PHASES)))
+    metrics._totals = np.ones((world_size, len(SUMMED_METRICS)))
     metrics._hosts = ["host"] * world_size
     metrics.write(metrics.last, 20)
     metrics.close()

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dist_amp.diagnostics.consistency import check_metrics_agree
 from dist_amp.precision import Clip
 from dist_amp.settings import MetricsConfig
-from dist_amp.telemetry.log_row import INDEX, RANK_METRICS, LogRow
+from dist_amp.telemetry.log_row import GLOBAL, RANK_METRICS, LogRow
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World
 
@@ -54,7 +54,7 @@ def measure(size: int) -> tuple[float, float, float]:
     metrics.world = world = World(world_size=size, control=dist.group.WORLD)
     metrics._totals = metrics._totals.repeat(size, axis=0)
     rows = torch.rand(size, len(RANK_METRICS), dtype=torch.float64)
-    rows[:, : INDEX["data"]] = 1.0  # what is equal on all ranks
+    rows[:, GLOBAL] = 1.0
     real, seconds = World.gather, []
 
     def gather(self: World, row: torch.Tensor) -> torch.Tensor:

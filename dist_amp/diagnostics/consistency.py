@@ -21,15 +21,10 @@ from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import batch_statistics
 from dist_amp.runtime.nested import tensors
 from dist_amp.telemetry.async_copy import StepReport
-from dist_amp.telemetry.log_row import LogRow
+from dist_amp.telemetry.log_row import GLOBAL, GLOBAL_METRICS, LogRow
 from dist_amp.telemetry.observer import Observer
 
 SAMPLED_STEPS = 16  # consecutive steps whose samples are compared between ranks
-
-# Equal on all ranks, because each is computed from sums over all ranks.
-GLOBAL_METRICS = (
-    "loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr", "weight_sum", "min_weight", "grad_norm",
-)  # fmt: skip
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -162,7 +157,7 @@ def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
 
 def check_metrics_agree(row: LogRow) -> None:
     """Errors: NumericsError for a global metric that is not the same on all ranks."""
-    values = row.columns(GLOBAL_METRICS)
+    values = row.table[:, GLOBAL]
     differs = values != values[0]
     if not differs.any():
         return

@@ -13,15 +13,22 @@ from dist_amp.runtime.clock import OWN_PHASES, PHASES, STEP_PHASES
 # A line of metrics.jsonl lists no more ranks either: at 1,024 it would have 200 KB.
 MAX_RANK_FOLDERS = 64
 
-# A rank's row of metrics, in this order: first those from the device, then the host's.
+# Equal on all ranks, because each is computed from sums over all ranks.
+GLOBAL_METRICS = (
+    "loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr", "weight_sum", "min_weight", "grad_norm",
+    "steps", "applied_in_interval", "clipped_in_interval",
+)  # fmt: skip
+# What adds up over a run.
+SUMMED_METRICS = (*PHASES, "items", "tokens")
+# A rank's row of metrics, in this order: slices of a table cost less than chosen columns.
 RANK_METRICS = (
-    "loss_sum", "weight_sum", "min_weight", "grad_norm", "steps", "applied_in_interval", "clipped_in_interval",
-    "lr", "loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", *PHASES, "items", "tokens",
-    "tokens_seen", "samples_seen", "epoch", "peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries",
-    "item_seconds_at_peak", "save_done",
+    "loss_sum", *GLOBAL_METRICS, *SUMMED_METRICS, "tokens_seen", "samples_seen", "epoch", "peak_bytes",
+    "allocated_bytes", "reserved_bytes", "allocator_retries", "item_seconds_at_peak", "save_done",
 )  # fmt: skip
 
 INDEX = {name: number for number, name in enumerate(RANK_METRICS)}
+GLOBAL = slice(INDEX[GLOBAL_METRICS[0]], INDEX[GLOBAL_METRICS[-1]] + 1)
+SUMMED = slice(INDEX[SUMMED_METRICS[0]], INDEX[SUMMED_METRICS[-1]] + 1)
 
 # Seconds per step of what a rank does itself, of its waiting, and per interval of what interrupts the steps.
 TIMES = {
@@ -32,7 +39,6 @@ TIMES = {
     "communication_wait": "communication",
 }
 INTERRUPTIONS = {"checkpoint_stall": "checkpoint", "evaluation": "evaluation", "diagnostics": "diagnostics"}
-GiB = 2**30
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,30 +101,40 @@ class LogRow:
         """Model FLOPs utilisation, 1 at the device's peak; 0 where it is not known: [ranks]. See mfu.py."""
         return self.per_second("items") * self.column("item_seconds_at_peak")
 
-    def rank_tags(self, rank: int) -> dict[str, float]:
-        """The TensorBoard tags that every rank writes."""
-        row = dict(zip(RANK_METRICS, self.table[rank].tolist(), strict=True))
-        steps, seconds = max(row["steps"], 1), max(float(self.seconds[rank]), 1e-9)
+    @cached_property
+    def _rank_tags(self) -> dict[str, np.ndarray]:
+        """Every rank's tags: {tag: [ranks]}."""
+        seconds, mfu, reserved = self.per_step, self.mfu(), self.column("reserved_bytes")
+        interruptions = {tag: self.column(phase) for tag, phase in INTERRUPTIONS.items()}
         tags = {
-            "throughput/items_per_second": row["items"] / seconds,
-            "memory/peak_bytes": row["peak_bytes"],
-            "memory/peak_GiB": row["peak_bytes"] / GiB,
-            "memory/allocated_bytes": row["allocated_bytes"],
-            "time/step_seconds": seconds / steps,
-            "time/local_seconds": float(self.local_seconds[rank]) / steps,
-            **{f"time/{tag}_seconds": row[phase] / steps for tag, phase in TIMES.items()},
-            "time/other_seconds": (row["other"] + row["logging"]) / steps,
-            **{f"time/{tag}_seconds": row[phase] for tag, phase in INTERRUPTIONS.items() if row[phase]},
+            "throughput/items_per_second": self.per_second("items"),
+            "memory/peak_bytes": self.column("peak_bytes"),
+            "memory/peak_GiB": self.column("peak_bytes") / 2**30,
+            "memory/allocated_bytes": self.column("allocated_bytes"),
+            "time/step_seconds": seconds(self.seconds),
+            "time/local_seconds": seconds(self.local_seconds),
+            **{f"time/{tag}_seconds": seconds(self.column(phase)) for tag, phase in TIMES.items()},
+            "time/other_seconds": seconds(self.column("other") + self.column("logging")),
+            **{f"time/{tag}_seconds": values for tag, values in interruptions.items() if values.any()},
         }
         if self.has_tokens:
-            tags["throughput/tokens_per_second"] = row["tokens"] / seconds
-        if row["item_seconds_at_peak"]:
-            tags["throughput/mfu"] = row["items"] / seconds * row["item_seconds_at_peak"]
-            tags["perf/mfu_pct"] = 100 * tags["throughput/mfu"]
-        if row["reserved_bytes"]:
-            tags["memory/reserved_bytes"] = row["reserved_bytes"]
-            tags["memory/allocator_retries"] = row["allocator_retries"]
+            tags["throughput/tokens_per_second"] = self.per_second("tokens")
+        if mfu.any():
+            tags |= {"throughput/mfu": mfu, "perf/mfu_pct": 100 * mfu}
+        if reserved.any():
+            tags |= {"memory/reserved_bytes": reserved, "memory/allocator_retries": self.column("allocator_retries")}
         return tags
+
+    def rank_tags(self, rank: int) -> dict[str, float]:
+        """The TensorBoard tags that a rank writes."""
+        return self.tags_of_ranks(slice(rank, rank + 1))[0]
+
+    def tags_of_ranks(self, ranks: slice) -> list[dict[str, float]]:
+        """The TensorBoard tags that some ranks write; no MFU where it is not known."""
+        names = list(self._rank_tags)
+        rows = np.stack([values[ranks] for values in self._rank_tags.values()], axis=1).tolist()
+        tags = [dict(zip(names, row, strict=True)) for row in rows]
+        return [{name: own[name] for name in own if own[name] or "mfu" not in name} for own in tags]
 
     def global_tags(self) -> dict[str, float]:
         """The TensorBoard tags that only rank 0 writes."""

@@ -23,16 +23,14 @@ from torch import Tensor
 from dist_amp.data import Batches
 from dist_amp.optim import Schedule
 from dist_amp.precision import Clip, Scaler
-from dist_amp.runtime.clock import STEP_PHASES, Lap
+from dist_amp.runtime.clock import Lap
 from dist_amp.settings import MetricsConfig
 from dist_amp.telemetry.async_copy import Interval, StepReport
 from dist_amp.telemetry.console import Console
 from dist_amp.telemetry.goodput import Goodput
-from dist_amp.telemetry.log_row import INDEX, MAX_RANK_FOLDERS, LogRow
+from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS, SUMMED, SUMMED_METRICS, LogRow
 from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 from dist_amp.world import World
-
-SUMMED = [INDEX[name] for name in ("items", "tokens", *STEP_PHASES)]  # since the start or resume, for the summary
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Metrics:
         self._interval = Interval(max_norm=self._max_norm)
         self._tokens_seen = 0.0  # by this rank, over all attempts
         self.save: Future[None] | None = None  # a checkpoint's, while it is written in the background
-        self._totals = np.zeros((world.world_size, len(SUMMED)))  # per rank, since the start or resume
+        self._totals = np.zeros((world.world_size, len(SUMMED_METRICS)))  # per rank, since the start or resume
         self._hosts = world.gather_texts(platform.node())
         self._pending: PendingMetrics | None = None
         self._clock = world.clock
@@ -141,8 +139,9 @@ class Metrics:
         device, interval = self.world.device, self._interval
         lap = self._clock.lap()  # first, so that its end has been reached once the copy below has arrived
         interval.start_copy(
-            torch.stack((schedule.last_lr.to(device), scaler.scale_tensor)),
+            scaler.scale_tensor.reshape(1),
             schedule.counters.to(device),  # float32 is exact up to 2^24, which is more than train.steps may be
+            schedule.last_lr.to(device).reshape(1),
             *(value.float().reshape(1) for value in of_task.values()),
         )
         self._tokens_seen += data.tokens
@@ -162,11 +161,11 @@ class Metrics:
         self.goodput.add(phases, interval.steps, interval.applied)
         count = len(of_device) - len(pending.of_task)
         of_device, of_task = of_device[:count], dict(zip(pending.of_task, of_device[count:], strict=True))
-        sums = (interval.loss, interval.weight, interval.min_weight, interval.norm)
+        sums = (interval.weight, interval.min_weight, interval.norm)
         counts = (interval.steps, interval.applied, interval.clipped)
         save_done = self.save is None or self.save.done()  # rides along: a log step is one collective
-        numbers = [*sums, *counts, *of_device, *phases.values(), *pending.on_host, save_done]
-        row = torch.tensor(numbers, dtype=torch.float64)
+        of_step = (interval.loss, *of_device, *sums, *counts)
+        row = torch.tensor([*of_step, *phases.values(), *pending.on_host, save_done], dtype=torch.float64)
         self.last = LogRow(pending.step, self.world.gather(row).numpy(), of_task)
         self._totals += self.last.table[:, SUMMED]
         return self.last
@@ -189,7 +188,7 @@ class Metrics:
 
     def _write_as_main(self, row: LogRow, last_step: int) -> None:
         global_tags = row.global_tags() | self._own_tags(row) | row.of_task
-        ranks = [row.rank_tags(rank) for rank in range(min(len(row.table), MAX_RANK_FOLDERS))]
+        ranks = row.tags_of_ranks(slice(MAX_RANK_FOLDERS))
         if self._console is None:  # in a script that opened none
             self._console = Console(0, last_step, row["loss_scale"])
         self._console.log(row)
@@ -256,7 +255,7 @@ class Metrics:
         else:
             run = LogRow(self.last.step, self.last.table.copy())
             run.table[:, SUMMED] = self._totals
-            ranks = [run.rank_tags(rank) for rank in range(len(run.table))]
+            ranks = run.tags_of_ranks(slice(None))
         return [
             {
                 "rank": rank,
