@@ -24,11 +24,13 @@ EVERY_RANK = {
     "throughput/items_per_second",
     "throughput/tokens_per_second",
     "memory/peak_bytes",
+    "memory/peak_GiB",
     "memory/allocated_bytes",
     "time/step_seconds",
     "time/data_wait_seconds",
 }
 RANK_0 = {"train/loss", "train/grad_norm", "train/lr", "eval/loss", "amp/loss_scale", "amp/skipped_steps"}
+RANK_0 |= {"amp/loss_scale_log2", "amp/skipped_in_interval"}
 
 
 class Worded(Tiny):
