@@ -212,7 +212,10 @@ class CausalLM:
         return {"loss": loss, "bits_per_byte": loss / math.log(2)}
 
     def sample(self, model: nn.Module) -> str:
-        """The continued prompt, byte by byte; the same on every rank, since all take part in a sharded forward."""
+        """The continued prompt, byte by byte.
+
+        The same on every rank, since all take part in a sharded forward.
+        """
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(0)
         text = list(self.prompt.encode())
