@@ -97,7 +97,7 @@ def colours_of_runs(page):
 
 
 def main(run, picture):
-    with tensorboard(Path(run) / "tensorboard") as port, browser(1400, 990) as page:
+    with tensorboard(Path(run) / "tensorboard") as port, browser(1400, 1010) as page:
         open_pinned(page, port)
         page.screenshot(path=picture)
 

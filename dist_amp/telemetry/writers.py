@@ -18,6 +18,8 @@ from dist_amp.telemetry.tensorboard_view import described
 
 Warn = Callable[[str], object]
 
+FLUSH_SECONDS = 10  # TensorBoard looks every 5 s; torch's default of 120 would leave the charts of a new run empty
+
 
 class JsonlWriter:
     """metrics.jsonl: one line per logged step; lines that can't be written are kept in memory and written later."""
@@ -84,6 +86,7 @@ class TensorBoardWriter:
         self._writer: Any = None
         self._retry_at = 0.0
         self._summary: Any = None  # of the last scalars, reused while their tags stay the same
+        self._tags: list[str] = []
         self._first: list[Callable[[Any], object]] = []  # what each file begins with
         self._described: set[str] = set()  # tags whose unit and meaning the file has
         self.skipped_steps = 0.0  # up to the last log step
@@ -130,17 +133,19 @@ class TensorBoardWriter:
     def _add_scalars(self, file: Any, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if self._summary is None or [value.tag for value in self._summary.value] != list(values):
-            self._summary = Summary(value=[Summary.Value(tag=tag) for tag in values])
+        if self._tags != (tags := list(values)):
+            self._summary, self._tags = Summary(value=[Summary.Value(tag=tag) for tag in tags]), tags
         for entry, value in zip(self._summary.value, values.values(), strict=True):
             entry.simple_value = value
-        self._add(file, self._summary, step, values)
+        self._add(file, self._summary, step, tags)
 
     def _add(self, file: Any, summary: Any, step: int, tags: Iterable[str], about: str = "") -> None:
         """Add values to a file; before each tag's first, the same with a description."""
-        if new := set(tags) - self._described:
-            file.add_summary(described((value for value in summary.value if value.tag in new), about), step)
-            self._described |= new
+        if not self._described.issuperset(tags):
+            new = described([value for value in summary.value if value.tag not in self._described], about)
+            if new.value:
+                file.add_summary(new, step)
+            self._described.update(tags)
         file.add_summary(summary, step)
 
     def _open(self) -> Any:
@@ -148,7 +153,7 @@ class TensorBoardWriter:
 
         if self._writer is None:
             _hide_writer_threads_errors()
-            self._writer = SummaryWriter(str(self._path), purge_step=self._purge_step)
+            self._writer = SummaryWriter(str(self._path), purge_step=self._purge_step, flush_secs=FLUSH_SECONDS)
             self._purge_step = None
             self._described.clear()
             for add in self._first:
