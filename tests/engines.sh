@@ -9,6 +9,7 @@ packages=(
     iproute2 procps                    # network namespaces: two hosts on one machine; pgrep, sysctl
     slurm-wlm munge                    # slurmctld and slurmd
     buildah mmdebstrap ca-certificates # the container: builds the Dockerfile, on a base of Debian's own packages
+    chromium                           # the browser that looks at TensorBoard
 )
 missing=()
 for package in "${packages[@]}"; do

@@ -41,7 +41,7 @@ NOT_IN_A_STEP = {"diagnostics.nonfinite", "diagnostics.profiling", "diagnostics.
 BESIDE_TRAINING = ("fast", "verify", "bench", "commands", "tasks")
 HEAVY = {
     "datasets": {"data", "tasks", "supervise.preflight"},
-    "tensorboard": {"telemetry.writers"},
+    "tensorboard": {"telemetry.writers", "telemetry.tensorboard_view"},
     "tyro": {"config.parse"},
     "matplotlib": {"bench"},
     "accelerate": {"bench"},

@@ -1,14 +1,23 @@
-"""The sample at the end of a run, of a sharded model too."""
+"""The samples of a run, at every evaluation and at the end, of a sharded model too; they change nothing."""
 
 import io
-from contextlib import redirect_stdout
+import random
+import re
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import numpy
+import pytest
 import torch
 from ranks import on_ranks
-from tiny import Tiny, make_run, take_steps
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
+from torch import nn
 
+from dist_amp.fast import gathered
 from dist_amp.supervise import sampling
+from dist_amp.supervise.signals import AgreedStop
+from dist_amp.train import main, train
 from dist_amp.verify.collectives import Counting
 
 WORDS = ["--use_amp", "false", "--optim.ema", 0.5, "--train.global_batch_size", 16]
@@ -21,22 +30,29 @@ class Sampled(Tiny):
 
 
 def sampled(world, strategy, free=None):
-    """(the sample, how many gathers it took, what was printed)."""
+    """(the sample, how many gathers it took, what was printed as warnings)."""
     run = make_run(world, Sampled(), "--parallel.strategy", strategy, *WORDS)
     take_steps(run, 2)
     found = []
-    run.metrics.write_sample = lambda step, sample: found.append(sample)
+    run.metrics.write_sample = lambda step, sample, about: found.append(sample)
     old = sampling.free_bytes
     if free is not None:
         sampling.free_bytes = lambda device, ranks: free
+    before = gathers_of(lambda: take_steps(run, 1))
     try:
-        with redirect_stdout(io.StringIO()) as output, Counting() as counting:
-            sampling.write_sample(run)
+        with redirect_stderr(io.StringIO()) as output:
+            gathers = gathers_of(lambda: sampling.write_sample(run))
     finally:
         sampling.free_bytes = old
-    gathers = sum(times for one, times in counting.collectives.items() if one.kind == "all_gather" and one.bytes_in > 8)
-    take_steps(run, 1)  # the model is as it was
+    assert gathers_of(lambda: take_steps(run, 1)) == before, "units reshard as before"
     return found, gathers, output.getvalue()
+
+
+def gathers_of(call):
+    """How many collectives of the call gather parameters."""
+    with Counting() as counting:
+        call()
+    return sum(times for one, times in counting.collectives.items() if one.kind == "all_gather" and one.bytes_in > 8)
 
 
 def test_a_sharded_model_is_gathered_once_per_sample_and_not_once_per_token():
@@ -52,3 +68,125 @@ def test_a_sample_of_a_model_that_does_not_fit_is_skipped_and_the_command_that_m
         assert not gathers
         text = f"python -m dist_amp.sample {Path('unused')} makes one on one device"
         assert (text in output) == (rank == 0)
+
+
+class Restless(Tiny):
+    """Has dropout and batch norm; its sample draws from every generator, trains the statistics and leaves its mode."""
+
+    samples_taken = 0
+
+    def build_model(self):
+        return nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)) for _ in range(2)), nn.Linear(8, 1)
+        )
+
+    def sample(self, model):
+        self.samples_taken += 1
+        random.random(), numpy.random.rand()  # noqa: NPY002
+        model.train()
+        return f"{model(torch.randn(4, 8)).sum().item():.3f}"
+
+
+class Quiet(Restless):
+    sample = property()  # hasattr says no
+
+
+def trained(world, task, strategy):
+    words = ["--train.steps", 6, "--train.micro_batch_size", 4, "--eval.every", 2, "--optim.ema", 0.9]
+    run = make_run(world, task, "--parallel.strategy", strategy, *words)
+    with redirect_stdout(io.StringIO()), AgreedStop(world) as stop:
+        train(run, stop)
+    state = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers(), torch.get_rng_state()]
+    return getattr(task, "samples_taken", 0), [tensor.clone() for tensor in state]
+
+
+def with_and_without(world, strategy):
+    (taken, first), (none, second) = (trained(world, task, strategy) for task in (Restless(), Quiet()))
+    assert (taken, none) == (3, 0)
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_run_with_samples_ends_bit_identical_to_one_without(ranks, strategy):
+    assert on_ranks(ranks, with_and_without, strategy) == [True] * ranks
+
+
+def unknown_reshard(world):
+    """The sample, where torch does not say how a unit reshards."""
+    old, gathered.groups_of = gathered.groups_of, lambda unit: unit.no_longer_there
+    try:
+        return sampled(world, "fsdp")
+    finally:
+        gathered.groups_of = old
+
+
+def test_without_torchs_private_record_each_forward_gathers_and_the_sample_is_the_same():
+    ((expected, _, _),) = on_ranks(1, sampled, "single")
+    for found, gathers, _ in on_ranks(2, unknown_reshard):
+        assert found == expected
+        assert gathers > 3
+
+
+class Drawn(Tiny):
+    def sample(self, model):
+        """Eight random numbers."""
+        return str(torch.rand(8))
+
+
+WORDS_OF_SIX = ["--train.steps", "6", "--eval.every", "2", "--run.dir", "run", "--train.micro_batch_size", "4"]
+
+
+def six_steps(monkeypatch, tmp_path, task):
+    monkeypatch.chdir(tmp_path)
+    return main(["--task.target", f"test_sampling:{task}", *WORDS_OF_SIX])
+
+
+def texts_of(folder):
+    events = EventAccumulator(str(folder / "run/tensorboard/rank00000")).Reload().Tensors("sample/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
+
+
+def test_every_evaluation_has_a_sample_of_the_same_random_numbers_with_its_step_and_what_it_shows(
+    monkeypatch, tmp_path, capsys
+):
+    assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
+    texts = texts_of(tmp_path)
+    assert [step for step, _ in texts] == [2, 4, 6]
+    for step, text in texts:
+        assert re.match(rf"\*\*step {step}, held-out loss [\d.]+\*\*: Eight random numbers\.\n```\n", text)
+    assert len({text.split("```")[1] for _, text in texts}) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("tensor(") == 1, "the last one, at the end"
+    assert len(re.findall(r"^sample +\d  [\d.]+ s; see TensorBoard's text$", printed, re.MULTILINE)) == 3
+    assert "tensor(" in (tmp_path / "run/sample.txt").read_text()
+
+
+class Pictures(Tiny):
+    def sample(self, model):
+        return torch.rand(3, 4, 6).bfloat16()
+
+
+def test_a_picture_of_every_evaluation_is_in_tensorboard(monkeypatch, tmp_path):
+    assert six_steps(monkeypatch, tmp_path, "Pictures") == 0
+    events = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000")).Reload()
+    assert [(image.step, image.width, image.height) for image in events.Images("sample")] == [
+        (2, 6, 4), (4, 6, 4), (6, 6, 4)
+    ]  # fmt: skip
+
+
+class Wrong(Tiny):
+    def sample(self, model):
+        return torch.rand(8)
+
+
+def test_a_sample_that_is_wrong_each_time_is_one_warning(monkeypatch, tmp_path, capsys):
+    assert six_steps(monkeypatch, tmp_path, "Wrong") == 0
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "sample" in line]
+    assert "the task's sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in 0..1" in warning
+
+
+def test_a_sample_file_that_can_not_be_written_ends_no_run(monkeypatch, tmp_path, capsys):
+    (tmp_path / "run/sample.txt").mkdir(parents=True)
+    assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
+    assert "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard" in capsys.readouterr().err
+    assert len(texts_of(tmp_path)) == 3

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model
-from torch import Tensor, nn
+from torch import nn
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.checkpoint.weights import has_average, load_weights
@@ -23,6 +23,7 @@ from dist_amp.commands.command_line import exit_status
 from dist_amp.commands.trained_model import MODEL, PathParser, build_model, find_checkpoint, load_config_of
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.supervise.sampling import checked
 from dist_amp.telemetry.metrics import printable
 from dist_amp.world import locate
 
@@ -68,22 +69,20 @@ def read_export(model: nn.Module, file: Path) -> None:
         raise DataError(f"{file} does not fit the task's model: {(details or [first])[0].strip()}") from error
 
 
-def show(sample: str | Tensor) -> None:
-    """Print text, or write an image [C, H, W] in 0..1 to sample.png."""
-    if isinstance(sample, str):
-        print(printable(sample))
+def show(sample: Any) -> None:
+    """Print text, or write an image [C, H, W] in 0..1 to sample.png. Errors: DataError for anything else."""
+    pixels = checked(sample)
+    if isinstance(pixels, str):
+        print(printable(pixels))
         return
-    if not isinstance(sample, Tensor) or sample.dim() != 3 or len(sample) not in (1, 3, 4):
-        what = list(sample.shape) if isinstance(sample, Tensor) else type(sample).__name__
-        raise DataError(f"the task's sample(model) returned {what}; return text, or an image [1, 3 or 4, H, W] in 0..1")
     from PIL import Image
 
-    pixels = (sample.float().nan_to_num().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+    height, width, channels = pixels.shape
     try:
-        Image.fromarray(pixels[..., 0] if len(sample) == 1 else pixels).save(IMAGE)
+        Image.fromarray((pixels[..., 0] if channels == 1 else pixels).numpy()).save(IMAGE)
     except OSError as error:
         raise Failure(f"{IMAGE.resolve()} can't be written ({error.strerror}); start in a writable folder") from error
-    print(f"{IMAGE.resolve()}: {sample.shape[2]} x {sample.shape[1]} pixels")
+    print(f"{IMAGE.resolve()}: {width} x {height} pixels")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     on_step(run, report)        on every rank after a step; report: a StepReport on the device, reading it waits
     on_evaluation(run, values)  on every rank after an evaluation; values: {name: number}, equal on all ranks
+    sample(model)               on every rank after an evaluation, and at the end; see sampling.py
     train_metrics(run, report)  on every rank at log steps -> {name: number or scalar tensor}, written as train/NAME to
                                 the rank's TensorBoard folder, and rank 0's to metrics.jsonl
 
-The first two return None or "stop", which ends the run early: on all ranks if any says so, saved, and as completed. A
+The `on_` methods return None or "stop", which ends the run early: on all ranks if any says so, saved, as completed. A
 stop by on_step comes one step later, since the ranks tell each other while they take it.
 """
 
@@ -18,6 +19,7 @@ from dist_amp.config.task_class import as_scalar
 from dist_amp.errors import DataError
 from dist_amp.run import Run
 from dist_amp.runtime.task_calls import call_task, misspelt_methods
+from dist_amp.supervise.sampling import write_sample
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.async_copy import StepReport
 from dist_amp.telemetry.observer import Observer
@@ -26,7 +28,7 @@ TAKEN = ("loss", "grad_norm", "lr")  # train/NAME that the run writes itself
 
 
 class Callbacks(Observer):
-    """Calls the task's on_step and on_evaluation, and ends the run where one of them returns "stop".
+    """Calls the task's on_step and on_evaluation, and ends the run where one of them returns "stop"; writes samples.
 
     Errors: DataError for what they raise, and for any other value than None or "stop". Methods of the task that look
     like a misspelt optional one are warned of at the start.
@@ -40,6 +42,7 @@ class Callbacks(Observer):
         self._on_step = getattr(run.task, "on_step", None)
         stop.every_poll = self._on_step is not None
         self._on_evaluation = getattr(run.task, "on_evaluation", None)
+        self._sample_warning = ""  # the last one, which is not repeated
         if self._on_evaluation is not None and run.validation is None:
             run.world.warn(
                 "the task's on_evaluation is never called, because nothing is evaluated: set eval.every, and return "
@@ -51,6 +54,7 @@ class Callbacks(Observer):
             self._act_on("on_step(run, report)", self._on_step, report)
 
     def after_evaluation(self) -> None:
+        self._sample_warning = write_sample(self._run, self._sample_warning)
         if self._on_evaluation is not None:
             self._act_on("on_evaluation(run, values)", self._on_evaluation, dict(self._run.metrics.evaluation))
 

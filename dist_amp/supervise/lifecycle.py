@@ -5,11 +5,13 @@ from dist_amp.errors import SAVED_AND_STOPPED, NumericsError
 from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import first_batch_norm
 from dist_amp.runtime.shards import shard_step
+from dist_amp.supervise.environment import report_environment
 from dist_amp.supervise.preflight import check_free_space
-from dist_amp.supervise.sampling import write_sample
+from dist_amp.supervise.sampling import show_sample
 from dist_amp.supervise.signals import AgreedStop
 from dist_amp.telemetry.mfu import item_seconds_at_peak
 from dist_amp.telemetry.summary import closing_table, ended_early, is_completed, print_banner, write_summary
+from dist_amp.telemetry.tensorboard_view import add_overview
 
 
 def is_finished(run: Run) -> bool:
@@ -49,6 +51,8 @@ def open_run(run: Run) -> None:
         (run.folder / "config.toml").write_text(run.config_text)
     run.metrics.open(run.folder, run.step, run.config_text)
     run.metrics.open_console(run.step, run.config.train.steps, float(run.scaler.scale_tensor))
+    run.metrics.write_first(add_overview(run.step, hasattr(run.task, "tokens")))
+    report_environment(run)
 
 
 def warn_about_small_batches(run: Run) -> None:
@@ -94,7 +98,7 @@ def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
     if stop.by_task and run.step < run.config.train.steps:
         early = next(filter(None, run.world.gather_texts(stop.ended_by)))
         run.world.say(f"ended after step {run.step} of {run.config.train.steps}: the task's {early}")
-    write_sample(run)
+    show_sample(run)
     if run.world.is_main:
         summary = write_summary(run.folder, run, stopped_by, 0, early)
         print(closing_table(summary, run.folder), flush=True)

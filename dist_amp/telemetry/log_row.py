@@ -109,7 +109,6 @@ class LogRow:
         tags = {
             "throughput/items_per_second": self.per_second("items"),
             "memory/peak_bytes": self.column("peak_bytes"),
-            "memory/peak_GiB": self.column("peak_bytes") / 2**30,
             "memory/allocated_bytes": self.column("allocated_bytes"),
             "time/step_seconds": seconds(self.seconds),
             "time/local_seconds": seconds(self.local_seconds),
@@ -120,7 +119,7 @@ class LogRow:
         if self.has_tokens:
             tags["throughput/tokens_per_second"] = self.per_second("tokens")
         if mfu.any():
-            tags |= {"throughput/mfu": mfu, "perf/mfu_pct": 100 * mfu}
+            tags["throughput/mfu"] = mfu
         if reserved.any():
             tags |= {"memory/reserved_bytes": reserved, "memory/allocator_retries": self.column("allocator_retries")}
         return tags
@@ -134,7 +133,7 @@ class LogRow:
         names = list(self._rank_tags)
         rows = np.stack([values[ranks] for values in self._rank_tags.values()], axis=1).tolist()
         tags = [dict(zip(names, row, strict=True)) for row in rows]
-        return [{name: own[name] for name in own if own[name] or "mfu" not in name} for own in tags]
+        return [{name: own[name] for name in own if own[name] or name != "throughput/mfu"} for own in tags]
 
     def global_tags(self) -> dict[str, float]:
         """The TensorBoard tags that only rank 0 writes."""
@@ -147,7 +146,6 @@ class LogRow:
             "train/epoch": self["epoch"],
             "train/samples_seen": self["samples_seen"],
             "amp/loss_scale": self["loss_scale"],
-            "amp/loss_scale_log2": math.log2(self["loss_scale"]) if self["loss_scale"] > 0 else -math.inf,
             "amp/skipped_steps": self["skipped_steps"],
             "amp/skipped_in_interval": self["steps"] - self["applied_in_interval"],
         }

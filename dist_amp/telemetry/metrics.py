@@ -9,7 +9,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from dist_amp.data import Batches
 from dist_amp.optim import Schedule
 from dist_amp.precision import Clip, Scaler
 from dist_amp.runtime.clock import Lap
+from dist_amp.runtime.files import write_durably
 from dist_amp.settings import MetricsConfig
 from dist_amp.telemetry.async_copy import Interval, StepReport
 from dist_amp.telemetry.console import Console
@@ -58,6 +59,7 @@ class Metrics:
         self.evaluation: dict[str, float] = {}  # the latest
         self.evaluated_step = 0
         self.best: dict[str, float] = {}  # the lowest validation loss, with its step
+        self.sample = ""  # the latest, if it is a text
         self.item_seconds_at_peak = 0.0  # from mfu.py, constant over a run
         self.lr_scales: dict[str, float] = {}  # of the optimizer's groups by name, if they differ
         self.goodput = Goodput()
@@ -81,7 +83,9 @@ class Metrics:
         if rank < (MAX_RANK_FOLDERS if self.world.world_size <= MAX_RANK_FOLDERS else 1):
             self._tensorboard = TensorBoardWriter(folder / "tensorboard" / f"rank{rank:05d}", first_step + 1, warn)
             if self.world.is_main:
-                self._tensorboard.write(lambda writer: writer.add_text("config", f"```toml\n{config_text}\n```"))
+                text = f"```toml\n{config_text}\n```"
+                self.write_first(lambda writer: writer.add_text("config", text, first_step))
+        if self.world.is_main:
             self.goodput.open(folder)
         self._clock.restart()
 
@@ -218,17 +222,28 @@ class Metrics:
         text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.world.say(f"eval  {step:>6}  {text}")
 
-    def write_sample(self, step: int, sample: str | Tensor) -> None:
-        """What the model generated: text is printed and written, an image [C, H, W] is written; rank 0 only."""
+    def write_sample(self, step: int, sample: str | Tensor, about: str) -> None:
+        """What the model generated, written by rank 0: a text, or an image [H, W, C] of bytes. about: what it shows."""
         if self._jsonl is None or self._tensorboard is None:
             return
-        if isinstance(sample, str):
-            sample = printable(sample)
-            print(f"\nsample:\n{sample}\n", flush=True)
-            self._jsonl.path.with_name("sample.txt").write_text(sample, encoding="utf-8")
-            self.write_text("sample", sample, step)
-        else:
-            self._tensorboard.write(lambda writer: writer.add_image("sample", sample, step))
+        if isinstance(sample, Tensor):
+            self._tensorboard.write_image("sample", sample, about, step)
+            return
+        self.sample = printable(sample)
+        path = self._jsonl.path.with_name("sample.txt")
+        try:
+            write_durably(path, self.sample)
+        except OSError as error:
+            self.world.warn(f"{path} can't be written ({error.strerror}); the sample is in TensorBoard")
+        evaluated = self.evaluation.items() if self.evaluated_step == step else ()
+        label = ", ".join([f"step {step}", *(f"held-out {name} {value:.4f}" for name, value in evaluated)])
+        text = f"**{label}**: {about}\n```\n{self.sample}\n```"
+        self._tensorboard.write(lambda writer: writer.add_text("sample", text, step))
+
+    def write_first(self, add: Callable[[Any], object]) -> None:
+        """What rank 0's TensorBoard files begin with: `add` is called with torch's SummaryWriter."""
+        if self.world.is_main and self._tensorboard is not None:
+            self._tensorboard.write_first(add)
 
     def write_text(self, tag: str, text: str, step: int) -> None:
         """This rank's preformatted text, to TensorBoard."""

@@ -9,6 +9,7 @@ import torch
 from dist_amp.run import Run
 from dist_amp.runtime.files import write_durably
 from dist_amp.telemetry.console import duration
+from dist_amp.telemetry.tensorboard_view import watch_line
 from dist_amp.telemetry.writers import plain_json
 
 
@@ -35,7 +36,7 @@ def print_banner(run: Run) -> None:
         f"batch  {plan.global_batch_size} samples = {plan.micro_batch_size} x {plan.world_size} ranks x "
         f"{accumulation} micro-batches\n"
         f"data   {plan.length:,} samples to train on, {held_out:,} held out\n"
-        f"watch  tensorboard --logdir {run.folder}/tensorboard"
+        f"{watch_line(run.folder, hasattr(run.task, 'tokens'))}"
     )
 
 

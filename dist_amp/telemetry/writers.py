@@ -7,14 +7,18 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dist_amp.runtime.files import write_durably
+from dist_amp.telemetry.tags import in_readable_units
+from dist_amp.telemetry.tensorboard_view import described
 
 Warn = Callable[[str], object]
+
+FLUSH_SECONDS = 10  # TensorBoard looks every 5 s; torch's default of 120 would leave the charts of a new run empty
 
 
 class JsonlWriter:
@@ -82,6 +86,9 @@ class TensorBoardWriter:
         self._writer: Any = None
         self._retry_at = 0.0
         self._summary: Any = None  # of the last scalars, reused while their tags stay the same
+        self._tags: list[str] = []
+        self._first: list[Callable[[Any], object]] = []  # what each file begins with
+        self._described: set[str] = set()  # tags whose unit and meaning the file has
 
     def write(self, add: Callable[[Any], object]) -> None:
         """Call `add` with torch's SummaryWriter; warns at the first failure."""
@@ -99,23 +106,54 @@ class TensorBoardWriter:
                 self._warn(f"{self._path} can't be written ({error.strerror}); metrics.jsonl will have all the metrics")
                 self._warn = None
 
+    def write_first(self, add: Callable[[Any], object]) -> None:
+        """`write`, now and again at the beginning of a file that replaces a lost one."""
+        self.write(add)
+        self._first.append(add)
+
     def write_scalars(self, values: Mapping[str, float], step: int) -> None:
         """All values in one event, whose message is reused: twelve values cost 13 us, twelve add_scalar calls 60."""
+        values = dict(values) | in_readable_units(values)
+        self.write(lambda writer: self._add_scalars(writer.file_writer, values, step))
+
+    def write_image(self, tag: str, image: Any, about: str, step: int) -> None:
+        """An image [H, W, C] of bytes. about: what it shows."""
+        from torch.utils.tensorboard import summary
+
+        self.write(
+            lambda writer: self._add(
+                writer.file_writer, summary.image(tag, image.numpy(), dataformats="HWC"), step, [tag], about
+            )
+        )
+
+    def _add_scalars(self, file: Any, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if self._summary is None or [value.tag for value in self._summary.value] != list(values):
-            self._summary = Summary(value=[Summary.Value(tag=tag) for tag in values])
+        if self._tags != (tags := list(values)):
+            self._summary, self._tags = Summary(value=[Summary.Value(tag=tag) for tag in tags]), tags
         for entry, value in zip(self._summary.value, values.values(), strict=True):
             entry.simple_value = value
-        self.write(lambda writer: writer.file_writer.add_summary(self._summary, step))
+        self._add(file, self._summary, step, tags)
+
+    def _add(self, file: Any, summary: Any, step: int, tags: Iterable[str], about: str = "") -> None:
+        """Add values to a file; before each tag's first, the same with a description."""
+        if not self._described.issuperset(tags):
+            new = described([value for value in summary.value if value.tag not in self._described], about)
+            if new.value:
+                file.add_summary(new, step)
+            self._described.update(tags)
+        file.add_summary(summary, step)
 
     def _open(self) -> Any:
         from torch.utils.tensorboard.writer import SummaryWriter  # half a second, and not needed in a notebook
 
         if self._writer is None:
             _hide_writer_threads_errors()
-            self._writer = SummaryWriter(str(self._path), purge_step=self._purge_step)
+            self._writer = SummaryWriter(str(self._path), purge_step=self._purge_step, flush_secs=FLUSH_SECONDS)
             self._purge_step = None
+            self._described.clear()
+            for add in self._first:
+                add(self._writer)
         return self._writer
 
     def close(self) -> None:

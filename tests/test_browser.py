@@ -1,0 +1,117 @@
+"""TensorBoard as a user sees it: a real run of two ranks, a real TensorBoard, a real browser."""
+
+import json
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, PINNED, browser, colours_of_runs, data, open_pinned, shows, tensorboard
+from forked import Launch
+
+from dist_amp.telemetry.tags import describe
+from dist_amp.telemetry.tensorboard_view import main_tags
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.engine,
+    pytest.mark.skipif(not CHROMIUM, reason="needs chromium: bash tests/engines.sh installs it on Debian"),
+]
+
+RANKS = ["rank00000", "rank00001"]
+WORDS = [
+    "--train.steps", "12", "--metrics.log_every", "2", "--eval.every", "6", "--eval.batches", "2",
+    "--task.args.sample_bytes", "8", "--train.micro_batch_size", "2", "--task.args.context", "32",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of two runs of two ranks each, of the demo's model."""
+    pytest.importorskip("playwright", reason="needs playwright: bash tests/engines.sh installs it")
+    launch = Launch(tmp_path_factory.mktemp("runs"))
+    for name in ("first", "second"):
+        for done in launch.each(2, *WORDS, "--run.dir", f"runs/{name}"):
+            assert done.returncode == 0, done.stderr
+    return launch.folder / "runs"
+
+
+@pytest.fixture(scope="module")
+def port(runs):
+    with tensorboard(runs / "first/tensorboard", runs=2) as port:
+        yield port
+
+
+def test_the_watch_lines_address_opens_six_pinned_charts_with_a_line_of_each_rank(port):
+    with browser() as page:
+        open_pinned(page, port)
+        titles = [card.get_attribute("title") for card in page.locator(f"{PINNED} .tag").all()]
+        assert titles == [tags[0] for tags in main_tags(has_tokens=True).values()]
+        colours = colours_of_runs(page)
+        assert list(colours) == RANKS
+        assert len(set(colours.values())) == 2, "a colour per rank"
+        charts = dict(zip(titles, page.locator(f"{PINNED} line-chart canvas").all(), strict=True))
+        for title, chart in charts.items():  # lines of the same value hide one another, and memory's never are
+            seen = [shows(chart, colour) for colour in colours.values()]
+            assert all(seen) if title == "memory/peak_GiB" else any(seen), title
+        for title in ("throughput/tokens_per_second", "memory/peak_GiB", "time/step_seconds"):
+            table = page.locator(f"{PINNED}:has(.tag[title='{title}'])").inner_text()
+            assert all(rank in table for rank in RANKS), title
+
+
+def test_its_data_endpoints_have_every_ranks_tags_and_describe_them(port, runs):
+    lines = [json.loads(line) for line in (runs / "first/metrics.jsonl").read_text().splitlines()]
+    tags = data(port, "timeseries/tags")["scalars"]
+    assert sorted(tags["runTagInfo"]) == RANKS
+    logged = next(line for line in lines if "train/loss" in line)
+    assert set(logged["ranks"][1]) <= set(tags["runTagInfo"][RANKS[1]])
+    assert set(logged) - {"step", "ranks"} <= set(tags["runTagInfo"][RANKS[0]])
+    for tag in tags["runTagInfo"][RANKS[0]]:
+        unit, _, meaning = describe(tag).partition(": ")
+        assert unit in tags["tagDescriptions"][tag], tag
+        assert meaning
+    points = data(port, f"scalars/scalars?run={RANKS[0]}&tag=train/loss")
+    assert [(step, value) for _, step, value in points] == [
+        (line["step"], pytest.approx(line["train/loss"], rel=1e-6)) for line in lines if "train/loss" in line
+    ], "each once: the descriptions are no points of their own"
+
+
+def test_the_custom_scalars_show_the_overview(port):
+    with browser() as page:
+        page.goto(f"http://localhost:{port}/#custom_scalars")
+        page.get_by_text("Overview", exact=True).wait_for()
+        for title in main_tags(has_tokens=True):
+            page.get_by_text(title, exact=True).wait_for()
+        charts = page.locator("tf-custom-scalar-multi-line-chart-card")
+        assert charts.count() == 6
+        for chart in charts.all():
+            chart.locator("svg path, svg circle").first.wait_for(state="attached")
+        page.get_by_text("Matches (2)").first.wait_for()
+
+
+def test_config_environment_and_samples_are_texts(port):
+    with browser() as page:
+        page.goto(f"http://localhost:{port}/#text")
+        page.get_by_text("[precision]").first.wait_for()
+        page.get_by_text('"torch":').first.wait_for()
+        page.get_by_text("sample", exact=True).first.click()  # the third group of texts is closed
+        page.get_by_text("The continued prompt, byte by byte.").first.wait_for()
+        assert page.get_by_text("held-out loss").count() == 2, "evaluations"
+
+
+def test_two_runs_have_a_colour_each(runs):
+    with tensorboard(runs, runs=4) as port, browser() as page:
+        open_pinned(page, port)
+        colours = {}
+        for name, colour in colours_of_runs(page).items():
+            colours.setdefault(name.split("/")[0], set()).add(colour)
+        assert sorted(colours) == ["first", "second"]
+        assert all(len(own) == 1 for own in colours.values())
+        assert colours["first"] != colours["second"]
+
+
+def test_tensorboard_listens_on_loopback_alone(port):
+    rows = [line.split() for name in ("tcp", "tcp6") if (table := Path("/proc/net", name)).exists()
+            for line in table.read_text().splitlines()[1:]]  # fmt: skip
+    listening = [row[1].split(":") for row in rows if row[3] == "0A"]  # the state LISTEN; source: proc_net_tcp
+    addresses = {address for address, its_port in listening if int(its_port, 16) == port}
+    assert addresses
+    assert addresses <= {"0100007F", "00000000000000000000000001000000"}, "127.0.0.1 and ::1, in the host's byte order"
