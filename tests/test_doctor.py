@@ -6,6 +6,7 @@ import platform
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import ROOT, Forked, finish
 from ranks import on_ranks
 
-from dist_amp.commands import doctor, doctor_machine, doctor_ranks
+from dist_amp.commands import doctor, doctor_machine, doctor_ranks, doctor_report
 from dist_amp.commands.doctor_machine import Check, guarded, machine_checks
 
 usage = namedtuple("usage", "total used free")
@@ -75,6 +77,15 @@ def test_a_check_that_fails_itself_is_a_line(capsys, monkeypatch):
 
 
 # --- versions
+
+
+def test_a_package_that_cannot_be_imported_is_a_line():
+    code = "import sys; sys.modules['tyro'] = None; from dist_amp.commands import doctor; sys.exit(doctor.main([]))"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("fail  packages  can't be imported (import of tyro halted")
+    assert done.stdout.endswith("); pip install -e . -c launch/constraints.txt\n")
 
 
 def test_a_missing_package_names_the_command_that_installs_it(monkeypatch):
@@ -269,6 +280,16 @@ def test_what_is_ok_everywhere_is_said_once_and_what_fails_on_some_machines_with
     assert doctor_ranks.merged([("a", gpus), ("b", gpus)]) == gpus
 
 
+@pytest.mark.parametrize(
+    ("size", "why"), [("2", "RANK is not set"), ("x", "WORLD_SIZE='x' in the environment is not a")]
+)
+def test_an_environment_at_odds_with_itself_is_a_failed_check(capsys, monkeypatch, size, why):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setenv("RANK", "0") if size == "x" else None
+    assert doctor.main([]) == 1
+    assert f"they can't work together: {why}" in capsys.readouterr().out
+
+
 def test_a_rank_whose_products_are_slow_is_named_with_its_host_and_factor():
     hosts = ["a"] * 4 + ["b"] * 4
     assert only(doctor_ranks.judge_rates([1.0, 0.9, 1.1, 0.95] * 2, hosts, "bfloat16")).status == "ok"
@@ -335,8 +356,6 @@ def test_ranks_with_other_versions_fail():
 
 def test_two_ranks_are_started_and_rank_0_prints(launch, tmp_path):
     """As torchrun does, with the variables that every launcher sets."""
-    from forked import Forked, finish
-
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -353,7 +372,7 @@ def test_two_ranks_are_started_and_rank_0_prints(launch, tmp_path):
 
 
 def test_ranks_that_do_not_find_one_another_are_a_failed_check(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(doctor_report, "JOIN_SECONDS", 0.2)
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": "9"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)

@@ -78,7 +78,8 @@ def test_the_line_says_in_which_collective_the_ranks_wait_and_who_is_missing():
     assert line.endswith("; rank 1 is in all_reduce 3 of group other, in step 8")
     other = Report("waited", 7, WAITING.groups, Entered("step", 42, "broadcast"))
     assert judge({0: WAITING, 1: WAITING, 2: other}, timed_out=True).where == (
-        "ranks 0, 1 of 3 wait in all_reduce 42 of group step; rank 2 entered broadcast 42 of it instead, in step 8"
+        "ranks 0, 1 of 3 wait in all_reduce 42 of group step; rank 2 entered broadcast as number 42 instead, and is in "
+        "step 8"
     )
 
 
@@ -89,8 +90,8 @@ def test_a_rank_that_has_left_another_collective_in_place_of_the_others_is_named
         left, recent={"step": {"41": "all_reduce", "42": "gather"}}, main_thread_is_in="loss (own.py, line 3)"
     )
     assert judge({0: waiting, 1: left}, timed_out=True).where == (
-        "rank 0 of 2 waits in all_reduce 42 of group step; rank 1 entered gather 42 of it instead, in step 8, in loss "
-        "(own.py, line 3)"
+        "rank 0 of 2 waits in all_reduce 42 of group step; rank 1 entered gather as number 42 instead, and is in "
+        "step 8, in loss (own.py, line 3)"
     )
 
 

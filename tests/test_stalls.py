@@ -7,14 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from test_guards import watchdog_of
 from test_hangs import WAITING, CountingStore, report
 from test_train import TINY, wait_for
+from tiny import Tiny, make_run, take_steps
 
+from dist_amp.checkpoint import saver
 from dist_amp.config.load import load_config
 from dist_amp.fast import flight_recorder
 from dist_amp.fast.flight_recorder import Entered
@@ -122,7 +126,7 @@ def test_a_rank_that_does_another_collective_or_skips_one_is_named_with_both(
     assert f"warning: rank 0 of 2 has waited 1 s in gloo:{waits} " in line, line
     assert f"; rank 1 (process {second.pid} on " in line
     assert f" entered gloo:{instead}" in line
-    assert " of it instead, in step 5, in " in line
+    assert " instead, and is in step 5, in " in line
     assert all("train_step" in stacks(tmp_path, rank) for rank in range(2))
 
 
@@ -222,7 +226,7 @@ def test_ranks_in_two_collectives_of_one_number_are_named_as_soon_as_they_compar
     ranks.wait_in([0, 1, 3])
     ranks.wait_in([2], operation="broadcast")
     ranks.seconds(20)
-    assert " entered broadcast 42 of it instead" in capfd.readouterr().err
+    assert " entered broadcast as number 42 instead" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -288,6 +292,58 @@ def test_a_stall_costs_each_rank_a_request_per_second_and_a_few_per_round_whatev
     rounds = 100 // 15
     # A round: the one that opens it, the answer, the reading of all answers, its result.
     assert max(each.requests - old for each, old in zip(ranks.stores, before, strict=True)) <= 100 + 4 * rounds
+
+
+def entry(number, operation="nccl:all_reduce", group="0", done=False, age=0.0, **more):
+    """A collective as both recorders of torch describe it."""
+    return {"collective_seq_id": number, "profiling_name": operation, "process_group": [group, "default_pg"],
+            "retired": done, "state": "completed" if done else "started", "is_p2p": False, "timeout_ms": 360_000,
+            "time_created_ns": time.time_ns() - int(age * 1e9), **more}  # fmt: skip
+
+
+def test_of_a_recorders_entries_the_first_unfinished_one_is_where_a_rank_waits(monkeypatch):
+    """Under NCCL the host has started later ones, too."""
+    old = [entry(number, done=True, age=100 - number) for number in range(1, 41)]
+    sent = entry(7, "nccl:send", age=55, is_p2p=True)
+    new = [entry(41, age=50), entry(42, "nccl:broadcast", age=40)]
+    written = entry(3, "gloo:gather", group="5", age=60)
+    monkeypatch.setattr(flight_recorder, "_members", lambda _: [])
+    found = flight_recorder.progress({"nccl": {"entries": [*old, sent, *new]}, "gloo": {"entries": [written]}}, {"5"})
+    assert found.waits_in == Entered("0", 41, "nccl:all_reduce")
+    assert (round(found.waited_seconds), found.timeout_seconds) == (50, 360.0)
+    assert found.latest == Entered("0", 42, "nccl:broadcast")
+    assert [*found.recent["0"]] == [str(number) for number in range(35, 43)]
+    unknown = entry(1, age=50)
+    del unknown["timeout_ms"]  # of another release: it is never too late
+    assert flight_recorder.progress({"nccl": {"entries": [unknown]}}, set()).timeout_seconds == float("inf")
+
+
+def waits_during_a_save(world, folder):
+    """Where the watchdog sees rank 0's main thread while its writer waits for rank 1's, which takes its time."""
+    run = make_run(world, Tiny(), "--run.dir", folder, "--checkpoint.every", 1)
+    take_steps(run, 1)
+    real, found = saver.write, []
+
+    def later(*args):
+        time.sleep(1.0 * world.rank)
+        real(*args)
+
+    ranks = watchdog_of(world)
+    with patch.object(saver, "write", later), saver.Saver(run) as saving:
+        saving.save(wait=False)
+        if world.rank == 0:
+            writer = {run.world.background.group_name}
+            deadline = time.monotonic() + 60
+            while flight_recorder.progress(flight_recorder.dump(), set()).waits_in is None:
+                assert time.monotonic() < deadline
+            now = flight_recorder.progress(flight_recorder.dump(), set()).waits_in
+            found = [now is None or now.group in writer, ranks._waiting().waits_in]
+    ranks.close()
+    return found
+
+
+def test_a_checkpoint_that_takes_one_rank_long_is_not_taken_for_a_wait_of_the_others(tmp_path):
+    assert on_ranks(2, waits_during_a_save, tmp_path)[0] == [True, None]
 
 
 def waits_of(world):

@@ -142,7 +142,9 @@ def matmul(world: World) -> list[Check]:
 def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> list[Check]:
     """rates: TFLOP/s by rank."""
     median = statistics.median(rates)
-    text = f"{median:.3g} TFLOP/s in {dtype} per rank (median; {min(rates):.3g} to {max(rates):.3g})"
+    unit, name = (1.0, "TFLOP/s") if median >= 1 else (1e-3, "GFLOP/s")
+    shown = [f"{rate / unit:.3g}" for rate in (median, min(rates), max(rates))]
+    text = f"{shown[0]} {name} in {dtype} per rank (median; {shown[1]} to {shown[2]})"
     slow = sorted((rate, rank) for rank, rate in enumerate(rates) if rate * SLOW < median)
     if not slow:
         return [Check("matmul", "ok", text)]

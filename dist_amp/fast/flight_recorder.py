@@ -76,7 +76,7 @@ def progress(recorded: dict[str, Any], leave_out: set[str]) -> Progress:
         recent.setdefault(name, {})[str(latest.number)] = latest.operation
         if waits_in is None and not entry["retired"] and entry["state"] != "completed":
             waits_in, waited_seconds = latest, (time.time_ns() - entry["time_created_ns"]) / 1e9
-            timeout_seconds = entry["timeout_ms"] / 1e3
+            timeout_seconds = entry.get("timeout_ms", math.inf) / 1e3
     last = {name: dict([*numbers.items()][-RECENT:]) for name, numbers in recent.items()}
     return Progress(groups, waits_in, latest, waited_seconds, timeout_seconds, last)
 

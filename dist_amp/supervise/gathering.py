@@ -134,7 +134,7 @@ def _state_of(rank: int, report: Report | None, found: Gathering, processes: Seq
     step = f"step {report.step + 1}" if report.step >= 0 else "the start"
     place = f"{step}, in {report.main_thread_is_in}" if report.main_thread_is_in else step
     if rank in found.in_another:
-        return f"entered {found.in_another[rank]} {found.wait.number} of it instead, in {place}"
+        return f"entered {found.in_another[rank]} as number {found.wait.number} instead, and is in {place}"
     if report.waits_in is not None:
         about = group_text(report.waits_in.group, report.groups[report.waits_in.group][0])
         return f"is in {report.waits_in.operation} {report.waits_in.number} of {about}, in {place}"

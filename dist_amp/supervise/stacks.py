@@ -7,6 +7,7 @@ import sysconfig
 import tempfile
 import threading
 import traceback
+from datetime import UTC, datetime
 from pathlib import Path
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
@@ -28,4 +29,4 @@ def stacks_of_all_threads() -> str:
         file.seek(0)
         stacks = file.read().decode(errors="replace")
     names = "".join(f"{thread.ident or 0:#018x} {thread.name}\n" for thread in threading.enumerate())
-    return f"process {os.getpid()}, threads:\n{names}\n{stacks}"
+    return f"process {os.getpid()}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, threads:\n{names}\n{stacks}"
