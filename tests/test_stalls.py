@@ -26,7 +26,7 @@ from dist_amp.supervise import stalls
 from dist_amp.supervise.liveness import this_process
 from dist_amp.supervise.stacks import main_thread_is_in
 from dist_amp.supervise.stalls import Stalls
-from dist_amp.supervise.verdict import ReportBoard
+from dist_amp.supervise.verdict import ReportBoard, Verdict
 from dist_amp.world import World
 
 # --- in real runs: a task in which rank 1 does something else in its fifth micro-batch, until there is a file `go`
@@ -131,9 +131,7 @@ def test_a_rank_that_does_another_collective_or_skips_one_is_named_with_both(
 
 
 def test_a_stopped_rank_is_named_and_the_run_goes_on_when_it_does(start, tmp_path):
-    first, second = start("time.sleep(1)", "time.sleep(1)")
-    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
-    os.kill(second.pid, signal.SIGSTOP)
+    first, second = start(second="os.kill(os.getpid(), 19)")  # SIGSTOP
     line = named(first)
     assert f"; rank 1 (process {second.pid} on " in line
     assert " is stopped (SIGSTOP); " in line
@@ -209,6 +207,7 @@ def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arriv
     assert line.startswith("warning: ranks 0, 1, 3 of 4 have waited 6")
     assert "; rank 2 (process " in line
     assert sorted(path.name for path in (tmp_path / "stacks").iterdir()) == [f"rank0000{rank}.txt" for rank in range(4)]
+    assert {each.stacks for each in ranks.ranks} == {str(tmp_path / "stacks")}
     ranks.seconds(100)
     assert capfd.readouterr().err == ""
     ranks.reports, ranks.started = [report("runs", step=42)] * 4, [0.0] * 4
@@ -216,6 +215,7 @@ def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arriv
     ranks.seconds(30)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("the ranks go on: they had waited 18")
+    assert {each.stacks for each in ranks.ranks} == {""}
     ranks.wait_in([1, 2], number=43)
     ranks.seconds(80)
     assert capfd.readouterr().err.startswith("warning: ranks 1, 2 of 4 have waited ")
@@ -278,6 +278,14 @@ def test_nothing_is_said_of_a_long_wait_that_is_legal(job, capfd, tmp_path, wait
     legal_wait(ranks, wait)
     assert capfd.readouterr().err == ""
     assert not (tmp_path / "stacks").exists()
+
+
+@pytest.mark.parametrize("folder", ["run/stacks", ""])
+def test_the_error_that_ends_the_run_says_where_the_stacks_are(folder):
+    ranks = watchdog_of(World())
+    ranks._stalls = SimpleNamespace(stacks=folder)
+    text = ranks._text(Verdict([], [0], "rank 1 of 2 waits"), "timed out")
+    assert text.endswith("; rank 1 of 2 waits" + ("; stacks of all ranks in run/stacks" if folder else ""))
 
 
 @pytest.mark.parametrize("size", [4, 64])

@@ -66,12 +66,14 @@ class Stalls:
         self._answered, self._answered_at, self._stacks = 0, 0.0, ""
         self._wrote, self._printed = 0, 0
         self._waited_since = 0.0
+        self.stacks = ""  # the folder of the ranks' stacks while a missing rank is named
 
     _waits_in: Entered | None
 
     def poll(self, text: str) -> None:
         """Take part in the current round, which `text` describes; open one if this rank waits for long."""
         current = Round.from_text(text)
+        self.stacks = self.stacks if current.phase == "named" else ""
         if current.phase == "asked":
             self._answer(current, text)
         elif current.phase == "named":
@@ -148,4 +150,5 @@ class Stalls:
         with suppress(OSError):
             (folder / "stacks").mkdir(exist_ok=True)
             path = folder / "stacks" / f"rank{rank:05d}.txt"
+            self.stacks = str(folder / "stacks")
             path.write_text(f"{current.line}\n\nrank {rank} on {platform.node()}, {stacks}")

@@ -206,7 +206,8 @@ class RankWatchdog:
         if event == TIMED_OUT:
             what = "did not take part in a collective in time: it hangs, is stopped or its machine is down"
         where = f"; {verdict.where}" if verdict.where else ""
-        return f"rank {names} {what}{where}"
+        stacks = f"; stacks of all ranks in {self._stalls.stacks}" if self._stalls.stacks else ""
+        return f"rank {names} {what}{where}{stacks}"
 
     def _cut_off(self, error: BaseException) -> Failure:
         """For a rank that reaches neither the other ranks nor the store, and cannot know why."""
