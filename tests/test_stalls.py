@@ -207,7 +207,7 @@ def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arriv
     assert line.startswith("warning: ranks 0, 1, 3 of 4 have waited 6")
     assert "; rank 2 (process " in line
     assert sorted(path.name for path in (tmp_path / "stacks").iterdir()) == [f"rank0000{rank}.txt" for rank in range(4)]
-    assert {each.stacks for each in ranks.ranks} == {str(tmp_path / "stacks")}
+    assert {each.stacks_folder for each in ranks.ranks} == {str(tmp_path / "stacks")}
     ranks.seconds(100)
     assert capfd.readouterr().err == ""
     ranks.reports, ranks.started = [report("runs", step=42)] * 4, [0.0] * 4
@@ -215,7 +215,7 @@ def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arriv
     ranks.seconds(30)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("the ranks go on: they had waited 18")
-    assert {each.stacks for each in ranks.ranks} == {""}
+    assert {each.stacks_folder for each in ranks.ranks} == {""}
     ranks.wait_in([1, 2], number=43)
     ranks.seconds(80)
     assert capfd.readouterr().err.startswith("warning: ranks 1, 2 of 4 have waited ")
@@ -283,7 +283,7 @@ def test_nothing_is_said_of_a_long_wait_that_is_legal(job, capfd, tmp_path, wait
 @pytest.mark.parametrize("folder", ["run/stacks", ""])
 def test_the_error_that_ends_the_run_says_where_the_stacks_are(folder):
     ranks = watchdog_of(World())
-    ranks._stalls = SimpleNamespace(stacks=folder)
+    ranks._stalls = SimpleNamespace(stacks_folder=folder)
     text = ranks._text(Verdict([], [0], "rank 1 of 2 waits"), "timed out")
     assert text.endswith("; rank 1 of 2 waits" + ("; stacks of all ranks in run/stacks" if folder else ""))
 

@@ -62,18 +62,17 @@ class Stalls:
         self._answer_seconds = answer_seconds
         self._period = max(1.0, COMPARED * job.config.run.timeout_seconds)
         self._step, self._first_step, self._looked_at = -1, -1, time.monotonic()
-        self._opened, self._waits_in = 0, None  # the round that this rank has opened, and for which collective
-        self._answered, self._answered_at, self._stacks = 0, 0.0, ""
+        self._opened = 0  # the round that this rank has opened, and for which collective
+        self._waits_in: Entered | None = None
+        self._answered, self._answered_at, self._captured = 0, 0.0, ""
         self._wrote, self._printed = 0, 0
         self._waited_since = 0.0
-        self.stacks = ""  # the folder of the ranks' stacks while a missing rank is named
-
-    _waits_in: Entered | None
+        self.stacks_folder = ""  # the folder of the ranks' stacks while a missing rank is named
 
     def poll(self, text: str) -> None:
         """Take part in the current round, which `text` describes; open one if this rank waits for long."""
         current = Round.from_text(text)
-        self.stacks = self.stacks if current.phase == "named" else ""
+        self.stacks_folder = self.stacks_folder if current.phase == "named" else ""
         if current.phase == "asked":
             self._answer(current, text)
         elif current.phase == "named":
@@ -97,14 +96,15 @@ class Stalls:
             return
         self._looked_at, report = now, self._report()
         if report.waited_seconds >= COMPARED * report.timeout_seconds:
-            self._opened, self._waits_in = current.number + 1, report.waits_in
-            self._board.change_round(text, Round(self._opened, "asked").to_text())
+            asked = Round(current.number + 1, "asked")
+            if self._board.change_round(text, asked.to_text()):
+                self._opened, self._waits_in = asked.number, report.waits_in
 
     def _answer(self, current: Round, text: str) -> None:
         now, rank = time.monotonic(), self._job.world.rank
         if self._answered != current.number:
             self._answered, self._answered_at, self._looked_at = current.number, now, now
-            self._stacks = stacks_of_all_threads()
+            self._captured = stacks_of_all_threads()
             self._board.answer(current.number, self._report())
         late = now - self._answered_at
         if current.reader == rank:
@@ -145,10 +145,10 @@ class Stalls:
         folder, rank = self._job.folder, self._job.world.rank
         if self._wrote == current.number or folder is None:
             return
-        stacks = self._stacks if self._answered == current.number else stacks_of_all_threads()  # was stopped
+        stacks = self._captured if self._answered == current.number else stacks_of_all_threads()  # was stopped
         self._wrote = current.number
         with suppress(OSError):
             (folder / "stacks").mkdir(exist_ok=True)
             path = folder / "stacks" / f"rank{rank:05d}.txt"
-            self.stacks = str(folder / "stacks")
+            self.stacks_folder = str(folder / "stacks")
             path.write_text(f"{current.line}\n\nrank {rank} on {platform.node()}, {stacks}")

@@ -81,7 +81,7 @@ class RankWatchdog:
                 event, stall = self._board.poll()
                 if not event and (event := self._alarm()):
                     self._board.announce(event)
-                elif not event:
+                elif not event and not self._failed.is_set():
                     self._stalls.poll(stall)
         if event:
             self._respond(event)
@@ -206,7 +206,7 @@ class RankWatchdog:
         if event == TIMED_OUT:
             what = "did not take part in a collective in time: it hangs, is stopped or its machine is down"
         where = f"; {verdict.where}" if verdict.where else ""
-        stacks = f"; stacks of all ranks in {self._stalls.stacks}" if self._stalls.stacks else ""
+        stacks = f"; stacks of all ranks in {self._stalls.stacks_folder}" if self._stalls.stacks_folder else ""
         return f"rank {names} {what}{where}{stacks}"
 
     def _cut_off(self, error: BaseException) -> Failure:
