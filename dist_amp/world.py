@@ -124,7 +124,7 @@ def locate(config: RunConfig) -> World:
         return world
     if not dist.is_initialized():  # a script under torchrun
         join_until_exit(place_of(config), config.timeout_seconds)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds), group_desc="control")
     # No timeout: a large checkpoint takes the slowest rank as long as it takes.
     return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=A_DAY))
 

@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -26,9 +28,10 @@ from dist_amp.fast import flight_recorder, process_group
 from dist_amp.fast.flight_recorder import Entered
 from dist_amp.runtime.process import raise_open_files
 from dist_amp.supervise import liveness, watchdog
+from dist_amp.supervise.gathering import Report, where_they_wait
 from dist_amp.supervise.liveness import Liveness, Process, this_process
 from dist_amp.supervise.signals import AgreedStop
-from dist_amp.supervise.verdict import Report, ReportBoard, judge
+from dist_amp.supervise.verdict import ReportBoard, judge
 from dist_amp.train import train
 from dist_amp.world import World, locate
 
@@ -67,12 +70,45 @@ def test_a_rank_hangs_if_it_waits_nowhere_and_others_are_in_a_collective_that_it
 
 def test_the_line_says_in_which_collective_the_ranks_wait_and_who_is_missing():
     line = judge({0: WAITING, 1: report("runs", step=40), 2: WAITING}, timed_out=True).where
-    assert line == "ranks 0, 2 wait in all_reduce 42 of group step; rank 1 has entered 40 of them, in step 8"
+    assert line == (
+        "ranks 0, 2 of 3 wait in all_reduce 42 of group step; rank 1 has not arrived (entered 40 of them), in step 8"
+    )
     elsewhere = report("runs", ("other", 3), step=41, other=3)
-    assert "; rank 1 is in all_reduce 3 of another group" in judge({0: WAITING, 1: elsewhere}, timed_out=True).where
+    line = judge({0: WAITING, 1: elsewhere}, timed_out=True).where
+    assert line.endswith("; rank 1 is in all_reduce 3 of group other, in step 8")
     other = Report("waited", 7, WAITING.groups, Entered("step", 42, "broadcast"))
     assert judge({0: WAITING, 1: WAITING, 2: other}, timed_out=True).where == (
-        "ranks 0, 1 wait in all_reduce 42 of group step; rank 2 in broadcast there"
+        "ranks 0, 1 of 3 wait in all_reduce 42 of group step; rank 2 entered broadcast as number 42 instead, and is in "
+        "step 8"
+    )
+
+
+def test_a_rank_that_has_left_another_collective_in_place_of_the_others_is_named_with_both():
+    """The sender of a gather does not wait: it is in the next collective, or in none, while the others wait."""
+    waiting, left = replace(WAITING, state="runs"), report("runs", step=43)
+    left = replace(
+        left, recent={"step": {"41": "all_reduce", "42": "gather"}}, main_thread_is_in="loss (own.py, line 3)"
+    )
+    assert judge({0: waiting, 1: left}, timed_out=True).where == (
+        "rank 0 of 2 waits in all_reduce 42 of group step; rank 1 entered gather as number 42 instead, and is in "
+        "step 8, in loss (own.py, line 3)"
+    )
+
+
+def test_of_many_ranks_those_that_do_the_same_are_named_together_and_the_one_that_keeps_them_waiting_is_among_them():
+    processes = [Process(f"host-{rank // 8}", 100 + rank, f"machine-{rank // 8}") for rank in range(64)]
+    reports = {rank: WAITING if rank < 56 else None for rank in range(64)}
+    assert where_they_wait(reports, processes) == (
+        "ranks 0-55 of 64 wait in all_reduce 42 of group step; ranks 56-63 (process 156 on host-7, process 157 on "
+        "host-7, ...) do not answer"
+    )
+    # 60 ranks wait in a group of their own for rank 4, which waits in another one for rank 0; that waits nowhere.
+    own = {"step": ("", [*range(4, 64)], Entered("step", 42, "all_reduce"))}
+    reports = {rank: replace(report("runs", ("step", 42)), groups=own) for rank in range(5, 64)}
+    reports |= {rank: report("runs", ("shards", 7), shards=7) for rank in range(1, 5)} | {0: report("runs", shards=6)}
+    assert where_they_wait(reports) == (
+        "ranks 1-4 of 64 wait in all_reduce 7 of group shards; rank 0 has not arrived (entered 6 of them), in step 8; "
+        "ranks 5-63 are in all_reduce 42 of group step, in step 8"
     )
 
 
@@ -187,8 +223,11 @@ def test_a_hanging_rank_is_named_with_the_collective_that_it_has_not_entered_and
     assert [first.returncode, second.returncode] == [1, 1]
     assert "error: rank 1 (process" in first.stderr
     assert "did not take part in a collective in time" in first.stderr
-    assert "; rank 0 waits in gloo:all_reduce" in first.stderr
-    assert "of them, in step 5 (rank 0 got:" in first.stderr
+    assert "; rank 0 of 2 waits in gloo:all_reduce" in first.stderr
+    assert re.search(
+        r"in step 5, in loss_sum .blocked.py, line \d+.(; stacks of all ranks in run/stacks)? .rank 0 got:",
+        first.stderr,
+    )
     assert "error: rank 1 hangs; its stacks:" in second.stderr
     assert "loss_sum" in second.stderr
     for rank in range(2):
@@ -245,7 +284,7 @@ def test_a_rank_that_nccl_blocks_ends_by_its_watchdog_and_the_one_that_hangs_sho
     aborted, error, status = first
     assert (aborted, status) == ("aborted", 1)
     assert error.startswith("rank 1 (process")
-    assert "; rank 0 waits in nccl:_reduce_scatter_base 42 of group default_pg; rank 1 has entered 41" in error
+    assert "; rank 0 of 2 waits in nccl:_reduce_scatter_base 42 of the default group; rank 1 has not arrived" in error
 
 
 def test_a_collective_that_does_not_end_is_noticed_and_a_busy_gpu_is_not(monkeypatch):

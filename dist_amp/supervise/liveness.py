@@ -24,12 +24,21 @@ class Process(NamedTuple):
     @property
     def is_dead(self) -> bool:
         """Whether it is known to be: only of processes on this machine."""
+        return self._state() in ("", "Z", "X")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is known to be stopped, by SIGSTOP or a debugger: only of processes on this machine."""
+        return self._state() in ("T", "t")
+
+    def _state(self) -> str | None:
+        """The letter in the process table, "" if it is not there; None if it can't be looked up."""
         if self.machine != this_process().machine or not Path("/proc/self").exists():
-            return False
+            return None
         try:
-            return process_fields(self.pid)[0] in "ZX"
+            return process_fields(self.pid)[0]
         except OSError:
-            return True
+            return ""
 
 
 def this_process() -> Process:

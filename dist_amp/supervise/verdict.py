@@ -6,46 +6,15 @@ so one request reads all keys, and only the first rank that wants a verdict read
 
 import json
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from dist_amp.fast.flight_recorder import Entered, Progress
+from dist_amp.supervise.gathering import Report, ranks_behind, where_they_wait
 from dist_amp.supervise.liveness import Process
 
-# What a rank reports: its collective failed or timed out; it failed by itself; its training goes on, as far as its
-# watchdog knows; it has left the run in order.
-State = Literal["waited", "failed", "runs", "left"]
 SILENT = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank says of itself: its step is the number of steps it has taken."""
-
-    state: State
-    step: int = 0
-    groups: dict[str, tuple[str, list[int], Entered]] = field(default_factory=dict)
-    waits_in: Entered | None = None
-
-    @classmethod
-    def of(cls, state: State, step: int, progress: Progress) -> "Report":
-        # After a failure nothing is pending: the collective that failed is the last one.
-        waits_in = progress.waits_in or (progress.latest if state == "waited" else None)
-        return cls(state, step, progress.groups, waits_in)
-
-    @classmethod
-    def from_text(cls, text: str) -> "Report":
-        raw = json.loads(text)
-        raw["groups"] = {name: (about, ranks, Entered(*last)) for name, (about, ranks, last) in raw["groups"].items()}
-        raw["waits_in"] = Entered(*raw["waits_in"]) if raw["waits_in"] else None
-        return cls(**raw)
-
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -68,55 +37,13 @@ def judge(reports: Mapping[int, Report | None], timed_out: bool) -> Verdict:
     silent = [rank for rank, report in reports.items() if report is None]
     if any(report.state == "failed" for report in answered.values()):
         return Verdict(silent, [], by_itself=True)
-    furthest: Counter[str] = Counter()
-    for report in answered.values():
-        for name, (_, _, last) in report.groups.items():
-            furthest[name] = max(furthest[name], last.number)
     # By the frame it is in one can't say who hangs: under NCCL calls return at once, and the host may then wait in any
     # of them. A rank hangs if it waits in no collective, and others are in one that it has not entered. Where torch
     # records no collectives, it is the one whose own collective does not time out.
     running = {rank: report for rank, report in answered.items() if report.state == "runs" and report.waits_in is None}
-    hanging = [rank for rank, report in running.items() if is_behind(report, furthest) or not report.groups]
-    return Verdict(silent, hanging if timed_out else [], where_they_wait(answered, silent, furthest))
-
-
-def is_behind(report: Report, furthest: Mapping[str, int]) -> bool:
-    """Whether another rank has entered a collective of a common group that this one has not."""
-    return any(last.number < furthest[name] for name, (_, _, last) in report.groups.items())
-
-
-def where_they_wait(answered: Mapping[int, Report], silent: Sequence[int], furthest: Mapping[str, int]) -> str:
-    """One line: the collective in which most ranks wait, who has not entered it, and what those are in; "" for none."""
-    waits = Counter(report.waits_in for report in answered.values() if report.waits_in is not None)
-    if not waits:
-        return ""
-    (group, number, operation), _ = waits.most_common(1)[0]
-    waiting = {rank for rank, r in answered.items() if r.waits_in and r.waits_in[:2] == (group, number)}
-    others_in_it = {
-        rank: r.waits_in for rank in waiting if (r := answered[rank]).waits_in and r.waits_in[2] != operation
-    }
-    about, members, _ = answered[min(waiting)].groups[group]
-    entered = {rank for rank, r in answered.items() if group in r.groups and r.groups[group][2].number >= number}
-    missing = [rank for rank in members or [*answered, *silent] if rank not in entered]
-    text = f"{_ranks(waiting - others_in_it.keys())} in {operation} {number} of group {about or group}"
-    parts = [f"rank {rank} in {wait[2]} there" for rank, wait in others_in_it.items() if wait]
-    for rank in sorted(missing)[:4]:
-        report = answered.get(rank)
-        if report is None:
-            parts.append(f"rank {rank} does not answer")
-        elif report.waits_in is not None:
-            parts.append(f"rank {rank} is in {report.waits_in.operation} {report.waits_in.number} of another group")
-        else:
-            last = report.groups[group][2].number if group in report.groups else 0
-            parts.append(f"rank {rank} has entered {last} of them, in step {report.step + 1}")
-    if len(missing) > 4:
-        parts.append(f"{len(missing) - 4} more are missing")
-    return "; ".join([text, *parts])
-
-
-def _ranks(ranks: set[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8])) + ", ..." * (len(ranks) > 8)
-    return f"rank {shown} waits" if len(ranks) == 1 else f"ranks {shown} wait"
+    behind = ranks_behind(answered)
+    hanging = [rank for rank, report in running.items() if rank in behind or not report.groups]
+    return Verdict(silent, hanging if timed_out else [], where_they_wait(reports))
 
 
 class ReportBoard:
@@ -124,7 +51,12 @@ class ReportBoard:
 
     def __init__(self, store: dist.Store, prefix: str, rank: int, size: int):  # type: ignore[name-defined]
         self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
-        self._store.set(self._report_key(rank), SILENT)  # so that reading it never waits
+        # So that reading them never waits.
+        self._store.set(self._report_key(rank), SILENT)
+        self._store.set(self._answer_key(rank), SILENT)
+        if rank == 0:
+            self._store.set(self._event_key, "")
+            self._store.set(self._round_key, "")
 
     def _report_key(self, rank: int) -> str:
         return f"{self._prefix}/report/{rank}"
@@ -132,6 +64,13 @@ class ReportBoard:
     @property
     def _event_key(self) -> str:
         return f"{self._prefix}/event"
+
+    def _answer_key(self, rank: int) -> str:
+        return f"{self._prefix}/answer/{rank}"
+
+    @property
+    def _round_key(self) -> str:
+        return f"{self._prefix}/round"
 
     def report(self, report: Report) -> None:
         self._store.set(self._report_key(self._rank), report.to_text())
@@ -143,9 +82,26 @@ class ReportBoard:
         """Ask every rank to report; one of several events stays."""
         self._store.compare_set(self._event_key, "", event)
 
-    def event(self) -> str:
-        """What has happened on any rank; "" for nothing."""
-        return self._store.get(self._event_key).decode() if self._store.check([self._event_key]) else ""
+    def poll(self) -> tuple[str, str]:
+        """What has happened on any rank, "" for nothing; and the current round of `Stalls`."""
+        event, current = self._store.multi_get([self._event_key, self._round_key])
+        return event.decode(), current.decode()
+
+    def change_round(self, before: str, after: str) -> bool:
+        """Replace the current round, unless another rank has done so already."""
+        return self._store.compare_set(self._round_key, before, after) == after.encode()
+
+    def answer(self, number: int, report: Report) -> None:
+        """This rank's answer in a round."""
+        self._store.set(self._answer_key(self._rank), f"{number} {report.to_text()}")
+
+    def answers(self, number: int) -> dict[int, Report | None]:
+        """Every rank's answer in a round; None for one that has not answered."""
+        texts = self._store.multi_get([self._answer_key(rank) for rank in range(self._size)])
+        split = [text.decode().partition(" ") for text in texts]
+        return {
+            rank: Report.from_text(report) if of == str(number) else None for rank, (of, _, report) in enumerate(split)
+        }
 
     def verdict(self, timed_out: bool, processes: Sequence[Process], answer_seconds: float) -> Verdict:
         """The ranks' common verdict. answer_seconds: how long the ranks may take to report."""

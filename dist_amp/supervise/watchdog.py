@@ -19,9 +19,12 @@ from dist_amp.errors import Failure, first_line
 from dist_amp.fast import flight_recorder
 from dist_amp.fast.process_group import abort_process_groups
 from dist_amp.runtime.rendezvous import in_time
+from dist_amp.supervise.gathering import Report, State
 from dist_amp.supervise.job import Supervised
 from dist_amp.supervise.liveness import Liveness, Process, process_fields, this_process
-from dist_amp.supervise.verdict import Report, ReportBoard, State, Verdict
+from dist_amp.supervise.stacks import main_thread_is_in
+from dist_amp.supervise.stalls import Stalls
+from dist_amp.supervise.verdict import ReportBoard, Verdict
 
 ANSWER_SECONDS = 5.0  # how long to wait for the other ranks' reports after a collective has failed
 POLL_SECONDS = 1.0  # how often a rank asks whether anything has happened
@@ -56,6 +59,7 @@ class RankWatchdog:
         self._liveness = Liveness(job.store, prefix, world.rank, 0.8 * self._timeout)
         self._processes = [Process(*json.loads(text)) for text in world.gather_texts(json.dumps(this_process()))]
         self._liveness.watch(self._processes)
+        self._stalls = Stalls(job, self._board, self._processes, self._waiting, self._answer_seconds)
         self._thread.start()
 
     def close(self) -> None:
@@ -74,8 +78,11 @@ class RankWatchdog:
         event = ""
         with suppress(Exception):  # the store is dead: torchrun has ended, and so will this process
             while not event and not self._closed.wait(POLL_SECONDS):
-                if not (event := self._board.event()) and (event := self._alarm()):
+                event, stall = self._board.poll()
+                if not event and (event := self._alarm()):
                     self._board.announce(event)
+                elif not event and not self._failed.is_set():
+                    self._stalls.poll(stall)
         if event:
             self._respond(event)
 
@@ -164,15 +171,22 @@ class RankWatchdog:
 
     def _report(self, state: State) -> None:
         """Report how far this rank is, and write what its flight recorder has into the run's folder."""
-        run, folder = self._job.run, self._job.folder
+        folder = self._job.folder
         recorded = flight_recorder.dump() if state != "failed" else {}
-        step = run.step if run is not None else 0
-        self._board.report(Report.of(state, step, self._progress(recorded)))
+        self._board.report(self._of(state, recorded))
         if recorded and folder is not None:
             with suppress(OSError):
                 (folder / "flight_recorder").mkdir(exist_ok=True)
                 path = folder / "flight_recorder" / f"rank{self._job.world.rank:05d}.json"
                 path.write_text(json.dumps(recorded))
+
+    def _waiting(self) -> Report:
+        """What this rank is doing, while nothing has failed."""
+        return self._of("runs", flight_recorder.dump())
+
+    def _of(self, state: State, recorded: dict[str, Any]) -> Report:
+        step = self._job.run.step if self._job.run is not None else -1
+        return Report.of(state, step, self._progress(recorded), main_thread_is_in())
 
     def _progress(self, recorded: dict[str, Any]) -> flight_recorder.Progress:
         """Of the main thread: the writer's group says nothing about it."""
@@ -192,7 +206,8 @@ class RankWatchdog:
         if event == TIMED_OUT:
             what = "did not take part in a collective in time: it hangs, is stopped or its machine is down"
         where = f"; {verdict.where}" if verdict.where else ""
-        return f"rank {names} {what}{where}"
+        stacks = f"; stacks of all ranks in {self._stalls.stacks_folder}" if self._stalls.stacks_folder else ""
+        return f"rank {names} {what}{where}{stacks}"
 
     def _cut_off(self, error: BaseException) -> Failure:
         """For a rank that reaches neither the other ranks nor the store, and cannot know why."""
