@@ -29,8 +29,11 @@ ROWS = {
     "gradients": "gradients",
     "moments": "optimizer state",
     "average": "moving average",
-    "computing": "gathered, cast",
+    "computing": "gathered or cast weights",
 }
+
+
+PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
 
 def lines(plan: Plan) -> list[str]:
     """The plan as text."""
-    config, notes = plan.config, list(dict.fromkeys(plan.world.notes))
+    config, notes = plan.config, [note for note in dict.fromkeys(plan.world.notes) if not note.startswith("blocks: ")]
     said = [note for note in notes if not note.startswith("warning: ")]
     heads = {
         "task": config.task.target,
@@ -72,6 +75,7 @@ def lines(plan: Plan) -> list[str]:
     }
     text = [f"{name:<12}{value}" for name, value in heads.items() if value]
     text += ["", *table(plan), ""]
+    text += ["* what this config runs"] if any(way.chosen for way in plan.ways) else []
     text += [f"{way.name}: not possible: {way.problem}" for way in plan.ways if way.problem]
     text += [fit_text(plan)] if plan.device_memory else []
     return [*text, *said, *(note for note in notes if note not in said)]
@@ -80,11 +84,9 @@ def lines(plan: Plan) -> list[str]:
 def model_text(plan: Plan) -> str:
     trained, everything = plan.parameters
     of_it = "all trained" if trained == everything else f"{trained:,} trained ({100 * trained / everything:.2g} %)"
-    blocks = ", ".join(f"{count} x {name}" for name, count in plan.blocks.items()) or "no block"
-    return (
-        f"{type(plan.module).__name__}, {everything:,} parameters, {of_it}; {blocks} "
-        f"with {100 * plan.share_of_blocks:.0f} % of them"
-    )
+    blocks = ", ".join(f"{count} x {name}" for name, count in plan.blocks.items())
+    blocks = f"{blocks} with {100 * plan.share_of_blocks:.0f} % of them" if blocks else "no blocks"
+    return f"{type(plan.module).__name__}, {everything:,} parameters, {of_it}; {blocks}"
 
 
 def ranks_text(plan: Plan) -> str:
@@ -110,7 +112,7 @@ def data_text(plan: Plan) -> str:
         epochs = plan.config.train.steps / plan.steps_per_epoch
         text += f", {plan.steps_per_epoch:,} steps per epoch; {plan.config.train.steps:,} steps are {epochs:.3g} epochs"
     if plan.tokens_per_step:
-        text += f", {plan.config.train.steps * plan.tokens_per_step / 1e9:,.3g} billion tokens"
+        text += f", {plan.config.train.steps * plan.tokens_per_step / 1e6:,.1f} M tokens"
     return text
 
 
@@ -118,12 +120,18 @@ def compute_text(plan: Plan) -> str:
     if not plan.flops_per_sample:
         return ""
     of_rank = plan.flops_per_sample * plan.samples_per_step / plan.world.world_size
-    text = f"{plan.flops_per_sample / 1e12:,.3g} TFLOP per sample, {of_rank / 1e12:,.3g} TFLOP per rank and step"
+    text = f"{short(plan.flops_per_sample)}FLOP per sample, {short(of_rank)}FLOP per rank and step"
     if plan.peak_flops:
         seconds = of_rank / plan.peak_flops
-        text += f": at least {seconds:.3g} s (MFU 1 at {plan.peak_flops / 1e12:,.0f} TFLOP/s)"
-        text += f", {seconds * plan.config.train.steps / 3600:,.3g} h for {plan.config.train.steps:,} steps"
+        text += f"; at {short(plan.peak_flops)}FLOP/s and 40 % MFU (assumed) {seconds / 0.4:.3g} s per step"
+        text += f", {seconds / 0.4 * plan.config.train.steps / 3600:,.3g} h for all steps"
     return text
+
+
+def short(number: float) -> str:
+    """A number in three digits, with a prefix of its unit: "2.62 G"."""
+    prefix = next((one for one in reversed(PREFIXES) if number >= 1000 ** PREFIXES.index(one)), "")
+    return f"{number / 1000 ** PREFIXES.index(prefix):.4g} {prefix}"
 
 
 def checkpoint_text(plan: Plan) -> str:
@@ -149,18 +157,14 @@ def table(plan: Plan) -> list[str]:
     if any(way.memory is not None and way.on_device != way.memory.total for way in ways):
         rows.append(["of it on the device", *(f"{way.on_device / scale:,.2f}" for way in ways)])
     if plan.device_memory:
-        rows.append([f"left of {plan.device_memory / scale:,.1f}", *(left_text(plan, way, scale) for way in ways)])
+        left = (size(plan.device_memory - way.on_device) if fits(plan, way) else "too large" for way in ways)
+        rows.append([f"left of {size(plan.device_memory)}", *left])
     if plan.world.world_size > 1:
         rows.append([f"sent per step, {sent_unit}", *(f"{way.sent_bytes / sent_scale:,.2f}" for way in ways)])
     rows.append(["computes in", *(way.precision for way in ways)])
     head = [f"{unit} on each rank", *(f"{way.name} *" if way.chosen else way.name for way in ways)]
     align = ["left", *["right"] * len(ways)]
     return tabulate(rows, head, "simple", disable_numparse=True, colalign=align).splitlines()
-
-
-def left_text(plan: Plan, way: Way, scale: int) -> str:
-    left = plan.device_memory - way.on_device
-    return f"{left / scale:,.2f}" if fits(plan, way) else "too large"
 
 
 def fits(plan: Plan, way: Way) -> bool:
@@ -172,8 +176,9 @@ def fit_text(plan: Plan) -> str:
     """What the row of what is left means, in a sentence."""
     named = [way.name for way in plan.ways if fits(plan, way)]
     if not named:
-        more = f"; fsdp does from {plan.fits_from:,} ranks on" if plan.fits_from else ""
-        return f"nothing fits into {USABLE:.0%} of the device{more}"
+        every = " (every)" if plan.micro_batches > 1 else ""
+        more = f"fsdp{every} does on {plan.fits_from:,} ranks" if plan.fits_from else "nor does fsdp on more ranks"
+        return f"nothing fits into {100 * USABLE:.0f} % of the device; {more}"
     chosen = next((way for way in plan.ways if way.chosen), None)
     warning = f"; {chosen.name}, which is chosen, does not" if chosen is not None and not fits(plan, chosen) else ""
     return f"{', '.join(named)} fit{'s' if len(named) == 1 else ''}, without activations{warning}"

@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
     name: str
     chosen: bool
-    precision: str = ""  # with who casts
+    precision: str = ""  # and who casts
     memory: Memory | None = None
     on_device: int = 0  # of the memory; under CPU offload the rest is the host's
     sent_bytes: float = 0.0  # by each rank in a step
@@ -149,7 +149,7 @@ def describe_ways(plan: Plan, task: Task) -> None:
             plan.ways.append(Way(name, False, problem=first_line(error)))
             continue
         plan.ways.append(way(name, is_chosen, strategy, replace(config, parallel=parallel), model, world, moments))
-    if plan.device_memory and plan.ways and all(w.on_device > USABLE * plan.device_memory for w in plan.ways):
+    if plan.device_memory and all(w.on_device > USABLE * plan.device_memory for w in plan.ways):
         plan.fits_from = ranks_that_fit(plan, task, moments)
     averages = shard_bytes((p for p in moments), 0, torch.float32) if config.optim.ema != "off" else 0
     state = sum(times * shard_bytes([p], 0) for p, times in moments.items())
@@ -183,9 +183,9 @@ def candidates(config: Config, world: World, micro_batches: int) -> list[tuple[s
     own, other = parallel.accumulate_reduce, "every" if parallel.accumulate_reduce == "last" else "last"
     accumulates, replicas = micro_batches > 1, replicas_of(parallel, world)
     found: list[tuple[str, Strategy, ParallelConfig]] = [("ddp", "ddp", parallel)]
-    found.append((f"fsdp, {own}" if accumulates else "fsdp", "fsdp", parallel))
+    found.append((f"fsdp ({own})" if accumulates else "fsdp", "fsdp", parallel))
     if accumulates:
-        found.append((f"fsdp, {other}", "fsdp", replace(parallel, accumulate_reduce=other)))
+        found.append((f"fsdp ({other})", "fsdp", replace(parallel, accumulate_reduce=other)))
     found.append((f"hsdp of {replicas}", "hsdp", parallel))
     return found
 
@@ -236,7 +236,7 @@ def way(
         step += of_muon(groups_of_muon(config, model.task, model.module), shards)
     if sharded or (strategy == "ddp" and parallel.comm_dtype != "off"):
         step[Collective("all_reduce", world.world_size, STEP_SUMS, STEP_SUMS)] += 1
-    cast = {"nothing": "", "policy": " by FSDP2's policy", "autocast": " by autocast"}[model.precision.cast_by]
+    cast = "" if model.precision.cast_by == "nothing" else f", {model.precision.cast_by}"
     sent = sum(times * one.sent for one, times in step.items())
     return Way(name, chosen, f"{model.precision.name}{cast}", memory, on_device, sent, step.total())
 
