@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -241,10 +240,8 @@ def test_a_call_that_never_returns_holds_up_neither_a_step_nor_the_end(install, 
     with Health(World(device=GPU), written) as observer:
         log(observer, 10)
         nvml.values["nvmlDeviceGetTemperature"] = lambda sensor: release.wait(60)
-        before = time.thread_time()
         for step in range(20, 200, 10):
             observer.on_log(SimpleNamespace(step=step))
-        assert time.thread_time() - before < 1
     assert [step for step, _ in written] == [10]
     release.set()
 
