@@ -274,20 +274,20 @@ def system(root, meminfo=True, **cgroup):
 def test_one_rank_of_a_machine_writes_its_memory_and_each_its_own(tmp_path):
     root = system(tmp_path, memory_max="max\n", memory_current="1", memory_stat="inactive_file 0\n")
     rss = 524288 * health.resource.getpagesize() / 2**30
-    assert Host(writes_machine=False, root=root).tags() == {"memory/host_rss_GiB": rss}
+    assert Host(writes_machine=False, root=str(root)).tags() == {"memory/host_rss_GiB": rss}
     expected = {"memory/host_rss_GiB": rss, "host/memory_used_GiB": 40, "host/available_GiB": 24}
-    assert Host(writes_machine=True, root=root).tags() == expected
+    assert Host(writes_machine=True, root=str(root)).tags() == expected
 
 
 def test_in_a_container_its_own_limit_counts_and_its_cache_is_free(tmp_path):
     stat = f"anon 5\ninactive_file {2 * 2**30}\n"
     root = system(tmp_path, memory_max=str(16 * 2**30), memory_current=str(12 * 2**30), memory_stat=stat)
-    tags = Host(writes_machine=True, root=root).tags()
+    tags = Host(writes_machine=True, root=str(root)).tags()
     assert (tags["host/memory_used_GiB"], tags["host/available_GiB"]) == (10, 6)
 
 
 def test_a_system_without_proc_has_no_host_tags(tmp_path):
-    assert health_tags(None, Host(writes_machine=True, root=tmp_path)) == ({}, [])
+    assert health_tags(None, Host(writes_machine=True, root=str(tmp_path))) == ({}, [])
 
 
 def problems(world):

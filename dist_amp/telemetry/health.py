@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -198,7 +197,7 @@ class Gpu:
 class Host:
     """Memory of this process and, for one rank of a machine, of the machine or its container."""
 
-    def __init__(self, writes_machine: bool, root: Path = Path("/")):
+    def __init__(self, writes_machine: bool, root: str = ""):
         self._writes_machine = writes_machine
         self._root = root
 
@@ -206,24 +205,34 @@ class Host:
         """{tag: GiB}; only what the system shows: outside of Linux nothing."""
         tags: dict[str, float] = {}
         with suppress(OSError, ValueError, IndexError):
-            pages = int((self._root / "proc/self/statm").read_text().split()[1])
+            pages = int(self._read("/proc/self/statm").split()[1])
             tags["memory/host_rss_GiB"] = pages * resource.getpagesize() / GIB
         if self._writes_machine:
-            with suppress(OSError, ValueError, KeyError):
+            with suppress(OSError, ValueError):
                 used, available = self._machine()
                 tags |= {"host/memory_used_GiB": used / GIB, "host/available_GiB": available / GIB}
         return tags
 
     def _machine(self) -> tuple[int, int]:
         """(used, available) bytes. In a container with a limit, of that: what it caches can be freed."""
-        lines = (line.split() for line in (self._root / "proc/meminfo").read_text().splitlines())
-        kib = {words[0]: int(words[1]) for words in lines}
-        used, available = 1024 * (kib["MemTotal:"] - kib["MemAvailable:"]), 1024 * kib["MemAvailable:"]
-        group = self._root / "sys/fs/cgroup"
-        with suppress(OSError, ValueError, KeyError):  # not in a container, or its limit is "max"
-            limit = int((group / "memory.max").read_text())
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            own = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+        text = self._read("/proc/meminfo")
+        total, available = 1024 * number(b"MemTotal:", text), 1024 * number(b"MemAvailable:", text)
+        used, group = total - available, "/sys/fs/cgroup/memory"
+        with suppress(OSError, ValueError):  # not in a container, or its limit is "max"
+            limit = int(self._read(f"{group}.max"))
+            own = int(self._read(f"{group}.current")) - number(b"inactive_file", self._read(f"{group}.stat"))
             if limit - own < available:
                 used, available = own, limit - own
         return used, available
+
+    def _read(self, path: str) -> bytes:
+        file = os.open(self._root + path, os.O_RDONLY)  # a tenth of the cost of opening it as text
+        try:
+            return os.read(file, 2**16)
+        finally:
+            os.close(file)
+
+
+def number(name: bytes, text: bytes) -> int:
+    """The number after a name. Errors: ValueError if it is not there."""
+    return int(text[text.index(name) + len(name) :].split(None, 1)[0])
