@@ -130,7 +130,10 @@ def test_the_gpu_is_found_by_what_names_the_hardware_and_never_by_its_number():
     ("nvml", "message"),
     [
         (None, "no gpu/* tags: nvidia-ml-py is missing; pip install 'dist_amp[gpu]'"),
-        (FakeNvml(nvmlInit=FakeError("Driver Not Loaded")), "no gpu/* tags: NVML failed (FakeError: Driver Not Loaded)"),
+        (
+            FakeNvml(nvmlInit=FakeError("Driver Not Loaded")),
+            "no gpu/* tags: NVML failed (FakeError: Driver Not Loaded)",
+        ),
         (
             FakeNvml(nvmlDeviceGetHandleByUUID=FakeError("?"), nvmlDeviceGetHandleByPciBusId=FakeError("Not Found")),
             "no gpu/* tags: NVML failed (FakeError: Not Found)",

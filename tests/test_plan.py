@@ -34,8 +34,7 @@ class Uneven(Tiny):
 
     def build_model(self):
         blocks = [nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3)]
-        model = nn.Sequential(nn.Linear(8, 9), *blocks, nn.Linear(9, 1))
-        return model
+        return nn.Sequential(nn.Linear(8, 9), *blocks, nn.Linear(9, 1))
 
     def blocks(self, model):
         return list(model)[1:-1]

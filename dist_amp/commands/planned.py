@@ -3,15 +3,23 @@
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from dist_amp.config.auto import auto_need, auto_strategy, blocks_of, parameters_in, pick_blocks, pick_cast
-from dist_amp.config.auto import pick_strategy, units_of
+from dist_amp.config.auto import (
+    auto_need,
+    auto_strategy,
+    blocks_of,
+    parameters_in,
+    pick_blocks,
+    pick_cast,
+    pick_strategy,
+    units_of,
+)
 from dist_amp.config.task_class import build_task, built_model, check_model
 from dist_amp.config.validate import accumulation_steps, check_length, check_parallel, check_shardable, replicas_of
 from dist_amp.data import build_split
@@ -28,8 +36,15 @@ from dist_amp.supervise.out_of_memory import USABLE, capacity_of, size
 from dist_amp.supervise.preflight import BESIDES_KEPT
 from dist_amp.task import Task
 from dist_amp.telemetry.mfu import flops_per_item, known_peak
-from dist_amp.verify.collectives import RANKS_PER_MACHINE, STEP_SUMS, Collective, Model, groups_of_muon
-from dist_amp.verify.collectives import of_a_step, of_muon
+from dist_amp.verify.collectives import (
+    RANKS_PER_MACHINE,
+    STEP_SUMS,
+    Collective,
+    Model,
+    groups_of_muon,
+    of_a_step,
+    of_muon,
+)
 from dist_amp.verify.memory import Memory, memory_of, moments_of, shard_bytes
 from dist_amp.world import World
 
@@ -176,18 +191,15 @@ def choose(plan: Plan) -> Strategy | str:
 
 
 def candidates(config: Config, world: World, micro_batches: int) -> list[tuple[str, Strategy, ParallelConfig]]:
-    """(name, strategy, its settings): the configured ones, and fsdp that accumulates in the other way."""
+    """(name, strategy, its settings): the configured ones, and fsdp in both its ways to accumulate."""
     parallel = config.parallel
     if world.world_size == 1:
         return [("single", "single", parallel)]
-    own, other = parallel.accumulate_reduce, "every" if parallel.accumulate_reduce == "last" else "last"
-    accumulates, replicas = micro_batches > 1, replicas_of(parallel, world)
-    found: list[tuple[str, Strategy, ParallelConfig]] = [("ddp", "ddp", parallel)]
-    found.append((f"fsdp ({own})" if accumulates else "fsdp", "fsdp", parallel))
-    if accumulates:
-        found.append((f"fsdp ({other})", "fsdp", replace(parallel, accumulate_reduce=other)))
-    found.append((f"hsdp of {replicas}", "hsdp", parallel))
-    return found
+    hsdp: tuple[str, Strategy, ParallelConfig] = (f"hsdp of {replicas_of(parallel, world)}", "hsdp", parallel)
+    if micro_batches == 1:
+        return [("ddp", "ddp", parallel), ("fsdp", "fsdp", parallel), hsdp]
+    last, every = (replace(parallel, accumulate_reduce=when) for when in ("last", "every"))
+    return [("ddp", "ddp", parallel), ("fsdp (last)", "fsdp", last), ("fsdp (every)", "fsdp", every), hsdp]
 
 
 def laid_out(
@@ -256,7 +268,7 @@ def moments_or_assumed(plan: Plan, task: Any) -> Mapping[nn.Parameter, float]:
 
 
 def model_bytes_saved(module: nn.Module) -> int:
-    """Of a checkpoint: what is trained, under each of its names, and the buffers that are saved; frozen ones are not."""
+    """Of a checkpoint: what is trained, under each of its names, and the buffers that are saved."""
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return shard_bytes((value for name, value in module.state_dict().items() if name not in frozen), 0)
 

@@ -70,7 +70,7 @@ def build_on_ranks(task: Task, strategy: str, world: World, resumes: bool) -> nn
 
 
 def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
-    """(the model with its parameters on the meta device, "" or why it can't be filled later); None if it fails there."""
+    """(the model with its parameters on the meta device, "" or why it can't be filled later); no model if it fails."""
     try:
         with parameters_on_meta() as originals:
             module = built_model(task)

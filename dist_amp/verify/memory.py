@@ -17,7 +17,6 @@ from dist_amp.precision import DTYPES
 from dist_amp.settings import Config, OptimConfig, ParallelConfig
 from dist_amp.verify.collectives import Model, units_and_root
 
-
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -123,7 +122,7 @@ def gathered_at_once(units: list[int], root: int) -> int:
 
 
 def cast_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the weights that autocast casts: of linear layers and convolutions, and other matrices but embeddings."""
+    """Bytes of what autocast casts: linear layers and convolutions, and all other matrices but embeddings."""
     cast = {
         p
         for part in module.modules()
