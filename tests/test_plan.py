@@ -251,22 +251,27 @@ def test_a_step_sends_what_was_planned(ranks, task, words):
         assert real == (chosen.sent_bytes, chosen.collectives)
 
 
-def saved(task, words):
-    """Bytes of the tensors in a checkpoint of a run on one process, apart from counters and generators."""
-    run = make_run(World(), TASKS[task](), *SETTINGS, *words)
+def saved(world, task, words):
+    """Bytes of the tensors that this rank writes of a checkpoint, apart from counters and generators."""
+    run = make_run(world, TASKS[task](), *SETTINGS, *words)
     take_steps(run, 1)
     state = take_snapshot(run, None).state
     moments = [value for values in state["optimizer"].values() for value in values.values() if value.ndim]
-    return bytes_of([*state["model"].values(), *moments, *state.get("ema", {}).values()])
+    return bytes_of(map(local, [*state.get("model", {}).values(), *moments, *state.get("ema", {}).values()]))
 
 
 @pytest.mark.parametrize(
     ("task", "words"),
-    [("Uneven", ["--optim.ema", "0.9"]), ("Frozen", []), ("Normed", ["--optim.name", "sgd"]), ("TiedWords", [])],
+    [
+        ("Frozen", way("ddp", "--optim.ema", "0.9")),
+        ("TiedWords", way("ddp")),
+        ("Normed", way("fsdp", "--optim.name", "sgd")),
+        ("Uneven", way("fsdp", *HALF, "--optim.ema", "0.9")),
+    ],
 )
 def test_a_checkpoint_has_the_planned_size(task, words):
-    plan, _ = planned(task, words, 1)
-    assert saved(task, words) == plan.checkpoint_bytes
+    plan, _ = planned(task, words, 2)
+    assert sum(on_ranks(2, saved, task, words)) == plan.checkpoint_bytes
 
 
 def test_the_disk_holds_no_more_checkpoints_than_there_will_be():
@@ -478,3 +483,13 @@ def test_what_a_task_raises_in_its_building_is_reported_as_in_training(capsys, t
     status, _, err = shown(capsys, "--task.target", f"test_plan:{task}", "--world_size", 2)
     assert status == 65
     assert err.startswith(f"error: {message}")
+
+
+def test_the_page_shows_what_its_command_prints(capsys):
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    words = page.split("$ python -m dist_amp.plan ")[1].splitlines()[0].split()
+    words[1] = str(ROOT / words[1])
+    status, out, _ = shown(capsys, *words)
+    assert status == 0
+    data = next(line for line in out.splitlines() if line.startswith("data "))  # differs between releases of Python
+    assert all(line in page for line in out.splitlines() if line != data)

@@ -45,7 +45,7 @@ from dist_amp.verify.collectives import (
     of_a_step,
     of_muon,
 )
-from dist_amp.verify.memory import Memory, memory_of, moments_of, shard_bytes
+from dist_amp.verify.memory import Memory, checkpoint_bytes, memory_of, moments_of
 from dist_amp.world import World
 
 MOST_RANKS = 2**16  # looked at for a number of ranks on which the model fits
@@ -121,7 +121,9 @@ def make_plan(config: Config, world_size: int, device_memory: int) -> Plan:
     seed_all(config.run.seed)
     plan = Plan(config, world, device_memory, build_module(task, config, world), micro_batches=micro_batches)
     plan.samples_per_step = config.train.micro_batch_size * world_size * micro_batches
-    describe_blocks(plan, task)
+    blocks = blocks_of(task, plan.module)
+    plan.blocks = dict(Counter(type(block).__name__ for block in blocks))
+    plan.share_of_blocks = parameters_in(blocks) / max(1, parameters_in([plan.module]))
     describe_ways(plan, task)
     describe_compute(plan, task)
     describe_data(plan, task)
@@ -142,12 +144,6 @@ def build_module(task: Task, config: Config, world: World) -> nn.Module:
     return in_training_mode(module)
 
 
-def describe_blocks(plan: Plan, task: Task) -> None:
-    blocks = blocks_of(task, plan.module)
-    plan.blocks = dict(Counter(type(block).__name__ for block in blocks))
-    plan.share_of_blocks = parameters_in(blocks) / max(1, parameters_in([plan.module]))
-
-
 def describe_ways(plan: Plan, task: Task) -> None:
     """Every strategy, and what a checkpoint takes. Errors: what training raises for the strategy that is chosen."""
     config, world, module = plan.config, plan.world, plan.module
@@ -166,9 +162,7 @@ def describe_ways(plan: Plan, task: Task) -> None:
         plan.ways.append(way(name, is_chosen, strategy, replace(config, parallel=parallel), model, world, moments))
     if plan.device_memory and all(w.on_device > USABLE * plan.device_memory for w in plan.ways):
         plan.fits_from = ranks_that_fit(plan, task, moments)
-    averages = shard_bytes((p for p in moments), 0, torch.float32) if config.optim.ema != "off" else 0
-    state = sum(times * shard_bytes([p], 0) for p, times in moments.items())
-    plan.checkpoint_bytes = round(state) + averages + model_bytes_saved(module)
+    plan.checkpoint_bytes = checkpoint_bytes(config, module, moments, chosen in ("fsdp", "hsdp"))
     if config.checkpoint.every != "off":
         to_come = math.ceil(config.train.steps / config.checkpoint.every)
         plan.checkpoints = min(config.checkpoint.keep + BESIDES_KEPT, to_come)
@@ -265,12 +259,6 @@ def moments_or_assumed(plan: Plan, task: Any) -> Mapping[nn.Parameter, float]:
             "assumed to be twice the parameters, as AdamW's"
         )
         return {p: 2 for p in plan.module.parameters() if p.requires_grad}
-
-
-def model_bytes_saved(module: nn.Module) -> int:
-    """Of a checkpoint: what is trained, under each of its names, and the buffers that are saved."""
-    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return shard_bytes((value for name, value in module.state_dict().items() if name not in frozen), 0)
 
 
 def ranks_that_fit(plan: Plan, task: Task, moments: Mapping[nn.Parameter, float]) -> int:

@@ -21,8 +21,8 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.world import World
 
 GIB = 2**30
-# Why clocks are lower than they could be. Source: NVML API reference, nvmlClocksEventReasons. Left out: idle, clocks that
-# were set, synchronised boost, display. The power cap is the normal state of a busy GPU and no fault.
+# Why clocks are lower than they could be. Source: NVML API reference, nvmlClocksEventReasons. Left out: idle, clocks
+# set by the user, synchronised boost, display. The power cap is the normal state of a busy GPU, and no fault.
 POWER_CAP = 0x4
 THROTTLED = {
     0x8: "hardware slowdown",

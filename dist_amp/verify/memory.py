@@ -56,6 +56,17 @@ def memory_of(config: Config, model: Model, shards: int, moments: Mapping[nn.Par
     )
 
 
+def checkpoint_bytes(config: Config, module: nn.Module, moments: Mapping[nn.Parameter, float], sharded: bool) -> int:
+    """A checkpoint: what is trained, under each of its names, and its moments and average; buffers that are saved."""
+    stored = torch.bfloat16 if sharded and config.parallel.param_dtype == "bf16" else None
+    named = dict(module.named_parameters(remove_duplicate=False))
+    trained = [p for p in named.values() if p.requires_grad]
+    averages = shard_bytes(moments, 0, torch.float32) if config.optim.ema != "off" else 0
+    buffers = shard_bytes((value for name, value in module.state_dict().items() if name not in named), 0)
+    of_optimizer = round(sum(times * shard_bytes([p], 0, stored) for p, times in moments.items()))
+    return shard_bytes(trained, 0, stored) + buffers + of_optimizer + averages
+
+
 def shard_bytes(tensors: Iterable[Tensor], shards: int, dtype: torch.dtype | None = None) -> int:
     """Bytes of the first rank's rows of these tensors; of all rows if shards is 0. dtype: None for their own."""
     return sum(
