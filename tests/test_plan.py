@@ -19,6 +19,7 @@ from dist_amp.commands.planned import make_plan
 from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
 from dist_amp.fast.fused import local
+from dist_amp.optimizers.muon import Muon
 from dist_amp.verify.collectives import Model, measure, units_and_root
 from dist_amp.verify.memory import cast_bytes, gathered_at_once, shard_bytes
 from dist_amp.world import World
@@ -87,7 +88,14 @@ class OwnOptimizer(TiedWords):
         super().__init__(own_optimizer=True)
 
 
-TASKS = {task.__name__: task for task in (Uneven, Frozen, Normed, TiedWords, OwnOptimizer)}
+class OurOptimizer(Tiny):
+    """Makes its state, and reads of it, as it is built."""
+
+    def optimizer(self, groups, lr):
+        return Muon(groups, lr=lr)
+
+
+TASKS = {task.__name__: task for task in (Uneven, Frozen, Normed, TiedWords, OwnOptimizer, OurOptimizer)}
 
 
 def planned(task, words, ranks):
@@ -155,6 +163,7 @@ CASES = [
     ("Frozen", way("ddp")),
     ("Normed", way("ddp", "--use_amp", "false")),
     ("OwnOptimizer", way("ddp")),
+    ("OurOptimizer", way("ddp")),
     ("Uneven", way("fsdp", "--precision.dtype", "fp16", "--optim.ema", "0.9")),
     ("Uneven", way("fsdp", *ACCUMULATES)),
     ("Uneven", way("fsdp", *ACCUMULATES, "--parallel.accumulate_reduce", "every")),
@@ -425,15 +434,23 @@ class ReadsParameters(Tiny):
         return model
 
 
-def test_a_tasks_optimizer_that_reads_values_is_assumed_to_be_adamw(capsys):
-    found = facts(capsys, "--task.target", "test_plan:Reading", "--world_size", 2, "--parallel.strategy", "ddp")
+@pytest.mark.parametrize("task", ["Reading", "ReadingAtOnce"])
+def test_a_tasks_optimizer_that_reads_values_is_assumed_to_be_adamw(capsys, task):
+    found = facts(capsys, "--task.target", f"test_plan:{task}", "--world_size", 2, "--parallel.strategy", "ddp")
     assert found["strategies"][0]["memory"]["moments"] == 2 * found["strategies"][0]["memory"]["gradients"]
     assert any("the state of the task's optimizer can't be seen without a real step" in one for one in found["notes"])
+    assert "what the task's optimizer itself may send is left out" in found["notes"]
 
 
 class Reading(Tiny):
     def optimizer(self, groups, lr):
         return ReadingSGD(groups, lr=lr)
+
+
+class ReadingAtOnce(Tiny):
+    def optimizer(self, groups, lr):
+        assert groups[0]["params"][0].norm().item() > 0
+        return torch.optim.SGD(groups, lr=lr)
 
 
 class ReadingSGD(torch.optim.SGD):

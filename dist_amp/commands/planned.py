@@ -249,11 +249,13 @@ def way(
 
 def moments_or_assumed(plan: Plan, task: Any) -> Mapping[nn.Parameter, float]:
     """As `moments_of`; where a task's optimizer can't be stepped on the meta device, AdamW's, with a warning."""
+    if hasattr(task, "optimizer") and plan.world.world_size > 1:
+        plan.world.say("what the task's optimizer itself may send is left out")
     try:
         return moments_of(plan.config.optim, task, plan.module)
-    except Failure:
-        raise
     except Exception as error:
+        if isinstance(error, Failure) and error.__cause__ is None:  # not what its code raised, maybe for want of values
+            raise
         plan.world.warn(
             f"the state of the task's optimizer can't be seen without a real step ({in_one_line(error)}): it is "
             "assumed to be twice the parameters, as AdamW's"

@@ -78,7 +78,7 @@ def shard_bytes(tensors: Iterable[Tensor], shards: int, dtype: torch.dtype | Non
 def moments_of(config: OptimConfig, task: Any, module: nn.Module) -> dict[nn.Parameter, float]:
     """{trained parameter: how many times its size the optimizer keeps for it}.
 
-    A task's own optimizer takes one step with gradients of zero to show it. Errors: as building it in training, and
+    A task's own optimizer takes one step with gradients of zero if it has to. Errors: as building it in training, and
     whatever its step raises, for example because it reads a value of a parameter on the meta device.
     """
     groups = task_groups(task, module, config) if hasattr(task, "groups") else parameter_groups(module, config)
@@ -86,10 +86,11 @@ def moments_of(config: OptimConfig, task: Any, module: nn.Module) -> dict[nn.Par
         return {p: _moments(config, group) for group in groups for p in group["params"]}
     optimizer = task_optimizer(task, groups, config.lr, module)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in trained:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
+    if not any(optimizer.state.values()):  # most make it in their first step
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
     return {p: _state_bytes(optimizer.state[p]) / (p.numel() * p.dtype.itemsize) for p in trained}
 
 
