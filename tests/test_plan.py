@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dist_amp.checkpoint.state import take_snapshot
 from dist_amp.commands.plan import main
 from dist_amp.commands.planned import make_plan
+from dist_amp.config import validate
 from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
 from dist_amp.fast.fused import local
@@ -412,6 +413,15 @@ def test_batch_epochs_flops_and_the_time_at_a_peak(capsys):
     # 6 x 3.8e9 x 8192, for 8 samples of a rank, at 0.4e15 per second
     assert "187.4 TFLOP per sample, 1.499 PFLOP per rank and step; at 1 PFLOP/s and 40 % MFU (assumed) 3.75 s" in out
     assert "400 steps are 10 epochs" in out
+
+
+def test_a_gpu_that_is_not_here_is_not_asked_what_it_can_do(capsys, monkeypatch):
+    monkeypatch.setattr(validate, "cpu_slowdown", pytest.fail)
+    words = ["--task.target", "test_plan:Uneven", "--world_size", 4, "--parallel.strategy", "fsdp"]
+    found = facts(capsys, *words, "--compile.blocks", "true", "--precision.scaler.growth_factor", 4)
+    assert "[compile] is not checked: there is no GPU here" in found["notes"]
+    assert "warning: precision.scaler has no effect in bf16: only fp16 needs a loss scaler" in found["notes"]
+    assert [way["precision"] for way in found["strategies"]] == ["bf16, autocast", "bf16, policy", "bf16, policy"]
 
 
 def test_under_cpu_offload_the_state_is_the_hosts(capsys):

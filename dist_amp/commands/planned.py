@@ -1,7 +1,6 @@
 """The facts of `dist_amp.plan`: what a config will do, by formulas and a model without memory for its parameters."""
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -210,10 +209,14 @@ def laid_out(
     check_model(module, strategy)
     cast = pick_cast(config.precision, strategy, module, world)
     check_parallel(parallel, strategy, cast, world)
-    check_compile(config.compile, strategy, plan.micro_batches, world)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*CUDA is not available", category=UserWarning)  # it need not be
-        precision = build_precision(cast, strategy in ("fsdp", "hsdp"), world)
+    here = world
+    if world.device.type == "cuda" and not torch.cuda.is_available():
+        here = replace(world, rank=1, device=torch.device("cpu"))  # nothing measures what this CPU can do for rank 1
+    if here is world or not config.compile.blocks:
+        check_compile(config.compile, strategy, plan.micro_batches, world)
+    else:
+        world.say("[compile] is not checked: there is no GPU here")
+    precision = build_precision(cast, strategy in ("fsdp", "hsdp"), here)
     units_of(task, module, pick_blocks(config, strategy, task, module, world))
     if strategy in ("fsdp", "hsdp"):
         check_shardable(strategy, module, precision.cast_by == "policy")

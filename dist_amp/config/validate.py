@@ -20,8 +20,6 @@ def check_dtype(config: PrecisionConfig, world: World) -> None:
         if world.is_main:
             warn_if_emulated(config.dtype, world)
         return
-    if not torch.cuda.is_available():  # dist_amp.plan: GPUs of another machine
-        return
     capability = torch.cuda.get_device_capability(world.device)
     native, works = CAPABILITY[config.dtype]
     device = f"{torch.cuda.get_device_name(world.device)} (compute capability {capability[0]}.{capability[1]})"

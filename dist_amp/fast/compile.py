@@ -60,8 +60,7 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
                 f"compile.mode={config.mode} is inductor's, and compile.backend={config.backend} has none; use default"
             )
         return
-    is_here = world.device.type != "cuda" or torch.cuda.is_available()  # not the GPUs that dist_amp.plan plans for
-    if is_here and (missing := _missing_compiler(world.device)):
+    if missing := _missing_compiler(world.device):
         raise ConfigError(
             f"compile.backend=inductor needs {missing}; install it, or use compile.backend=aot_eager (no faster than "
             "without) or compile.blocks=false"
