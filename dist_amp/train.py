@@ -30,6 +30,7 @@ from dist_amp.supervise.callbacks import Callbacks, train_metrics
 from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.lifecycle import close_run, is_finished, open_run
 from dist_amp.supervise.signals import AgreedStop
+from dist_amp.telemetry.health import Health
 from dist_amp.telemetry.observer import Observer
 from dist_amp.world import start
 
@@ -39,7 +40,7 @@ def observers_of(run: Run) -> tuple[Observer, ...]:
     nonfinite = NonfiniteReplay(run)
     # Consistency first: the others assume that all ranks skipped the same steps.
     checks = Consistency(run), nonfinite, Limits(run, nonfinite), FirstSteps(run)
-    return *checks, Numerics(run), Profile(run), SlowRanks(run)
+    return *checks, Numerics(run), Profile(run), SlowRanks(run), Health(run.world, run.metrics.add)
 
 
 def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:

@@ -49,6 +49,7 @@ HEAVY = {
     "transformers": {"tasks", "checkpoint.pretrained", "bench.pretrained"},
     "tokenizers": {"tasks"},
     "peft": {"tasks"},
+    "pynvml": {"telemetry.health"},
 }
 
 

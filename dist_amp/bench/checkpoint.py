@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from dist_amp.bench.harness import on_a_run, wait_for
+from dist_amp.bench.harness import on_a_run
 from dist_amp.checkpoint.format import all_checkpoints, read_manifest
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.errors import Failure
 from dist_amp.run import Run
+from dist_amp.runtime.clock import wait_for_device
 from dist_amp.step import train_step
 
 ROUNDS = 5  # of one save of each kind, after one of each that is not counted: it makes the memory and the plan
@@ -67,7 +68,7 @@ def measure(run: Run) -> None:
 def _step_seconds(run: Run) -> float:
     started = time.perf_counter()
     train_step(run, next(run.data))
-    wait_for(run.world.device)
+    wait_for_device(run.world.device)
     return time.perf_counter() - started
 
 

@@ -34,7 +34,7 @@ from dist_amp.commands.command_line import exit_status
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.run import Run, build_run
-from dist_amp.runtime.clock import PhaseClock
+from dist_amp.runtime.clock import PhaseClock, wait_for_device
 from dist_amp.runtime.process import die_with_parent
 from dist_amp.settings import RunConfig
 from dist_amp.supervise.out_of_memory import is_out_of_memory
@@ -238,19 +238,13 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait for all queued work on the device: before reading a clock."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def timed(world: World, call: Callable[[], object]) -> float:
     """Seconds, measured from an idle device to an idle device."""
-    wait_for(world.device)
+    wait_for_device(world.device)
     clock = PhaseClock(world.device)
     call()
     lap = clock.lap()
-    wait_for(world.device)
+    wait_for_device(world.device)
     return sum(lap.seconds().values())
 
 

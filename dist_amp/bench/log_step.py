@@ -24,8 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dist_amp.diagnostics.consistency import check_metrics_agree
 from dist_amp.precision import Clip
 from dist_amp.settings import MetricsConfig
+from dist_amp.telemetry.health import Health
 from dist_amp.telemetry.log_row import GLOBAL, RANK_METRICS, LogRow
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.writers import TensorBoardWriter
 from dist_amp.world import World
 
 SIZES = (2, 64, 1024, 4096)
@@ -45,7 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             dist.destroy_process_group()
         print(f"{size:>6,} ranks {gather:>29.0f} {read:>28.0f} {write:>15.0f}")
+    print(f"health of the host: {1e6 * measure_health():.0f} on every rank, besides its own thread")
     return 0
+
+
+def measure_health() -> float:
+    """Median seconds of CPU time that a log step's health costs the main thread, with TensorBoard; without a GPU."""
+    costs = []
+    with tempfile.TemporaryDirectory() as folder:
+        writer = TensorBoardWriter(Path(folder), 0)
+        with Health(World(), lambda step, tags: writer.write_scalars(tags, step)) as health:
+            for step in range(ROUNDS):
+                writer.write_scalars({"other": 1.0}, step)  # the log step's own tags, written before
+                row: Any = SimpleNamespace(step=step)
+                costs.append(timed(lambda row=row: health.on_log(row)))  # type: ignore[misc]
+                time.sleep(0.001)  # for the thread to read
+        writer.close()
+    return median(costs)
 
 
 def measure(size: int) -> tuple[float, float, float]:

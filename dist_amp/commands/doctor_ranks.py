@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dist_amp.commands.doctor_machine import Check, guarded
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError
+from dist_amp.runtime.clock import wait_for_device
 from dist_amp.supervise.preflight import check_ranks_agree
 from dist_amp.world import World
 
@@ -159,9 +160,9 @@ def fastest(world: World, work: Callable[[], object]) -> float:
     seconds = []
     for _ in range(1 + REPEATS):  # the first makes connections and chooses kernels
         world.barrier()
-        world.wait_for_device()
+        wait_for_device(world.device)
         began = time.perf_counter()
         work()
-        world.wait_for_device()
+        wait_for_device(world.device)
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])

@@ -32,8 +32,18 @@ def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> St
         )
     if config.strategy != "auto":
         return config.strategy
-    need = sum(p.numel() * (BYTES_PER_PARAMETER if p.requires_grad else p.element_size()) for p in module.parameters())
     have = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else 0
+    return auto_strategy(module, world, have)
+
+
+def auto_need(module: nn.Module) -> int:
+    """Bytes of weights, gradients and moments, by which "auto" decides: AdamW's in float32."""
+    return sum(p.numel() * (BYTES_PER_PARAMETER if p.requires_grad else p.element_size()) for p in module.parameters())
+
+
+def auto_strategy(module: nn.Module, world: World, have: int) -> Strategy:
+    """What "auto" picks for several ranks, and says why. have: the device's memory in bytes; 0: the host's suffices."""
+    need = auto_need(module)
     strategy: Strategy = "fsdp" if have and need > have / 2 else "ddp"
     room = f"half of the device's {have / 2**30:.1f} GiB" if have else "the host's memory"
     verb = "do not fit in" if strategy == "fsdp" else "fit in"

@@ -187,7 +187,7 @@ class FusedAdamW(_Bundled, torch.optim.AdamW):
         return {"step": count, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
     def bind(self) -> None:
-        counted = [state for state in self.state.values() if "step" in state]
+        counted = [state for state in self.state.values() if "step" in state and not state["step"].is_meta]
         if counted and len(set(torch.stack([state["step"] for state in counted]).tolist())) == 1:
             for state in counted:
                 state["step"] = counted[0]["step"]

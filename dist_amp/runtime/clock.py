@@ -130,6 +130,12 @@ class Lap:
         return PhaseClock._added(self._seconds, self._begin, self._marks)
 
 
+def wait_for_device(device: torch.device) -> None:
+    """Wait for all queued work on the device: before reading a clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def waits_for_ranks(method: F) -> F:
     """A method of World whose time counts as waiting for the other ranks."""
 

@@ -40,7 +40,8 @@ def build_on_ranks(task: Task, strategy: str, world: World, resumes: bool) -> nn
     resumes &= sharded  # DDP computes gradients once before it loads
     start, problem, module, drawn = random_state(world.device), "", None, False
     if resumes or not world.is_main:
-        module, problem = _on_meta(task)
+        module, problem = built_on_meta(task)
+        module = None if problem else module
         drawn = _has_drawn(start, world.device)
         # A checkpoint has neither frozen parameters nor what else is drawn.
         if world.is_main and (module is None or drawn or not all(p.requires_grad for p in module.parameters())):
@@ -68,8 +69,8 @@ def build_on_ranks(task: Task, strategy: str, world: World, resumes: bool) -> nn
     return in_training_mode(module)
 
 
-def _on_meta(task: Task) -> tuple[nn.Module | None, str]:
-    """(the model with its parameters on the meta device, "") or (None, why it can't be built so)."""
+def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
+    """(the model with its parameters on the meta device, "" or why it can't be filled later); no model if it fails."""
     try:
         with parameters_on_meta() as originals:
             module = built_model(task)
@@ -78,12 +79,12 @@ def _on_meta(task: Task) -> tuple[nn.Module | None, str]:
     if name := next(
         (name for name, p in module.named_parameters() if not p.is_meta or type(p) is not nn.Parameter), ""
     ):
-        return None, f"the parameter {name} has its memory all the same"
+        return module, f"the parameter {name} has its memory all the same"
     if name := next((name for name, buffer in module.named_buffers() if buffer.is_meta), ""):
-        return None, f"the buffer {name} is computed from parameters"
+        return module, f"the buffer {name} is computed from parameters"
     gc.collect()
     if any(original() is not None for original in originals) or has_other_owners(module):
-        return None, (
+        return module, (
             "something besides the model's modules refers to its parameters, such as a list or a closure; sharded, it "
             "would not see what is trained"
         )

@@ -37,6 +37,8 @@ from dist_amp.world import World
 # wait for which, or how much data there is.
 PER_MACHINE = ("data.path", "data.workers")
 
+BESIDES_KEPT = 2  # checkpoints besides the newest ones: the best one, and the one that is being written
+
 LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release its folder
 
 
@@ -155,7 +157,7 @@ def check_free_space(run: Run) -> None:
     values = (*run.parallel.module.state_dict().values(), *state, *averages)
     tensors = [t for t in values if isinstance(t, Tensor)]
     size = sum(t.numel() * t.element_size() for t in tensors)
-    most = run.config.checkpoint.keep + 2  # the best one, and the one that is being written
+    most = run.config.checkpoint.keep + BESIDES_KEPT
     existing = len(all_checkpoints(run.folder))
     to_come = math.ceil((run.config.train.steps - run.step) / run.config.checkpoint.every)
     needed, problem = size * min(max(most - existing, 1), to_come), ""

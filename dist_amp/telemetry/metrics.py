@@ -71,6 +71,8 @@ class Metrics:
         self._hosts = world.gather_texts(platform.node())
         self._pending: PendingMetrics | None = None
         self._clock = world.clock
+        self._own: dict[str, float] = {}  # see `add`
+        self._own_step = 0
         self._console: Console | None = None
         self._jsonl: JsonlWriter | None = None
         self._tensorboard: TensorBoardWriter | None = None
@@ -183,15 +185,21 @@ class Metrics:
 
     def write(self, row: LogRow, last_step: int) -> None:
         """Write a row to TensorBoard, metrics.jsonl and the console."""
+        own, self._own = row.of_task | self._own, {}
         if not self.world.is_main:
             if self._tensorboard is not None:
-                self._tensorboard.write_scalars(row.rank_tags(self.world.rank) | row.of_task, row.step)
+                self._tensorboard.write_scalars(row.rank_tags(self.world.rank) | own, row.step)
             return
         with self._clock.phase("logging"):
-            self._write_as_main(row, last_step)
+            self._write_as_main(row, own, last_step)
 
-    def _write_as_main(self, row: LogRow, last_step: int) -> None:
-        global_tags = row.global_tags() | self._own_tags(row) | row.of_task
+    def add(self, step: int, tags: Mapping[str, float]) -> None:
+        """This rank's tags, as of `step`: written with the next log step's, in one event, or at the end."""
+        self._own = dict(tags)
+        self._own_step = step
+
+    def _write_as_main(self, row: LogRow, own: dict[str, float], last_step: int) -> None:
+        global_tags = row.global_tags() | self._tags_of_main(row) | own
         ranks = row.tags_of_ranks(slice(MAX_RANK_FOLDERS))
         if self._console is None:  # in a script that opened none
             self._console = Console(0, last_step, row["loss_scale"])
@@ -200,7 +208,7 @@ class Metrics:
             self._jsonl.append({"step": row.step, **global_tags, "ranks": ranks})
             self._tensorboard.write_scalars(ranks[0] | global_tags, row.step)
 
-    def _own_tags(self, row: LogRow) -> dict[str, float]:
+    def _tags_of_main(self, row: LogRow) -> dict[str, float]:
         """What rank 0 knows besides the row: goodput, and the groups' learning rates where they differ."""
         rates = {f"train/lr_{name}": row["lr"] * scale for name, scale in self.lr_scales.items()}
         return rates | {"perf/goodput_pct": 100 * self.goodput.share}
@@ -303,6 +311,8 @@ class Metrics:
 
     def close(self) -> None:
         self.close_console()
+        if self._own and self._tensorboard is not None:
+            self._tensorboard.write_scalars(self._own, self._own_step)
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -10,7 +10,7 @@ it takes steps with the config's own strategy and compares the counted bytes wit
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import accumulation_steps, replicas_of
 from dist_amp.errors import ConfigError, Failure
+from dist_amp.optim import parameter_groups
+from dist_amp.optimizers.groups import task_groups
+from dist_amp.optimizers.muon import Muon
 from dist_amp.precision import DTYPES, Precision, build_precision
 from dist_amp.run import Run
 from dist_amp.runtime.environment import environment_number
@@ -99,16 +102,20 @@ def padded_bytes(parameters: Iterable[Tensor], shards: int, dtype: torch.dtype |
     return sum(size * sent_as.itemsize for size, sent_as in padded)
 
 
+def units_and_root(model: Model) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
+    """(the parameters of each unit: the blocks and the task's own, in the model's order; the root's, all others)."""
+    blocks = blocks_of(model.task, model.module)
+    units = [list(unit.parameters()) for unit in units_of(model.task, model.module, blocks)]
+    inside = {p for unit in units for p in unit}
+    return units, [p for p in model.module.parameters() if p not in inside]
+
+
 def of_sharded(config: ParallelConfig, model: Model, world: World, replicas: int) -> Counter[Collective]:
     """FSDP2, or HSDP with replicas, of a model whose blocks are all trained and are called once each."""
     shards, precision, micro_batches = world.world_size // replicas, model.precision, model.micro_batches
     casts = precision.cast_by == "policy"
     gathered_in, reduced_in = (precision.dtype, DTYPES[config.reduce_dtype]) if casts else (None, None)
-    # The units: the blocks and the task's own, then the root with all other parameters.
-    blocks = blocks_of(model.task, model.module)
-    units = [list(unit.parameters()) for unit in units_of(model.task, model.module, blocks)]
-    inside = {id(p) for unit in units for p in unit}
-    root = [p for p in model.module.parameters() if id(p) not in inside]
+    units, root = units_and_root(model)
     counted: Counter[Collective] = Counter()
     for number, parameters in enumerate([*units, root]):
         gathered = padded_bytes(parameters, shards, gathered_in)
@@ -124,6 +131,22 @@ def of_sharded(config: ParallelConfig, model: Model, world: World, replicas: int
         counted[Collective("reduce_scatter", shards, reduced, reduced // shards)] += reductions
         counted[Collective("all_reduce", replicas, reduced // shards, reduced // shards)] += 1
     return Counter({one: times for one, times in counted.items() if one.bytes_in and one.ranks > 1})
+
+
+def of_muon(groups: Iterable[Mapping[str, Any]], shards: int) -> Counter[Collective]:
+    """optimizers/muon.py gathers the update of each matrix of its own groups, in bfloat16, where it is sharded."""
+    matrices = [p for group in groups if group.get("use_muon") for p in group["params"]]
+    gathered = [padded_bytes([p], shards, torch.bfloat16) for p in matrices]
+    return Counter(Collective("all_gather", shards, size // shards, size) for size in gathered if shards > 1)
+
+
+def groups_of_muon(config: Config, task: Any, module: nn.Module) -> list[dict[str, Any]]:
+    """The groups of optim.name=muon; none for another optimizer."""
+    if config.optim.name != "muon" or hasattr(task, "optimizer"):
+        return []
+    own = hasattr(task, "groups")
+    groups = task_groups(task, module, config.optim) if own else parameter_groups(module, config.optim)
+    return [{"use_muon": all(p.ndim == 2 for p in group["params"]), **group} for group in groups]
 
 
 def of_a_step(config: ParallelConfig, strategy: Strategy, model: Model, world: World) -> Counter[Collective]:
@@ -150,6 +173,10 @@ class Counting(TorchDispatchMode):
         self.collectives: Counter[Collective] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "_c10d_functional" and function._opname == "all_gather_into_tensor":  # DTensor's
+            part, ranks = args[0].numel() * args[0].element_size(), args[1]
+            if ranks > 1:
+                self.collectives[Collective("all_gather", ranks, part, ranks * part)] += 1
         if function.namespace == "c10d":
             kind = KINDS.get(function._opname, function._opname)
             group = next(value for value in args if isinstance(value, torch.ScriptObject))
@@ -172,6 +199,8 @@ def measure(run: Run) -> tuple[Counter[Collective], Counter[Collective]]:
     parallel, world = run.parallel, run.world
     model = Model(run.task, parallel.module, run.precision, len(micro_batches))
     expected = of_a_step(run.config.parallel, parallel.strategy, model, world)
+    if parallel.sharded and isinstance(run.optimizer, Muon):
+        expected += of_muon(run.optimizer.param_groups, world.world_size // parallel.replicas)
     if parallel.strategy != "single" and parallel.carrier is None:
         expected[Collective("all_reduce", world.world_size, STEP_SUMS, STEP_SUMS)] += 1
     return expected, counting.collectives
@@ -205,12 +234,14 @@ def compare(config: Config, task: Task, module: nn.Module, ranks: int) -> list[s
     replicas, micro_batches = replicas_of(config.parallel, world), accumulation_steps(config.train, ranks)
     cast = pick_cast(config.precision, "fsdp", module, world)
     model = Model(task, module, build_precision(cast, True, world), micro_batches)
+    groups = groups_of_muon(config, task, module)
     steps = {"ddp": of_a_step(config.parallel, "ddp", model, world)}
     strategies: dict[str, Strategy] = {"fsdp": "fsdp", f"hsdp of {replicas}": "hsdp"}
     for name, strategy in strategies.items():
         for when in ("last", "every") if strategy == "fsdp" or ranks % replicas == 0 else ():
             parallel = replace(config.parallel, accumulate_reduce=when)
             steps[f"{name}, {when}"] = of_a_step(parallel, strategy, model, world)
+            steps[f"{name}, {when}"] += of_muon(groups, ranks // (replicas if strategy == "hsdp" else 1))
     parameters = sum(p.numel() for p in module.parameters())
     head = f"{parameters:,} parameters, {ranks} ranks, {model.precision.name}, a step of {micro_batches} micro-batches"
     return [head, "", *table(steps)]
