@@ -141,8 +141,8 @@ class Follower:
         with explained(self.name):
             if self.tracker is None:
                 self.tracker = self.open()
-            else:
-                self.save()  # trackers write in the background: by now they have written what came before these lines
+            elif self.tracker.writes_within_a_second:
+                self.save()  # of the lines before these
             for line in lines:
                 if stop.is_set():
                     self.file.rewind()

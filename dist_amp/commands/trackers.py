@@ -23,6 +23,7 @@ class Tracker(Protocol):
 
     project_variable: str  # the environment variable that names the project
     where: str  # to look at it, for the user
+    writes_within_a_second: bool  # what was logged survives a kill of this process; if not, after close() alone
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]): ...
 
@@ -40,7 +41,7 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    project_variable = "WANDB_PROJECT"
+    project_variable, writes_within_a_second = "WANDB_PROJECT", False  # offline it writes blocks of 32 KiB
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
         wandb = imported("wandb", "wandb")
@@ -54,7 +55,7 @@ class Wandb:
             raise ConfigError(f"wandb: {first_line(error).rstrip('.')}, or set WANDB_MODE=offline") from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._exit_code = 0
+        self._first, self._exit_code = self._run.step, 0  # of a run that is resumed, what its server lacks
         folder = os.path.dirname(self._run.dir)
         self.where = f"wandb offline; upload it with: wandb sync {folder}" if self._run.offline else str(self._run.url)
 
@@ -62,8 +63,9 @@ class Wandb:
         return None
 
     def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
-        """wandb's own step is `number`: its server drops one that it has, and lines of one step may come apart."""
-        self._run.log({"step": step, **values}, step=number, commit=True)
+        """wandb's own step is `number`, which its server has once, and which rises where a tag is written ahead."""
+        if number >= self._first:
+            self._run.log({"step": step, **values}, step=number, commit=True)
 
     def end(self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str) -> None:
         self._run.summary.update({**summary, "sample": sample} if sample else dict(summary))
@@ -74,7 +76,7 @@ class Wandb:
 
 
 class Trackio:
-    project_variable = "TRACKIO_PROJECT"
+    project_variable, writes_within_a_second = "TRACKIO_PROJECT", True
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
         self._trackio, self._project, self._id = imported("trackio", "trackio"), project, id
@@ -104,7 +106,7 @@ class Trackio:
 
 
 class MLflow:
-    project_variable = "MLFLOW_EXPERIMENT_NAME"
+    project_variable, writes_within_a_second = "MLFLOW_EXPERIMENT_NAME", True
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
         mlflow = imported("mlflow", "mlflow")
