@@ -72,6 +72,12 @@ def si(value: float, unit: str) -> str:
     return f"{digits(value / 1000**power)} {prefix}{unit}"
 
 
+def size(count: float) -> str:
+    """Bytes in B, KiB, MiB or GiB: "1.19 MiB"."""
+    power = next((power for power in (3, 2, 1) if abs(count) >= 1024**power), 0)
+    return f"{digits(count / 1024**power)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
 # --- text
 
 
@@ -129,23 +135,19 @@ def figure(path: Path, title: str, size: tuple[float, float], rows: int, columns
     figure.savefig(path, dpi=110)
 
 
-def draw_bars(
-    axes: Any, groups: Sequence[Mapping[str, Bar]], colours: Mapping[str, str]
-) -> dict[tuple[int, str], float]:
-    """Groups of bars side by side; returns each bar's x by the number of its group and its name."""
-    places = {}
+def draw_bars(axes: Any, groups: Sequence[Mapping[str, Bar]], colours: Mapping[str, str]) -> None:
+    """Groups of bars side by side."""
     for place, group in enumerate(groups):
         width = 0.86 / max(len(group), 4)
         for number, (name, (height, label, low, high)) in enumerate(group.items()):
-            places[place, name] = at = place + (number - (len(group) - 1) / 2) * width
+            at = place + (number - (len(group) - 1) / 2) * width
             axes.bar(at, height, 0.94 * width, color=colours[name])
             if low < high:
                 axes.vlines(at, low, high, color="black", lw=1)
-            top = (at, min(max(high, height), 1.2 * height))
+            top = (at, max(high, height))
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # in front of target lines and intervals
             style = {"textcoords": "offset points", "ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
             axes.annotate(label, top, (0, 4), bbox=box, **style)
-    return places
 
 
 def draw_legend(figure: Any, colours: Mapping[str, str], more: Sequence[Any] = ()) -> None:
