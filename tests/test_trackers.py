@@ -28,7 +28,7 @@ def start(run, tracker):
 
 
 def killed_and_resumed(tmp_path, tracker):
-    """The folder in which a run was followed that was killed at step 20, and resumed from 15; its follower at step 13."""
+    """The folder of a run that was killed at step 20 and resumed from 15, and whose follower was killed at 13."""
     pytest.importorskip(tracker)
     run = WrittenRun(tmp_path / "a run")
     run.take(*range(1, 11))

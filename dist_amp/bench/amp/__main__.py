@@ -165,7 +165,7 @@ def measure_all(words: Sequence[str]) -> int:
         world.say(banner)
         bench = AmpBench(world, options)
         status = bench.run()
-        world.say(f"\n{banner}\n{verdict_table(bench.report)}\n\n{options.out}/amp.md, {options.out}/amp.json")
+        world.say(f"\n{banner}\n\n{verdict_table(bench.report)}\n\n{options.out}/amp.md, {options.out}/amp.json")
         world.say(f"tensorboard --logdir {options.out}/tensorboard")
         return status
 

@@ -1,17 +1,19 @@
 """The report of `python -m dist_amp.bench amp`: Markdown, JSON, pictures and a TensorBoard folder."""
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dist_amp.bench import report as reports
+from dist_amp.bench.amp import parity
 from dist_amp.bench.amp.experiments import MODES, TRAIN
 from dist_amp.bench.amp.measure import EAGER, FP32, RECIPES
-from dist_amp.bench.amp.verdict import is_comparable, ranking, rows_of, saving
+from dist_amp.bench.amp.verdict import ranking, rows_of, saving
 from dist_amp.bench.machine import machine_line
-from dist_amp.bench.report import Report, bullets, interval, median, median_interval, si, size, table
+from dist_amp.bench.report import Bar, Report, bullets, interval, median, median_interval, si, size, table
 from dist_amp.telemetry.writers import TensorBoardWriter
 
 REDUCED_BANNER = "**Reduced models on a CPU: the times are meaningless. The loss curves are real.**"
@@ -21,9 +23,7 @@ precision learns from the same weights on the same samples; then all take turns,
 an idle device to an idle device. Speedup: float32's time over the precision's in the same round, so above 1 is faster;
 median and 95 % interval (with fewer than 6 rounds, their range). Loss: mean of the last tenth of the steps. Inference:
 forward and loss in evaluation mode, its loss with float32's weights. Peak: memory of a step with weights, gradients and
-moments. Drift: the distance of the loss curve from float32's, as a share of its fall. Its tolerance: ten roundings of
-the precision, or one of the loss, or twice the drift between two float32 runs whose initial weights differ in the last
-place. What limits a step is estimated from counted operations, bytes and FLOPs, at this device's rates."""
+moments. What limits a step is estimated from counted operations, bytes and FLOPs, at this device's rates."""
 ABOUT_DTYPES = """\
 What autocast does to two float32 tensors of (1024, 1), and what the modules of a task compute in; of your own with
 --task.target."""
@@ -49,6 +49,7 @@ def markdown(report: Report) -> str:
         dtypes_text(report["dtypes"]) if report["dtypes"] else "",
         "## Appendix: how it was measured",
         METHOD.format(rounds=report["rounds"]),
+        (parity.__doc__ or "").strip(),
         bullets([f"{name}: {recipe.about}" for name, recipe in RECIPES.items()]),
     )
 
@@ -67,17 +68,17 @@ def verdict_table(report: Report) -> str:
 
 def verdict_row(result: Report, mode: str) -> dict[str, str]:
     """The precision to use, its gain over float32, and whether it learns the same; of float32, the next best."""
-    rows, order = rows_of(result, mode), ranking(result, mode)
-    if not is_comparable(result, mode) or not order:
-        return {"use": "nothing: float32 diverges" if is_comparable(result, mode) else "nothing: no float32 to compare"}
-    name, parity = order[0], result["parity"]
+    rows, learned = rows_of(result, mode), result["parity"]
+    name, *others = ranking(result, mode) or [""]
+    if not name:
+        return {"use": "none: float32 diverges, or was not measured"}
     row = {"use": name, "speedup": "1", "memory saved": "0 %", "loss agrees": "reference"}
     if name != FP32:
         row |= {"speedup": interval(rows[name]["speedup"]), "memory saved": percent(saving(rows[name], rows))}
-        row["loss agrees"] = f"yes, {distance(parity[name])}" if name in parity else "yes"
-    elif others := [other for other in order if other != FP32]:
+        row["loss agrees"] = f"yes, {distance(learned[name])}" if name in learned else "yes"
+    elif others:
         row["speedup"] = f"1 ({others[0]}: {interval(rows[others[0]]['speedup'])})"
-    wrong = [f"{other} {one['verdict']}" for other, one in parity.items() if one["verdict"] in ("drifts", "diverges")]
+    wrong = [f"{other} {one['verdict']}" for other, one in learned.items() if one["verdict"] in ("drifts", "diverges")]
     return row | {"loss agrees": "; ".join([row["loss agrees"], *wrong])}
 
 
@@ -85,9 +86,9 @@ def percent(share: float) -> str:
     return "" if math.isnan(share) else f"{round(100 * share)} %"
 
 
-def distance(parity: Report) -> str:
+def distance(row: Report) -> str:
     """How far a loss curve is from float32's, and how far it may be."""
-    return f"{100 * parity['drift']:.2g} % ({100 * parity['tolerance']:.2g} %)"
+    return f"{100 * row['drift']:.2g} % ({100 * row['tolerance']:.2g} %)"
 
 
 def dtypes_text(dtypes: Report) -> str:
@@ -121,8 +122,8 @@ def table_of(result: Report) -> str:
             saved, is_other = saving(row, group["rows"]), name != FP32
             curve, drifted, loss = result["curves"].get(name) if learned else None, "", row.get("loss")
             if curve:
-                loss, parity = np.mean(curve[-max(1, len(curve) // 10) :]), result["parity"][name]
-                drifted = distance(parity) + ("" if parity["verdict"] == "within" else f" {parity['verdict'].upper()}")
+                loss, agreed = np.mean(curve[-max(1, len(curve) // 10) :]), result["parity"][name]
+                drifted = distance(agreed) + ("" if agreed["verdict"] == "within" else f" {agreed['verdict'].upper()}")
             rows.append(
                 {
                     "mode": group["mode"],
@@ -167,40 +168,32 @@ def write_tensorboard(result: Report, folder: Path) -> None:
     board.close()
 
 
+def bars_of(row: Report, rows: Report) -> tuple[Bar, Bar]:
+    """The speedup and the memory saved of a precision."""
+    speed, memory, saved = Bar(label=textwrap.shorten(row.get("note", ""), 28)), Bar(), saving(row, rows)
+    if row.get("speedup"):
+        middle, low, high = median_interval(row["speedup"])
+        speed = Bar(middle, f"{middle:.2f}   {si(median(row['seconds']), 's')}", low, high)
+    if not math.isnan(saved):
+        memory = Bar(100 * saved, f"{percent(saved)}   {size(row['peak_bytes'])}")
+    return speed, memory
+
+
 def draw(result: Report, path: Path, reduced: bool) -> None:
     """Speedup and memory saved as bars, and the loss curves. Errors: ImportError without matplotlib."""
-    headings, bars, at = [], [], 0
+    groups = {}
     for mode, form in dict.fromkeys((group["mode"], group["form"]) for group in result["groups"]):
         rows = rows_of(result, mode, form)
-        headings.append((at, f"{mode}, {form}"))
-        shown = [name for name in COLOURS if name in rows]
-        bars += [(at + number, name, rows[name], rows) for number, name in enumerate(shown, start=1)]
-        at += len(shown) + 2
+        groups[f"{mode}, {form}"] = {name: bars_of(rows[name], rows) for name in COLOURS if name in rows}
     title = f"{result['name']}: {result['steps']} steps of {result['micro_batch_size']} x {result['accumulation']} "
     title += f"samples\n{REDUCED_BANNER.strip('*')}" if reduced else "samples"
-    with reports.figure(path, title, (16.0, max(4.5, 1.6 + 0.21 * at)), 1, 3) as (_, [(speeds, memory, losses)]):
-        for axes, what in ((speeds, "speedup over float32"), (memory, "memory saved, % of float32's")):
-            axes.set(xlabel=f"{what} (longer is better)", ylim=(at - 1, -0.8))
-            axes.set_yticks([bar[0] for bar in bars], [bar[1] for bar in bars])
-            for place, heading in headings:
-                axes.text(0, place, heading, weight="bold", va="center", transform=axes.get_yaxis_transform())
-        for place, name, row, rows in bars:
-            if row.get("speedup"):
-                middle, low, high = median_interval(row["speedup"])
-                draw_bar(speeds, place, middle, name, f"{middle:.2f}   {si(median(row['seconds']), 's')}")
-                speeds.hlines(place, low, high, color="black", lw=1)
-            if not math.isnan(saved := saving(row, rows)):
-                draw_bar(memory, place, 100 * saved, name, f"{percent(saved)}   {size(row['peak_bytes'])}")
-        # Wider intervals are cut off.
-        speeds.set_xlim(0, min(speeds.get_xlim()[1], 2 * max((bar.get_width() for bar in speeds.patches), default=1)))
+    inches = (16.0, max(4.5, 1.6 + 0.21 * sum(len(rows) + 2 for rows in groups.values())))
+    with reports.figure(path, title, inches, 1, 3) as (_, [(speeds, memory, losses)]):
+        reports.draw_bars((speeds, memory), groups, COLOURS)
+        speeds.set_xlabel("speedup over float32 (further right is better)")
         speeds.axvline(1, color="black", lw=0.5)
+        memory.set_xlabel("memory saved, % of float32's (further right is better)")
         draw_losses(losses, result["curves"])
-
-
-def draw_bar(axes: Any, place: float, length: float, name: str, label: str) -> None:
-    """A horizontal bar, with its label to the right of the panel, where no bar or interval reaches."""
-    axes.barh(place, length, 0.8, color=COLOURS[name])
-    axes.text(1.01, place, label, fontsize=8, va="center", transform=axes.get_yaxis_transform())
 
 
 def draw_losses(axes: Any, curves: Report) -> None:

@@ -59,15 +59,11 @@ def objection(result: Report, mode: str, name: str) -> str:
     return "" if row.get("speedup") else str(row.get("note", "not measured"))
 
 
-def is_comparable(result: Report, mode: str) -> bool:
-    """Whether float32 was timed."""
-    return bool(rows_of(result, mode).get(FP32, {}).get("seconds"))
-
-
 def ranking(result: Report, mode: str) -> list[str]:
-    """The precision to use, then the others that learn the same, the fastest first; [] if float32 itself diverges."""
+    """The precision to use, then the others that learn the same, the fastest first; [] if none can be recommended."""
     rows, name = rows_of(result, mode), best(result, mode)
-    if name == FP32 and result["parity"].get(FP32, {}).get("verdict") == "diverges":
+    is_diverging = result["parity"].get(FP32, {}).get("verdict") == "diverges"
+    if not rows.get(FP32, {}).get("seconds") or (name == FP32 and is_diverging):
         return []
     fit = [other for other in USUAL if other in rows and other != name and not objection(result, mode, other)]
     return [name, *sorted(fit, key=lambda other: -median(rows[other]["speedup"]))]
@@ -98,7 +94,7 @@ def verdict(result: dict[str, Any], experiment: Experiment, ceilings: Ceilings) 
 def recommendation(result: Report, mode: str) -> str:
     """The precision to use, and why the others are not an option."""
     rows, name = rows_of(result, mode), best(result, mode)
-    if not is_comparable(result, mode):
+    if not rows.get(FP32, {}).get("seconds"):
         return f"{mode}: there is no fp32 to compare with ({rows.get(FP32, {}).get('note', 'not measured')})."
     if name != FP32:
         saved = f"{100 * saving(rows[name], rows):.0f} % of the memory saved"
