@@ -12,7 +12,10 @@ from forked import Launch
 
 torch.set_num_threads(1)  # two threads that wait for each other on a busy core take ten times as long
 
-ENGINES = {"test_browser", "test_container", "test_kubernetes", "test_launch", "test_optim", "test_ray", "test_slurm"}
+ENGINES = {
+    *("test_browser", "test_container", "test_kubernetes", "test_launch"),
+    *("test_optim", "test_ray", "test_slurm", "test_trackers"),
+}
 """What runs the files of launch/. DIST_AMP_ENGINES=required, as .ci/run sets it: a skipped test in these has failed."""
 REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
 

@@ -19,12 +19,22 @@ from tiny import Rows, Tiny
 from torch import nn
 
 from dist_amp.bench import harness
+from dist_amp.bench import report as reports
 from dist_amp.bench.amp import __main__ as amp
 from dist_amp.bench.amp import measure as measuring
 from dist_amp.bench.amp.experiments import EXPERIMENTS, INFERENCE, MODES, TRAIN, Experiment, Linear, Target
 from dist_amp.bench.amp.measure import BASELINES, COMPILED, EAGER, FP32, RECIPES, measure, peak_rise
 from dist_amp.bench.amp.parity import drift, parity, tolerance, windows
-from dist_amp.bench.amp.report import REDUCED_BANNER, illustrate, markdown, table_of, write_tensorboard
+from dist_amp.bench.amp.report import (
+    COLOURS,
+    REDUCED_BANNER,
+    draw_losses,
+    illustrate,
+    markdown,
+    table_of,
+    verdict_table,
+    write_tensorboard,
+)
 from dist_amp.bench.amp.roofline import Ceilings, count
 from dist_amp.bench.amp.verdict import best, verdict
 from dist_amp.bench.report import si
@@ -232,9 +242,43 @@ def test_without_a_float32_that_fits_nothing_is_recommended():
     assert says(result).startswith(f"train: there is no fp32 to compare with ({why}).")
 
 
-def test_a_mib_is_two_to_the_twenty_bytes():
-    *_, line = table_of(a_result(fp32=row(0.1, 2**31), bf16=row(0.05, 2**30))).splitlines()
-    assert [cell.strip() for cell in line.split("|")[6:9]] == ["2.000 [2.000, 2.000]", "1,024", "50 %"]
+@pytest.mark.parametrize(
+    ("seconds", "peak", "cells"),
+    [
+        (0.05, 2**30, ["50 ms", "2.000 [2.000, 2.000]", "1 GiB", "50 %"]),
+        (0.2, 2**31 + 2**29, ["200 ms", "0.500 [0.500, 0.500]", "2.5 GiB", "-25 %"]),
+        (0.0004, 3 * 2**20, ["400 µs", "250.000 [250.000, 250.000]", "3 MiB", "100 %"]),
+    ],
+)
+def test_a_row_has_the_speedup_over_float32_and_units_of_its_own(seconds, peak, cells):
+    *_, line = table_of(a_result(fp32=row(0.1, 2**31), bf16=row(seconds, peak))).splitlines()
+    assert [cell.strip() for cell in line.split("|")[5:9]] == cells
+
+
+def verdict_cells(*results, **report):
+    lines = verdict_table({"experiments": results, "left_out": [], **report}).splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_the_report_begins_with_what_to_use_and_the_method_is_its_appendix():
+    faster = a_result({"fp16": [1.0] * 100}, {}, {FP32: row(0.1)}, bf16=row(0.05, 2**29), fp16=row(0.01))
+    assert verdict_cells(faster, a_result(bf16=row(0.2)), {"name": "cnn", "note": "failed: x"}, left_out=["gpt"]) == [
+        ["made-up, train", "bf16", "2.000 [2.000, 2.000]", "50 %", "yes, 0 % (3.9 %); fp16 drifts"],
+        ["made-up, inference", FP32, "1", "0 %", "reference; fp16 drifts"],
+        ["made-up, train", FP32, "1 (bf16: 0.500 [0.500, 0.500])", "0 %", "reference"],
+        ["cnn", "failed: x", "", "", ""],
+        ["gpt", "left out, no time", "", "", ""],
+    ]
+    ((_, use, *_),) = verdict_cells(a_result(bf16=row(0.05), fp32={"note": "out of memory"}, curves={FP32: []}))
+    assert use == "none: float32 diverges, or was not measured"
+    report = {"reduced": False, "command": "", "started": "", "seconds": 0.0, "rounds": 1, "left_out": [], "dtypes": {}}
+    report |= {"machine": {"cpu": "a CPU", "cores": 2, "load": [0.0]}, "versions": {}, "ceilings": CEILINGS._asdict()}
+    text = markdown(report | {"experiments": [faster]})
+    places = [
+        text.index(part) for part in ("| experiment ", "## made-up", "## Appendix: how it was measured", "drift =")
+    ]
+    assert places == sorted(places)
+    assert "time ratio" not in text
 
 
 def test_a_number_has_its_units_prefix():
@@ -272,6 +316,7 @@ def test_the_picture_shows_what_was_measured_unless_matplotlib_is_missing(tmp_pa
     pytest.importorskip("matplotlib")
     partly = a_result({"fp16": [math.nan] * 100}, bf16=row(0.05), fp16=row(0.04), tf32={"note": "out of memory"})
     assert Path(illustrate(partly, tmp_path, reduced=True)).read_bytes()[:4] == b"\x89PNG"
+    assert illustrate(a_result() | {"curves": {}}, tmp_path, reduced=False).endswith(".png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     why = "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
     assert illustrate(a_result(), tmp_path, reduced=False) == why
@@ -441,7 +486,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path, capsys):
     assert measured(bench)["groups"][0]["rows"] == {FP32: {"note": "left out: no time"}}
     assert amp.main(["linear", "--reduced", "--minutes", "0.001", "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "amp.json").read_text())["left_out"] == ["linear"]
-    assert "left out, no time: linear" in (tmp_path / "amp.md").read_text()
+    assert "| linear       | left out, no time |" in (tmp_path / "amp.md").read_text()
     assert "linear\nleft out: no time" in capsys.readouterr().out
 
 
@@ -555,3 +600,21 @@ def test_a_task_of_ones_own_is_taken_from_a_file(tmp_path):
     assert result["parity"]["bf16"]["verdict"] == "within"
     # The main job's files are not left there.
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["here", "my_file.py"]
+
+
+def test_labels_are_clear_of_bars_and_intervals_and_equal_curves_all_show():
+    figures = pytest.importorskip("matplotlib.figure")
+    figure = figures.Figure()
+    bars, lines = figure.subplots(1, 2)
+    wide = reports.Bar(0.5, "0.50   80 ms", 0.1, 40.0)
+    reports.draw_bars([bars], {"train, eager": {FP32: [reports.Bar(1.0, "1.00   40 ms")], "bf16": [wide]}}, COLOURS)
+    figure.canvas.draw()
+    right = bars.get_window_extent().x1
+    labels = [text for text in bars.texts if "ms" in text.get_text()]
+    assert all(label.get_window_extent().x0 > right for label in labels)
+    assert bars.get_xlim()[1] <= 2.0, "an interval does not squeeze the bars"
+    draw_losses(lines, dict.fromkeys((FP32, "bf16", "fp16"), FALLING))
+    pale, *dashed = lines.lines
+    assert pale.get_linewidth() > dashed[0].get_linewidth()
+    patterns = [line._unscaled_dash_pattern for line in dashed]
+    assert patterns == [(0, (3, 3)), (3, (3, 3))], "one's dashes are where the other's gaps are"

@@ -12,6 +12,7 @@ tripwires    the share of time that the consistency checks take (under torchrun:
 pretrained   time and memory per rank to load pretrained weights into FSDP2 shards, compared with from_pretrained
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,10 +21,7 @@ from dist_amp.commands.command_line import exit_status
 from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import ConfigError
 
-BENCHES = (
-    *("amp", "gpu", "overhead", "collectives", "checkpoint", "activations"),
-    *("log_step", "order", "tripwires", "pretrained"),
-)
+BENCHES = re.findall(r"^(\w+)  ", __doc__ or "", re.MULTILINE)
 MODULES = {"amp": "dist_amp.bench.amp.__main__", "collectives": "dist_amp.verify.collectives"}  # others: their names
 
 

@@ -136,30 +136,29 @@ def targets(report: Report) -> Iterator[tuple[str, str, str, str]]:
 
 def draw(report: Report, path: Path) -> None:
     """Bars of speed, MFU and memory, a group for each cell. Errors: ImportError without matplotlib."""
-    from matplotlib.lines import Line2D
 
     def bars(cell: Report, name: str) -> tuple[Bar, Bar, Bar]:
         """Speed, MFU and memory of a loop; in place of a speed, the reason why there is none."""
         row = cell["loops"][name]
         middle, low, high = reports.median_interval(row.get("speedup") or [0.0])
         note = textwrap.shorten(row.get("note", ""), 28, placeholder=" ...")
-        share, peak = 100 * mfu(cell, row), row.get("peak_bytes", 0) / 2**30
+        share, peak = 100 * mfu(cell, row), row.get("peak_bytes", 0)
         speed = Bar(middle, f"{middle:.3f}" if middle else note, low, high)
-        return speed, Bar(share, f"{share:.1f}" if share else ""), Bar(peak, f"{peak:.3g}" if peak else "")
+        return speed, Bar(share, f"{share:.1f}" if share else ""), Bar(peak / 2**30, reports.size(peak) if peak else "")
 
     cells = [cell for cell in report["cells"] if cell.get("loops")]
+    groups = {
+        f"{cell['model']}, {cell['mode']}, {cell['precision']}": {
+            name: bars(cell, name) for name in COLOURS if name in cell["loops"]
+        }
+        for cell in cells
+    }
     warning = "SMOKE TEST: small models on a CPU, the numbers are meaningless\n" if report["smoke"] else ""
     title = f"{warning}dist_amp, the hand-written baseline and its peers: one {report['machine'].get('gpu', 'CPU')}"
-    size = (max(8.0, 1.5 * len(cells) + 1.5), 10.0)
-    colours = {name: colour for name, colour in COLOURS.items() if any(name in cell["loops"] for cell in cells)}
-    labels = ("speed over the baseline", "MFU, %", "peak memory, GiB")
-    with reports.figure(path, title, size, 3, 1, sharex=True) as (figure, panels):
-        panels[0, 0].axhline(SPEED, color="black", ls="--", lw=1)
-        for number, (axes, label) in enumerate(zip(panels[:, 0], labels, strict=True)):
-            groups = [{name: bars(cell, name)[number] for name in colours if name in cell["loops"]} for cell in cells]
-            reports.draw_bars(axes, groups, colours)
-            axes.set(ylabel=label, xlim=(-0.5, max(len(cells), 1) - 0.5))
-            axes.margins(y=0.32)  # room for the labels of the bars
-            axes.set_ylim(bottom=0)
-        panels[2, 0].set_xticks(range(len(cells)), [f"{c['model']}\n{c['mode']}\n{c['precision']}" for c in cells])
-        reports.draw_legend(figure, colours, [Line2D([], [], color="black", ls="--", lw=1, label="target")])
+    size = (16.0, 1.6 + 0.21 * sum(len(rows) + 2 for rows in groups.values()))
+    with reports.figure(path, title, size, 1, 3) as (_, [panels]):
+        reports.draw_bars(panels, groups, COLOURS)
+        panels[0].axvline(SPEED, color="black", ls="--", lw=1)
+        labels = (f"speedup over the baseline (target, dashed: {SPEED})", "MFU, %", "peak memory, GiB")
+        for axes, label in zip(panels, labels, strict=True):
+            axes.set_xlabel(label)

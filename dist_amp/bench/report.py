@@ -29,10 +29,10 @@ Report = Mapping[str, Any]
 
 
 class Bar(NamedTuple):
-    """A bar with a label above it; low < high: the ends of its interval."""
+    """A bar with its label; low < high: the ends of its interval."""
 
-    height: float
-    label: str
+    length: float = 0.0
+    label: str = ""
     low: float = 0.0
     high: float = 0.0
 
@@ -70,6 +70,12 @@ def si(value: float, unit: str) -> str:
     power = max(-3, min(5, math.floor(math.log10(abs(value)) / 3)))
     prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P")[power + 3]
     return f"{digits(value / 1000**power)} {prefix}{unit}"
+
+
+def size(count: float) -> str:
+    """Bytes in B, KiB, MiB or GiB: "1.19 MiB"."""
+    power = next((power for power in (3, 2, 1) if abs(count) >= 1024**power), 0)
+    return f"{digits(count / 1024**power)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 # --- text
@@ -129,28 +135,21 @@ def figure(path: Path, title: str, size: tuple[float, float], rows: int, columns
     figure.savefig(path, dpi=110)
 
 
-def draw_bars(
-    axes: Any, groups: Sequence[Mapping[str, Bar]], colours: Mapping[str, str]
-) -> dict[tuple[int, str], float]:
-    """Groups of bars side by side; returns each bar's x by the number of its group and its name."""
-    places = {}
-    for place, group in enumerate(groups):
-        width = 0.86 / max(len(group), 4)
-        for number, (name, (height, label, low, high)) in enumerate(group.items()):
-            places[place, name] = at = place + (number - (len(group) - 1) / 2) * width
-            axes.bar(at, height, 0.94 * width, color=colours[name])
-            if low < high:
-                axes.vlines(at, low, high, color="black", lw=1)
-            top = (at, min(max(high, height), 1.2 * height))
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # in front of target lines and intervals
-            style = {"textcoords": "offset points", "ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
-            axes.annotate(label, top, (0, 4), bbox=box, **style)
-    return places
-
-
-def draw_legend(figure: Any, colours: Mapping[str, str], more: Sequence[Any] = ()) -> None:
-    """Below the panels: a patch for each colour, then `more` artists with labels."""
-    from matplotlib.patches import Patch
-
-    handles = [*(Patch(color=colour, label=name) for name, colour in colours.items()), *more]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+def draw_bars(panels: Sequence[Any], groups: Mapping[str, Mapping[str, Any]], colours: Mapping[str, str]) -> None:
+    """Horizontal bars in groups with headings: one for each panel, its label to the right, clear of all bars."""
+    at, names = 0, {}
+    for heading, rows in groups.items():
+        for axes in panels:
+            axes.text(0, at, heading, weight="bold", va="center", transform=axes.get_yaxis_transform())
+        for name, bars in rows.items():
+            names[at := at + 1] = name
+            for axes, (length, label, low, high) in zip(panels, bars, strict=True):
+                axes.barh(at, length, 0.8, color=colours[name])
+                axes.hlines([at] * (low < high), low, high, color="black", lw=1)
+                axes.text(1.01, at, label, fontsize=8, va="center", transform=axes.get_yaxis_transform())
+        at += 2
+    for axes in panels:
+        axes.set_ylim(at - 1, -0.8)
+        axes.set_yticks(list(names), names.values())
+        if (longest := max((bar.get_width() for bar in axes.patches), default=0)) > 0:
+            axes.set_xlim(right=min(axes.get_xlim()[1], 2 * longest))  # wider intervals are cut off

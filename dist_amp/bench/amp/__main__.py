@@ -13,8 +13,8 @@ Without a name it runs all of them. To measure your own task, give the main job'
 
 Each experiment runs in float32, TF32, bfloat16 and float16, with and without the loss scaler, by the main job's
 train_step in one process; in training and inference, eager and compiled; next to a hand-written baseline loop. amp.md,
-amp.json, pictures and a TensorBoard folder say how fast it is, its peak memory, whether the loss curves agree, what
-limits the device, and which precision to use. float32 and eager are always measured, since others are compared with
+amp.json, pictures and a TensorBoard folder say which precision to use, the speedup, the memory saved, whether the loss
+curves agree, and what limits the device. float32 and eager are always measured, since others are compared with
 them. What does not fit into --minutes is left out, and named.
 """
 
@@ -33,7 +33,7 @@ import torch
 from dist_amp.bench import harness
 from dist_amp.bench.amp.experiments import EXPERIMENTS, MODES, Experiment, own_experiment
 from dist_amp.bench.amp.measure import FORMS, FP32, RECIPES, measure
-from dist_amp.bench.amp.report import REDUCED_BANNER, chapter, dtypes_text, illustrate, save
+from dist_amp.bench.amp.report import REDUCED_BANNER, chapter, dtypes_text, illustrate, save, verdict_table
 from dist_amp.bench.amp.roofline import measure_ceilings
 from dist_amp.bench.amp.verdict import verdict
 from dist_amp.bench.harness import NO_TIME, Bench, note_of
@@ -163,8 +163,9 @@ def measure_all(words: Sequence[str]) -> int:
     ):
         banner = REDUCED_BANNER.strip("*") if options.reduced else ""
         world.say(banner)
-        status = AmpBench(world, options).run()
-        world.say(f"\n{banner}\n{options.out}/amp.md, {options.out}/amp.json")
+        bench = AmpBench(world, options)
+        status = bench.run()
+        world.say(f"\n{banner}\n\n{verdict_table(bench.report)}\n\n{options.out}/amp.md, {options.out}/amp.json")
         world.say(f"tensorboard --logdir {options.out}/tensorboard")
         return status
 

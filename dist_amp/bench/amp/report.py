@@ -1,28 +1,29 @@
 """The report of `python -m dist_amp.bench amp`: Markdown, JSON, pictures and a TensorBoard folder."""
 
 import math
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dist_amp.bench import report as reports
-from dist_amp.bench.amp.experiments import TRAIN
-from dist_amp.bench.amp.measure import EAGER, FP32, RECIPES, USUAL
-from dist_amp.bench.amp.verdict import rows_of, saving
+from dist_amp.bench.amp import parity
+from dist_amp.bench.amp.experiments import MODES, TRAIN
+from dist_amp.bench.amp.measure import EAGER, FP32, RECIPES
+from dist_amp.bench.amp.verdict import ranking, rows_of, saving
 from dist_amp.bench.machine import machine_line
-from dist_amp.bench.report import Bar, Report, bullets, digits, interval, median, median_interval, si, table
+from dist_amp.bench.report import Bar, Report, bullets, interval, median, median_interval, si, size, table
 from dist_amp.telemetry.writers import TensorBoardWriter
 
 REDUCED_BANNER = "**Reduced models on a CPU: the times are meaningless. The loss curves are real.**"
-HOW = """\
+METHOD = """\
 Everything is measured on the main job's `train_step`; "baseline" is the loop that users write, for comparison. Each
 precision learns from the same weights on the same samples; then all take turns, {rounds} rounds in a random order, from
-an idle device to an idle device. Speed: relative to float32's of the same round, median and 95 % interval (with fewer
-than 6 rounds, their range). Loss: mean of the last tenth of the steps. Inference: forward and loss in evaluation mode;
-its loss is with float32's weights. Peak: memory of a step with weights, gradients and moments. Drift: the
-distance of the loss curve from float32's, as a share of its fall. Its tolerance: ten roundings of the precision, or one
-of the loss, or twice the drift between two float32 runs whose initial weights differ in the last place. What limits a
-step is estimated from counted operations, bytes and FLOPs, at this device's rates."""
+an idle device to an idle device. Speedup: float32's time over the precision's in the same round, so above 1 is faster;
+median and 95 % interval (with fewer than 6 rounds, their range). Loss: mean of the last tenth of the steps. Inference:
+forward and loss in evaluation mode, its loss with float32's weights. Peak: memory of a step with weights, gradients and
+moments. What limits a step is estimated from counted operations, bytes and FLOPs, at this device's rates."""
 ABOUT_DTYPES = """\
 What autocast does to two float32 tensors of (1024, 1), and what the modules of a task compute in; of your own with
 --task.target."""
@@ -43,12 +44,51 @@ def markdown(report: Report) -> str:
         REDUCED_BANNER if report["reduced"] else "",
         f"`{report['command']}`, {report['started']}, {report['seconds']:.0f} s",
         bullets(facts),
-        HOW.format(rounds=report["rounds"]),
-        bullets([f"{name}: {recipe.about}" for name, recipe in RECIPES.items()]),
+        verdict_table(report),
         *map(chapter, report["experiments"]),
         dtypes_text(report["dtypes"]) if report["dtypes"] else "",
-        bullets([f"left out, no time: {name}" for name in report["left_out"]]),
+        "## Appendix: how it was measured",
+        METHOD.format(rounds=report["rounds"]),
+        (parity.__doc__ or "").strip(),
+        bullets([f"{name}: {recipe.about}" for name, recipe in RECIPES.items()]),
     )
+
+
+def verdict_table(report: Report) -> str:
+    """What to use for each experiment, in training and inference; and what was left out."""
+    rows = []
+    for result in report["experiments"]:
+        measured = [mode for mode in MODES if "groups" in result and rows_of(result, mode)]
+        rows += [{"experiment": f"{result['name']}, {mode}", **verdict_row(result, mode)} for mode in measured]
+        rows += [] if measured else [{"experiment": result["name"], "use": result.get("note", "not measured")}]
+    rows += [{"experiment": name, "use": "left out, no time"} for name in report["left_out"]]
+    head = dict.fromkeys(("experiment", "use", "speedup", "memory saved", "loss agrees"), "")
+    return table([head | row for row in rows], left=2)
+
+
+def verdict_row(result: Report, mode: str) -> dict[str, str]:
+    """The precision to use, its gain over float32, and whether it learns the same; of float32, the next best."""
+    rows, learned = rows_of(result, mode), result["parity"]
+    name, *others = ranking(result, mode) or [""]
+    if not name:
+        return {"use": "none: float32 diverges, or was not measured"}
+    row = {"use": name, "speedup": "1", "memory saved": "0 %", "loss agrees": "reference"}
+    if name != FP32:
+        row |= {"speedup": interval(rows[name]["speedup"]), "memory saved": percent(saving(rows[name], rows))}
+        row["loss agrees"] = f"yes, {distance(learned[name])}" if name in learned else "yes"
+    elif others:
+        row["speedup"] = f"1 ({others[0]}: {interval(rows[others[0]]['speedup'])})"
+    wrong = [f"{other} {one['verdict']}" for other, one in learned.items() if one["verdict"] in ("drifts", "diverges")]
+    return row | {"loss agrees": "; ".join([row["loss agrees"], *wrong])}
+
+
+def percent(share: float) -> str:
+    return "" if math.isnan(share) else f"{round(100 * share)} %"
+
+
+def distance(row: Report) -> str:
+    """How far a loss curve is from float32's, and how far it may be."""
+    return f"{100 * row['drift']:.2g} % ({100 * row['tolerance']:.2g} %)"
 
 
 def dtypes_text(dtypes: Report) -> str:
@@ -82,19 +122,18 @@ def table_of(result: Report) -> str:
             saved, is_other = saving(row, group["rows"]), name != FP32
             curve, drifted, loss = result["curves"].get(name) if learned else None, "", row.get("loss")
             if curve:
-                loss, parity = np.mean(curve[-max(1, len(curve) // 10) :]), result["parity"][name]
-                drifted = f"{100 * parity['drift']:.2g} % ({100 * parity['tolerance']:.2g} %)"
-                drifted += "" if parity["verdict"] == "within" else f" {parity['verdict'].upper()}"
+                loss, agreed = np.mean(curve[-max(1, len(curve) // 10) :]), result["parity"][name]
+                drifted = distance(agreed) + ("" if agreed["verdict"] == "within" else f" {agreed['verdict'].upper()}")
             rows.append(
                 {
                     "mode": group["mode"],
                     "blocks": group["form"],
                     "batch": str(group["micro_batch_size"]),
                     "precision": name,
-                    "ms/step": digits(1000 * median(row["seconds"])) if row.get("seconds") else "",
-                    "speed over fp32": interval(row["speedup"]) if row.get("speedup") and is_other else "",
-                    "peak MiB": digits(row["peak_bytes"] / 2**20) if "peak_bytes" in row else "",
-                    "saved": f"{round(100 * saved)} %" if is_other and not math.isnan(saved) else "",
+                    "time/step": si(median(row["seconds"]), "s") if row.get("seconds") else "",
+                    "speedup": interval(row["speedup"]) if row.get("speedup") and is_other else "",
+                    "peak memory": size(row["peak_bytes"]) if "peak_bytes" in row else "",
+                    "memory saved": percent(saved) if is_other else "",
                     "loss": "" if loss is None else f"{loss:.4g}",
                     "drift (tolerance)": drifted if is_other else "",
                     "note": row.get("note", ""),
@@ -129,41 +168,45 @@ def write_tensorboard(result: Report, folder: Path) -> None:
     board.close()
 
 
-def time_bar(rows: Report, name: str) -> Bar | None:
-    if not (row := rows.get(name, {})).get("speedup"):
-        return None
-    height, high, low = (1 / ratio for ratio in median_interval(row["speedup"]))
-    return Bar(height, f"{digits(1000 * median(row['seconds']))} ms", low, high)
-
-
-def memory_bar(rows: Report, name: str) -> Bar | None:
-    height = 1 - saving(rows.get(name, {}), rows)
-    return None if math.isnan(height) else Bar(height, f"{digits(rows[name]['peak_bytes'] / 2**20)} MiB")
+def bars_of(row: Report, rows: Report) -> tuple[Bar, Bar]:
+    """The speedup and the memory saved of a precision."""
+    speed, memory, saved = Bar(label=textwrap.shorten(row.get("note", ""), 28)), Bar(), saving(row, rows)
+    if row.get("speedup"):
+        middle, low, high = median_interval(row["speedup"])
+        speed = Bar(middle, f"{middle:.2f}   {si(median(row['seconds']), 's')}", low, high)
+    if not math.isnan(saved):
+        memory = Bar(100 * saved, f"{percent(saved)}   {size(row['peak_bytes'])}")
+    return speed, memory
 
 
 def draw(result: Report, path: Path, reduced: bool) -> None:
-    """Bars of time and memory, and loss curves. Errors: ImportError without matplotlib."""
-    places = list(dict.fromkeys((group["mode"], group["form"]) for group in result["groups"]))
-    groups = [rows_of(result, *place) for place in places]
-    colours = {name: colour for name, colour in COLOURS.items() if any(name in rows for rows in groups)}
-    title = (
-        f"{result['name']}: {result['steps']} steps of {result['micro_batch_size']} x {result['accumulation']} samples"
-    )
-    title += f"\n{REDUCED_BANNER.strip('*')}" if reduced else ""
-    with reports.figure(path, title, (16.0, 5.0), 1, 3, width_ratios=(3, 3, 2)) as (figure, [(times, memory, losses)]):
-        for axes, what, bar in ((times, "time", time_bar), (memory, "peak memory", memory_bar)):
-            bars = [{name: made for name in colours if (made := bar(rows, name))} for rows in groups]
-            reports.draw_bars(axes, bars, colours)
-            axes.set_ylabel(f"{what} relative to float32")
-            axes.set_xticks(range(len(places)), ["\n".join(place) for place in places])
-            highest = max((bar.get_height() for bar in axes.patches), default=1.0)
-            axes.set_ylim(0, 1.45 * max(highest, 1.0))  # wider intervals are cut off
-            axes.axhline(1, color="black", lw=0.5)
-        for name, curve in result["curves"].items():
-            style = "-" if name in USUAL else "--"
-            losses.plot(range(1, len(curve) + 1), curve, lw=1.5, alpha=0.8, color=COLOURS[name], ls=style)
-        values = [loss for curve in result["curves"].values() for loss in curve]
-        if values and min(values) > 0 and max(values) > 10 * min(values):
-            losses.set_yscale("log")
-        losses.set(xlabel="step", ylabel="loss")
-        reports.draw_legend(figure, colours)
+    """Speedup and memory saved as bars, and the loss curves. Errors: ImportError without matplotlib."""
+    groups = {}
+    for mode, form in dict.fromkeys((group["mode"], group["form"]) for group in result["groups"]):
+        rows = rows_of(result, mode, form)
+        groups[f"{mode}, {form}"] = {name: bars_of(rows[name], rows) for name in COLOURS if name in rows}
+    title = f"{result['name']}: {result['steps']} steps of {result['micro_batch_size']} x {result['accumulation']} "
+    title += f"samples\n{REDUCED_BANNER.strip('*')}" if reduced else "samples"
+    inches = (16.0, max(4.5, 1.6 + 0.21 * sum(len(rows) + 2 for rows in groups.values())))
+    with reports.figure(path, title, inches, 1, 3) as (_, [(speeds, memory, losses)]):
+        reports.draw_bars((speeds, memory), groups, COLOURS)
+        speeds.set_xlabel("speedup over float32 (further right is better)")
+        speeds.axvline(1, color="black", lw=0.5)
+        memory.set_xlabel("memory saved, % of float32's (further right is better)")
+        draw_losses(losses, result["curves"])
+
+
+def draw_losses(axes: Any, curves: Report) -> None:
+    """float32's curve wide and pale; the others' dashes lie in each other's gaps, so that equal curves all show."""
+    others = [name for name in curves if name != FP32]
+    for name, curve in curves.items():
+        style: Any = {"lw": 5, "alpha": 0.5}
+        if name != FP32:
+            style = {"lw": 1.8, "ls": (3 * others.index(name), (3, 3 * max(len(others) - 1, 1)))}
+        axes.plot(range(1, len(curve) + 1), curve, color=COLOURS[name], label=name, **style)
+    values = [loss for curve in curves.values() for loss in curve]
+    if values and min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="loss")
+    if curves:
+        axes.legend(frameon=False, handlelength=4)

@@ -59,6 +59,16 @@ def objection(result: Report, mode: str, name: str) -> str:
     return "" if row.get("speedup") else str(row.get("note", "not measured"))
 
 
+def ranking(result: Report, mode: str) -> list[str]:
+    """The precision to use, then the others that learn the same, the fastest first; [] if none can be recommended."""
+    rows, name = rows_of(result, mode), best(result, mode)
+    is_diverging = result["parity"].get(FP32, {}).get("verdict") == "diverges"
+    if not rows.get(FP32, {}).get("seconds") or (name == FP32 and is_diverging):
+        return []
+    fit = [other for other in USUAL if other in rows and other != name and not objection(result, mode, other)]
+    return [name, *sorted(fit, key=lambda other: -median(rows[other]["speedup"]))]
+
+
 def best(result: Report, mode: str) -> str:
     """The precision to use."""
     rows = rows_of(result, mode)
@@ -89,7 +99,7 @@ def recommendation(result: Report, mode: str) -> str:
     if name != FP32:
         saved = f"{100 * saving(rows[name], rows):.0f} % of the memory saved"
         text = f"use {name}. {interval(rows[name]['speedup'])} times the speed of fp32, {saved}"
-    elif result["parity"].get(FP32, {}).get("verdict") == "diverges":
+    elif not ranking(result, mode):
         text = "no precision can be recommended, since float32 itself diverges"
     else:
         text = f"use fp32. No other that was measured is {WORTHWHILE_SPEED:g} times as fast, or smaller and not slower"
