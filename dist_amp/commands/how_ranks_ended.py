@@ -73,7 +73,10 @@ def signal_name(number: int) -> str:
 
 @dataclass
 class Restarts:
-    """Decides on restarts: none after a wrong setting or an agreed stop, and none of a failure that came twice."""
+    """Decides on restarts: none after a wrong setting, wrong data at the start or an agreed stop, or the same error twice.
+
+    most: --max-restarts.
+    """
 
     most: int
     last: Ended | None = None
@@ -82,13 +85,15 @@ class Restarts:
     def __call__(self, failures: Mapping[int, ProcessFailure], left: int) -> bool:
         ended, before = who_explains(failures), self.last
         self.last = ended
-        if ended.exit_code in (ConfigError.exit_code, SAVED_AND_STOPPED):
+        at_the_start = before is None and ended.step == 0 and ended.exit_code == DataError.exit_code
+        if at_the_start or ended.exit_code in (ConfigError.exit_code, SAVED_AND_STOPPED):
             return False
         if left and ended.is_again(before):
-            self.why_not = f"it came twice, with no step between (after step {ended.step}): not restarted"
+            self.why_not = f"not restarted: the same error came twice with no step between (after step {ended.step})"
             return False
         if left:
-            print(f"restart {self.most - left + 1} of {self.most}: {ended.cause}", file=sys.stderr, flush=True)
+            why = "" if ended.text else f": {ended.cause}"  # its report is on the screen
+            print(f"restart {self.most - left + 1} of {self.most}{why}", file=sys.stderr, flush=True)
         return True
 
     def line(self, ended: Ended) -> str:

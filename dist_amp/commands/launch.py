@@ -23,9 +23,9 @@ import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from copy import copy
 from io import StringIO
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,13 +58,15 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if module == TRAIN and show_if_asked(words, "python -m dist_amp.launch", __doc__ or ""):
         return 0
+    hides_log = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
+    if hides_log:
+        hide_torchruns_log()
     options = read_options(own, parser)
     if module == TRAIN and (status := check_settings(words, options)):
         return status
     complete(options, words)
     options.module, options.training_script, options.training_script_args = True, module, list(words)
-    quiet_torchrun()
-    return start(options)
+    return start(options, hides_log)
 
 
 # --- the command line
@@ -111,15 +113,12 @@ def read_options(own: Sequence[str], parser: ArgumentParser) -> Namespace:
     try:
         options = parser.parse_args([*own, TRAIN])
         machines = torchrun.parse_min_max_nnodes(options.nnodes)
-        checked = copy(options)
-        checked.nproc_per_node = options.nproc_per_node or "1"
-        torchrun.config_from_args(checked)
+        torchrun.config_from_args(Namespace(**vars(options) | {"nproc_per_node": "1"}))
     except ArgumentError as error:
-        raise ConfigError(f"{error.argument_name}: {error.message}; see torchrun --help") from None
+        name = (error.argument_name or "").partition("/")[0]
+        raise ConfigError(f"{name}: {error.message}; see torchrun --help") from None
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"torchrun refuses {' '.join(own)}: {first_line(error)}") from None
-    if options.nproc_per_node.lstrip("-").isdigit() and int(options.nproc_per_node) < 1:
-        raise ConfigError(f"--nproc-per-node={options.nproc_per_node} must be 1 or more, or gpu, cpu or auto")
     if machines[1] == 1 and not (options.local_addr or options.rdzv_endpoint or options.master_port):
         options.local_addr = "127.0.0.1"  # torchrun hangs without a message if the host's name does not resolve
     return options
@@ -135,7 +134,7 @@ def check_settings(words: Sequence[str], options: Namespace) -> int:
     """
     fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
     number = options.nproc_per_node
-    ranks = most * int(number) if fewest == most and number.isdigit() else 0
+    ranks = most * int(number) if fewest == most and number.isdigit() else 0  # 0: not known
 
     def check(words: Sequence[str]) -> int:
         with redirect_stdout(StringIO()):  # what the task's module prints, the ranks print again
@@ -160,7 +159,14 @@ def complete(options: Namespace, words: Sequence[str]) -> None:
         if not gpus and torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
             raise Failure("torch sees no GPU on this machine; fix that, or give --nproc-per-node for ranks on the CPU")
         options.nproc_per_node = str(gpus or 2)
-    ranks = torchrun.determine_local_world_size(options.nproc_per_node)
+    try:
+        ranks = torchrun.determine_local_world_size(options.nproc_per_node)
+    except ValueError:  # "gpu" without one, too
+        ranks = 0
+    if ranks < 1:
+        raise ConfigError(
+            f"--nproc-per-node={options.nproc_per_node} must be a number above 0, or auto, cpu, or gpu where there is one"
+        )
     if options.numa_binding is None:
         options.numa_binding = binding(ranks, gpus)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -174,21 +180,23 @@ def complete(options: Namespace, words: Sequence[str]) -> None:
     os.environ |= {name: value for name, value in environ.items() if not os.environ.get(name)}
 
 
-def quiet_torchrun() -> None:
-    """Leave torchrun's own log out, which would come below the ranks' last line, unless LOGLEVEL asks for it."""
-    if "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ:
-        logger = logging.getLogger("torch.distributed")
-        logger.propagate, logger.handlers = False, [logging.NullHandler()]
+def hide_torchruns_log() -> None:
+    """Leave out torchrun's own log, and the ranks' C++ warnings: they would come below the line that says what failed."""
+    logger = logging.getLogger("torch.distributed")
+    logger.propagate, logger.handlers = False, [logging.NullHandler()]
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 # --- the ranks, and how they ended
 
 
-def start(options: Namespace) -> int:
+def start(options: Namespace, hides_log: bool) -> int:
     """Run the ranks to their end; returns their exit status. Errors: Failure where torchrun itself fails."""
     restarts = Restarts(options.max_restarts)
+    if torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
+        print(f"{options.nnodes} machines: this one waits for the others at {rendezvous(options)}", flush=True)
     try:
-        run_agent(options, restarts)
+        run_agent(options, restarts, hides_log)
     except ChildFailedError as error:
         ended = who_explains(error.failures)
         return last_line(restarts.line(ended), ended.status)
@@ -197,9 +205,15 @@ def start(options: Namespace) -> int:
         return last_line(line, status)
     except KeyboardInterrupt:
         return last_line("stopped by SIGINT before any rank had started", 1)
+    except ValueError as error:  # as an unknown --rdzv-backend
+        raise ConfigError(f"torchrun refuses its options: {first_line(error).split('. ')[0]}") from error
     except Exception as error:
-        raise Failure(why_torchrun_failed(error, options)) from error
+        raise Failure(why_torchrun_failed(error, rendezvous(options), options.nnodes)) from error
     return 0
+
+
+def rendezvous(options: Namespace) -> str:
+    return options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
 
 
 def last_line(text: str, status: int) -> int:
@@ -209,19 +223,18 @@ def last_line(text: str, status: int) -> int:
     return status
 
 
-def why_torchrun_failed(error: Exception, options: Namespace) -> str:
+def why_torchrun_failed(error: Exception, at: str, machines: str) -> str:
     """What the rendezvous, or the launcher itself, failed with, in one line."""
-    at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     inner = error.__cause__ or error.__context__ or error
     if isinstance(error, RendezvousTimeoutError):
-        return f"not all of --nnodes={options.nnodes} machines joined the rendezvous at {at} in time; start the others"
+        return f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time; start the others"
     if isinstance(error, RendezvousClosedError):
-        return f"the rendezvous at {at} is closed: another machine has ended the run, and says why"
-    if "EADDRINUSE" in f"{error} {inner}" or "address already in use" in f"{error} {inner}".lower():
-        return f"the port of {at} on this machine is in use; choose another by --master-port or --rdzv-endpoint"
-    if isinstance(error, RendezvousError) or type(error).__name__.startswith("Dist"):
-        why = first_line(inner).split(". ")[0]
-        return f"no rendezvous at {at} ({why}); start machine 0, or correct the address, or open the port"
+        return f"the rendezvous at {at} is closed: another machine has ended the run; its last line says why"
+    if "EADDRINUSE" in f"{error} {inner}":
+        return f"the port of {at} is in use on this machine; choose another by --master-port or --rdzv-endpoint"
+    if isinstance(error, RendezvousError | DistError):
+        why = first_line(inner).split(". ")[0].rstrip(".")
+        return f"no rendezvous at {at} ({why}); start machine 0, correct the address, or open the port"
     return f"torchrun failed: {in_one_line(error)}"
 
 

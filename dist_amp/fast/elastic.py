@@ -8,7 +8,7 @@ torchrun, and the ranks' exit codes after a signal are unknown.
 import signal
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from dist_amp.errors import add_context
+from dist_amp.runtime.process import without_stderr
 
 Failures = Mapping[int, ProcessFailure]  # by rank, of this machine: who had failed when the agent looked
 
@@ -29,14 +30,19 @@ def torchrun_options(parser: ArgumentParser) -> dict[str, Action]:
     return {name: action for action in actions for name in action.option_strings}
 
 
-def run_agent(options: Namespace, restarts: Callable[[Failures, int], bool]) -> None:
+def run_agent(options: Namespace, restarts: Callable[[Failures, int], bool], hides_log: bool) -> None:
     """Run torchrun's agent in this process until all ranks have ended.
 
-    restarts: whether to restart after a failure, by what has failed and how many restarts are left. Errors: torchrun's
-    own. A SignalException has the context `exit_codes`, one of each rank of this machine.
+    restarts: whether to restart after a failure, by what has failed and how many restarts are left. hides_log: leave
+    out what the agent writes to standard error before the ranks start. Errors: torchrun's own. A SignalException has
+    the context `exit_codes`, one of each rank of this machine.
     """
 
     class Agent(LocalElasticAgent):
+        def _start_workers(self, worker_group: Any) -> Any:
+            quiet.close()
+            return super()._start_workers(worker_group)
+
         def run(self, *role: str) -> Any:
             try:
                 return super().run(*role)
@@ -56,7 +62,9 @@ def run_agent(options: Namespace, restarts: Callable[[Failures, int], bool]) -> 
             with _ignored(options.signals_to_handle if after_signal else ""):
                 super()._shutdown(*after_signal, **timeout)
 
-    with patch.object(api, "LocalElasticAgent", Agent):
+    with patch.object(api, "LocalElasticAgent", Agent), ExitStack() as quiet:
+        if hides_log and hasattr(LocalElasticAgent, "_start_workers"):
+            quiet.enter_context(without_stderr())  # where no rendezvous answers, torch's C++ prints pages of frames
         torchrun.run(options)
 
 
