@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.diagnostics.consistency import check_metrics_agree
 from dist_amp.settings import MetricsConfig
 from dist_amp.telemetry.metrics import INDEX, RANK_METRICS, LogRow, Metrics
@@ -31,10 +32,13 @@ ROUNDS = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; prints a line per number of ranks."""
-    if argv:
-        print((__doc__ or "").strip())
-        return 0
+    """The command; returns the exit status."""
+    return exit_status(measure_all, argv)
+
+
+def measure_all(words: Sequence[str]) -> None:
+    """Print a line per number of ranks."""
+    Parser("python -m dist_amp.bench log_step", __doc__).parse_args(words)
     print("CPU time in us    gather, without a network   read and check, every rank   write, rank 0")
     for size in SIZES:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -43,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             dist.destroy_process_group()
         print(f"{size:>6,} ranks {gather:>29.0f} {read:>28.0f} {write:>15.0f}")
-    return 0
 
 
 def measure(size: int) -> tuple[float, float, float]:
@@ -90,4 +93,4 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -20,6 +20,9 @@ from dist_amp.runtime.numa import has_nodes, why_unbound
 
 def ask(words: Sequence[str]) -> None:
     """Print the number of GPUs that ranks will use, and torchrun's option where binding works."""
+    if "--help" in words:
+        print((__doc__ or "").strip())
+        return
     gpus = gpus_to_use([word for word in words if word != "-h"])
     mode = binding(int(os.environ.get("NPROC_PER_NODE") or gpus), gpus)
     print(gpus, f"--numa-binding={mode}" if mode else "")
