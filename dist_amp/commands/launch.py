@@ -9,8 +9,8 @@ and with their exit status: 0 done, 64 wrong setting, 65 data or checkpoint, 70 
 saved (the same command goes on), 1 anything else.
 
 If a rank fails or dies, all restart from the last checkpoint, up to --max-restarts times (3); not after a wrong
-setting, and not if the same error came twice with no step between. torchrun's options come first; its own defaults
-differ: one process, no restarts. `-m MODULE` before the settings starts another module, such as a bench.
+setting, and not if the same error came twice with no step between. Without these options torchrun would start one
+process and restart nothing. `-m MODULE ARGUMENTS` at the end starts another module, such as dist_amp.bench.checkpoint.
 In the environment: OMP_NUM_THREADS (CPU threads per rank; cores divided by ranks), PYTORCH_ALLOC_CONF (torch's GPU
 allocator; expandable_segments:True), TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for saving after a signal; 120).
 LOGLEVEL=INFO shows torchrun's own log.
@@ -24,6 +24,7 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import dropwhile
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -64,7 +65,8 @@ def run(argv: Sequence[str]) -> int:
     options = read_options(own, parser)
     if module == TRAIN and (status := check_settings(words, options)):
         return status
-    complete(options, words)
+    settings = words if module.startswith("dist_amp.") else []
+    complete(options, [*dropwhile(lambda word: not word.startswith("-"), settings)])  # after a bench's name
     options.module, options.training_script, options.training_script_args = True, module, list(words)
     return start(options, hides_log)
 
@@ -73,23 +75,29 @@ def run(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], str, list[str]]:
-    """(torchrun's options, module, the module's arguments). Errors: ConfigError for an option in the wrong place."""
-    known, own, module, words = torchrun_options(parser), [], TRAIN, list(argv)
-    while words and (name := words[0].partition("=")[0]) in known:
-        if known[name].dest == "module":
-            if not words[1:]:
-                raise ConfigError("-m names no module; leave it out for dist_amp.train")
-            return own, words[1], words[2:]
-        takes = 1 if known[name].nargs == 0 or "=" in words[0] else 2
-        own += words[:takes]
-        del words[:takes]
-    for word in words:
-        name = word.partition("=")[0]
-        if name in known and name.startswith("--"):
-            raise ConfigError(f"{name} is an option of torchrun; write it before the settings")
-        if name.startswith("--") and "." not in name and (near := nearest_name(name, known, 0.8)):
-            raise ConfigError(f"unknown option {name}; did you mean {near}?")
-    return own, module, words
+    """(torchrun's options, module, the module's arguments): by exact names, since settings may begin like an option.
+
+    -m ends the options; before it they may stand among the settings. Errors: ConfigError for an option without a value,
+    or whose name is almost one.
+    """
+    known, own, words, left = torchrun_options(parser), [], [], list(argv)
+    while left:
+        word = left.pop(0)
+        name, equals, _ = word.partition("=")
+        option = known.get(name) if name.startswith("--") or not words else None
+        if option is None:
+            if name.startswith("--") and "." not in name and (near := nearest_name(name, known, 0.8)):
+                raise ConfigError(f"unknown option {name}; did you mean {near}?")
+            words.append(word)
+            continue
+        takes_value = option.nargs != 0 or option.dest == "module"
+        if takes_value and not (equals or left):
+            raise ConfigError(f"{name} at the end has no value; see torchrun --help")
+        if option.dest == "module":
+            return own, left[0], [*words, *left[1:]]
+        own += [word, *left[: takes_value and not equals]]
+        del left[: takes_value and not equals]
+    return own, TRAIN, words
 
 
 def section_after_help(words: Sequence[str]) -> bool:
