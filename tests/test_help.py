@@ -1,10 +1,11 @@
-"""--help of every command and module, of one section; --version and completion; and `| head`."""
+"""What the commands say of themselves: --help of each, of a section, in a pipe; --version, completion, verify's plan."""
 
 import importlib
 import pkgutil
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,8 @@ from dist_amp.bench.__main__ import BENCHES
 from dist_amp.bench.__main__ import main as bench
 from dist_amp.commands import __main__ as commands
 from dist_amp.train import main as train
+from dist_amp.verify import pace as pace_module
+from dist_amp.verify.pace import in_words, plan
 
 
 def modules_with_a_main():
@@ -28,7 +31,9 @@ MODULES = sorted(modules_with_a_main())
 
 
 def test_the_list_of_modules_is_not_empty_by_mistake():
-    assert {"dist_amp.train", "dist_amp.launch", "dist_amp.bench.checkpoint", "dist_amp.bench.tripwires"} <= set(MODULES)
+    assert {"dist_amp.train", "dist_amp.launch", "dist_amp.bench.checkpoint", "dist_amp.bench.tripwires"} <= set(
+        MODULES
+    )
 
 
 @pytest.mark.parametrize("name", [*MODULES, "dist_amp.verify.__main__"])
@@ -49,7 +54,9 @@ def test_every_benchs_help_works_by_its_name(name, capsys):
 @pytest.mark.parametrize("name", ["order", "log_step"])
 def test_a_bench_without_options_refuses_them(name, capsys):
     assert bench([name, "--sizes", "2"]) == 64
-    assert capsys.readouterr().err.startswith(f"error: unrecognized arguments: --sizes 2; see python -m dist_amp.bench {name}")
+    assert capsys.readouterr().err.startswith(
+        f"error: unrecognized arguments: --sizes 2; see python -m dist_amp.bench {name}"
+    )
 
 
 def test_trains_help_begins_with_three_examples_and_the_options_that_are_no_keys(capsys):
@@ -74,7 +81,11 @@ def test_the_examples_are_commands_that_are_accepted(capsys):
 )
 def test_help_of_a_section_shows_its_keys_alone(section, keys, capsys):
     assert train(["--help", section]) == 0
-    options = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    options = [
+        line.split()[0]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("  --") and "---" not in line
+    ]
     assert options
     assert all(option.startswith(keys) for option in options)
 
@@ -144,4 +155,33 @@ def test_bash_completes_commands_settings_and_torchruns_options(monkeypatch, cap
     assert run(monkeypatch, "--completion", "bash") == 0
     (tmp_path / "completion").write_text(capsys.readouterr().out)
     done = subprocess.run(["bash", "-c", COMPLETE, "-", str(tmp_path / "completion")], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["train", "--optim.warmup_steps", "--nproc_per_node", "auto cpu cuda"], done.stderr
+    assert done.stdout.splitlines() == ["train", "--optim.warmup_steps", "--nproc_per_node", "auto cpu cuda"], (
+        done.stderr
+    )
+
+
+# ---- what verify says before and while it runs
+
+ROWS = [(size, strategy, precision) for size, strategy in ((1, "single"), (2, "ddp")) for precision in ("fp32", "fp16")]
+
+
+def test_verify_lists_its_rows_by_their_number_of_ranks():
+    assert plan(ROWS) == ["    1 rank   single in fp32, fp16", "    2 ranks  ddp in fp32, fp16"]
+
+
+def test_verify_expects_of_the_rows_that_are_left_what_those_of_their_precision_took(monkeypatch):
+    now = iter((0.0, 20.0, 120.0))
+    monkeypatch.setattr(pace_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    pace = pace_module.Pace(ROWS, {"fp32": 1.0, "fp16": 10.0})
+    assert pace.seconds_left == 2 * pace_module.START_SECONDS + pace_module.ROW_FOR_BOUND * 22
+    assert pace.took(ROWS[0]) == 20.0
+    assert pace.seconds_left == 20.0 + 2 * 10 * pace_module.ROW_FOR_BOUND, (
+        "one more in fp32 as the first, by measurement"
+    )
+    assert pace.took(ROWS[1]) == 100.0
+    assert pace.seconds_left == 20.0 + 100.0
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(3, "10 s"), (94, "90 s"), (150, "2 min"), (9000, "2.5 h")])
+def test_an_estimate_is_in_round_numbers(seconds, said):
+    assert in_words(seconds) == said

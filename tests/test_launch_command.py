@@ -17,7 +17,7 @@ from dist_amp.commands.how_ranks_ended import Restarts, after_signal, who_explai
 from dist_amp.errors import ConfigError, Failure
 
 # A stand-in for dist_amp.train, which starts in 0.1 s: argument n says how the ranks end in attempt n.
-RANK = '''
+RANK = """
 import json, os, signal, sys, time
 ways = sys.argv[1:]
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -40,7 +40,7 @@ if way == "waits":  # for a signal, and exits with this status
         signal.signal(number, lambda *_: os._exit(int(more[0])))
     open(f"rank{rank}", "w").close()
     time.sleep(60)
-'''
+"""
 
 
 @pytest.fixture
@@ -69,7 +69,11 @@ def test_torchruns_options_stand_anywhere_and_none_is_mistaken_for_a_setting_tha
 
 
 def test_the_module_may_be_written_as_for_torchrun_and_ends_torchruns_options():
-    assert split("--nnodes=2", "-m", "dist_amp.train", "--a.b", "1") == (["--nnodes=2"], "dist_amp.train", ["--a.b", "1"])
+    assert split("--nnodes=2", "-m", "dist_amp.train", "--a.b", "1") == (
+        ["--nnodes=2"],
+        "dist_amp.train",
+        ["--a.b", "1"],
+    )
     assert split("-m", "mine", "--nnodes", "2") == ([], "mine", ["--nnodes", "2"])
 
 
@@ -82,7 +86,10 @@ def test_the_module_may_be_written_as_for_torchrun_and_ends_torchruns_options():
         (["--max-restarts", "two"], "--max-restarts: invalid int value: 'two'; see torchrun --help"),
         (["--nnodes", "two"], "torchrun refuses --nnodes two: invalid literal for int() with base 10: 'two'"),
         (["--nproc-per-node", "two"], "--nproc-per-node=two must be a number above 0, or auto, cpu, or gpu where"),
-        (["--nproc-per-node=0"], "--nproc-per-node=0 must be a number above 0, or auto, cpu, or gpu where there is one"),
+        (
+            ["--nproc-per-node=0"],
+            "--nproc-per-node=0 must be a number above 0, or auto, cpu, or gpu where there is one",
+        ),
         (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
         (["--nproc-per-node", "3", "--train.global_batch_size", "64"], "train.global_batch_size=64 is not a multiple"),
         (["--help", "optin"], "--help optin: there is no such section; did you mean optim?"),
@@ -176,8 +183,14 @@ def test_the_same_error_with_no_step_between_is_not_restarted_and_one_after_prog
     assert restarts(failure(1, "rank 0: ValueError: x at 0x7f2", step=6), 4), "two steps further"
     assert restarts(failure(1, "rank 0: ValueError: y", step=6), 3), "another error"
     assert not restarts(failure(1, "rank 1: ValueError: y", step=6), 2)
-    assert restarts.line(who_explains(failure(1, "ValueError: y", 6))).startswith("ValueError: y; not restarted: the same")
-    assert re.findall(r"restart \d of \d", capsys.readouterr().err) == ["restart 1 of 5", "restart 2 of 5", "restart 3 of 5"]
+    assert restarts.line(who_explains(failure(1, "ValueError: y", 6))).startswith(
+        "ValueError: y; not restarted: the same"
+    )
+    assert re.findall(r"restart \d of \d", capsys.readouterr().err) == [
+        "restart 1 of 5",
+        "restart 2 of 5",
+        "restart 3 of 5",
+    ]
 
 
 def test_a_rank_that_is_killed_is_restarted_as_often_as_allowed_and_named():

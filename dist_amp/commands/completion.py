@@ -1,4 +1,4 @@
-"""dist_amp --completion bash|zsh|fish: the script by which a shell completes commands, settings and torchrun's options."""
+"""dist_amp --completion bash|zsh|fish: a script that completes commands, settings and torchrun's options."""
 
 from collections.abc import Mapping
 from dataclasses import field, make_dataclass

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -58,7 +58,7 @@ def who_explains(failures: Mapping[int, ProcessFailure]) -> Ended:
     """The rank that left a report; else the one that failed first."""
     ends = []
     for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
-        message = failure.message if isinstance(failure.message, dict) else {}
+        message: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
         step = int(message.get("extraInfo", {}).get("step", 0))
         ends.append(Ended(rank, failure.pid, failure.exitcode, str(message.get("message", "")), step))
     return next((end for end in ends if end.text), ends[0])
@@ -73,7 +73,7 @@ def signal_name(number: int) -> str:
 
 @dataclass
 class Restarts:
-    """Decides on restarts: none after a wrong setting, wrong data at the start or an agreed stop, or the same error twice.
+    """Decides on restarts: none after a wrong setting, wrong data at the start, an agreed stop, or the same error twice.
 
     most: --max-restarts.
     """

@@ -1,4 +1,4 @@
-"""python -m dist_amp.launch [TORCHRUN'S OPTIONS] [--section.key VALUE ...]: train on this machine, or as one of several.
+"""python -m dist_amp.launch [TORCHRUN'S OPTIONS] [--section.key VALUE ...]: train on one machine or several.
 
     python -m dist_amp.launch --config configs/ddp_bf16.toml --run.dir runs/mine          all GPUs, or two CPU processes
     python -m dist_amp.launch --nproc-per-node 4 --max-restarts 0 --train.steps 20
@@ -80,7 +80,9 @@ def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], str, 
     -m ends the options; before it they may stand among the settings. Errors: ConfigError for an option without a value,
     or whose name is almost one.
     """
-    known, own, words, left = torchrun_options(parser), [], [], list(argv)
+    known, left = torchrun_options(parser), list(argv)
+    own: list[str] = []
+    words: list[str] = []
     while left:
         word = left.pop(0)
         name, equals, _ = word.partition("=")
@@ -173,7 +175,7 @@ def complete(options: Namespace, words: Sequence[str]) -> None:
         ranks = 0
     if ranks < 1:
         raise ConfigError(
-            f"--nproc-per-node={options.nproc_per_node} must be a number above 0, or auto, cpu, or gpu where there is one"
+            f"--nproc-per-node={options.nproc_per_node} must be a number above 0, auto, cpu, or gpu where there is one"
         )
     if options.numa_binding is None:
         options.numa_binding = binding(ranks, gpus)
@@ -189,7 +191,7 @@ def complete(options: Namespace, words: Sequence[str]) -> None:
 
 
 def hide_torchruns_log() -> None:
-    """Leave out torchrun's own log, and the ranks' C++ warnings: they would come below the line that says what failed."""
+    """Leave out torchrun's own log, and the ranks' C++ warnings: they come below the line that says what failed."""
     logger = logging.getLogger("torch.distributed")
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -47,9 +47,9 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
 
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
-    """Print what --help [SECTION] (with the arguments of the task that `argv` names) or --print_config asks for, if any.
+    """Print what --help [SECTION] (with the arguments of the task that `argv` names) or --print_config asks for.
 
-    Errors: ConfigError for a section that is not there.
+    Returns whether one was there. Errors: ConfigError for a section that is not there.
     """
     words, asked, section = _without_questions(argv)
     if not asked:

@@ -58,7 +58,7 @@ def show_help(schema: type, prog: str, description: str, section: str = "") -> s
 
 
 def completion(commands: Mapping[str, type], prog: str, shell: str) -> str:
-    """A script for bash, zsh or fish that completes `prog COMMAND --key`; a command's meaning is its class's docstring."""
+    """A script for bash, zsh or fish that completes `prog COMMAND --key`; a class's docstring is its command's help."""
     text = io.StringIO()
     asked = ["--tyro-print-completion", shell]
     with redirect_stdout(text), suppress(SystemExit):
