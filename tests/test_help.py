@@ -1,10 +1,11 @@
-"""What the commands say of themselves: --help of each, of a section, in a pipe; --version, completion, verify's plan."""
+"""What the commands say of themselves: --help of each, in a pipe; --version, completion; verify's plan."""
 
 import importlib
 import pkgutil
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ def modules_with_a_main():
     """The package's modules that `python -m` starts, by what their text says."""
     for found in pkgutil.walk_packages(dist_amp.__path__, "dist_amp."):
         path = found.module_finder.find_spec(found.name).origin
-        text = open(path).read()
+        text = Path(path).read_text()
         if "\ndef main(argv" in text and '__name__ == "__main__"' in text:
             yield found.name
 

@@ -1,4 +1,4 @@
-"""dist_amp launch: torchrun's agent with our defaults, the settings checked first, one last line and the true status."""
+"""dist_amp launch: torchrun's agent with our defaults, checked settings, one last line and the true status."""
 
 import os
 import re
@@ -85,10 +85,10 @@ def test_the_module_may_be_written_as_for_torchrun_and_ends_torchruns_options():
         (["-m"], "-m at the end has no value; see torchrun --help"),
         (["--max-restarts", "two"], "--max-restarts: invalid int value: 'two'; see torchrun --help"),
         (["--nnodes", "two"], "torchrun refuses --nnodes two: invalid literal for int() with base 10: 'two'"),
-        (["--nproc-per-node", "two"], "--nproc-per-node=two must be a number above 0, or auto, cpu, or gpu where"),
+        (["--nproc-per-node", "two"], "--nproc-per-node=two must be a number above 0, auto, cpu, or gpu where"),
         (
             ["--nproc-per-node=0"],
-            "--nproc-per-node=0 must be a number above 0, or auto, cpu, or gpu where there is one",
+            "--nproc-per-node=0 must be a number above 0, auto, cpu, or gpu where there is one",
         ),
         (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
         (["--nproc-per-node", "3", "--train.global_batch_size", "64"], "train.global_batch_size=64 is not a multiple"),
@@ -273,7 +273,7 @@ def test_a_signal_is_passed_on_and_the_status_is_what_the_ranks_end_with(launch,
         time.sleep(0.05)
     job.send_signal(number)
     job.send_signal(number)  # as a Ctrl-C that comes twice: the ranks are still saving
-    out, err = job.communicate(60)
+    _, err = job.communicate(60)
     assert (job.returncode, err) == (75, "")
 
 

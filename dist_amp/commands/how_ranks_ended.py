@@ -73,7 +73,7 @@ def signal_name(number: int) -> str:
 
 @dataclass
 class Restarts:
-    """Decides on restarts: none after a wrong setting, wrong data at the start, an agreed stop, or the same error twice.
+    """Decides on restarts: none after a wrong setting, wrong data at the start, a stop, or the same error twice.
 
     most: --max-restarts.
     """

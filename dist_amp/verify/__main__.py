@@ -29,7 +29,10 @@ from dist_amp.world import locate
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
-HEADER = f"{'ranks':>5}  {'strategy':<8}  {'precision':<9}  {'gradients':>9}  {'bound':>7}  {'parameters':>10}  {'bound':>7}  {'took':>7}  {'left':>6}"
+HEADER = (
+    f"{'ranks':>5}  {'strategy':<8}  {'precision':<9}  {'gradients':>9}  {'bound':>7}  {'parameters':>10}  {'bound':>7}  "
+    f"{'took':>7}  {'left':>6}"
+)
 
 EPILOG = """\
 All other options are settings of dist_amp.train: --task.target my_file:MyTask, --task.args.width 32, --run.device cpu,
