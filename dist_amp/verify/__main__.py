@@ -30,8 +30,8 @@ from dist_amp.world import locate
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 HEADER = (
-    f"{'ranks':>5}  {'strategy':<8}  {'precision':<9}  {'gradients':>9}  {'bound':>7}  {'parameters':>10}  {'bound':>7}  "
-    f"{'took':>7}  {'left':>6}"
+    f"{'ranks':>5}  {'strategy':<8}  {'precision':<9}  {'gradients':>9}  {'bound':>7}  {'parameters':>10}  "
+    f"{'bound':>7}  {'took':>7}  {'left':>6}"
 )
 
 EPILOG = """\
