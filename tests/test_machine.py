@@ -1,12 +1,10 @@
 """GPUs that torch can't use are refused before anything trains, and ranks are bound to CPUs only where that works."""
 
 import os
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 
 from dist_amp.commands import local_gpus
 from dist_amp.errors import ConfigError
@@ -261,26 +259,3 @@ def test_the_launchers_refuse_gpus_that_torch_cannot_use_once(root, capsys, monk
     monkeypatch.setattr(local_gpus, "check_gpus_are_used", lambda: check_gpus_are_used(root))
     assert asked(capsys).err.startswith("error: run.device=auto: this machine has 2 NVIDIA GPUs, and their driver 570")
     assert asked(capsys, "--run.device", "cpu").out == "0 \n"
-
-
-@pytest.mark.parametrize(
-    ("given", "used"),
-    [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
-    ],
-)
-@pytest.mark.parametrize("answer", ["4 --numa-binding=node", "0 "])
-def test_a_launcher_passes_on_the_binding_and_the_users_allocator_settings(answer, given, used, tmp_path):
-    scripts = {"python3": f"echo '{answer}'", "torchrun": 'echo "$PYTORCH_ALLOC_CONF $*"'}
-    for name, script in scripts.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **given}
-    done = subprocess.check_output(["/bin/bash", ROOT / "launch/one_node.sh", "--a", "1"], env=environ, text=True)
-    setting, *words = done.split()
-    assert setting == used
-    assert ("--numa-binding=node" in words) == answer.startswith("4")
-    assert f"--nproc-per-node={'4' if answer.startswith('4') else '2'}" in words
-    assert words[-4:] == ["-m", "dist_amp.train", "--a", "1"]

@@ -10,6 +10,7 @@ import os
 import random
 import shlex
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -64,9 +65,16 @@ def note_of(error: Exception) -> str:
 
 
 def on_a_run(bench: Callable[[Run], None], argv: Sequence[str] | None) -> int:
-    """Build a fresh run from a command line, without evaluations, and pass it to `bench`; returns the exit status."""
+    """Build a fresh run from a command line, without evaluations, and pass it to `bench`; returns the exit status.
+
+    --help prints the docstring of the bench's module.
+    """
 
     def command(words: Sequence[str]) -> None:
+        if {"-h", "--help"} & set(words):
+            print((sys.modules[bench.__module__].__doc__ or "").strip())
+            print("\nIts arguments are the settings of dist_amp.train: python -m dist_amp.train --help")
+            return
         config = load_config(["--run.resume", "never", "--eval.every", "off", *words])
         with start(config.run) as world:
             run = build_run(config, world)

@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.diagnostics.consistency import check_metrics_agree
 from dist_amp.precision import Clip
 from dist_amp.settings import MetricsConfig
-from dist_amp.telemetry.health import Health
 from dist_amp.telemetry.log_row import GLOBAL, RANK_METRICS, LogRow
 from dist_amp.telemetry.metrics import Metrics
-from dist_amp.telemetry.writers import TensorBoardWriter
 from dist_amp.world import World
 
 SIZES = (2, 64, 1024, 4096)
@@ -35,10 +34,13 @@ ROUNDS = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; prints a line per number of ranks."""
-    if argv:
-        print((__doc__ or "").strip())
-        return 0
+    """The command; returns the exit status."""
+    return exit_status(measure_all, argv)
+
+
+def measure_all(words: Sequence[str]) -> None:
+    """Print a line per number of ranks."""
+    Parser("python -m dist_amp.bench log_step", __doc__).parse_args(words)
     print("CPU time in us    gather, without a network   read and check, every rank   write, rank 0")
     for size in SIZES:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -47,23 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             dist.destroy_process_group()
         print(f"{size:>6,} ranks {gather:>29.0f} {read:>28.0f} {write:>15.0f}")
-    print(f"health of the host: {1e6 * measure_health():.0f} on every rank, besides its own thread")
-    return 0
-
-
-def measure_health() -> float:
-    """Median seconds of CPU time that a log step's health costs the main thread, with TensorBoard; without a GPU."""
-    costs = []
-    with tempfile.TemporaryDirectory() as folder:
-        writer = TensorBoardWriter(Path(folder), 0)
-        with Health(World(), lambda step, tags: writer.write_scalars(tags, step)) as health:
-            for step in range(ROUNDS):
-                writer.write_scalars({"other": 1.0}, step)  # the log step's own tags, written before
-                row: Any = SimpleNamespace(step=step)
-                costs.append(timed(lambda row=row: health.on_log(row)))  # type: ignore[misc]
-                time.sleep(0.001)  # for the thread to read
-        writer.close()
-    return median(costs)
 
 
 def measure(size: int) -> tuple[float, float, float]:
@@ -111,4 +96,4 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -10,6 +10,7 @@ from itertools import islice
 
 import torch
 
+from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.data import Plan
 from dist_amp.runtime.permutation import Order, epoch_order
 from dist_amp.runtime.shards import LOOKED_UP
@@ -20,10 +21,13 @@ STEPS = 300
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; prints a line per length and order, in CPU time of one thread."""
-    if argv:
-        print((__doc__ or "").strip())
-        return 0
+    """The command; returns the exit status."""
+    return exit_status(measure_all, argv)
+
+
+def measure_all(words: Sequence[str]) -> None:
+    """Print a line per length and order, in CPU time of one thread."""
+    Parser("python -m dist_amp.bench order", __doc__).parse_args(words)
     torch.set_num_threads(1)
     print(f"a step of {RANKS} ranks x {MICRO_BATCH} samples x {ACCUMULATION} micro-batches, on one rank")
     print("      samples  order      first step   further steps    1 million indices    table per rank")
@@ -38,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{length:>13,}  {order:<9} {1e3 * first:>8.2f} ms {1e6 * further:>12.0f} us {1e3 * million:>17.0f} ms "
                 f"{table:>13,.1f} MiB"
             )
-    return 0
 
 
 def measure(order: Order, length: int) -> tuple[float, float, float]:
@@ -58,4 +61,4 @@ def measure(order: Order, length: int) -> tuple[float, float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

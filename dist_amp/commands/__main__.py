@@ -2,32 +2,57 @@
 
 import runpy
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 
+from dist_amp import __version__
 from dist_amp.config.suggest import nearest_name
 from dist_amp.runtime.process import quiet_on_closed_pipe
 
 COMMANDS = {
-    "train": "train a task, on one process or under torchrun",
+    "train": "train a task in this process, or as a rank under torchrun",
+    "launch": "train on all GPUs of this machine, or on several machines; torchrun's options",
     "verify": "prove on your task and machine that every way of running computes the same step",
+    "bench": "measure what things cost: overhead, amp, gpu, collectives, checkpoint, tripwires",
+    "plan": "estimate memory and time per rank of a config on a number of GPUs",
     "export": "write a checkpoint's model as one safetensors file",
     "sample": "show what a trained model makes",
-    "bench": "measure what things cost: overhead, amp, gpu, collectives, checkpoint, tripwires",
+    "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
+    "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
 }
+SHELLS = ("bash", "zsh", "fish")
+
+HELP = """
+dist_amp COMMAND --help lists a command's arguments. dist_amp --version prints what is installed.
+dist_amp --completion bash > ~/.local/share/bash-completion/completions/dist_amp: the shell completes commands and
+settings from then on; also zsh and fish."""
 
 
 def main() -> int:
     """The command; returns the exit status."""
     name, *rest = sys.argv[1:] or ["--help"]
+    commands = {command: what for command, what in COMMANDS.items() if find_spec(f"dist_amp.{command}")}
     if name in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
+        width = max(map(len, commands))
         with quiet_on_closed_pipe():
             print("usage: dist_amp COMMAND [ARGUMENTS]   (or python -m dist_amp.COMMAND)\n")
-            print("\n".join(f"  {command:<{width}}  {what}" for command, what in COMMANDS.items()))
-            print("\ndist_amp COMMAND --help lists a command's arguments.")
+            print("\n".join(f"  {command:<{width}}  {what}" for command, what in commands.items()))
+            print(HELP)
         return 0
-    if name not in COMMANDS:
-        near = nearest_name(name, COMMANDS)
-        hint = f"did you mean {near}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    if name == "--version":
+        print(f"dist_amp {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
+        return 0
+    if name == "--completion":
+        if len(rest) != 1 or rest[0] not in SHELLS:
+            print(f"error: --completion {' '.join(rest)}: give one of {', '.join(SHELLS)}", file=sys.stderr)
+            return 64
+        from dist_amp.commands.completion import print_completion
+
+        print_completion(commands, rest[0])
+        return 0
+    if name not in commands:
+        near = nearest_name(name, commands)
+        hint = f"did you mean {near}?" if near else f"the commands are {', '.join(commands)}"
         print(f"error: there is no command {name}; {hint}", file=sys.stderr)
         return 64
     sys.argv = [f"dist_amp {name}", *rest]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dist_amp.errors import DataError
-from dist_amp.telemetry.metrics import MAX_RANK_FOLDERS
+from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS
 
 RESTART_SECONDS = 30.0  # a run that failed or was preempted is followed so much longer: it may be restarted in place
 CONFIG, SUMMARY, METRICS, EARLIER = "config.toml", "summary.json", "metrics.jsonl", "metrics_before.jsonl"

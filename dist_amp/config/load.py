@@ -17,6 +17,12 @@ from dist_amp.settings import Config, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
 
+EXAMPLES = """\
+examples:
+  dist_amp train --config configs/sinusoid.toml                     one process
+  dist_amp launch --task.target my_file:MyTask --run.dir runs/mine  all GPUs, or two CPU processes
+  dist_amp train --help optim                                       one section of the settings below"""
+
 
 def schema(target: str) -> type[Config]:
     """Config, with the constructor arguments of the task that `target` names as the fields of task.args."""
@@ -41,17 +47,34 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
 
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
-    """Print what --help (with the arguments of the task that `argv` names) or --print_config asks for, if one does."""
-    helps = bool({"-h", "--help"} & set(argv))
-    words = [word for word in argv if word.replace("-", "_") not in ("_h", "__help", "__print_config")]
-    if len(words) == len(argv):
+    """Print what --help [SECTION] (with the arguments of the task that `argv` names) or --print_config asks for.
+
+    Returns whether one was there. Errors: ConfigError for a section that is not there.
+    """
+    words, asked, section = _without_questions(argv)
+    if not asked:
         return False
     with quiet_on_closed_pipe():
-        if helps:
-            print(parse.show_help(schema(_target(collect(words, aliases=ALIASES))), prog, description))
+        if "help" in asked:
+            about = "" if section else f"{EXAMPLES}\n\n{description.strip()}"
+            print(parse.show_help(schema(_target(collect(words, aliases=ALIASES))), prog, about, section))
         else:
             print(to_toml(load_config(words)), end="")
     return True
+
+
+def _without_questions(argv: Sequence[str]) -> tuple[list[str], set[str], str]:
+    """(the other words, which of help and print_config are asked for, the section after --help or "")."""
+    names = {"_h": "help", "__help": "help", "__print_config": "print_config"}
+    words, asked, section = [], set(), ""
+    for before, word in zip(("", *argv), argv, strict=False):
+        if (name := names.get(word.replace("-", "_"))) is not None:
+            asked.add(name)
+        elif names.get(before.replace("-", "_")) == "help" and not word.startswith("-"):
+            section = word
+        else:
+            words.append(word)
+    return words, asked, section
 
 
 def _target(settings: Settings) -> str:

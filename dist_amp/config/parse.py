@@ -7,7 +7,8 @@ import io
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import MISSING, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -44,14 +45,66 @@ def build(schema: type[T], settings: Settings) -> T:
     return config
 
 
-def show_help(schema: type, prog: str, description: str) -> str:
-    """The text of `--help`: every key with its type, default and meaning."""
+def show_help(schema: type, prog: str, description: str, section: str = "") -> str:
+    """The text of `--help`: every key, or those of a section, with type, default and meaning.
+
+    Errors: ConfigError for a section that is not there.
+    """
+    shown = make_dataclass("Settings", [*(() if section else ALONE), *_fields_of(schema, section)])
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
-        tyro.cli(schema, args=["--help"], prog=prog, description=description, use_underscores=True, config=_TYRO)
+        tyro.cli(shown, args=["--help"], prog=prog, description=description, use_underscores=True, config=_TYRO)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def completion(commands: Mapping[str, type], prog: str, shell: str) -> str:
+    """A script for bash, zsh or fish that completes `prog COMMAND --key`; a class's docstring is its command's help."""
+    text = io.StringIO()
+    asked = ["--tyro-print-completion", shell]
+    with redirect_stdout(text), suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(
+            dict(commands), prog=prog, use_underscores=True, config=_TYRO[:1], args=asked
+        )
     return text.getvalue()
 
 
+def command_line_of(schema: type, meaning: str) -> type:
+    """What a command line of settings may have, for `completion`: the keys, and the options that are none."""
+    return make_dataclass("Settings", [*ALONE, *_fields_of(schema)], namespace={"__doc__": meaning})
+
+
+def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:
+    """(name, type, field) of the dataclass, for make_dataclass; only of one section, such as optim or precision.scaler.
+
+    Errors: ConfigError for a section that is not there.
+    """
+    name, _, inner = section.partition(".")
+    hints = get_type_hints(schema, include_extras=True)
+    found = []
+    for item in fields(schema):
+        default = item.default if item.default_factory is MISSING else MISSING
+        again = field(default_factory=item.default_factory) if default is MISSING else field(default=default)
+        if name in ("", item.name):
+            found.append((item.name, hints[item.name], again))
+    if name and not any(is_dataclass(hint) for _, hint, _ in found):
+        known = [item.name for item in fields(schema) if is_dataclass(hints[item.name])]
+        hint = f"did you mean {near}?" if (near := nearest_name(name, known)) else f"there are {', '.join(known)}"
+        raise ConfigError(f"--help {section}: there is no such section; {hint}")
+    if inner:
+        only = make_dataclass("Section", _fields_of(hints[name], inner))
+        return [(name, only, field(default_factory=only))]
+    return found
+
+
+# Options of the command line that are no keys of the config.
+ALONE: list[tuple[str, Any, Any]] = [
+    ("config", Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.toml ...", help_behavior_hint="",
+        help="TOML files of settings; later ones override earlier ones, and the command line all.")],
+     field(default=())),
+    ("print_config", Annotated[bool, tyro.conf.arg(metavar="", help_behavior_hint="",
+        help="Print all settings as TOML, as they would be used, and exit.")], field(default=False)),
+    ("use_amp", Annotated[bool, tyro.conf.arg(help="Short for --precision.use_amp.")], field(default=True)),
+]  # fmt: skip
 _TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
 

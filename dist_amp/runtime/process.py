@@ -68,6 +68,21 @@ def quiet_on_closed_pipe() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
+@contextmanager
+def without_stderr() -> Iterator[None]:
+    """Discard what is written to standard error in the block, by C++ too."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def ignore_stop_signals() -> None:
     """For loader workers: their rank handles the signal, and needs them until its checkpoint is written."""
     for number in STOP_SIGNALS:

@@ -64,7 +64,7 @@ def _print_and_write(error: BaseException, job: Supervised) -> int:
     world, run, folder = job.world, job.run, job.folder
     if run is not None:
         run.metrics.close_console()
-    status, first = report_failure(error, world, job.store)
+    status, first = report_failure(error, world, job.store, run.step if run is not None else 0)
     with suppress(OSError):  # the folder may not even be readable
         # A run that failed before it was built leaves the summary of an earlier one in place.
         keeps = run is None and folder is not None and (folder / "summary.json").exists()
@@ -78,10 +78,12 @@ def report_failure(
     error: BaseException,
     world: World | None,
     store: dist.Store | None = None,  # type: ignore[name-defined]
+    step: int = 0,
 ) -> tuple[int, bool]:
     """Print the error, unless another rank has already printed its own.
 
-    A `Failure` gets its one line, anything else its traceback. world, store: None before the ranks are connected.
+    A `Failure` gets its one line, anything else its traceback. world, store: None before the ranks are connected. step:
+    how many steps were taken, for the launcher, which restarts nothing that fails again with no step between.
     Returns this process's exit status, and whether it was the first rank to fail, which is the one that prints.
     """
     planned = isinstance(error, Failure)
@@ -93,7 +95,7 @@ def report_failure(
         sys.stdout.flush()
         print(text.replace("error:", in_colour("error:", "red", sys.stderr), planned), file=sys.stderr, flush=True)
         if torchrun_file:
-            extra = {"timestamp": str(int(time.time()))}
+            extra = {"timestamp": str(int(time.time())), "step": step}
             Path(torchrun_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
     elif torchrun_file:
         time.sleep(10)  # torchrun shows the first rank that exits, and ends the others once the reporting one has

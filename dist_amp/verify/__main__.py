@@ -22,6 +22,7 @@ from dist_amp.runtime.native_precision import EMULATED, cpu_slowdown
 from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.verify.compare import Verdict
 from dist_amp.verify.findings import Finding, inspect_task
+from dist_amp.verify.pace import Pace, in_words, plan
 from dist_amp.verify.ranks import Row, compare_on_ranks
 from dist_amp.verify.reference import GLOBAL_BATCH, STEPS, Reference
 from dist_amp.world import locate
@@ -29,7 +30,8 @@ from dist_amp.world import locate
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 HEADER = (
-    f"{'ranks':>5}  {'strategy':<8}  {'precision':<9}  {'gradients':>9}  {'bound':>7}  {'parameters':>10}  {'bound':>7}"
+    f"{'ranks':>5}  {'strategy':<8}  {'precision':<9}  {'gradients':>9}  {'bound':>7}  {'parameters':>10}  "
+    f"{'bound':>7}  {'took':>7}  {'left':>6}"
 )
 
 EPILOG = """\
@@ -109,14 +111,20 @@ def verify(argv: Sequence[str], world_sizes: list[int], strategies: list[str], p
     if any(finding.fails for finding in findings):
         print("failed: no way of running can compute this task's step as one process would; fix the task first")
         return 1
-    precisions = [precision for precision in precisions if is_supported(reference, precision)]
-    rows = {size: rows_of(size, strategies, precisions) for size in sizes}
-    total, failed = sum(map(len, rows.values())), 0
+    bound_seconds = {}
+    for precision in precisions:
+        started = time.perf_counter()
+        if is_supported(reference, precision):
+            bound_seconds[precision] = time.perf_counter() - started
+    rows = {size: rows_of(size, strategies, list(bound_seconds)) for size in sizes}
+    every = [row for of_size in rows.values() for row in of_size]
+    total, failed, pace = len(every), 0, Pace(every, bound_seconds)
     steps = f"{STEPS} steps of {reference.global_batch} samples"
-    print(f"compare  {total} combinations, each {steps} with SGD and with AdamW\n\n{HEADER}", flush=True)
+    print(f"compare  {total} combinations, each {steps} with SGD and with AdamW; about {in_words(pace.seconds_left)}")
+    print("\n".join([*plan(every), "", HEADER]), flush=True)
     for size in rows:
         for row, verdicts in compare_on_ranks(size, argv, rows[size], reference):
-            print(table_row(row, verdicts), flush=True)
+            print(table_row(row, verdicts, pace.took(row), pace.seconds_left), flush=True)
             failed += any(verdict.cause for verdict in verdicts)
     outcome = f"{total - failed} of {total} compute the steps of one process with the whole batch"
     print(f"\n{'failed' if failed else 'passed'}: {outcome} ({time.perf_counter() - began:.0f} s)")
@@ -165,16 +173,19 @@ def rows_of(size: int, strategies: Sequence[str], precisions: Sequence[str]) -> 
     return [(size, strategy, precision) for strategy in exist for precision in precisions]
 
 
-def table_row(row: Row, verdicts: list[Verdict]) -> str:
-    """One row of the table with the worst of its verdicts, and the causes of failures below it."""
+def table_row(row: Row, verdicts: list[Verdict], seconds: float, seconds_left: float) -> str:
+    """One row of the table with the worst of its verdicts and its time, and the causes of failures below it."""
     gradients = max(verdicts, key=lambda verdict: verdict.gradient_error)
     parameters = max(verdicts, key=lambda verdict: verdict.parameter_error / verdict.parameter_bound)
     causes = dict.fromkeys(verdict.cause for verdict in verdicts if verdict.cause)
-    text = (
-        f"{row[0]:>5}  {row[1]:<8}  {row[2]:<9}  {gradients.gradient_error:>9.1e}  {gradients.gradient_bound:>7.0e}  "
-        f"{parameters.parameter_error:>10.1e}  {parameters.parameter_bound:>7.0e}  {'FAIL' if causes else 'pass'}"
-    )
-    return "\n".join([text.replace("nan", "  -"), *(f"{'':7}{cause}" for cause in causes)])
+    numbers = (
+        f"{gradients.gradient_error:>9.1e}  {gradients.gradient_bound:>7.0e}  "
+        f"{parameters.parameter_error:>10.1e}  {parameters.parameter_bound:>7.0e}"
+    ).replace("nan", "  -")
+    left = in_words(seconds_left) if seconds_left else ""
+    result = "FAIL" if causes else "pass"
+    text = f"{row[0]:>5}  {row[1]:<8}  {row[2]:<9}  {numbers}  {seconds:>5.1f} s  {left:>6}  {result}"
+    return "\n".join([text, *(f"{'':7}{cause}" for cause in causes)])
 
 
 if __name__ == "__main__":

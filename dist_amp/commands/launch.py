@@ -1,0 +1,252 @@
+"""python -m dist_amp.launch [TORCHRUN'S OPTIONS] [--section.key VALUE ...]: train on one machine or several.
+
+    python -m dist_amp.launch --config configs/ddp_bf16.toml --run.dir runs/mine          all GPUs, or two CPU processes
+    python -m dist_amp.launch --nproc-per-node 4 --max-restarts 0 --train.steps 20
+    python -m dist_amp.launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ...      on each of two machines
+
+It is torchrun -m dist_amp.train that checks the settings before it starts ranks, ends with their one line of an error,
+and with their exit status: 0 done, 64 wrong setting, 65 data or checkpoint, 70 numerics, 75 stopped by a signal and
+saved (the same command goes on), 1 anything else.
+
+If a rank fails or dies, all restart from the last checkpoint, up to --max-restarts times (3); not after a wrong
+setting, and not if the same error came twice with no step between. Without these options torchrun would start one
+process and restart nothing. `-m MODULE ARGUMENTS` at the end starts another module, such as dist_amp.bench.checkpoint.
+In the environment: OMP_NUM_THREADS (CPU threads per rank; cores divided by ranks), PYTORCH_ALLOC_CONF (torch's GPU
+allocator; expandable_segments:True), TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for saving after a signal; 120).
+LOGLEVEL=INFO shows torchrun's own log.
+"""
+
+import logging
+import multiprocessing
+import os
+import sys
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import dropwhile
+
+from torch.distributed import DistError
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+from dist_amp.commands.command_line import exit_status
+from dist_amp.commands.how_ranks_ended import Restarts, after_signal, who_explains
+from dist_amp.commands.local_gpus import binding, gpus_to_use
+from dist_amp.config.load import load_config, show_if_asked
+from dist_amp.config.suggest import nearest_name
+from dist_amp.config.validate import accumulation_steps
+from dist_amp.errors import ConfigError, Failure, context_of, first_line, in_one_line
+from dist_amp.fast.elastic import run_agent, torchrun_options
+
+TRAIN = "dist_amp.train"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    return exit_status(run, argv)
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = torchrun.get_args_parser()
+    own, module, words = split(argv, parser)
+    if {"-h", "--help"} & set(words) and not section_after_help(words):
+        print((__doc__ or "").strip())
+        print("\npython -m dist_amp.train --help lists the settings, torchrun --help its options.")
+        return 0
+    if module == TRAIN and show_if_asked(words, "python -m dist_amp.launch", __doc__ or ""):
+        return 0
+    hides_log = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
+    if hides_log:
+        hide_torchruns_log()
+    options = read_options(own, parser)
+    if module == TRAIN and (status := check_settings(words, options)):
+        return status
+    settings = words if module.startswith("dist_amp.") else []
+    complete(options, [*dropwhile(lambda word: not word.startswith("-"), settings)])  # after a bench's name
+    options.module, options.training_script, options.training_script_args = True, module, list(words)
+    return start(options, hides_log)
+
+
+# --- the command line
+
+
+def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], str, list[str]]:
+    """(torchrun's options, module, the module's arguments): by exact names, since settings may begin like an option.
+
+    -m ends the options; before it they may stand among the settings. Errors: ConfigError for an option without a value,
+    or whose name is almost one.
+    """
+    known, left = torchrun_options(parser), list(argv)
+    own: list[str] = []
+    words: list[str] = []
+    while left:
+        word = left.pop(0)
+        name, equals, _ = word.partition("=")
+        option = known.get(name) if name.startswith("--") or not words else None
+        if option is None:
+            if name.startswith("--") and "." not in name and (near := nearest_name(name, known, 0.8)):
+                raise ConfigError(f"unknown option {name}; did you mean {near}?")
+            words.append(word)
+            continue
+        takes_value = option.nargs != 0 or option.dest == "module"
+        if takes_value and not (equals or left):
+            raise ConfigError(f"{name} at the end has no value; see torchrun --help")
+        if option.dest == "module":
+            return own, left[0], [*words, *left[1:]]
+        own += [word, *left[: takes_value and not equals]]
+        del left[: takes_value and not equals]
+    return own, TRAIN, words
+
+
+def section_after_help(words: Sequence[str]) -> bool:
+    """Whether --help is followed by a section's name."""
+    at = next(number for number, word in enumerate(words) if word in ("-h", "--help"))
+    return at + 1 < len(words) and not words[at + 1].startswith("-")
+
+
+def read_options(own: Sequence[str], parser: ArgumentParser) -> Namespace:
+    """torchrun's options, with this command's defaults where neither they nor torchrun's PET_... variables have one.
+
+    Errors: ConfigError for a value that torchrun would refuse.
+    """
+    defaults = {
+        "nproc_per_node": "",  # decided in `complete`
+        "max_restarts": 3,
+        "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # SIGUSR1 would end torchrun alone
+    }
+    parser.set_defaults(**{key: value for key, value in defaults.items() if f"PET_{key.upper()}" not in os.environ})
+    parser.exit_on_error = False
+    try:
+        options = parser.parse_args([*own, TRAIN])
+        machines = torchrun.parse_min_max_nnodes(options.nnodes)
+        torchrun.config_from_args(Namespace(**vars(options) | {"nproc_per_node": "1"}))
+    except ArgumentError as error:
+        name = (error.argument_name or "").partition("/")[0]
+        raise ConfigError(f"{name}: {error.message}; see torchrun --help") from None
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"torchrun refuses {' '.join(own)}: {first_line(error)}") from None
+    if machines[1] == 1 and not (options.local_addr or options.rdzv_endpoint or options.master_port):
+        options.local_addr = "127.0.0.1"  # torchrun hangs without a message if the host's name does not resolve
+    return options
+
+
+# --- before the ranks
+
+
+def check_settings(words: Sequence[str], options: Namespace) -> int:
+    """Check the settings once, not in each rank and restart; returns the exit status, after the error's one line.
+
+    In a fork: what the task's module imports, and a GPU that it touches, must not stay in the launcher.
+    """
+    fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
+    number = options.nproc_per_node
+    ranks = most * int(number) if fewest == most and number.isdigit() else 0  # 0: not known
+
+    def check(words: Sequence[str]) -> int:
+        with redirect_stdout(StringIO()):  # what the task's module prints, the ranks print again
+            config = load_config(words)
+            if ranks:
+                accumulation_steps(config.train, ranks)
+        return 0
+
+    def in_child() -> None:
+        sys.exit(exit_status(check, words))
+
+    child = multiprocessing.get_context("fork").Process(target=in_child)
+    child.start()
+    child.join()
+    return child.exitcode if child.exitcode in (0, ConfigError.exit_code) else 1
+
+
+def complete(options: Namespace, words: Sequence[str]) -> None:
+    """Decide the number of ranks and how they are bound to CPUs, and set the environment that they inherit."""
+    gpus = gpus_to_use(words)
+    if not options.nproc_per_node:
+        if not gpus and torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
+            raise Failure("torch sees no GPU on this machine; fix that, or give --nproc-per-node for ranks on the CPU")
+        options.nproc_per_node = str(gpus or 2)
+    try:
+        ranks = torchrun.determine_local_world_size(options.nproc_per_node)
+    except ValueError:  # "gpu" without one, too
+        ranks = 0
+    if ranks < 1:
+        raise ConfigError(
+            f"--nproc-per-node={options.nproc_per_node} must be a number above 0, auto, cpu, or gpu where there is one"
+        )
+    if options.numa_binding is None:
+        options.numa_binding = binding(ranks, gpus)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environ = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # otherwise restarted ranks read the addresses of dead ones
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",  # torch 2.11: always 30
+    }
+    if not any(map(os.environ.get, ALLOCATOR)):
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # GPU memory fragments less
+    os.environ |= {name: value for name, value in environ.items() if not os.environ.get(name)}
+
+
+def hide_torchruns_log() -> None:
+    """Leave out torchrun's own log, and the ranks' C++ warnings: they come below the line that says what failed."""
+    logger = logging.getLogger("torch.distributed")
+    logger.propagate, logger.handlers = False, [logging.NullHandler()]
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+# --- the ranks, and how they ended
+
+
+def start(options: Namespace, hides_log: bool) -> int:
+    """Run the ranks to their end; returns their exit status. Errors: Failure where torchrun itself fails."""
+    restarts = Restarts(options.max_restarts)
+    if torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
+        print(f"{options.nnodes} machines: this one waits for the others at {rendezvous(options)}", flush=True)
+    try:
+        run_agent(options, restarts, hides_log)
+    except ChildFailedError as error:
+        ended = who_explains(error.failures)
+        return last_line(restarts.line(ended), ended.status)
+    except SignalException as error:
+        status, line = after_signal(error.sigval.name, context_of(error).get("exit_codes", []))
+        return last_line(line, status)
+    except KeyboardInterrupt:
+        return last_line("stopped by SIGINT before any rank had started", 1)
+    except ValueError as error:  # as an unknown --rdzv-backend
+        raise ConfigError(f"torchrun refuses its options: {first_line(error).split('. ')[0]}") from error
+    except Exception as error:
+        raise Failure(why_torchrun_failed(error, rendezvous(options), options.nnodes)) from error
+    return 0
+
+
+def rendezvous(options: Namespace) -> str:
+    return options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
+
+
+def last_line(text: str, status: int) -> int:
+    """Print the line, if there is one; returns the status."""
+    if text:
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    return status
+
+
+def why_torchrun_failed(error: Exception, at: str, machines: str) -> str:
+    """What the rendezvous, or the launcher itself, failed with, in one line."""
+    inner = error.__cause__ or error.__context__ or error
+    if isinstance(error, RendezvousTimeoutError):
+        return f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time; start the others"
+    if isinstance(error, RendezvousClosedError):
+        return f"the rendezvous at {at} is closed: another machine has ended the run; its last line says why"
+    if "EADDRINUSE" in f"{error} {inner}":
+        return f"the port of {at} is in use on this machine; choose another by --master-port or --rdzv-endpoint"
+    if isinstance(error, RendezvousError | DistError):
+        why = first_line(inner).split(". ")[0].rstrip(".")
+        return f"no rendezvous at {at} ({why}); start machine 0, correct the address, or open the port"
+    return f"torchrun failed: {in_one_line(error)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

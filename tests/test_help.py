@@ -1,0 +1,188 @@
+"""What the commands say of themselves: --help of each, in a pipe; --version, completion; verify's plan."""
+
+import importlib
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import dist_amp
+from dist_amp.bench.__main__ import BENCHES
+from dist_amp.bench.__main__ import main as bench
+from dist_amp.commands import __main__ as commands
+from dist_amp.train import main as train
+from dist_amp.verify import pace as pace_module
+from dist_amp.verify.pace import in_words, plan
+
+
+def modules_with_a_main():
+    """The package's modules that `python -m` starts, by what their text says."""
+    for found in pkgutil.walk_packages(dist_amp.__path__, "dist_amp."):
+        path = found.module_finder.find_spec(found.name).origin
+        text = Path(path).read_text()
+        if "\ndef main(argv" in text and '__name__ == "__main__"' in text:
+            yield found.name
+
+
+MODULES = sorted(modules_with_a_main())
+
+
+def test_the_list_of_modules_is_not_empty_by_mistake():
+    assert {"dist_amp.train", "dist_amp.launch", "dist_amp.bench.checkpoint", "dist_amp.bench.tripwires"} <= set(
+        MODULES
+    )
+
+
+@pytest.mark.parametrize("name", [*MODULES, "dist_amp.verify.__main__"])
+def test_every_modules_help_works(name, capsys):
+    module = importlib.import_module(name)
+    assert module.main(["--help"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.strip()) > 60
+    assert err == ""
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_benchs_help_works_by_its_name(name, capsys):
+    assert bench([name, "--help"]) == 0
+    assert len(capsys.readouterr().out.strip()) > 60
+
+
+@pytest.mark.parametrize("name", ["order", "log_step"])
+def test_a_bench_without_options_refuses_them(name, capsys):
+    assert bench([name, "--sizes", "2"]) == 64
+    assert capsys.readouterr().err.startswith(
+        f"error: unrecognized arguments: --sizes 2; see python -m dist_amp.bench {name}"
+    )
+
+
+def test_trains_help_begins_with_three_examples_and_the_options_that_are_no_keys(capsys):
+    assert train(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("examples:")
+    assert at < 4
+    assert [line.split()[0] for line in lines[at + 1 : at + 5] if line] == ["dist_amp"] * 3
+    options = [line.split()[0] for line in lines if line.startswith("  -")]
+    assert options[:5] == ["-h,", "--config", "--print_config", "--use_amp", "--run.dir"]
+
+
+def test_the_examples_are_commands_that_are_accepted(capsys):
+    for words in (["--config", "configs/sinusoid.toml", "--print_config"], ["--help", "optim"]):
+        assert train(words) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [("optim", "--optim."), ("precision.scaler", "--precision.scaler."), ("task.args", "--task.args.")],
+)
+def test_help_of_a_section_shows_its_keys_alone(section, keys, capsys):
+    assert train(["--help", section]) == 0
+    options = [
+        line.split()[0]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("  --") and "---" not in line
+    ]
+    assert options
+    assert all(option.startswith(keys) for option in options)
+
+
+def test_help_of_a_section_has_the_arguments_of_the_task_that_is_given(capsys):
+    assert train(["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--help", "task"]) == 0
+    assert "--task.args.hidden" in capsys.readouterr().out
+
+
+def test_a_section_that_is_not_there_is_named_with_the_nearest(capsys):
+    assert train(["--help", "optin"]) == 64
+    assert capsys.readouterr().err == "error: --help optin: there is no such section; did you mean optim?\n"
+
+
+@pytest.mark.parametrize("module", ["dist_amp.train", "dist_amp", "dist_amp.bench"])
+def test_help_in_a_pipe_that_is_closed_early_prints_no_traceback(module):
+    head = f"{sys.executable} -m {module} --help | head -1"
+    done = subprocess.run(["/bin/bash", "-c", head], capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+# ---- dist_amp COMMAND
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["dist_amp", *words])
+    return commands.main()
+
+
+def test_the_version_is_one_line(monkeypatch, capsys):
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith(f"dist_amp {dist_amp.__version__}, torch ")
+
+
+def test_a_command_whose_module_is_missing_is_neither_listed_nor_started(monkeypatch, capsys):
+    monkeypatch.setattr(commands, "COMMANDS", {**commands.COMMANDS, "nothing": "is not there"})
+    assert run(monkeypatch, "--help") == 0
+    assert "nothing" not in capsys.readouterr().out
+    assert run(monkeypatch, "nothing") == 64
+    assert "there is no command nothing" in capsys.readouterr().err
+
+
+def test_a_shell_that_can_not_be_completed_is_refused(monkeypatch, capsys):
+    assert run(monkeypatch, "--completion", "cmd") == 64
+    assert capsys.readouterr().err == "error: --completion cmd: give one of bash, zsh, fish\n"
+
+
+COMPLETE = """
+source "$1"
+complete_with=$(complete -p dist_amp | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+try() {
+    COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+    "$complete_with" dist_amp "${COMP_WORDS[COMP_CWORD]}" ""
+    echo "${COMPREPLY[*]}"
+}
+try dist_amp tr
+try dist_amp train --optim.wa
+try dist_amp launch --nproc
+try dist_amp train --run.device ""
+"""
+
+
+@pytest.mark.slow  # 5 to 15 s: tyro reads the settings of every command
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not there")
+def test_bash_completes_commands_settings_and_torchruns_options(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "--completion", "bash") == 0
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    done = subprocess.run(["bash", "-c", COMPLETE, "-", str(tmp_path / "completion")], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["train", "--optim.warmup_steps", "--nproc_per_node", "auto cpu cuda"], (
+        done.stderr
+    )
+
+
+# ---- what verify says before and while it runs
+
+ROWS = [(size, strategy, precision) for size, strategy in ((1, "single"), (2, "ddp")) for precision in ("fp32", "fp16")]
+
+
+def test_verify_lists_its_rows_by_their_number_of_ranks():
+    assert plan(ROWS) == ["    1 rank   single in fp32, fp16", "    2 ranks  ddp in fp32, fp16"]
+
+
+def test_verify_expects_of_the_rows_that_are_left_what_those_of_their_precision_took(monkeypatch):
+    now = iter((0.0, 20.0, 120.0))
+    monkeypatch.setattr(pace_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    pace = pace_module.Pace(ROWS, {"fp32": 1.0, "fp16": 10.0})
+    assert pace.seconds_left == 2 * pace_module.START_SECONDS + pace_module.ROW_FOR_BOUND * 22
+    assert pace.took(ROWS[0]) == 20.0
+    assert pace.seconds_left == 20.0 + 2 * 10 * pace_module.ROW_FOR_BOUND, (
+        "one more in fp32 as the first, by measurement"
+    )
+    assert pace.took(ROWS[1]) == 100.0
+    assert pace.seconds_left == 20.0 + 100.0
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(3, "10 s"), (94, "90 s"), (150, "2 min"), (9000, "2.5 h")])
+def test_an_estimate_is_in_round_numbers(seconds, said):
+    assert in_words(seconds) == said

@@ -1,0 +1,297 @@
+"""dist_amp launch: torchrun's agent with our defaults, checked settings, one last line and the true status."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+from dist_amp.commands import launch as command
+from dist_amp.commands.how_ranks_ended import Restarts, after_signal, who_explains
+from dist_amp.errors import ConfigError, Failure
+
+# A stand-in for dist_amp.train, which starts in 0.1 s: argument n says how the ranks end in attempt n.
+RANK = """
+import json, os, signal, sys, time
+ways = sys.argv[1:]
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+way, *more = ways[min(attempt, len(ways) - 1)].split(":", 3)
+rank = os.environ["RANK"]
+if way == "fails":  # after so many steps, with this status and report
+    if rank == "1":
+        time.sleep(60)
+    step, status, text = more
+    print(text, file=sys.stderr, flush=True)
+    message = {"message": text, "extraInfo": {"timestamp": str(int(time.time())), "step": int(step)}}
+    open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": message}))
+    sys.exit(int(status))
+if way == "killed":
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+if way == "waits":  # for a signal, and exits with this status
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: os._exit(int(more[0])))
+    open(f"rank{rank}", "w").close()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def ranks(launch, tmp_path):
+    """ranks(*ways): the finished launcher of two stand-ins that end so, attempt by attempt."""
+    (tmp_path / "stand_in.py").write_text(RANK)
+
+    def run(*ways, options=()):
+        words = ["--nproc-per-node=2", *options, "-m", "stand_in", *ways]
+        return launch.module("dist_amp.commands.launch", *words, timeout=60)
+
+    return run
+
+
+# ---- the command line
+
+
+def split(*argv):
+    return command.split(argv, torchrun.get_args_parser())
+
+
+def test_torchruns_options_stand_anywhere_and_none_is_mistaken_for_a_setting_that_begins_like_it():
+    own, module, words = split("--config", "a.toml", "--nproc-per-node", "4", "--standalone", "--no.x=1", "--r.a", "-1")
+    assert own == ["--nproc-per-node", "4", "--standalone"]
+    assert (module, words) == ("dist_amp.train", ["--config", "a.toml", "--no.x=1", "--r.a", "-1"])
+
+
+def test_the_module_may_be_written_as_for_torchrun_and_ends_torchruns_options():
+    assert split("--nnodes=2", "-m", "dist_amp.train", "--a.b", "1") == (
+        ["--nnodes=2"],
+        "dist_amp.train",
+        ["--a.b", "1"],
+    )
+    assert split("-m", "mine", "--nnodes", "2") == ([], "mine", ["--nnodes", "2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nproc-per-nod", "4"], "unknown option --nproc-per-nod; did you mean --nproc-per-node?"),
+        (["--train.steps", "2", "--nnodes"], "--nnodes at the end has no value; see torchrun --help"),
+        (["-m"], "-m at the end has no value; see torchrun --help"),
+        (["--max-restarts", "two"], "--max-restarts: invalid int value: 'two'; see torchrun --help"),
+        (["--nnodes", "two"], "torchrun refuses --nnodes two: invalid literal for int() with base 10: 'two'"),
+        (["--nproc-per-node", "two"], "--nproc-per-node=two must be a number above 0, auto, cpu, or gpu where"),
+        (
+            ["--nproc-per-node=0"],
+            "--nproc-per-node=0 must be a number above 0, auto, cpu, or gpu where there is one",
+        ),
+        (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
+        (["--nproc-per-node", "3", "--train.global_batch_size", "64"], "train.global_batch_size=64 is not a multiple"),
+        (["--help", "optin"], "--help optin: there is no such section; did you mean optim?"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_rank_starts(words, said, capfd, monkeypatch):
+    monkeypatch.setattr(command, "run_agent", lambda *_: pytest.fail("started"))
+    assert command.main(words) == 64
+    out, err = capfd.readouterr()
+    assert err.startswith(f"error: {said}")
+    assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """started(*words): the options that torchrun's agent gets from this command line; nothing starts."""
+    for name in ("OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL", *command.ALLOCATOR):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    seen = []
+    monkeypatch.setattr(command, "run_agent", lambda options, restarts, hides_log: seen.append(options))
+
+    def run(*words):
+        assert command.main(["-m", "stand_in"] if words == () else [*words, "-m", "stand_in"]) == 0
+        return seen[-1]
+
+    return run
+
+
+def test_the_defaults_are_two_processes_on_the_cpu_with_restarts_and_the_signals_that_save(started, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    options = started()
+    assert (options.nproc_per_node, options.max_restarts, options.local_addr) == ("2", 3, "127.0.0.1")
+    assert "SIGUSR1" in options.signals_to_handle
+    assert os.environ["OMP_NUM_THREADS"] == "4"
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_a_rank_per_gpu_near_its_cpus(started, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(command, "binding", lambda ranks, gpus: "node" if ranks == gpus else None)
+    assert (started().nproc_per_node, started().numa_binding) == ("4", "node")
+    assert started("--nproc-per-node=3").numa_binding is None
+    assert started("--numa-binding=socket").numa_binding == "socket"
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_the_users_allocator_settings_stay(given, used, started, monkeypatch):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    started()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == used
+
+
+def test_torchruns_own_variables_and_several_machines_are_passed_on(started, monkeypatch, capsys):
+    monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:29500"]
+    options = started(*words)
+    assert (options.max_restarts, options.nnodes, options.rdzv_endpoint) == (7, "2", "10.0.0.1:29500")
+    assert options.local_addr is None
+    assert capsys.readouterr().out == "2 machines: this one waits for the others at 10.0.0.1:29500\n"
+
+
+def test_one_of_several_machines_without_a_gpu_says_so_unless_told_how_many_ranks(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert command.main(["--nnodes=2", "-m", "stand_in"]) == 1
+    assert capsys.readouterr().err.startswith("error: torch sees no GPU on this machine; fix that, or give --nproc-per")
+
+
+# ---- how the ranks ended
+
+
+def failure(status, text="", step=0, file=None):
+    found = ProcessFailure(local_rank=1, pid=7, exitcode=status, error_file="none")
+    if text:
+        found.message = {"message": text, "extraInfo": {"timestamp": "0", "step": step}}
+    return {1: found}
+
+
+def test_the_same_error_with_no_step_between_is_not_restarted_and_one_after_progress_is(capsys):
+    restarts = Restarts(5)
+    assert restarts(failure(1, "rank 1: ValueError: x at 0x7f1", step=4), 5)
+    assert restarts(failure(1, "rank 0: ValueError: x at 0x7f2", step=6), 4), "two steps further"
+    assert restarts(failure(1, "rank 0: ValueError: y", step=6), 3), "another error"
+    assert not restarts(failure(1, "rank 1: ValueError: y", step=6), 2)
+    assert restarts.line(who_explains(failure(1, "ValueError: y", 6))).startswith(
+        "ValueError: y; not restarted: the same"
+    )
+    assert re.findall(r"restart \d of \d", capsys.readouterr().err) == [
+        "restart 1 of 5",
+        "restart 2 of 5",
+        "restart 3 of 5",
+    ]
+
+
+def test_a_rank_that_is_killed_is_restarted_as_often_as_allowed_and_named():
+    restarts = Restarts(2)
+    assert all(restarts(failure(-9), left) for left in (2, 1))
+    assert restarts.line(who_explains(failure(-9))).startswith("rank 1 (process 7) was killed by SIGKILL")
+    assert restarts.line(who_explains(failure(3))) == "rank 1 (process 7) ended with status 3 and reported nothing"
+
+
+@pytest.mark.parametrize(("status", "step"), [(64, 0), (75, 9), (65, 0)])
+def test_a_mistake_or_an_agreed_stop_is_not_restarted(status, step):
+    assert not Restarts(3)(failure(status, "error: text" if status != 75 else "", step), 3)
+
+
+def test_wrong_data_later_is_restarted_since_a_disk_may_come_back():
+    assert Restarts(3)(failure(65, "error: text", 9), 3)
+
+
+def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is_said():
+    assert after_signal("SIGTERM", [75, 75]) == (75, "")
+    assert after_signal("SIGTERM", [0, 0]) == (0, "")
+    assert after_signal("SIGTERM", [1, 1]) == (1, ""), "they have said why"
+    status, line = after_signal("SIGINT", [75, -9])
+    assert status == 1
+    assert line.startswith("stopped by SIGINT before all ranks had saved and left (ranks ended by SIGKILL)")
+    assert after_signal("SIGINT", [])[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RendezvousTimeoutError(), "not all of --nnodes=2 machines joined the rendezvous at here:1 in time"),
+        (RendezvousClosedError(), "the rendezvous at here:1 is closed: another machine has ended the run"),
+        (RuntimeError("... EADDRINUSE ..."), "the port of here:1 is in use on this machine; choose another by"),
+        (RuntimeError("what"), "torchrun failed: RuntimeError: what"),
+    ],
+)
+def test_what_torchrun_fails_with_is_one_line(error, said):
+    text = command.why_torchrun_failed(error, "here:1", "2")
+    assert text.startswith(said)
+    assert "\n" not in text
+
+
+# ---- the agent, with stand-ins for ranks
+
+
+@pytest.mark.parametrize("status", [64, 65, 70])
+def test_the_exit_status_is_the_ranks_own_and_their_line_the_last(ranks, status):
+    done = ranks(f"fails:0:{status}:error: what it is", options=["--max-restarts=0"])
+    assert done.returncode == status
+    assert done.stderr == "error: what it is\n"
+
+
+def test_an_error_that_comes_twice_ends_the_run_and_the_last_line_has_it(ranks):
+    done = ranks("killed", "fails:3:1:ValueError: x", "fails:3:1:ValueError: x", "never")
+    assert done.returncode == 1
+    first, *others = done.stderr.splitlines()
+    assert first.startswith("restart 1 of 3: rank 1 (process ")
+    assert others == [
+        "ValueError: x", "restart 2 of 3", "ValueError: x",
+        "error: ValueError: x; not restarted: the same error came twice with no step between (after step 3)",
+    ]  # fmt: skip
+
+
+def test_a_run_that_gets_further_after_a_restart_is_done_with_status_0(ranks):
+    done = ranks("fails:3:1:ValueError: x", "fails:5:1:ValueError: x", "completes")
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[-1] == "restart 2 of 3"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_passed_on_and_the_status_is_what_the_ranks_end_with(launch, tmp_path, number):
+    (tmp_path / "stand_in.py").write_text(RANK)
+    from forked import Forked
+
+    words = ["--nproc-per-node=2", "-m", "stand_in", "waits:75"]
+    job = Forked(words, tmp_path, launch.environ({}), "dist_amp.commands.launch")
+    deadline = time.monotonic() + 60  # ends a test that hangs
+    while not all((tmp_path / f"rank{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    job.send_signal(number)
+    job.send_signal(number)  # as a Ctrl-C that comes twice: the ranks are still saving
+    _, err = job.communicate(60)
+    assert (job.returncode, err) == (75, "")
+
+
+@pytest.mark.slow
+def test_a_real_mistake_in_the_data_is_one_line_with_its_status(launch):
+    words = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "1000", "--nproc-per-node", "2"]
+    done = launch.module("dist_amp.commands.launch", *words, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    assert done.returncode == 65
+    assert done.stderr.splitlines()[-1].startswith("error: the training dataset has 64 samples, fewer than one global")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unresolved_address_is_one_line_without_torchs_frames(launch, tmp_path):
+    (tmp_path / "stand_in.py").write_text(RANK)
+    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=nobody.invalid:29779"]
+    words += ["--rdzv-conf=read_timeout=1", "-m", "stand_in"]
+    done = launch.module("dist_amp.commands.launch", *words, timeout=120)
+    assert done.returncode == Failure.exit_code
+    assert done.stderr.startswith("error: no rendezvous at nobody.invalid:29779 (")
+    assert done.stderr.count("\n") == 1
+    assert ConfigError.exit_code == 64
