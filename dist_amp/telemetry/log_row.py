@@ -133,7 +133,10 @@ class LogRow:
         names = list(self._rank_tags)
         rows = np.stack([values[ranks] for values in self._rank_tags.values()], axis=1).tolist()
         tags = [dict(zip(names, row, strict=True)) for row in rows]
-        return [{name: own[name] for name in own if own[name] or name != "throughput/mfu"} for own in tags]
+        for own in tags if "throughput/mfu" in names else ():
+            if not own["throughput/mfu"]:
+                del own["throughput/mfu"]
+        return tags
 
     def global_tags(self) -> dict[str, float]:
         """The TensorBoard tags that only rank 0 writes."""
