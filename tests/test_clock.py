@@ -99,6 +99,7 @@ class FakeEvent:
 
 @pytest.fixture
 def on_gpu(at, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "at", at, raising=False)
     monkeypatch.setattr(FakeEvent, "reached", float("inf"))

@@ -432,3 +432,37 @@ def fails_in_its_fifth_call(loss_sum):
         return loss_sum(self, model, batch)
 
     return counted
+
+
+class TwoRates(Tiny):
+    """The head learns at a tenth of the rate."""
+
+    def groups(self, model):
+        named = dict(model.named_parameters())
+        head = [name for name in named if name.startswith("2.")]
+        return [
+            {"name": "body", "params": [named[name] for name in named if name not in head]},
+            {"name": "head", "params": [named[name] for name in head], "lr_scale": 0.1},
+        ]
+
+
+def test_each_groups_learning_rate_is_logged_where_they_differ(launch):
+    words = ("--train.steps", 2, "--eval.every", "off", "--run.dir", "run")
+    assert launch(0, "--task.target", "test_metrics:TwoRates", *words).returncode == 0
+    line = json.loads((launch.folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["train/lr_body"] == line["train/lr"]
+    assert line["train/lr_head"] == pytest.approx(0.1 * line["train/lr"])
+    plain = launch(0, "--task.target", "tiny:Tiny", *words[:-1], "plain")
+    assert plain.returncode == 0
+    line = json.loads((launch.folder / "plain" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert not [tag for tag in line if tag.startswith("train/lr_")]
+
+
+def test_clipped_steps_are_counted_by_their_norm():
+    for limit, share in ((1e-6, 1.0), (1e6, 0.0)):
+        run = make_run(World(), Tiny(), "--train.max_grad_norm", limit, "--use_amp", "false")
+        recorded_steps(run, 3)
+        assert log(run).global_tags()["train/clipped_share"] == share
+    run = make_run(World(), Tiny(), "--train.clip_by", "off", "--use_amp", "false")
+    recorded_steps(run, 3)
+    assert log(run).global_tags()["train/clipped_share"] == 0.0

@@ -31,7 +31,7 @@ class PhaseClock:
     """Seconds per phase since the last `lap`; it begins in "other". For one thread at a time."""
 
     def __init__(self, device: torch.device | None = None):
-        self.on_gpu = device is not None and device.type == "cuda"
+        self.on_gpu = device is not None and device.type == "cuda" and torch.cuda.is_available()
         self.restart()
 
     def restart(self) -> None:
