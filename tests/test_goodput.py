@@ -1,6 +1,7 @@
 """Goodput: the share of the run folder's whole life in which steps were applied, over restarts."""
 
 import json
+import shutil
 import time
 from datetime import UTC, datetime
 
@@ -28,7 +29,7 @@ def test_a_folders_life_goes_on_from_its_first_process(tmp_path):
     first = datetime.fromtimestamp(time.time() - 1000, UTC)
     (tmp_path / "started.txt").write_text(first.isoformat() + "\n")
     goodput = Goodput()
-    goodput.open(tmp_path)
+    goodput.open(tmp_path, {})
     goodput.add(phases(forward=250.0), steps=1, applied=1)
     summary = goodput.summary(np.zeros(5))
     assert summary["goodput"] == pytest.approx(0.25, abs=0.01)  # the seconds that this test takes
@@ -41,7 +42,7 @@ def test_a_folders_life_goes_on_from_its_first_process(tmp_path):
 def test_a_damaged_started_txt_ends_no_run(tmp_path, content):
     (tmp_path / "started.txt").write_text(content)
     goodput = Goodput()
-    goodput.open(tmp_path)
+    goodput.open(tmp_path, {})
     assert 0 <= goodput.share <= 1
 
 
@@ -49,26 +50,35 @@ def test_a_process_was_started_before_it_asks():
     assert 0 < time.time() - process_started() < 24 * 3600
 
 
-def saved_and_resumed(folder, steps_lost):
-    words = ("--run.dir", folder, "--checkpoint.every", 100, "--metrics.log_every", 2, "--use_amp", "false")
-    run = make_run(World(), Tiny(), *words)
-    take_steps(run, 2)
-    log(run)
-    for report in take_steps(run, 1):  # in the middle of a log interval
-        run.metrics.record(report)
-    save(run)
-    spent = run.metrics.goodput.seconds[0]
-    take_steps(run, steps_lost)
-    again = make_run(World(), Tiny(), *words, "--run.resume", "auto")
-    return spent, run, again
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_steps_that_are_taken_again_count_once_and_those_of_an_unfinished_interval_are_kept(tmp_path):
-    spent, before, again = saved_and_resumed(tmp_path, steps_lost=2)
-    assert again.step == 3
-    resumed = again.metrics.goodput.seconds
-    assert resumed[0] > spent, "with the third step, which is in no log line"
-    assert resumed[0] < spent + sum(before.world.clock.lap().seconds().values())
+def test_steps_that_are_taken_again_count_once(launch):
+    words = ("--task.target", "tiny:Tiny", "--run.dir", "run", "--metrics.log_every", 2, "--eval.every", "off")
+    assert launch(0, *words, "--train.steps", 8, "--checkpoint.every", 4).returncode == 0
+    folder = launch.folder / "run"
+    fourth = next(line for line in lines_of(folder) if line["step"] == 4)
+    shutil.rmtree(folder / "checkpoints" / "step_00000008")
+    (folder / "summary.json").unlink()
+    began = (folder / "started.txt").read_text()
+    assert launch(0, *words, "--train.steps", 8).returncode == 0
+    sixth = next(line for line in lines_of(folder) if line["step"] == 6)
+    assert sixth["spent_seconds"]["applied_steps"] > fourth["spent_seconds"]["applied_steps"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (folder / "started.txt").read_text() == began
+    added = sum(line["ranks"][0]["time/step_seconds"] * 2 for line in lines_of(folder) if "ranks" in line)
+    assert summary["spent_seconds"]["applied_steps"] == pytest.approx(added, rel=0.01), "of four lines, each once"
+
+
+def test_a_run_that_begins_with_anothers_checkpoint_has_an_account_of_its_own(launch):
+    words = ("--task.target", "tiny:Tiny", "--eval.every", "off", "--metrics.log_every", 2)
+    assert launch(0, *words, "--run.dir", "one", "--train.steps", 4).returncode == 0
+    done = launch(0, *words, "--run.dir", "two", "--run.resume", "one", "--train.steps", 6,
+                  "--optim.schedule", "constant", "--run.allow_config_change", "true")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = lines_of(launch.folder / "two")
+    assert line["spent_seconds"]["applied_steps"] == pytest.approx(2 * line["ranks"][0]["time/step_seconds"], rel=0.01)
 
 
 def test_tokens_seen_go_on_after_a_resume(tmp_path):

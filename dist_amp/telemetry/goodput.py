@@ -1,8 +1,8 @@
 """Goodput: the share of a run folder's whole life in which steps were applied.
 
 A folder's life begins with its first process. It includes starting, evaluations, checkpoints, skipped steps, steps that
-a restart takes again, and the time between two attempts. What was spent is saved in checkpoints, so it is that of the
-steps which count.
+a restart takes again, and the time between two attempts. What was spent is in the lines of metrics.jsonl, of which a
+resume drops those whose steps are taken again, so it is that of the steps which count.
 """
 
 import os
@@ -26,8 +26,13 @@ class Goodput:
         self.seconds = np.zeros(len(KINDS))
         self._started = time.time()  # of the folder's life, Unix time
 
-    def open(self, folder: Path) -> None:
-        """Find out when the folder's life began, or note that it begins with this process."""
+    def open(self, folder: Path, spent: Mapping[str, float]) -> None:
+        """Go on with a folder's account, or note that its life begins with this process.
+
+        spent: `spent` at the last log step of those that are kept.
+        """
+        with suppress(TypeError, ValueError, AttributeError):  # a line that was edited
+            self.seconds = np.array([float(spent.get(kind, 0.0)) for kind in KINDS])
         path = folder / "started.txt"
         self._started = process_started()
         with suppress(OSError, ValueError):
@@ -46,6 +51,11 @@ class Goodput:
         per_step = sum(phases[name] for name in STEP_PHASES) / steps if steps else 0.0
         between = [phases[name] for name in ("evaluation", "checkpoint", "diagnostics")]
         return np.array([per_step * applied, per_step * (steps - applied), *between])
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """What metrics.jsonl says: `seconds` by kind."""
+        return {kind: round(seconds, 3) for kind, seconds in zip(KINDS, self.seconds.tolist(), strict=True)}
 
     @property
     def wall_seconds(self) -> float:

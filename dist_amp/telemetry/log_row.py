@@ -105,7 +105,6 @@ class LogRow:
     def _rank_tags(self) -> dict[str, np.ndarray]:
         """Every rank's tags: {tag: [ranks]}."""
         seconds, mfu, reserved = self.per_step, self.mfu(), self.column("reserved_bytes")
-        interruptions = {tag: self.column(phase) for tag, phase in INTERRUPTIONS.items()}
         tags = {
             "throughput/items_per_second": self.per_second("items"),
             "memory/peak_bytes": self.column("peak_bytes"),
@@ -114,7 +113,7 @@ class LogRow:
             "time/local_seconds": seconds(self.local_seconds),
             **{f"time/{tag}_seconds": seconds(self.column(phase)) for tag, phase in TIMES.items()},
             "time/other_seconds": seconds(self.column("other") + self.column("logging")),
-            **{f"time/{tag}_seconds": values for tag, values in interruptions.items() if values.any()},
+            **{f"time/{tag}_seconds": self.column(phase) for tag, phase in INTERRUPTIONS.items()},
         }
         if self.has_tokens:
             tags["throughput/tokens_per_second"] = self.per_second("tokens")
@@ -150,7 +149,6 @@ class LogRow:
             "train/samples_seen": self["samples_seen"],
             "amp/loss_scale": self["loss_scale"],
             "amp/skipped_steps": self["skipped_steps"],
-            "amp/skipped_in_interval": self["steps"] - self["applied_in_interval"],
         }
         if self.has_tokens:
             tags["train/tokens_seen"] = self.total("tokens_seen")

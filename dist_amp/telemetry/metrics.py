@@ -71,6 +71,7 @@ class Metrics:
         self._hosts = world.gather_texts(platform.node())
         self._pending: PendingMetrics | None = None
         self._clock = world.clock
+        self._skipped_before = 0.0  # steps, up to the last log step
         self._own: dict[str, float] = {}  # see `add`
         self._own_step = 0
         self._console: Console | None = None
@@ -87,20 +88,21 @@ class Metrics:
             if self.world.is_main:
                 text = f"```toml\n{config_text}\n```"
                 self.write_first(lambda writer: writer.add_text("config", text, first_step))
-        if self.world.is_main:
-            self.goodput.open(folder)
+        if self._jsonl is not None:
+            self.goodput.open(folder, self._jsonl.last.get("spent_seconds", {}))
+            self._skipped_before = self._jsonl.last.get("amp/skipped_steps", 0.0)
         self._clock.restart()
 
     def unfinished(self, data: Batches) -> Tensor:
-        """What a checkpoint saves of this rank: [n] float64 on the host. Waits for the device.
+        """What a checkpoint saves of this rank: [4] float64 on the host. Waits for the device.
 
-        Of the unfinished log interval: loss, weight, min_weight. Since the run began: tokens seen, goodput's seconds.
+        loss, weight and min_weight of the unfinished log interval, and the tokens seen since step 0. No times: the same
+        steps make the same checkpoint.
         """
         self._interval.start_copy()
         self._interval.read()
-        interval, spent = self._interval, self.goodput.seconds + self._spent_since()
-        sums = (interval.loss, interval.weight, interval.min_weight, self._tokens_seen + data.tokens)
-        return torch.tensor([*sums, *spent], dtype=torch.float64)
+        interval, tokens = self._interval, self._tokens_seen + data.tokens
+        return torch.tensor([interval.loss, interval.weight, interval.min_weight, tokens], dtype=torch.float64)
 
     def _spent_since(self) -> np.ndarray:
         """Seconds by goodput's kinds since the last log step; of its steps, those that were read from the device."""
@@ -112,16 +114,14 @@ class Metrics:
         return self.goodput.summary(self._spent_since())
 
     def resume_unfinished(self, saved: Tensor, same_world: bool) -> None:
-        """Continue from what every saving rank's `unfinished` was: [ranks, n] float64; n is 3 in older checkpoints."""
+        """Continue from what every saving rank's `unfinished` was: [ranks, 4] float64; 3 in older checkpoints."""
         own = saved[self.world.rank if same_world else 0]
         loss, weight, min_weight = own[:3].tolist()
-        tokens = saved[:, 3:4]
-        self._tokens_seen = float(own[3:4].sum())
+        self._tokens_seen = float(own[3:].sum())
         if not same_world:  # what is summed over the ranks at a log step, rank 0 carries
-            loss = float(saved[:, 0].sum()) if self.world.is_main else 0.0
-            self._tokens_seen = float(tokens.sum()) if self.world.is_main else 0.0
-        if saved.shape[1] > 4:
-            self.goodput.seconds = own[4:].numpy().copy()
+            loss, self._tokens_seen = 0.0, 0.0
+            if self.world.is_main:
+                loss, self._tokens_seen = float(saved[:, 0].sum()), float(saved[:, 3:].sum())
         self._interval = Interval(loss, weight, min_weight, max_norm=self._max_norm)
 
     def record(self, report: StepReport) -> None:
@@ -205,13 +205,14 @@ class Metrics:
             self._console = Console(0, last_step, row["loss_scale"])
         self._console.log(row)
         if self._jsonl is not None and self._tensorboard is not None:
-            self._jsonl.append({"step": row.step, **global_tags, "ranks": ranks})
+            self._jsonl.append({"step": row.step, **global_tags, "spent_seconds": self.goodput.spent, "ranks": ranks})
             self._tensorboard.write_scalars(ranks[0] | global_tags, row.step)
 
     def _tags_of_main(self, row: LogRow) -> dict[str, float]:
-        """What rank 0 knows besides the row: goodput, and the groups' learning rates where they differ."""
+        """What rank 0 knows besides the row: goodput, skips, and the groups' learning rates where they differ."""
         rates = {f"train/lr_{name}": row["lr"] * scale for name, scale in self.lr_scales.items()}
-        return rates | {"perf/goodput_pct": 100 * self.goodput.share}
+        skipped, self._skipped_before = row["skipped_steps"] - self._skipped_before, row["skipped_steps"]
+        return rates | {"amp/skipped_in_interval": skipped, "perf/goodput_pct": 100 * self.goodput.share}
 
     def write_scalars(self, step: int, tags: Mapping[str, float]) -> None:
         """Global metrics, written by rank 0 to metrics.jsonl and TensorBoard."""
