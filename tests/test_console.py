@@ -35,12 +35,19 @@ def test_there_is_a_tokens_column_only_where_there_are_tokens():
 
 
 def test_skipped_steps_are_said_with_the_reason_and_the_scale_in_place_of_nan():
-    skipped = row(applied_in_interval=0.0, loss_sum=0.0, weight_sum=0.0, grad_norm=np.nan, loss_scale=2.0**35)
+    skipped = row(
+        applied_in_interval=0.0,
+        skipped_in_interval=5.0,
+        loss_sum=0.0,
+        weight_sum=0.0,
+        grad_norm=np.nan,
+        loss_scale=2.0**35,
+    )
     assert columns(skipped, 2.0**40)[0] == "skipped 5 (fp16 overflow), scale 2^40 -> 2^35"
     assert "nan" not in " ".join(columns(skipped, 2.0**40))
-    some = row(applied_in_interval=3.0, loss_scale=2.0**38)
+    some = row(applied_in_interval=3.0, skipped_in_interval=2.0, loss_scale=2.0**38)
     assert columns(some, 2.0**40)[:2] == ["loss 1.5000", "skipped 2 (fp16 overflow), scale 2^40 -> 2^38"]
-    bf16 = row(applied_in_interval=4.0, grad_norm=np.inf)
+    bf16 = row(applied_in_interval=4.0, skipped_in_interval=1.0, grad_norm=np.inf)
     assert columns(bf16, 1.0)[:2] == ["loss 1.5000", "skipped 1 (gradients not finite)"]
 
 

@@ -121,19 +121,6 @@ def test_readable_units_are_those_of_the_other_tags(folder):
     assert [value for _, value in scalars(events, "amp/skipped_in_interval")] == [2, 2]
 
 
-def test_skips_of_the_first_interval_after_a_resume_are_its_own(tmp_path):
-    line = {"step": 4, "train/loss": 1.0, "amp/skipped_steps": 3}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    run = make_run(World(), Tiny())
-    run.metrics.open(tmp_path, 4, "")
-    for step, skipped in ((6, 5), (8, 5)):
-        run.schedule.counters[:] = torch.tensor([step - skipped, skipped, 0])
-        run.metrics.write(run.metrics.log(step, run.schedule, run.scaler, run.data), 8)
-        run.metrics.write_scalars(step, {"eval/loss": 5.0})
-    run.metrics.close()
-    assert scalars(events_of(tmp_path), "amp/skipped_in_interval") == [(6, 2), (8, 0)]
-
-
 @pytest.mark.parametrize("has_tokens", [True, False])
 def test_the_address_pins_six_charts_that_a_run_has(folder, has_tokens):
     url = urlsplit(pinned_url(has_tokens))

@@ -15,9 +15,10 @@ from dist_amp.telemetry.log_row import LogRow
 from dist_amp.telemetry.observer import Observer
 
 FACTOR = 1.2  # of the ranks' median, or of the past
-SHARE = 0.05  # of the step: a rank that takes less longer than the median holds nobody up
+SHARE = 0.05  # of the step: a smaller excess holds nobody up
 # How many times its standard error a rank's excess must be, by the number of log intervals: quantiles of Student's t
-# for 1 false alarm in 1,000. A rank that is much slower is named after 3 intervals, one that is 1.3 times slower later.
+# for 1 false alarm in 1,000, if intervals vary independently. A rank that is much slower is found after 3 intervals,
+# one that is 1.3 times slower later.
 CERTAIN = {3: 22.3, 4: 10.2, 5: 7.17, 6: 5.89, 7: 5.21, 8: 4.79, 9: 4.50, 10: 4.30}
 WINDOW, PAST = 5, 10  # log intervals that must all be slower than those before them
 NAMES = {"data": "data wait", "other": "callbacks and checks"}  # for the rest the phase's own name
@@ -77,15 +78,18 @@ def find_slowdown(medians: np.ndarray) -> Slow | None:
 
 
 class SlowRanks(Observer):
-    """Compares the ranks' own time at each log step; rank 0 warns of what it found at two in a row, until that ends."""
+    """Compares the ranks' own time at each log step; rank 0 warns of a rank that it found at two in a row.
+
+    It warns again only after as many log steps without a finding as the longest window has.
+    """
 
     def __init__(self, run: Run):
         self._run = run
         self._phases: deque[np.ndarray] = deque(maxlen=max(CERTAIN))  # each [ranks, phases]
         self._steps: deque[float] = deque(maxlen=max(CERTAIN))
         self._medians: deque[np.ndarray] = deque(maxlen=PAST + WINDOW)  # each [phases]
-        self._found: set[int | None] = set()  # at the last log step
-        self._named: set[int | None] = set()
+        self._found: set[int] = set()  # at the last log step
+        self._quiet: dict[int | None, int] = {}  # for so many more log steps
         self._first = True
 
     def on_log(self, row: LogRow) -> None:
@@ -99,13 +103,18 @@ class SlowRanks(Observer):
         self._steps.append(float(np.median(row.per_step(row.seconds))))
         self._medians.append(np.median(phases, axis=0))
         found = find_slow_ranks(np.stack(self._phases), np.array(self._steps)) if len(phases) > 1 else []
-        if not found and len(self._medians) == PAST + WINDOW and (slowdown := find_slowdown(np.stack(self._medians))):
-            found = [slowdown]
-        confirmed = [slow for slow in found if slow.rank in self._found]
-        for slow in confirmed:
-            if slow.rank not in self._named:
+        self._quiet = {rank: left - 1 for rank, left in self._quiet.items() if left > 1}
+        self._warn_of([slow for slow in found if slow.rank in self._found], row)
+        self._found = {slow.rank for slow in found if slow.rank is not None}
+        if not found and len(self._medians) == PAST + WINDOW:
+            slowdown = find_slowdown(np.stack(self._medians))
+            self._warn_of([slowdown] if slowdown is not None else [], row)
+
+    def _warn_of(self, found: list[Slow], row: LogRow) -> None:
+        for slow in found:
+            if slow.rank not in self._quiet:
                 self._run.world.warn(self._text(slow, row))
-        self._found, self._named = {slow.rank for slow in found}, {slow.rank for slow in confirmed}
+            self._quiet[slow.rank] = max(CERTAIN)
 
     def _text(self, slow: Slow, row: LogRow) -> str:
         if slow.rank is None:

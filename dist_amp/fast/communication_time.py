@@ -19,8 +19,8 @@ from dist_amp.runtime.clock import PhaseClock
 
 # A group's methods that gather its parameters, wait for them, reduce its gradients, and wait for those.
 WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
-# On a GPU the first and third only queue work, which runs beside the computation.
-WAITS_ON_GPU = ("wait_for_unshard", "finalize_backward")
+# On a GPU the first only queues work, which runs beside the computation.
+WAITS_ON_GPU = WAITS[1:]
 
 
 def time_reduction(model: DistributedDataParallel, parameter: nn.Parameter, clock: PhaseClock) -> None:

@@ -12,16 +12,17 @@ from dist_amp.fast.missing_gradients import groups_of
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Keep each unit of FSDP2 whole from its next forward on: a sample calls the model once per token.
+    """Gather each unit of FSDP2 and keep it whole: a sample calls the model once per token.
 
-    Afterwards they reshard as before; the caller reshards what is whole. Without torch's private record of how a unit
-    reshards, each forward gathers anew, which is as exact.
+    So the block has no collectives, and may fail on one rank alone. Afterwards units reshard as before; the caller
+    reshards what is whole. Without torch's private record of how a unit reshards, each forward gathers anew, as exactly.
     """
     found = [(unit, _reshards(unit)) for unit in module.modules() if isinstance(unit, FSDPModule)]
     units = [(unit, reshards) for unit, reshards in found if reshards is not None]
     try:
         for unit, _ in units:
             unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
         yield
     finally:
         for unit, reshards in units:

@@ -6,8 +6,9 @@ lasts until the device gets to the next one, so time in which a slow host leaves
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
+from itertools import takewhile
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -24,7 +25,7 @@ Phase = Literal[
     "evaluation", "checkpoint", "diagnostics",
 ]  # fmt: skip
 
-MANY_EVENTS = 2048  # that wait to be read; then those which the device has passed are
+MANY_EVENTS = 2048  # unread; then the older half is read, if the device has passed it
 
 
 class PhaseClock:
@@ -46,7 +47,8 @@ class PhaseClock:
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        with suppress(RuntimeError):  # of a device that has failed: what it failed with is raised elsewhere
+            event.record()
         return event
 
     def enter(self, phase: Phase) -> Phase:
@@ -107,7 +109,7 @@ class PhaseClock:
     def so_far(self) -> dict[str, float]:
         """Seconds by phase since the last lap; on a GPU, of what the device has finished."""
         self._end_phase()
-        self._read(sum(event.query() for _, event in self._marks))
+        self._read(len(list(takewhile(lambda mark: mark[1].query(), self._marks))))
         return dict(self._seconds)
 
     @staticmethod

@@ -93,7 +93,11 @@ def report_failure(
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if first:
         sys.stdout.flush()
-        print(text.replace("error:", in_colour("error:", "red", sys.stderr), planned), file=sys.stderr, flush=True)
+        if planned:
+            text = f"{in_colour('error:', 'red', sys.stderr)} {error}"
+        if sys.stderr.isatty():  # where rank 0's progress line may be
+            text = f"\r\033[K{text}"
+        print(text, file=sys.stderr, flush=True)
         if torchrun_file:
             extra = {"timestamp": str(int(time.time())), "step": step}
             Path(torchrun_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

@@ -4,7 +4,6 @@ import faulthandler
 import os
 import sys
 import sysconfig
-import tempfile
 import threading
 import traceback
 from datetime import UTC, datetime
@@ -24,7 +23,7 @@ def main_thread_is_in() -> str:
 
 def stacks_of_all_threads() -> str:
     """The stacks as faulthandler prints them, innermost function first, and the threads' names."""
-    with tempfile.TemporaryFile() as file:
+    with os.fdopen(os.memfd_create("stacks"), "w+b") as file:  # a full disk is no reason to have none
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         stacks = file.read().decode(errors="replace")

@@ -82,7 +82,8 @@ class RankWatchdog:
                 if not event and (event := self._alarm()):
                     self._board.announce(event)
                 elif not event and not self._failed.is_set():
-                    self._stalls.poll(stall)
+                    with suppress(OSError):  # no room for stacks
+                        self._stalls.poll(stall)
         if event:
             self._respond(event)
 
@@ -124,7 +125,11 @@ class RankWatchdog:
             print(f"error: rank {self._job.world.rank} hangs; its stacks:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
             os._exit(1)
-        os._exit(self._end(Failure(self._text(verdict, event))))
+        status = 1
+        try:
+            status = self._end(Failure(self._text(verdict, event)))
+        finally:
+            os._exit(status)
 
     def _ends_within(self, seconds: float) -> bool:
         """Whether the main thread has failed, or left the run, at the end of so many seconds."""

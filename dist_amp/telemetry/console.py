@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
 from dist_amp.telemetry.log_row import LogRow
@@ -15,9 +15,13 @@ REDRAW_SECONDS = 0.5  # on a terminal, between log steps
 
 
 class Console:
-    """Prints the log steps of a run from first_step to last_step. loss_scale: the one that it begins with."""
+    """Prints the log steps of a run from first_step to last_step.
 
-    def __init__(self, first_step: int, last_step: int, loss_scale: float):
+    loss_scale: the one that it begins with. in_place: update one line where standard output is a terminal; until
+    `close`, standard output and error then go through tqdm, which keeps the line below what is printed.
+    """
+
+    def __init__(self, first_step: int, last_step: int, loss_scale: float, in_place: bool = True):
         self._first, self._last = first_step, last_step
         self._step = first_step
         self._loss_scale = loss_scale
@@ -26,8 +30,8 @@ class Console:
         self._columns: list[str] = []
         self._bar: Any = None
         self._streams = sys.stdout, sys.stderr
-        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            self._bar = tqdm(bar_format="{desc}", file=sys.stdout, dynamic_ncols=True, leave=True)
+        if in_place and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            self._bar = tqdm(bar_format="{desc}", file=sys.stdout, dynamic_ncols=True, leave=True, disable=False)
             self._drawn = 0.0
             # What anyone prints comes above the line.
             sys.stdout, sys.stderr = DummyTqdmFile(sys.stdout), DummyTqdmFile(sys.stderr)
@@ -55,6 +59,8 @@ class Console:
         self._drawn = now
         width = (self._bar.ncols or 80) - 1
         self._bar.set_description_str(fitted([*self._progress(self._step, now), *self._columns], width))
+        self._streams[0].write("\r")  # what other processes print covers the line, rather than continues it
+        self._streams[0].flush()
 
     def _progress(self, step: int, now: float) -> list[str]:
         """The step, its share of all, the time of this process, and what is left of it."""
@@ -76,7 +82,7 @@ class Console:
 def columns(row: LogRow, loss_scale_before: float) -> list[str]:
     """One log interval, the most important first."""
     parts = []
-    skipped, scale = int(row["steps"] - row["applied_in_interval"]), row["loss_scale"]
+    skipped, scale = int(row["skipped_in_interval"]), row["loss_scale"]
     if row["applied_in_interval"]:
         parts.append(f"loss {row.loss:.4f}")
     if skipped:

@@ -16,7 +16,7 @@ MAX_RANK_FOLDERS = 64
 # Equal on all ranks, because each is computed from sums over all ranks.
 GLOBAL_METRICS = (
     "loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr", "weight_sum", "min_weight", "grad_norm",
-    "steps", "applied_in_interval", "clipped_in_interval",
+    "steps", "applied_in_interval", "skipped_in_interval", "clipped_in_interval",
 )  # fmt: skip
 # What adds up over a run.
 SUMMED_METRICS = (*PHASES, "items", "tokens")
@@ -139,7 +139,7 @@ class LogRow:
 
     def global_tags(self) -> dict[str, float]:
         """The TensorBoard tags that only rank 0 writes."""
-        steps = max(self["steps"], 1)
+        steps = max(self["applied_in_interval"] + self["skipped_in_interval"], 1)
         tags = {
             "train/loss": self.loss,
             "train/grad_norm": self["grad_norm"],
@@ -149,9 +149,10 @@ class LogRow:
             "train/samples_seen": self["samples_seen"],
             "amp/loss_scale": self["loss_scale"],
             "amp/skipped_steps": self["skipped_steps"],
+            "amp/skipped_in_interval": self["skipped_in_interval"],
         }
-        if self.has_tokens:
-            tags["train/tokens_seen"] = self.total("tokens_seen")
+        if self.has_tokens and not math.isnan(seen := self.total("tokens_seen")):  # since an older checkpoint
+            tags["train/tokens_seen"] = seen
         return tags | self.spread_tags() if len(self.table) > 1 else tags
 
     def spread_tags(self) -> dict[str, float]:

@@ -28,7 +28,7 @@ from dist_amp.runtime.files import write_durably
 from dist_amp.settings import MetricsConfig
 from dist_amp.telemetry.async_copy import Interval, StepReport
 from dist_amp.telemetry.console import Console
-from dist_amp.telemetry.goodput import Goodput
+from dist_amp.telemetry.goodput import KINDS, Goodput
 from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS, SUMMED, SUMMED_METRICS, LogRow
 from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 from dist_amp.world import World
@@ -71,7 +71,6 @@ class Metrics:
         self._hosts = world.gather_texts(platform.node())
         self._pending: PendingMetrics | None = None
         self._clock = world.clock
-        self._skipped_before = 0.0  # steps, up to the last log step
         self._own: dict[str, float] = {}  # see `add`
         self._own_step = 0
         self._console: Console | None = None
@@ -90,39 +89,42 @@ class Metrics:
                 self.write_first(lambda writer: writer.add_text("config", text, first_step))
         if self._jsonl is not None:
             self.goodput.open(folder, self._jsonl.last.get("spent_seconds", {}))
-            self._skipped_before = self._jsonl.last.get("amp/skipped_steps", 0.0)
         self._clock.restart()
 
     def unfinished(self, data: Batches) -> Tensor:
-        """What a checkpoint saves of this rank: [4] float64 on the host. Waits for the device.
+        """What a checkpoint saves of this rank: [7] float64 on the host. Waits for the device.
 
-        loss, weight and min_weight of the unfinished log interval, and the tokens seen since step 0. No times: the same
-        steps make the same checkpoint.
+        loss, weight and min_weight of the unfinished log interval, the tokens seen since step 0, and how many of the
+        interval's steps were applied, skipped and clipped. No times: the same steps make the same checkpoint.
         """
         self._interval.start_copy()
         self._interval.read()
         interval, tokens = self._interval, self._tokens_seen + data.tokens
-        return torch.tensor([interval.loss, interval.weight, interval.min_weight, tokens], dtype=torch.float64)
+        sums = (interval.loss, interval.weight, interval.min_weight)
+        counts = (interval.applied, interval.skipped, interval.clipped)
+        return torch.tensor([*sums, tokens, *counts], dtype=torch.float64)
 
     def _spent_since(self) -> np.ndarray:
         """Seconds by goodput's kinds since the last log step; of its steps, those that were read from the device."""
         steps = self._interval.applied + self._interval.skipped
         return Goodput.of_interval(self._clock.so_far(), steps, self._interval.applied)
 
-    def goodput_summary(self) -> dict[str, float | dict[str, float]]:
-        """See Goodput.summary; reads nothing from the device."""
-        return self.goodput.summary(self._spent_since())
+    def goodput_summary(self, failed: bool) -> dict[str, float | dict[str, float]]:
+        """See Goodput.summary. After a failure up to the last log step: the device may not answer any more."""
+        return self.goodput.summary(np.zeros(len(KINDS)) if failed else self._spent_since())
 
     def resume_unfinished(self, saved: Tensor, same_world: bool) -> None:
-        """Continue from what every saving rank's `unfinished` was: [ranks, 4] float64; 3 in older checkpoints."""
+        """Continue from what every saving rank's `unfinished` was: [ranks, 7] float64; 3 in older checkpoints."""
         own = saved[self.world.rank if same_world else 0]
         loss, weight, min_weight = own[:3].tolist()
-        self._tokens_seen = float(own[3:].sum())
+        tokens = saved[:, 3] if saved.shape[1] > 3 else torch.full((len(saved),), math.nan)
+        self._tokens_seen = tokens[self.world.rank if same_world else 0].item()
         if not same_world:  # what is summed over the ranks at a log step, rank 0 carries
-            loss, self._tokens_seen = 0.0, 0.0
-            if self.world.is_main:
-                loss, self._tokens_seen = float(saved[:, 0].sum()), float(saved[:, 3:].sum())
+            loss = saved[:, 0].sum().item() if self.world.is_main else 0.0
+            self._tokens_seen = tokens.sum().item() if self.world.is_main else 0.0
         self._interval = Interval(loss, weight, min_weight, max_norm=self._max_norm)
+        interval = self._interval
+        interval.applied, interval.skipped, interval.clipped = map(int, own[4:].tolist() or (0, 0, 0))
 
     def record(self, report: StepReport) -> None:
         """Record one step's results without reading them."""
@@ -164,11 +166,11 @@ class Metrics:
             return None
         interval = pending.interval
         of_device, phases = interval.read(), pending.lap.seconds()
-        self.goodput.add(phases, interval.steps, interval.applied)
+        self.goodput.add(phases, interval.applied + interval.skipped, interval.applied)
         count = len(of_device) - len(pending.of_task)
         of_device, of_task = of_device[:count], dict(zip(pending.of_task, of_device[count:], strict=True))
         sums = (interval.weight, interval.min_weight, interval.norm)
-        counts = (interval.steps, interval.applied, interval.clipped)
+        counts = (interval.steps, interval.applied, interval.skipped, interval.clipped)
         save_done = self.save is None or self.save.done()  # rides along: a log step is one collective
         of_step = (interval.loss, *of_device, *sums, *counts)
         row = torch.tensor([*of_step, *phases.values(), *pending.on_host, save_done], dtype=torch.float64)
@@ -202,17 +204,16 @@ class Metrics:
         global_tags = row.global_tags() | self._tags_of_main(row) | own
         ranks = row.tags_of_ranks(slice(MAX_RANK_FOLDERS))
         if self._console is None:  # in a script that opened none
-            self._console = Console(0, last_step, row["loss_scale"])
+            self._console = Console(0, last_step, row["loss_scale"], in_place=False)
         self._console.log(row)
         if self._jsonl is not None and self._tensorboard is not None:
             self._jsonl.append({"step": row.step, **global_tags, "spent_seconds": self.goodput.spent, "ranks": ranks})
             self._tensorboard.write_scalars(ranks[0] | global_tags, row.step)
 
     def _tags_of_main(self, row: LogRow) -> dict[str, float]:
-        """What rank 0 knows besides the row: goodput, skips, and the groups' learning rates where they differ."""
+        """What rank 0 knows besides the row: goodput, and the groups' learning rates where they differ."""
         rates = {f"train/lr_{name}": row["lr"] * scale for name, scale in self.lr_scales.items()}
-        skipped, self._skipped_before = row["skipped_steps"] - self._skipped_before, row["skipped_steps"]
-        return rates | {"amp/skipped_in_interval": skipped, "perf/goodput_pct": 100 * self.goodput.share}
+        return rates | {"perf/goodput_pct": 100 * self.goodput.share}
 
     def write_scalars(self, step: int, tags: Mapping[str, float]) -> None:
         """Global metrics, written by rank 0 to metrics.jsonl and TensorBoard."""

@@ -75,7 +75,7 @@ def write_summary(folder: Path, run: Run | None, stopped_by: str, exit_code: int
             "ranks": ranks,
             "evaluation": run.metrics.evaluation,
             "best_evaluation": run.metrics.best,
-            **run.metrics.goodput_summary(),
+            **run.metrics.goodput_summary(stopped_by == "failed"),
         }
         if ranks and all("mfu" in rank for rank in ranks):
             summary["mfu"] = sum(rank["mfu"] for rank in ranks) / len(ranks)

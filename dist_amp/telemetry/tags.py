@@ -36,7 +36,7 @@ TAGS: dict[str, tuple[str, str]] = {
     "time/data_wait_seconds": ("s", "of a step: waiting for this rank's micro-batches"),
     "time/forward_seconds": ("s", "of a step: forward and loss of all micro-batches"),
     "time/backward_seconds": ("s", "of a step: backward of all micro-batches"),
-    "time/optimizer_seconds": ("s", "of a step: norm, clipping and update"),
+    "time/optimizer_seconds": ("s", "of a step: norm, clipping and update, with Muon's gathers"),
     "time/communication_wait_seconds": (
         "s",
         "of a step: waiting for other ranks, and sending that is not hidden",
