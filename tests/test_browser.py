@@ -63,7 +63,7 @@ def test_its_data_endpoints_have_every_ranks_tags_and_describe_them(port, runs):
     assert sorted(tags["runTagInfo"]) == RANKS
     logged = next(line for line in lines if "train/loss" in line)
     assert set(logged["ranks"][1]) <= set(tags["runTagInfo"][RANKS[1]])
-    assert set(logged) - {"step", "ranks", "spent_seconds"} <= set(tags["runTagInfo"][RANKS[0]])
+    assert set(logged) - {"step", "ranks", "spent_seconds", "unix_time"} <= set(tags["runTagInfo"][RANKS[0]])
     for tag in tags["runTagInfo"][RANKS[0]]:
         unit, _, meaning = describe(tag).partition(": ")
         assert unit in tags["tagDescriptions"][tag], tag

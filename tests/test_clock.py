@@ -1,6 +1,8 @@
 """A rank's time is split into phases that add up: its own, its waits for other ranks, and what interrupts the steps."""
 
 import time
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,20 +181,57 @@ def test_one_process_waits_for_nobody():
     assert all(phases[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
 
 
-class NoNames:
-    """What FSDP2 and autograd would be without the private names that the clock needs."""
-
-
-def without_private_names(world):
+def parameters_of(world, named):
+    """Of a small model after two steps, with or without FSDP2's private names."""
     from unittest.mock import patch
 
     from dist_amp.fast import communication_time
 
-    with patch.object(communication_time, "groups_of", lambda unit: [NoNames()]):
+    without = (
+        patch.object(communication_time, "WAITS", ("renamed",)),
+        patch.object(torch.autograd, "Variable", object()),
+    )
+    with ExitStack() as patches:
+        for one in () if named else without:
+            patches.enter_context(one)
         run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
-    take_steps(run, 2)
-    return run.parallel.global_grad_norm is not None
+        take_steps(run, 2)
+    return [p.full_tensor().tolist() for p in run.parallel.parameters], world.clock.lap().seconds()["communication"]
 
 
-def test_steps_go_on_where_torch_has_other_private_names():
-    assert all(on_ranks(2, without_private_names))
+def test_steps_are_the_same_where_torch_has_other_private_names():
+    (expected, waited), _ = on_ranks(2, parameters_of, True)
+    (found, unseen), _ = on_ranks(2, parameters_of, False)
+    assert found == expected
+    assert waited > 0
+    assert unseen < waited, "the gathers are not seen any more"
+
+
+def waits_of_a_group(on_gpu):
+    from dist_amp.fast import communication_time
+    from dist_amp.fast.communication_time import WAITS, time_gathers
+
+    group = SimpleNamespace(**dict.fromkeys(WAITS, lambda: None))
+    before = dict(vars(group))
+    model = SimpleNamespace(modules=list)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communication_time, "FSDPModule", SimpleNamespace)
+        patch.setattr(communication_time, "groups_of", lambda unit: [group])
+        model.modules = lambda: [SimpleNamespace(_get_fsdp_state=None)]
+        time_gathers(model, SimpleNamespace(on_gpu=on_gpu))
+    return [name for name in WAITS if getattr(group, name) is not before[name]]
+
+
+def test_on_a_gpu_what_only_queues_a_gather_is_no_wait_and_what_waits_for_a_reduction_is():
+    assert waits_of_a_group(on_gpu=False) == ["unshard", "wait_for_unshard", "post_backward", "finalize_backward"]
+    assert waits_of_a_group(on_gpu=True) == ["wait_for_unshard", "post_backward", "finalize_backward"]
+
+
+def test_a_failed_device_is_not_asked_for_times(on_gpu, at, monkeypatch):
+    def fails(self):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    on_gpu.enter("forward")
+    monkeypatch.setattr(FakeEvent, "record", fails)
+    with pytest.raises(KeyError), on_gpu.phase("backward"):
+        raise KeyError("the task's own error stays")

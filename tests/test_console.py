@@ -135,9 +135,15 @@ def test_on_a_terminal_one_line_is_updated_and_what_is_printed_stays_above_it(tm
     )
 
 
+def test_a_disabled_tqdm_of_ones_own_does_not_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    status, text = on_a_terminal(tmp_path, 80, "--train.steps", 2, "--eval.every", "off")
+    assert status == 0, text
+
+
 def test_on_a_terminal_an_error_is_the_last_thing_on_the_screen(tmp_path):
     words = ("--train.max_skips_in_a_row", 2, "--metrics.log_every", 2, "--optim.lr", "1e30", "--train.steps", 50)
     status, text = on_a_terminal(tmp_path, 200, "--task.target", "tiny:AlwaysNan", *words)
     assert status == 70, text
     last = text.replace("\r\n", "\n").rstrip().split("\n")[-1]
-    assert last.split("\r")[-1].startswith("\033[31merror:\033[0m 2 steps in a row"), last
+    assert last.split("\r")[-1].startswith("\033[K\033[31merror:\033[0m 2 steps in a row"), last

@@ -7,11 +7,13 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+import torch
 from tiny import Tiny, log, make_run, take_steps
 
 from dist_amp.checkpoint.saver import save
 from dist_amp.runtime.clock import PHASES
 from dist_amp.telemetry.goodput import Goodput, process_started
+from dist_amp.telemetry.summary import write_summary
 from dist_amp.world import World
 
 
@@ -109,3 +111,38 @@ def test_the_summary_and_the_closing_line_have_the_goodput(launch):
     assert spent["elsewhere"] > 0
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("goodput ")]
     assert line.endswith("in applied steps")
+
+
+def test_after_a_failure_the_summary_asks_the_device_for_nothing(tmp_path, monkeypatch):
+    run = make_run(World(), Tiny(), "--run.dir", tmp_path)
+    for report in take_steps(run, 2):
+        run.metrics.record(report)
+    log(run)
+    monkeypatch.setattr(run.world.clock, "so_far", lambda: pytest.fail("the device may not answer"))
+    write_summary(tmp_path, run, "failed", 1, "a rank hangs")
+    assert json.loads((tmp_path / "summary.json").read_text())["spent_seconds"]["applied_steps"] > 0
+
+
+@pytest.mark.parametrize("same_world", [True, False])
+def test_counts_of_an_interval_that_a_checkpoint_cuts_go_on(same_world):
+    words = ("--use_amp", "false", "--train.max_grad_norm", 1e-6)
+    run, again = (make_run(World(), Tiny(), *words) for _ in range(2))
+    for report in take_steps(run, 3):
+        run.metrics.record(report)
+    again.metrics.resume_unfinished(run.metrics.unfinished(run.data)[None], same_world)
+    for report in take_steps(again, 2):
+        again.metrics.record(report)
+    again.schedule.counters[0] += 3
+    row = log(again)
+    assert [row[name] for name in ("applied_in_interval", "skipped_in_interval", "clipped_in_interval")] == [5, 0, 5]
+
+
+def test_tokens_seen_are_left_out_after_an_older_checkpoint_that_does_not_know_them():
+    class Worded(Tiny):
+        def tokens(self, batch):
+            return 10
+
+    run = make_run(World(), Worded(), "--use_amp", "false")
+    run.metrics.resume_unfinished(torch.zeros(1, 3, dtype=torch.float64), True)
+    take_steps(run, 1)
+    assert "train/tokens_seen" not in log(run).global_tags()

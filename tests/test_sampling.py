@@ -190,3 +190,32 @@ def test_a_sample_file_that_can_not_be_written_ends_no_run(monkeypatch, tmp_path
     assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
     assert "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard" in capsys.readouterr().err
     assert len(texts_of(tmp_path)) == 3
+
+
+class FailsOnRank1(Tiny):
+    """Its sample fails on one rank, before it calls the model."""
+
+    rank = 0
+
+    def sample(self, model):
+        if self.rank == 1:
+            raise ValueError("no such file")
+        with torch.no_grad():
+            return str(model(torch.ones(1, 8)).shape)
+
+
+def sampled_on_one_rank_only(world, folder):
+    task = FailsOnRank1()
+    task.rank = world.rank
+    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false", "--run.dir", folder)
+    take_steps(run, 1)
+    warning = sampling.write_sample(run)
+    take_steps(run, 1)  # in step with the other rank
+    return warning, [p.full_tensor().sum().item() for p in run.parallel.parameters]
+
+
+def test_a_sample_that_fails_on_one_rank_of_a_sharded_model_leaves_the_ranks_in_step(tmp_path):
+    (fine, first), (warning, second) = on_ranks(2, sampled_on_one_rank_only, str(tmp_path))
+    assert fine == ""
+    assert "ValueError: no such file" in warning
+    assert first == second

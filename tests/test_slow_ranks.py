@@ -23,7 +23,8 @@ def warned(phases):
     """The warnings of a run whose ranks spend `phases`: [intervals, ranks, phases] seconds per step."""
     warnings = []
     run = SimpleNamespace(
-        world=SimpleNamespace(is_main=True, warn=warnings.append), metrics=SimpleNamespace(host_of="host{}".format)
+        world=SimpleNamespace(is_main=True, warn=warnings.append),
+        metrics=SimpleNamespace(host_of="host{}".format, write_text=lambda *_: None),
     )
     observer = SlowRanks(run)
     waits = phases.sum(axis=2).max(axis=1)
@@ -64,9 +65,10 @@ def test_a_spike_of_one_interval_names_nobody():
 
 
 def test_a_rank_is_named_again_only_after_it_was_as_fast_as_the_others():
-    phases = table(60, 4)
+    phases = table(80, 4)
     phases[5:25, 2, 0] += 0.1
-    phases[45:, 2, 0] += 0.1
+    phases[27:30, 2, 0] += 0.1  # it stays quiet for ten log steps
+    phases[60:, 2, 0] += 0.1
     assert len(warned(phases)) == 2
 
 
@@ -83,7 +85,17 @@ def test_a_rank_that_differs_by_little_of_a_long_step_is_not_named():
     assert find_slow_ranks(phases, np.full(10, 5.0)) == [], "the others wait for something else"
 
 
-def test_a_slowdown_of_all_ranks_is_named_once_it_has_lasted():
+@pytest.mark.parametrize("seed", range(10))
+def test_a_slowdown_that_lasts_is_named_once_in_a_run(seed):
+    phases = table(40, 4, seed, noise=0.1)
+    phases[20:, :, OWN_PHASES.index("forward")] += 0.05
+    (line,) = warned(phases)
+    assert line.startswith("all ranks spend 1.")
+    assert "times as long as before" in line
+    assert "in forward" in line
+
+
+def test_a_slowdown_of_all_ranks_is_found_once_it_has_lasted():
     medians = table(PAST + WINDOW, 1)[:, 0]
     assert find_slowdown(medians) is None
     medians[PAST + 1 :, OWN_PHASES.index("data")] += 0.05

@@ -85,7 +85,8 @@ class Position:
         Each tag's steps rise in the file. A resumed run takes steps again: what was sent of them stays.
         """
         step = line["step"]
-        return {tag: value for tag, value in line.items() if tag != "step" and step > self.sent.get(clean(tag), -1)}
+        tags = line.keys() - {"step", "unix_time"}
+        return {tag: value for tag, value in line.items() if tag in tags and step > self.sent.get(clean(tag), -1)}
 
     def count(self, line: Mapping[str, Any]) -> None:
         """Note that a line was sent."""

@@ -113,7 +113,9 @@ class SlowRanks(Observer):
     def _warn_of(self, found: list[Slow], row: LogRow) -> None:
         for slow in found:
             if slow.rank not in self._quiet:
-                self._run.world.warn(self._text(slow, row))
+                text = self._text(slow, row)
+                self._run.world.warn(text)
+                self._run.metrics.write_text("slow_ranks", text, row.step)
             self._quiet[slow.rank] = max(CERTAIN)
 
     def _text(self, slow: Slow, row: LogRow) -> str:

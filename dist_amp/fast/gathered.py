@@ -15,7 +15,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
     """Gather each unit of FSDP2 and keep it whole: a sample calls the model once per token.
 
     So the block has no collectives, and may fail on one rank alone. Afterwards units reshard as before; the caller
-    reshards what is whole. Without torch's private record of how a unit reshards, each forward gathers anew, as exactly.
+    reshards what is whole. Without torch's private record of how a unit reshards, each forward gathers anew.
     """
     found = [(unit, _reshards(unit)) for unit in module.modules() if isinstance(unit, FSDPModule)]
     units = [(unit, reshards) for unit, reshards in found if reshards is not None]

@@ -112,12 +112,16 @@ def code_folder(task: object) -> Path:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """{commit, branch, changed files} of the repository that a folder is in; empty without git or a repository."""
+    """{commit, branch, changed files} of the repository that a folder is in; empty without git or a repository.
+
+    Of files that git does not track, the Python files in the folder itself count as changed.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     if not commit or changed is None:
         return {}
     files = [line[3:] for line in changed.splitlines()]
+    files += (_git(folder, "ls-files", "--others", "--exclude-standard", "--", ":(glob)*.py") or "").splitlines()
     return {
         "folder": str(folder),
         "commit": commit.strip(),

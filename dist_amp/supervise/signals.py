@@ -1,5 +1,6 @@
 """A signal to any rank, or the task's callback on any, stops all ranks after the same step."""
 
+import os
 import signal
 import threading
 import time
@@ -59,6 +60,8 @@ class AgreedStop:
             raise KeyboardInterrupt  # a second Ctrl-C stops at once
         if not self.requested_by:
             self.requested_by, self._requested_at = signal.Signals(number).name, time.monotonic()
+            if self._world.is_main:  # not by print, which the signal may have interrupted
+                os.write(2, f"\n{self.requested_by}: stopping after this step\n".encode())
 
     def poll(self, within: str = "training") -> bool:
         """True on every rank, at the same step, after any rank got a stop signal or its task asked to end the run.

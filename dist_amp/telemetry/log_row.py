@@ -168,7 +168,9 @@ class LogRow:
             columns |= {f"{tag}_seconds": self.per_step(self.column(phase)) for tag, phase in TIMES.items()}
             columns |= {f"{tag}_seconds": self.column(phase) for tag, phase in INTERRUPTIONS.items()}
         ordered = np.sort(np.stack(list(columns.values())), axis=1)
-        spreads = zip(columns, ordered[:, [0, ordered.shape[1] // 2, -1]].tolist(), strict=True)
+        count = ordered.shape[1]
+        medians = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
+        spreads = zip(columns, np.stack((ordered[:, 0], medians, ordered[:, -1]), axis=1).tolist(), strict=True)
         tags = {
             f"ranks/{name}_{which}": value
             for name, spread in spreads

@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -207,7 +208,8 @@ class Metrics:
             self._console = Console(0, last_step, row["loss_scale"], in_place=False)
         self._console.log(row)
         if self._jsonl is not None and self._tensorboard is not None:
-            self._jsonl.append({"step": row.step, **global_tags, "spent_seconds": self.goodput.spent, "ranks": ranks})
+            line = {"step": row.step, "unix_time": round(time.time(), 3), **global_tags}
+            self._jsonl.append({**line, "spent_seconds": self.goodput.spent, "ranks": ranks})
             self._tensorboard.write_scalars(ranks[0] | global_tags, row.step)
 
     def _tags_of_main(self, row: LogRow) -> dict[str, float]:

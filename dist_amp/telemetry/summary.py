@@ -28,14 +28,16 @@ def print_banner(run: Run) -> None:
         start = f", resumed from step {run.step}" + ("" if own else f" ({source})")
         if own and run.config.run.resume not in ("auto", "never", str(source)):
             start += f"; it has gone on since it began from run.resume={run.config.run.resume}"
-    held_out = run.validation.plan.length if run.validation else 0
+    held_out = f"{run.validation.plan.length if run.validation else 0:,} held out"
+    if run.config.eval.every == "off":
+        held_out = "none evaluated (eval.every=off)"
     world.say(
         f"run    {run.folder}{start}\n"
         f"model  {parameters:,} parameters{of_which}, {run.parallel.strategy} on {world.world_size} x {where}, "
         f"{precision.name}{cast}\n"
         f"batch  {plan.global_batch_size} samples = {plan.micro_batch_size} x {plan.world_size} ranks x "
         f"{accumulation} micro-batches\n"
-        f"data   {plan.length:,} samples to train on, {held_out:,} held out\n"
+        f"data   {plan.length:,} samples to train on, {held_out}\n"
         f"{watch_line(run.folder, hasattr(run.task, 'tokens'))}"
     )
 
