@@ -69,7 +69,9 @@ def _import(module_name: str, target: str) -> Any:
             f"task.target={target}: there is no module {module_name} in {folder}, and none is installed"
         ) from None
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"task.target={target}: importing it failed with {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"task.target={target}: importing it failed with {type(error).__name__}: {first_line(error)}"
+        ) from error
     found = getattr(module, "__file__", None)
     if module_name.endswith(".py") and (found is None or Path(found).resolve() != Path(module_name).resolve()):
         raise ConfigError(
