@@ -337,7 +337,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
     )
     for name in ("wandb", "trackio", "mlflow"):
         assert command(run.folder, "--to", name) == ConfigError.exit_code
-        assert error_of(capsys) == f"error: {name} is not installed; pip install 'dist_amp[{name}]'"
+        assert error_of(capsys) == f"error: {name} is not installed; pip install -e '.[{name}]' in the clone's folder"
 
 
 def test_what_a_tracker_raises_is_one_line_that_says_how_to_go_on(run, monkeypatch, capsys):

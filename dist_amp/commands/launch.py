@@ -91,16 +91,16 @@ def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], str, 
     or whose name is almost one.
     """
     known, left = torchrun_options(parser), list(argv)
-    if left[:1] == ["--"]:
-        del left[0]
     own: list[str] = []
     words: list[str] = []
     while left:
         word = left.pop(0)
         name, equals, value = word.partition("=")
+        if word == "--":  # as torchrun allows before what is not its own
+            continue
         option = known.get(name) if name.startswith("--") or not words else None
         if option is None:
-            near = "--nproc-per-node" if name in OTHERS_RANKS else ""
+            near = "--nproc-per-node" if name in OTHERS_RANKS and (name.startswith("--") or not words) else ""
             if near or (name.startswith("--") and "." not in name and (near := nearest_name(name, known, 0.8))):
                 raise ConfigError(f"unknown option {name}; did you mean {near}?")
             words.append(word)
