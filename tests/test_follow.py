@@ -402,4 +402,4 @@ def test_another_project_or_a_tracker_that_has_lost_the_run_is_refused(run, runs
 
 def test_the_documents_name_every_tracker():
     text = (Path(__file__).parent.parent / "docs/trackers.md").read_text()
-    assert all(f"dist_amp[{name}]" in text for name in ("wandb", "trackio", "mlflow"))
+    assert all(f".[{name}]" in text for name in ("wandb", "trackio", "mlflow"))
