@@ -318,7 +318,7 @@ def test_the_picture_shows_what_was_measured_unless_matplotlib_is_missing(tmp_pa
     assert Path(illustrate(partly, tmp_path, reduced=True)).read_bytes()[:4] == b"\x89PNG"
     assert illustrate(a_result() | {"curves": {}}, tmp_path, reduced=False).endswith(".png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    why = "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
+    why = "no picture, since matplotlib is not installed: pip install -e '.[bench]' in the clone's folder"
     assert illustrate(a_result(), tmp_path, reduced=False) == why
 
 

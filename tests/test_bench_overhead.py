@@ -44,7 +44,7 @@ def test_table_and_report_agree(report):
         assert cells[:5] == [cell["workload"], cell["precision"], "1", "single", name]
         if "note" in row:
             assert name in PEERS
-            assert cells[-1] == row["note"] == "not installed: pip install 'dist_amp[bench]'"
+            assert cells[-1] == row["note"] == "not installed: pip install -e '.[bench]' in the clone's folder"
             continue
         for ratio in overhead.RATIOS:
             low, high = row[ratio]["interval"]
@@ -131,7 +131,7 @@ def unsharded(setup):
     ("build", "note"),
     [
         (raises(ValueError("No such thing on a CPU. Buy a GPU.\nOr two.")), "failed: No such thing on a CPU"),
-        (raises(ModuleNotFoundError("no module")), "not installed: pip install 'dist_amp[bench]'"),
+        (raises(ModuleNotFoundError("no module")), "not installed: pip install -e '.[bench]' in the clone's folder"),
         (in_float32, "failed: trains in float32"),
         (unsharded, "failed: its parameters are not sharded"),
     ],

@@ -337,7 +337,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
     )
     for name in ("wandb", "trackio", "mlflow"):
         assert command(run.folder, "--to", name) == ConfigError.exit_code
-        assert error_of(capsys) == f"error: {name} is not installed; pip install 'dist_amp[{name}]'"
+        assert error_of(capsys) == f"error: {name} is not installed; pip install -e '.[{name}]' in the clone's folder"
 
 
 def test_what_a_tracker_raises_is_one_line_that_says_how_to_go_on(run, monkeypatch, capsys):
@@ -402,4 +402,4 @@ def test_another_project_or_a_tracker_that_has_lost_the_run_is_refused(run, runs
 
 def test_the_documents_name_every_tracker():
     text = (Path(__file__).parent.parent / "docs/trackers.md").read_text()
-    assert all(f"dist_amp[{name}]" in text for name in ("wandb", "trackio", "mlflow"))
+    assert all(f".[{name}]" in text for name in ("wandb", "trackio", "mlflow"))

@@ -129,7 +129,7 @@ def test_the_gpu_is_found_by_what_names_the_hardware_and_never_by_its_number():
 @pytest.mark.parametrize(
     ("nvml", "message"),
     [
-        (None, "no gpu/* tags: nvidia-ml-py is missing; pip install 'dist_amp[gpu]'"),
+        (None, "no gpu/* tags: nvidia-ml-py is missing; pip install -e '.[gpu]' in the clone's folder"),
         (
             FakeNvml(nvmlInit=FakeError("Driver Not Loaded")),
             "no gpu/* tags: NVML failed (FakeError: Driver Not Loaded)",

@@ -3,18 +3,29 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from dist_amp.commands import launch as command
 from dist_amp.commands.how_ranks_ended import Restarts, after_signal, who_explains
-from dist_amp.errors import ConfigError, Failure
+from dist_amp.errors import ConfigError, Failure, add_context
+from dist_amp.fast import elastic
+from dist_amp.fast.elastic import Signals
+from dist_amp.supervise import preflight
+from dist_amp.supervise.failure import report_failure
 
 # A stand-in for dist_amp.train, which starts in 0.1 s: argument n says how the ranks end in attempt n.
 RANK = """
@@ -74,6 +85,9 @@ def test_the_module_may_be_written_as_for_torchrun_and_ends_torchruns_options():
         "dist_amp.train",
         ["--a.b", "1"],
     )
+    for module in ("-m=mine", "--module=mine"):
+        assert split(module, "--", "2") == ([], "mine", ["--", "2"])
+    assert split("--nnodes=2", "--", "--a.b", "1") == (["--nnodes=2"], "dist_amp.train", ["--a.b", "1"])
     assert split("-m", "mine", "--nnodes", "2") == ([], "mine", ["--nnodes", "2"])
 
 
@@ -92,6 +106,18 @@ def test_the_module_may_be_written_as_for_torchrun_and_ends_torchruns_options():
         ),
         (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; did you mean optim.lr?"),
         (["--nproc-per-node", "3", "--train.global_batch_size", "64"], "train.global_batch_size=64 is not a multiple"),
+        (["--nnodes=2", "--node-rank=3"], "--node-rank=3 must be below --nnodes=2"),
+        (["--log-dir", "/proc/x"], "--log-dir=/proc/x can't be written (No such file or directory); choose another"),
+        (["train.py"], "train.py: launch starts dist_amp.train by itself"),
+        (["--nproc-per-node=2", "dist_amp.train"], "dist_amp.train: launch starts dist_amp.train by itself"),
+        (["--gpus", "2"], "unknown option --gpus; did you mean --nproc-per-node?"),
+        (["-np", "2"], "unknown option -np; did you mean --nproc-per-node?"),
+        (["-m", "nosuch.module"], "-m nosuch.module: there is no such module to start in"),
+        (["-m=json.nosuch"], "-m json.nosuch: there is no such module to start in"),
+        (
+            ["-m", "dist_amp/train.py"],
+            "-m dist_amp/train.py: -m takes a module's name, not its path; write -m dist",
+        ),
         (["--help", "optin"], "--help optin: there is no such section; did you mean optim?"),
     ],
 )
@@ -101,6 +127,37 @@ def test_a_mistake_is_one_line_before_any_rank_starts(words, said, capfd, monkey
     out, err = capfd.readouterr()
     assert err.startswith(f"error: {said}")
     assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import os; os._exit(5)", "importing it ended the process with status 5"),
+        ("import os; os._exit(0)", "importing it ended the process with status 0"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "importing it ended the process by SIGKILL"),
+        ("raise RuntimeError('one\\ntwo')", "importing it failed with RuntimeError: one"),
+    ],
+)
+def test_a_task_whose_import_ends_is_one_line(code, said, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(command, "run_agent", lambda *_: pytest.fail("started"))
+    (tmp_path / "ending.py").write_text(code)
+    assert command.main(["--task.target", f"{tmp_path}/ending.py:Task"]) == 64
+    assert capfd.readouterr().err == f"error: task.target={tmp_path}/ending.py:Task: {said}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_any_rank_is_one_line(number, capfd, monkeypatch):
+    monkeypatch.setattr(command, "load_config", lambda _: time.sleep(60))  # in the fork that checks the settings
+    threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+    assert command.main([]) == 1
+    assert capfd.readouterr().err == f"error: stopped by {number.name} before any rank had started\n"
+
+
+def test_a_signal_during_the_imports_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")  # in torch's place
+    words, environ = [sys.executable, "-m", "dist_amp.launch"], {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "error: stopped by SIGINT before any rank had started\n")
 
 
 @pytest.fixture
@@ -113,7 +170,7 @@ def started(monkeypatch):
     monkeypatch.setattr(command, "run_agent", lambda options, restarts, hides_log: seen.append(options))
 
     def run(*words):
-        assert command.main(["-m", "stand_in"] if words == () else [*words, "-m", "stand_in"]) == 0
+        assert command.main([*words, "-m", "timeit"]) == 0
         return seen[-1]
 
     return run
@@ -163,7 +220,7 @@ def test_torchruns_own_variables_and_several_machines_are_passed_on(started, mon
 
 def test_one_of_several_machines_without_a_gpu_says_so_unless_told_how_many_ranks(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert command.main(["--nnodes=2", "-m", "stand_in"]) == 1
+    assert command.main(["--nnodes=2", "-m", "timeit"]) == 1
     assert capsys.readouterr().err.startswith("error: torch sees no GPU on this machine; fix that, or give --nproc-per")
 
 
@@ -191,6 +248,38 @@ def test_the_same_error_with_no_step_between_is_not_restarted_and_one_after_prog
         "restart 2 of 5",
         "restart 3 of 5",
     ]
+
+
+def test_the_last_line_has_the_errors_first_line_and_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "0")
+    try:
+        raise RuntimeError("first\nsecond\nthird")
+    except RuntimeError as error:
+        report_failure(error, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+    report = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(tmp_path / "error.json"))
+    cause = who_explains({0: report}).cause
+    assert re.fullmatch(r"rank 0: RuntimeError: first \(test_launch_command.py, line \d+\)", cause)
+
+
+def test_a_report_is_never_half_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # killed before this
+    with pytest.raises(KeyboardInterrupt):
+        report_failure(ConfigError("text"), None)
+    assert not (tmp_path / "error.json").exists()
+
+
+@pytest.mark.parametrize(("codes", "status"), [([], 64), ([1, -15], 1)])
+def test_a_value_error_is_a_mistake_in_the_options_only_before_ranks_were_started(codes, status, monkeypatch, capsys):
+    def run_agent(*_):
+        error = ValueError("Expecting value")
+        add_context(error, exit_codes=codes)
+        raise error
+
+    monkeypatch.setattr(command, "run_agent", run_agent)
+    assert command.main(["-m", "timeit"]) == status
 
 
 def test_a_rank_that_is_killed_is_restarted_as_often_as_allowed_and_named():
@@ -275,6 +364,76 @@ def test_a_signal_is_passed_on_and_the_status_is_what_the_ranks_end_with(launch,
     job.send_signal(number)  # as a Ctrl-C that comes twice: the ranks are still saving
     _, err = job.communicate(60)
     assert (job.returncode, err) == (75, "")
+
+
+def test_a_signal_while_ranks_are_being_started_or_one_that_was_swallowed_is_raised_afterwards():
+    signals, done = Signals(), []
+
+    def start():
+        with signals.held():
+            signals(signal.SIGINT, None)
+            done.append("started")
+
+    with pytest.raises(SignalException):
+        start()
+    assert done == ["started"]
+    with pytest.raises(SignalException) as found:  # as the agent's _monitor_workers asks, after it was swallowed
+        signals.deliver()
+    assert found.value.sigval == signal.SIGINT
+
+
+def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(tmp_path, monkeypatch):
+    started = []
+
+    class Half(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+            if len(started) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.chdir(tmp_path)
+    Path("sleeps.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(subprocess_handler, "Popen", Half)
+    handlers = {number: signal.getsignal(number) for number in range(1, 16)}
+    try:
+        assert command.main(["--nproc-per-node=2", "-m", "sleeps"]) == 1
+    finally:
+        for number, handler in handlers.items():
+            if number != signal.SIGKILL:
+                signal.signal(number, handler)
+        for rank in started:
+            rank.kill()
+    assert [rank.returncode in (None, -signal.SIGKILL) for rank in started] == [False, False], "the agent ended both"
+
+
+def test_a_second_interrupt_kills_ranks_that_save_but_not_one_that_is_sent_twice(monkeypatch):
+    class Rank(SimpleNamespace):
+        def kill(self):
+            killed.append(self.rank)
+
+    killed, now = [], [0.0]
+    monkeypatch.setattr(elastic.time, "monotonic", lambda: now[0])
+    ranks = {rank: SimpleNamespace(proc=Rank(rank=rank)) for rank in range(2)}
+    handler = elastic.KillOnSecondInterrupt(SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers=ranks)))
+    now[0] = 0.5
+    handler(signal.SIGINT, None)
+    assert killed == []
+    now[0] = 1.5
+    handler(signal.SIGINT, None)
+    assert killed == [0, 1]
+
+
+def test_a_rank_whose_launcher_is_gone_does_not_start(monkeypatch):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(preflight, "die_with_parent", lambda _: None)
+    monkeypatch.setenv("DIST_AMP_LAUNCHER", str(os.getpid()))
+    preflight.die_with_torchrun()
+    monkeypatch.setenv("DIST_AMP_LAUNCHER", str(gone.pid))
+    with pytest.raises(Failure, match="the launcher .* is gone"):
+        preflight.die_with_torchrun()
 
 
 @pytest.mark.slow

@@ -576,3 +576,30 @@ def test_the_memory_of_real_processes_rises_in_a_step_as_planned(words):
         # Measured: 0.94 and 1.00 of it under fsdp, where not all buffers are there at once; 1.06 under ddp, by the
         # gradients in half precision before they are added up.
         assert 0.85 * expected < rise < 1.15 * expected
+
+
+class Prints(Tiny):
+    """What it prints is no JSON."""
+
+    def build_model(self):
+        print("building")
+        return super().build_model()
+
+
+class Exits(Tiny):
+    def build_model(self):
+        raise SystemExit(4)
+
+
+def test_json_is_json_whatever_the_task_prints_and_options_may_have_hyphens(capsys):
+    words = ["--json", "--world-size", "4", "--device-memory-GiB", "80", "--task.target", "test_plan:Prints", *SETTINGS]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["world_size"] == 4
+    assert "building" in err
+
+
+def test_a_task_that_exits_is_reported(capsys):
+    assert main(["--task.target", "test_plan:Exits", *SETTINGS]) == DataError.exit_code
+    err = capsys.readouterr().err
+    assert err.startswith("error: the task ended the process: SystemExit: 4 (test_plan.py, line ")

@@ -55,7 +55,7 @@ def note_of(error: Exception) -> str:
     if isinstance(error, NoTime):
         return NO_TIME
     if isinstance(error, ImportError):
-        return "not installed: pip install 'dist_amp[bench]'"
+        return "not installed: pip install -e '.[bench]' in the clone's folder"
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     return f"failed: {first_line(error).split('. ')[0][:160] or type(error).__name__}"

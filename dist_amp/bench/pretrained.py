@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
-        raise ConfigError(f"{error.name} is missing; pip install 'dist_amp[hf]'") from error
+        raise ConfigError(f"{error.name} is missing; pip install -e '.[hf]' in the clone's folder") from error
     large = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=options.layers, num_attention_heads=16
     )

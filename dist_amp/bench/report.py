@@ -16,7 +16,9 @@ from dist_amp.telemetry.writers import plain_json
 try:
     from tabulate import tabulate
 except ImportError:
-    raise ConfigError("the benches need tabulate for their tables; pip install 'dist_amp[bench]'") from None
+    raise ConfigError(
+        "the benches need tabulate for their tables; pip install -e '.[bench]' in the clone's folder"
+    ) from None
 
 # Names of loops, in every table.
 BASELINE, OURS = "baseline loop", "dist_amp"
@@ -117,7 +119,7 @@ def picture(draw: Callable[[Path], None], path: Path) -> str:
         draw(path)
         return str(path)
     except ImportError:
-        return "no picture, since matplotlib is not installed: pip install 'dist_amp[bench]'"
+        return "no picture, since matplotlib is not installed: pip install -e '.[bench]' in the clone's folder"
     except Exception as error:
         return f"no picture: {in_one_line(error)}"
 

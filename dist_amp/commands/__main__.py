@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 from dist_amp import __version__
 from dist_amp.config.suggest import nearest_name
-from dist_amp.runtime.process import quiet_on_closed_pipe
 
 COMMANDS = {
     "train": "train a task in this process, or as a rank under torchrun",
@@ -33,6 +32,8 @@ def main() -> int:
     name, *rest = sys.argv[1:] or ["--help"]
     commands = {command: what for command, what in COMMANDS.items() if find_spec(f"dist_amp.{command}")}
     if name in ("-h", "--help"):
+        from dist_amp.runtime.process import quiet_on_closed_pipe  # imports torch, which takes seconds
+
         width = max(map(len, commands))
         with quiet_on_closed_pipe():
             print("usage: dist_amp COMMAND [ARGUMENTS]   (or python -m dist_amp.COMMAND)\n")

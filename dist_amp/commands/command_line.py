@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from dist_amp.commands.stopped_early import say_stopped
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.runtime.process import quiet_on_closed_pipe
 from dist_amp.supervise.failure import report_failure
@@ -21,12 +22,17 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def exit_status(run: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
-    """Call run(argv), by default with the command line's arguments; report a Failure, and return the exit status."""
+def exit_status(run: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None, when: str = "") -> int:
+    """Call run(argv), by default with the command line's arguments; report a Failure, and return the exit status.
+
+    when: the end of the line that says that a signal stopped it.
+    """
     try:
         with quiet_on_closed_pipe():
             return run(sys.argv[1:] if argv is None else argv) or 0
     except Failure as error:
         return report_failure(error, None)[0]
+    except KeyboardInterrupt as stopped:
+        return say_stopped(str(stopped), when)
     except SystemExit as reported:  # argparse, after --help; a closed pipe
         return int(reported.code or 0)

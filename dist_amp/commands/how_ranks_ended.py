@@ -19,19 +19,23 @@ KNOWN = {0, SAVED_AND_STOPPED, *(kind.exit_code for kind in (Failure, ConfigErro
 
 
 class Ended(NamedTuple):
-    """The rank that explains a failure. text: what it reported, "" for nothing; step: how many steps it had taken."""
+    """The rank that explains a failure. text: what it reported, "" for nothing; step: how many steps it had taken.
+
+    line: the text in one line, if it is of this project.
+    """
 
     rank: int
     pid: int
     exit_code: int
     text: str = ""
     step: int = 0
+    line: str = ""
 
     @property
     def cause(self) -> str:
         """One line without the rank's own traceback."""
         if self.text:
-            return self.text.strip().splitlines()[-1].removeprefix("error: ")
+            return self.line or self.text.strip().splitlines()[0].removeprefix("error: ")
         if self.exit_code < 0:
             name = signal_name(-self.exit_code)
             hint = " (by the kernel, if the machine ran out of memory)" if name == "SIGKILL" else ""
@@ -59,8 +63,9 @@ def who_explains(failures: Mapping[int, ProcessFailure]) -> Ended:
     ends = []
     for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
         message: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
-        step = int(message.get("extraInfo", {}).get("step", 0))
-        ends.append(Ended(rank, failure.pid, failure.exitcode, str(message.get("message", "")), step))
+        extra: dict[str, Any] = message.get("extraInfo", {})
+        text, step, line = str(message.get("message", "")), int(extra.get("step", 0)), str(extra.get("line", ""))
+        ends.append(Ended(rank, failure.pid, failure.exitcode, text, step, line))
     return next((end for end in ends if end.text), ends[0])
 
 

@@ -19,12 +19,20 @@ LOGLEVEL=INFO shows torchrun's own log.
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from itertools import dropwhile
+from pathlib import Path
+
+from dist_amp.commands.stopped_early import BEFORE_RANKS, exit_on_signals, raise_on_signals
+
+if __name__ == "__main__":
+    exit_on_signals()  # before torch's imports, which take seconds
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -33,21 +41,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
 from dist_amp.commands.command_line import exit_status
-from dist_amp.commands.how_ranks_ended import Restarts, after_signal, who_explains
+from dist_amp.commands.how_ranks_ended import Restarts, after_signal, signal_name, who_explains
 from dist_amp.commands.local_gpus import binding, gpus_to_use
-from dist_amp.config.load import load_config, show_if_asked
+from dist_amp.config.load import load_config, show_if_asked, target_of
 from dist_amp.config.suggest import nearest_name
 from dist_amp.config.validate import accumulation_steps
 from dist_amp.errors import ConfigError, Failure, context_of, first_line, in_one_line
 from dist_amp.fast.elastic import run_agent, torchrun_options
 
 TRAIN = "dist_amp.train"
+OTHERS_RANKS = ("-n", "-np", "--gpus", "--ngpus", "--num-gpus", "--num_gpus", "--nproc")  # as other launchers say
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
-    return exit_status(run, argv)
+    with raise_on_signals():
+        return exit_status(run, argv, BEFORE_RANKS)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -63,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
     if hides_log:
         hide_torchruns_log()
     options = read_options(own, parser)
-    if module == TRAIN and (status := check_settings(words, options)):
+    if status := check_settings(words, options) if module == TRAIN else check_module(module):
         return status
     settings = words if module.startswith("dist_amp.") else []
     complete(options, [*dropwhile(lambda word: not word.startswith("-"), settings)])  # after a bench's name
@@ -85,10 +95,13 @@ def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], str, 
     words: list[str] = []
     while left:
         word = left.pop(0)
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
+        if word == "--":  # as torchrun allows before what is not its own
+            continue
         option = known.get(name) if name.startswith("--") or not words else None
         if option is None:
-            if name.startswith("--") and "." not in name and (near := nearest_name(name, known, 0.8)):
+            near = "--nproc-per-node" if name in OTHERS_RANKS and (name.startswith("--") or not words) else ""
+            if near or (name.startswith("--") and "." not in name and (near := nearest_name(name, known, 0.8))):
                 raise ConfigError(f"unknown option {name}; did you mean {near}?")
             words.append(word)
             continue
@@ -96,9 +109,15 @@ def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], str, 
         if takes_value and not (equals or left):
             raise ConfigError(f"{name} at the end has no value; see torchrun --help")
         if option.dest == "module":
-            return own, left[0], [*words, *left[1:]]
+            module, *arguments = [value, *left] if equals else left
+            return own, module, [*words, *arguments]
         own += [word, *left[: takes_value and not equals]]
         del left[: takes_value and not equals]
+    if words and not words[0].startswith("-"):
+        raise ConfigError(
+            f"{words[0]}: launch starts {TRAIN} by itself, so leave this out; -m MODULE starts another module, and "
+            "--task.target FILE.py:CLASS trains your task"
+        )
     return own, TRAIN, words
 
 
@@ -129,6 +148,10 @@ def read_options(own: Sequence[str], parser: ArgumentParser) -> Namespace:
         raise ConfigError(f"{name}: {error.message}; see torchrun --help") from None
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"torchrun refuses {' '.join(own)}: {first_line(error)}") from None
+    except OSError as error:  # of --log-dir, which torchrun makes
+        raise ConfigError(f"--log-dir={options.log_dir} can't be written ({error.strerror}); choose another") from None
+    if options.node_rank >= machines[1]:
+        raise ConfigError(f"--node-rank={options.node_rank} must be below --nnodes={options.nnodes}; the first is 0")
     if machines[1] == 1 and not (options.local_addr or options.rdzv_endpoint or options.master_port):
         options.local_addr = "127.0.0.1"  # torchrun hangs without a message if the host's name does not resolve
     return options
@@ -138,28 +161,68 @@ def read_options(own: Sequence[str], parser: ArgumentParser) -> Namespace:
 
 
 def check_settings(words: Sequence[str], options: Namespace) -> int:
-    """Check the settings once, not in each rank and restart; returns the exit status, after the error's one line.
-
-    In a fork: what the task's module imports, and a GPU that it touches, must not stay in the launcher.
-    """
+    """Check the settings once, not in each rank and restart; returns the exit status, after the error's one line."""
     fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
     number = options.nproc_per_node
     ranks = most * int(number) if fewest == most and number.isdigit() else 0  # 0: not known
 
-    def check(words: Sequence[str]) -> int:
+    def check() -> int:
         with redirect_stdout(StringIO()):  # what the task's module prints, the ranks print again
             config = load_config(words)
             if ranks:
                 accumulation_steps(config.train, ranks)
         return 0
 
+    return in_fork(check, f"task.target={target_of(words)}")
+
+
+def check_module(module: str) -> int:
+    """The same for -m MODULE: that there is one."""
+    if "/" in module or module.endswith(".py"):
+        name = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise ConfigError(f"-m {module}: -m takes a module's name, not its path; write -m {name}")
+
+    def check() -> int:
+        sys.path.insert(0, "")  # as `python -m` has it
+        try:
+            found = find_spec(module)
+            if found is not None and found.submodule_search_locations is not None:  # a package
+                found = find_spec(f"{module}.__main__")
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise ConfigError(f"-m {module}: there is no such module to start in {Path.cwd()}, and none is installed")
+        return 0
+
+    return in_fork(check, f"-m {module}")
+
+
+def in_fork(check: Callable[[], int], what: str) -> int:
+    """The status of a check that imports a user's code, which must not stay in the launcher, nor a GPU that it touches.
+
+    Errors: ConfigError if the code ends the process. what: the setting that names the code.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
     def in_child() -> None:
-        sys.exit(exit_status(check, words))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        sender.send(exit_status(lambda _: check(), ()))
 
     child = multiprocessing.get_context("fork").Process(target=in_child)
     child.start()
-    child.join()
-    return child.exitcode if child.exitcode in (0, ConfigError.exit_code) else 1
+    sender.close()
+    try:
+        status: int = receiver.recv()
+    except EOFError:  # it ended without an answer
+        child.join()
+        code = child.exitcode or 0
+        how = f"by {signal_name(-code)}" if code < 0 else f"with status {code}"
+        raise ConfigError(f"{what}: importing it ended the process {how}") from None
+    finally:
+        child.kill()
+        child.join()
+    return status if status in (0, ConfigError.exit_code) else 1
 
 
 def complete(options: Namespace, words: Sequence[str]) -> None:
@@ -213,9 +276,9 @@ def start(options: Namespace, hides_log: bool) -> int:
     except SignalException as error:
         status, line = after_signal(error.sigval.name, context_of(error).get("exit_codes", []))
         return last_line(line, status)
-    except KeyboardInterrupt:
-        return last_line("stopped by SIGINT before any rank had started", 1)
     except ValueError as error:  # as an unknown --rdzv-backend
+        if context_of(error).get("exit_codes"):
+            raise Failure(why_torchrun_failed(error, rendezvous(options), options.nnodes)) from error
         raise ConfigError(f"torchrun refuses its options: {first_line(error).split('. ')[0]}") from error
     except Exception as error:
         raise Failure(why_torchrun_failed(error, rendezvous(options), options.nnodes)) from error

@@ -13,6 +13,7 @@ Exit status: that of the training it plans: 64 for a wrong setting, 65 for the d
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 import torch
 from tabulate import tabulate
@@ -20,7 +21,7 @@ from tabulate import tabulate
 from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.commands.planned import Plan, Way, make_plan
 from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError
+from dist_amp.errors import ConfigError, DataError, in_one_line
 from dist_amp.supervise.out_of_memory import USABLE, size
 from dist_amp.verify.collectives import RANKS_PER_MACHINE
 
@@ -44,8 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.plan", __doc__)
     default = torch.cuda.device_count() or RANKS_PER_MACHINE
-    parser.add_argument("--world_size", type=int, default=default, help="ranks; default: this machine's GPUs, or 8")
-    parser.add_argument("--device_memory_GiB", type=float, default=None, help="of each rank; default: this machine's")
+    parser.add_argument(
+        "--world_size", "--world-size", type=int, default=default, help="ranks; default: this machine's GPUs, or 8"
+    )
+    parser.add_argument(
+        "--device_memory_GiB",
+        "--device-memory-GiB",
+        type=float,
+        default=None,
+        help="of each rank; default: this machine's",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options, words = parser.parse_known_args(argv)
     if options.world_size < 1:
@@ -53,7 +62,11 @@ def run(argv: Sequence[str]) -> int:
     memory = options.device_memory_GiB
     if memory is not None and not 0 < memory < float("inf"):
         raise ConfigError(f"--device_memory_GiB={memory:g} must be above 0, such as 80")
-    plan = make_plan(load_config(words), options.world_size, round((memory or 0) * 2**30))
+    try:
+        with redirect_stdout(sys.stderr):  # what the task prints is no part of the plan
+            plan = make_plan(load_config(words), options.world_size, round((memory or 0) * 2**30))
+    except SystemExit as error:
+        raise DataError(f"the task ended the process: {in_one_line(error)}; raise an error that says why") from error
     print(json.dumps(facts(plan), indent=2) if options.json else "\n".join(lines(plan)), flush=True)
     if plan.refused is not None:
         raise plan.refused

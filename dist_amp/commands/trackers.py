@@ -161,7 +161,7 @@ def imported(module: str, extra: str) -> Any:
         reason = (
             "is not installed" if isinstance(error, ModuleNotFoundError) and error.name == extra else f"fails: {error}"
         )
-        raise ConfigError(f"{extra} {reason}; pip install 'dist_amp[{extra}]'") from error
+        raise ConfigError(f"{extra} {reason}; pip install -e '.[{extra}]' in the clone's folder") from error
 
 
 def grouped(tags: Any) -> set[str]:

@@ -43,7 +43,7 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
     Errors: ConfigError for an unknown, mistyped or out-of-range key, and for a task that can't be found.
     """
     settings = collect(argv, environ, ALIASES)
-    return parse.build(schema(_target(settings)), settings)
+    return parse.build(schema(_named(settings)), settings)
 
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
@@ -57,7 +57,7 @@ def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
     with quiet_on_closed_pipe():
         if "help" in asked:
             about = "" if section else f"{EXAMPLES}\n\n{description.strip()}"
-            print(parse.show_help(schema(_target(collect(words, aliases=ALIASES))), prog, about, section))
+            print(parse.show_help(schema(target_of(words)), prog, about, section))
         else:
             print(to_toml(load_config(words)), end="")
     return True
@@ -77,7 +77,12 @@ def _without_questions(argv: Sequence[str]) -> tuple[list[str], set[str], str]:
     return words, asked, section
 
 
-def _target(settings: Settings) -> str:
+def target_of(words: Sequence[str]) -> str:
+    """The task that a command line names."""
+    return _named(collect(words, aliases=ALIASES))
+
+
+def _named(settings: Settings) -> str:
     words = settings["task.target"].words if "task.target" in settings else (TaskConfig.target,)
     return words[0] if words else ""
 

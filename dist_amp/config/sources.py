@@ -12,7 +12,7 @@ from dist_amp.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "DIST_AMP_"
 
-NOT_SETTINGS = {"DIST_AMP_PYTHON"}  # used by the launch scripts
+NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER"}  # used by the launch scripts; from `dist_amp launch` to ranks
 
 
 @dataclass(frozen=True)

@@ -63,13 +63,15 @@ def _import(module_name: str, target: str) -> Any:
         module = importlib.import_module(_dotted(module_name))
     except ModuleNotFoundError as error:
         if not f"{_dotted(module_name)}.".startswith(f"{error.name}."):
-            fix = "pip install 'dist_amp[hf]'" if error.name in EXTRA_HF else "install that"
+            fix = "pip install -e '.[hf]' in the clone's folder" if error.name in EXTRA_HF else "install that"
             raise ConfigError(f"task.target={target}: it imports {error.name}, which is missing; {fix}") from error
         raise ConfigError(
             f"task.target={target}: there is no module {module_name} in {folder}, and none is installed"
         ) from None
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"task.target={target}: importing it failed with {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"task.target={target}: importing it failed with {type(error).__name__}: {first_line(error)}"
+        ) from error
     found = getattr(module, "__file__", None)
     if module_name.endswith(".py") and (found is None or Path(found).resolve() != Path(module_name).resolve()):
         raise ConfigError(

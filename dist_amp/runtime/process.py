@@ -19,6 +19,8 @@ from dist_amp.runtime.environment import environment_number
 # two ranks on the CPU: 18, and 7 per loader worker. Assumed: a GPU and NCCL's own sockets add no more than 100.
 OTHER_FILES = 200
 
+LAUNCHER = "DIST_AMP_LAUNCHER"  # in the environment of ranks: the process id of `dist_amp launch`
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 

@@ -69,9 +69,13 @@ def _print_and_write(error: BaseException, job: Supervised) -> int:
         # A run that failed before it was built leaves the summary of an earlier one in place.
         keeps = run is None and folder is not None and (folder / "summary.json").exists()
         if first and folder is not None and folder.is_dir() and not keeps:
-            cause = str(error) if isinstance(error, Failure) else f"rank {world.rank}: {in_one_line(error)}"
-            write_summary(folder, run, "failed", status, cause)
+            write_summary(folder, run, "failed", status, cause_of(error, world.rank))
     return status
+
+
+def cause_of(error: BaseException, rank: int) -> str:
+    """The error in one line, with the rank and the place unless it says itself what to do."""
+    return str(error) if isinstance(error, Failure) else f"rank {rank}: {in_one_line(error)}"
 
 
 def report_failure(
@@ -99,8 +103,10 @@ def report_failure(
             text = f"\r\033[K{text}"
         print(text, file=sys.stderr, flush=True)
         if torchrun_file:
-            extra = {"timestamp": str(int(time.time())), "step": step}
-            Path(torchrun_file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+            extra = {"timestamp": str(int(time.time())), "step": step, "line": cause_of(error, rank)}
+            unfinished = Path(f"{torchrun_file}.tmp")  # torchrun fails on a file that a killed rank left half written
+            unfinished.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+            unfinished.replace(torchrun_file)
     elif torchrun_file:
         time.sleep(10)  # torchrun shows the first rank that exits, and ends the others once the reporting one has
     return error.exit_code if isinstance(error, Failure) else 1, first

@@ -28,8 +28,9 @@ from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.task_class import find_task
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.run import Run
+from dist_amp.runtime.environment import environment_number
 from dist_amp.runtime.files import appears
-from dist_amp.runtime.process import attempt, die_with_parent
+from dist_amp.runtime.process import LAUNCHER, attempt, die_with_parent
 from dist_amp.settings import Config
 from dist_amp.world import World
 
@@ -43,9 +44,16 @@ LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release i
 
 
 def die_with_torchrun() -> None:
-    """Get SIGTERM when torchrun is killed, so that a rank saves and stops instead of running on without it."""
+    """Get SIGTERM when torchrun is killed, so that a rank saves and stops instead of running on without it.
+
+    Errors: Failure if `dist_amp launch` was killed before this.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGTERM)
+        try:
+            os.kill(environment_number(LAUNCHER, os.getpid()), 0)  # 0: only looks whether there is such a process
+        except ProcessLookupError:
+            raise Failure(f"the launcher (process {os.environ[LAUNCHER]}) is gone; start it again") from None
 
 
 def check_restarts() -> None:

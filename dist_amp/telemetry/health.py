@@ -1,6 +1,6 @@
 """Health of this rank's GPU and of its host, at log steps: clocks, throttling, power, temperature, ECC errors, memory.
 
-GPUs are read through NVML (nvidia-ml-py, `pip install 'dist_amp[gpu]'`), so AMD's are not. A thread of its own reads:
+GPUs are read through NVML (nvidia-ml-py, `pip install -e '.[gpu]'`), so AMD's are not. A thread of its own reads:
 some calls may take milliseconds, or on a lost GPU never return (assumed). What it read at one log step is written with
 the next one's metrics. To delete: this file and its entry in train.py.
 """
@@ -114,7 +114,7 @@ def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
         nvml.nvmlInit()
         gpu = Gpu(nvml, handle_of(nvml, torch.cuda.get_device_properties(device)))
     except ImportError:
-        return None, "no gpu/* tags: nvidia-ml-py is missing; pip install 'dist_amp[gpu]'"
+        return None, "no gpu/* tags: nvidia-ml-py is missing; pip install -e '.[gpu]' in the clone's folder"
     except Exception as error:  # a driver without NVML, a container without the device, another package of that name
         return None, f"no gpu/* tags: NVML failed ({type(error).__name__}: {error})"
     return gpu, f"no {', '.join(gpu.unsupported)}: not supported by this GPU or driver" if gpu.unsupported else ""
