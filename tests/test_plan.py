@@ -477,7 +477,7 @@ class ReadingSGD(torch.optim.SGD):
     [
         (["--world_size", "0"], "--world_size=0 must be at least 1"),
         (["--device_memory_GiB", "-1"], "--device_memory_GiB=-1 must be above 0, such as 80"),
-        (["--world_size", "many"], "argument --world_size: invalid int value: 'many'"),
+        (["--world_size", "many"], "argument --world_size/--world-size: invalid int value: 'many'"),
         (["--optim.rl", "1"], "unknown key optim.rl"),
         (["--world_size", "3", "--train.global_batch_size", "16"], "is not a multiple of micro_batch_size 8 x 3 ranks"),
         (["--world_size", "4", "--parallel.strategy", "hsdp", "--parallel.replicas", "3"], "does not divide 4 ranks"),
