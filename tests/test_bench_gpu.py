@@ -116,7 +116,7 @@ def test_what_no_longer_fits_into_the_time_is_listed(tmp_path, without_free_step
     assert "left out, no time: 124m eager bf16" in (tmp_path / "gpu.md").read_text()
 
 
-def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, monkeypatch, without_free_steps):
+def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, monkeypatch, without_free_steps, capsys):
     cells = iter([{"note": "first"}])
 
     def measure(bench, cell):
@@ -125,8 +125,8 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, monkeypatch, without_
         return found
 
     monkeypatch.setattr(gpu, "measure", measure)
-    with pytest.raises(KeyboardInterrupt):
-        gpu.main([*ONE_CELL, "--models", "124m", "1b", "--out", str(tmp_path)])
+    assert gpu.main([*ONE_CELL, "--models", "124m", "1b", "--out", str(tmp_path)]) == 1
+    assert "error: stopped" in capsys.readouterr().err
     assert [cell["note"] for cell in json.loads((tmp_path / "gpu.json").read_text())["cells"]] == ["first"]
 
 
