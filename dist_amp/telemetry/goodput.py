@@ -55,7 +55,7 @@ class Goodput:
     @property
     def spent(self) -> dict[str, float]:
         """What metrics.jsonl says: `seconds` by kind."""
-        return {kind: round(seconds, 3) for kind, seconds in zip(KINDS, self.seconds.tolist(), strict=True)}
+        return {kind: round(seconds, 6) for kind, seconds in zip(KINDS, self.seconds.tolist(), strict=True)}
 
     @property
     def wall_seconds(self) -> float:
@@ -76,9 +76,9 @@ class Goodput:
         spent = dict(zip(KINDS, seconds.tolist(), strict=True))
         spent["elsewhere"] = max(wall - float(seconds.sum()), 0.0)
         return {
-            "goodput": round(min(float(seconds[0]) / wall, 1.0), 4),
-            "wall_seconds": round(wall, 3),
-            "spent_seconds": {name: round(value, 3) for name, value in spent.items()},
+            "goodput": round(min(float(seconds[0]) / wall, 1.0), 6),
+            "wall_seconds": round(wall, 6),
+            "spent_seconds": {name: round(value, 6) for name, value in spent.items()},
         }
 
 
