@@ -1,6 +1,7 @@
 """What rank 0 prints: a line per log step, with the time left; on a terminal one line, updated in place."""
 
 import io
+import json
 import os
 import pty
 import re
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 from forked import ROOT, TESTS
 
+from dist_amp.errors import Failure
 from dist_amp.runtime.terminal import in_colour
+from dist_amp.supervise.failure import report_failure
 from dist_amp.telemetry import console as consoles
 from dist_amp.telemetry.console import Console, columns, duration, fitted, power_of_two
 from dist_amp.telemetry.log_row import RANK_METRICS, LogRow
@@ -147,3 +150,12 @@ def test_on_a_terminal_an_error_is_the_last_thing_on_the_screen(tmp_path):
     assert status == 70, text
     last = text.replace("\r\n", "\n").rstrip().split("\n")[-1]
     assert last.split("\r")[-1].startswith("\033[K\033[31merror:\033[0m 2 steps in a row"), last
+
+
+def test_torchruns_error_file_has_the_error_without_colour(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    report_failure(Failure("the disk is full; free some"), None)
+    assert sys.stderr.getvalue().startswith("\r\033[K")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert message == "error: the disk is full; free some"

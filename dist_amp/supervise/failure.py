@@ -97,11 +97,9 @@ def report_failure(
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if first:
         sys.stdout.flush()
-        if planned:
-            text = f"{in_colour('error:', 'red', sys.stderr)} {error}"
-        if sys.stderr.isatty():  # where rank 0's progress line may be
-            text = f"\r\033[K{text}"
-        print(text, file=sys.stderr, flush=True)
+        shown = f"{in_colour('error:', 'red', sys.stderr)} {error}" if planned else text
+        over = "\r\033[K" if sys.stderr.isatty() else ""  # rank 0's progress line may be there
+        print(f"{over}{shown}", file=sys.stderr, flush=True)
         if torchrun_file:
             extra = {"timestamp": str(int(time.time())), "step": step, "line": cause_of(error, rank)}
             unfinished = Path(f"{torchrun_file}.tmp")  # torchrun fails on a file that a killed rank left half written
