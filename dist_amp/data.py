@@ -1,8 +1,8 @@
 """Data: a dataset's samples as this rank's micro-batches, in an order that is a pure function of seed and position.
 
 The samples of all epochs form one sequence. A step takes the next `global_batch_size` of them, or what is left of the
-epoch, and shards them over ranks and micro-batches: the step's set of samples is the same at every world size, and
-resuming needs one number, how many samples were consumed.
+epoch, and shards them over ranks and micro-batches (runtime/plan.py): the step's set of samples is the same at every
+world size, and resuming needs one number, how many samples were consumed.
 """
 
 import math
@@ -10,9 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -20,12 +18,12 @@ import torch
 from dist_amp.config.validate import check_length
 from dist_amp.errors import DataError
 from dist_amp.runtime.clock import PhaseClock
-from dist_amp.runtime.loader import Fetch, Request, load
+from dist_amp.runtime.loader import Fetch, load
 from dist_amp.runtime.nested import to_device
-from dist_amp.runtime.permutation import Order, epoch_order, shuffled_order
+from dist_amp.runtime.permutation import shuffled_order
+from dist_amp.runtime.plan import Plan, Shard
 from dist_amp.runtime.prefetch import Copies, Fetched
 from dist_amp.runtime.random_state import seed_all
-from dist_amp.runtime.shards import Shard, look_up, shard_step
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
 from dist_amp.world import World
@@ -36,39 +34,6 @@ class Padding:
 
     def __init__(self, batch: Any):
         self.batch = batch
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which samples this rank takes, step after step."""
-
-    length: int
-    global_batch_size: int
-    micro_batch_size: int
-    world_size: int
-    rank: int
-    seed: int
-    order: Order
-    drop_last: bool = False  # leave out the last step of an epoch if it is not full
-
-    def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
-        """(samples consumed after the step, micro-batches) from `position` on, epoch after epoch without end."""
-        epoch, offset = divmod(position, self.length)
-        size, full = self.global_batch_size, self.global_batch_size if self.drop_last else 1
-        while True:
-            starts = range(offset, self.length - full + 1, size)
-            windows = (range(start, min(start + size, self.length)) for start in starts)
-            steps = (shard_step(one, self.world_size, self.micro_batch_size, self.rank) for one in windows)
-            order = epoch_order(self.order, self.length, self.seed, epoch)
-            for start, shards in zip(starts, look_up(order, steps), strict=True):
-                yield epoch * self.length + min(start + size, self.length), shards
-            epoch, offset = epoch + 1, 0
-
-    def requests(self, position: int, limit: int | None) -> Iterator[Request]:
-        """Each micro-batch of the next `limit` steps: the seed of its random augmentations, and its samples."""
-        for consumed, shards in islice(self.steps(position), limit):
-            for number, shard in enumerate(shards):
-                yield hash((self.seed, consumed, number, self.rank)) % 2**63, shard.indices
 
 
 class Batches:
@@ -174,11 +139,11 @@ class Batches:
         """
         _, shards = next(self.plan.steps(position))
         step = []
-        for shard, (seed, indices) in zip(shards, self.plan.requests(position, 1), strict=True):
+        for shard, request in zip(shards, self.plan.requests(position, 1), strict=True):
             if self._workers:
-                seed_all(seed)  # as the worker did
-            batch = to_device(self._checked(self.fetch[seed, indices]), self.device)
-            step.append((batch if shard.counts else Padding(batch), indices))
+                seed_all(request.seed)  # as the worker did
+            batch = to_device(self._checked(self.fetch[request]), self.device)
+            step.append((batch if shard.counts else Padding(batch), shard.indices))
         return step
 
     def _open(self, limit: int | None) -> None:
@@ -201,11 +166,12 @@ def build_batches(
 ) -> Batches:
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
-    length = len(dataset) if dataset is not None else 0
-    check_length(length, micro_batch_size, accumulation_steps, world)
+    check_length(length := len(() if dataset is None else dataset), micro_batch_size, accumulation_steps, world)
+    order, own_order = shuffled_order(length) if config.shuffle else "dataset", None
+    if config.shuffle and hasattr(dataset, "shuffled"):  # see sources/: such as row groups read by one rank each
+        order, own_order = dataset.shuffled(global_batch_size, world.world_size)
     ranks = (world.world_size, world.rank)
-    order = shuffled_order(length) if config.shuffle else "dataset"
-    plan = Plan(length, global_batch_size, micro_batch_size, *ranks, seed, order, config.drop_last)
+    plan = Plan(length, global_batch_size, micro_batch_size, *ranks, seed, order, config.drop_last, own_order)
     return Batches(dataset, task, plan, config.workers, world.device, clock=world.clock)
 
 

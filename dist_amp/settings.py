@@ -40,11 +40,15 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class SourceConfig:
     name: str = "auto"
     """A dataset on the Hugging Face hub, as user/name or user/name:configuration; auto: what the task ships with."""
+    revision: str = "main"
+    """The branch, tag or commit of the dataset on the hub."""
     path: str = "off"
-    """Local files in place of a name: a file, folder or glob of text, JSON lines, Parquet or CSV."""
+    """In place of a name: a file, folder or glob, local or at an address that fsspec knows, as s3://bucket/*.parquet."""
+    format: Literal["auto", "text", "json", "csv", "parquet", "images", "saved", "tokens"] = "auto"
+    """How `path` is read. saved: a folder written by save_to_disk; tokens: by dist_amp.tokenize; auto: as it looks."""
     split: str = "train"
     """The split to train on."""
     validation_split: str = "auto"
@@ -53,6 +57,37 @@ class DataConfig:
     """The part held out if there is no split to evaluate on."""
     text_column: str = "text"
     """The column that holds the text."""
+
+
+@dataclass(frozen=True)
+class MixedSourceConfig(SourceConfig):
+    weight: PositiveFloat = 1.0
+    """This source's share of the mixture is its weight over the sum of all weights."""
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    sources: Any = field(default_factory=dict)
+    """A mixture: a table data.sources.NAME per source, with the keys above and weight, in place of a name or path."""
+    mix_by: Literal["documents", "rows"] = "rows"
+    """What a mixture's weights count: documents, packed together; or packed rows, each of a single source."""
+    view: Literal["auto", "parquet", "map"] = "auto"
+    """parquet: read the files by row group; map: convert them once; auto: parquet if they exceed map_up_to_gib."""
+    map_up_to_gib: Annotated[float, Range(low=0)] = 4.0
+    """The size of Parquet files above which view=auto reads them by row group."""
+    streams: Count = 64
+    """view=parquet: streams that are dealt to the ranks, each with row groups of its own; a multiple of the ranks."""
+    shuffle_groups: Count = 2
+    """view=parquet: row groups of a stream whose rows are mixed; more: nearer to a full shuffle, and more memory."""
+    tokenizer: str = "auto"
+    """A tokenizer's file or folder, a model on the hub, or bytes; auto: the task's own."""
+    pack: Literal["auto", "off", "cut", "best_fit"] = "auto"
+    """Rows of one length: cut from all documents joined, or best_fit of whole ones that do not see one another; off: a
+    document each, padded; auto: what the task is used to."""
+    long_documents: Literal["auto", "split", "truncate", "refuse"] = "auto"
+    """Documents longer than a row; auto: split if packed, else truncate."""
+    group_by_length: Count | Literal["off"] = "off"
+    """Steps whose samples are sorted by length and dealt anew, so that a batch has less padding; off: plain order."""
     workers: Annotated[int, Range(low=0)] = 0
     """Loader processes per rank; 0: batches are made in the training process."""
     shuffle: bool = True

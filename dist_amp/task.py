@@ -3,6 +3,8 @@
 No base class and no registry: `Task` only writes the methods down. Optional methods, looked up by name:
 
     collate(samples)        list of samples -> batch; default: PyTorch's default collate
+    augment(sample, rng)    sample -> training sample; rng: a torch.Generator, the only source of randomness, seeded by
+                            run.seed, epoch and sample, so that world size and workers change nothing
     blocks(model)           list of modules: the units that FSDP shards and gathers; default: see config/auto.py
     units(model)            more such units, such as an untied embedding and head; each forward calls each once
     tokens(batch)           int: how many tokens a batch holds, for tokens per second

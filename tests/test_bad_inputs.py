@@ -21,9 +21,9 @@ from dist_amp.errors import DataError, Failure
 from dist_amp.runtime import rendezvous as meeting
 from dist_amp.runtime.rendezvous import rendezvous
 from dist_amp.settings import RunConfig
+from dist_amp.sources import load as documents
 from dist_amp.step import evaluate, loss_of
 from dist_amp.supervise.explain import explain_data as explain
-from dist_amp.tasks import documents
 from dist_amp.world import World, start
 
 SMALL = ["--train.micro_batch_size", 4, "--data.shuffle", "false"]

@@ -10,12 +10,12 @@ from ranks import on_ranks
 from tiny import EmptyDataset, Rows, Tiny, make_run, take_steps
 from torch import nn
 
-from dist_amp.data import Batches, Padding, Plan
+from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
 from dist_amp.runtime import loader
 from dist_amp.runtime.nested import to_device
 from dist_amp.runtime.permutation import epoch_order
-from dist_amp.runtime.shards import shard_step
+from dist_amp.runtime.plan import Plan, shard_step
 from dist_amp.supervise.lifecycle import open_run
 from dist_amp.world import World
 

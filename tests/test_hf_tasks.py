@@ -20,8 +20,8 @@ from dist_amp.config.task_class import build_task, find_task
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.runtime.meta import build_whole
 from dist_amp.settings import DataConfig, TaskConfig
+from dist_amp.sources.conversations import NOT_LEARNED, encode
 from dist_amp.step import evaluate
-from dist_amp.tasks.conversations import NOT_LEARNED, encode
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.hf_classification import HFClassification
 from dist_amp.world import World

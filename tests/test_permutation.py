@@ -13,10 +13,11 @@ from tiny import Tiny, make_run, take_steps
 from dist_amp.checkpoint import format as files
 from dist_amp.checkpoint.format import MANIFEST, hash_text, read_manifest
 from dist_amp.checkpoint.saver import save
-from dist_amp.data import Batches, Padding, Plan
+from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
 from dist_amp.runtime import permutation
 from dist_amp.runtime.permutation import TABLE_LENGTH, epoch_order, shuffled_order
+from dist_amp.runtime.plan import Plan
 from dist_amp.world import World
 
 SIGMAS = (

@@ -9,11 +9,12 @@ import torch
 from tiny import Tiny, make_run
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from dist_amp.data import Batches, Padding, Plan
+from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
 from dist_amp.runtime import prefetch
 from dist_amp.runtime.loader import Pinnable
 from dist_amp.runtime.nested import pinned, plain_mappings, tensors, to_device
+from dist_amp.runtime.plan import Plan
 from dist_amp.runtime.prefetch import Copies
 from dist_amp.world import World
 

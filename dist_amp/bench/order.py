@@ -11,9 +11,8 @@ from itertools import islice
 import torch
 
 from dist_amp.commands.command_line import Parser, exit_status
-from dist_amp.data import Plan
 from dist_amp.runtime.permutation import Order, epoch_order
-from dist_amp.runtime.shards import LOOKED_UP
+from dist_amp.runtime.plan import LOOKED_UP, Plan
 
 LENGTHS = (10**5, 10**7, 10**9)
 RANKS, MICRO_BATCH, ACCUMULATION = 8, 32, 4

@@ -1,6 +1,7 @@
 """Checks that a checkpoint fits a run: its config, data, parameters and optimizer."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,17 +11,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dist_amp.checkpoint.format import CONFIG, Manifest, hash_text, read_manifest
-from dist_amp.data import Plan
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.runtime.permutation import Order
+from dist_amp.runtime.plan import Plan
 from dist_amp.world import World
 
 # Settings that may differ after a resume: they change where and how fast a run computes, not what.
 FREE_TO_CHANGE = (
-    "run.", "eval.", "checkpoint.", "metrics.", "debug.", "data.workers", "data.name", "data.path", "data.split",
-    "data.validation_split", "data.validation_fraction", "data.text_column", "parallel.strategy", "parallel.replicas",
-    "parallel.accumulate_reduce", "parallel.activation_checkpointing", "parallel.cpu_offload", "compile.",
-    "train.steps", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch_size",
+    "run.", "eval.", "checkpoint.", "metrics.", "debug.", "data.workers", "data.name", "data.revision", "data.path",
+    "data.format", "data.split", "data.validation_split", "data.validation_fraction", "data.text_column",
+    "data.tokenizer", "data.view", "data.map_up_to_gib", "data.streams", "data.shuffle_groups", "parallel.strategy",
+    "parallel.replicas", "parallel.accumulate_reduce", "parallel.activation_checkpointing", "parallel.cpu_offload",
+    "compile.", "train.steps", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch_size",
     "train.max_skips_in_a_row", "train.gc_every", "optim.fused", "optim.ema",
 )  # fmt: skip
 
@@ -88,7 +90,8 @@ def _training_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those that change what is computed, sorted by key."""
     scales = settings["precision.use_amp"] and settings["precision.dtype"] == "fp16"
     free = FREE_TO_CHANGE if scales else (*FREE_TO_CHANGE, "precision.scaler.")
-    return {key: settings[key] for key in sorted(settings) if not key.startswith(free)}
+    of_source = re.compile(r"data\.sources\.\w+\.")  # its keys are free to change as those of the data section are
+    return {key: settings[key] for key in sorted(settings) if not of_source.sub("data.", key).startswith(free)}
 
 
 def check_data(path: Path, manifest: Manifest, length: int, fingerprint: str, allowed: bool, world: World) -> None:
@@ -104,19 +107,23 @@ def check_data(path: Path, manifest: Manifest, length: int, fingerprint: str, al
     world.warn(f"{text}; resuming after as many samples of the new data")
 
 
-def order_to_continue(path: Path, manifest: Manifest, plan: Plan, world: World) -> Order:
+def order_to_continue(path: Path, manifest: Manifest, plan: Plan, allowed: bool, world: World) -> str:
     """The order in which the run takes its samples from here on: the checkpoint's, in which its position counts.
 
-    The run's own if there is nothing to continue: data of another length, or another data.shuffle. Errors: DataError.
+    The run's own if there is nothing to continue: data of another length, or another data.shuffle. Errors: DataError
+    for a dataset's own order that is not the checkpoint's, unless it is `allowed`.
     """
-    orders: tuple[Order, ...] = get_args(Order)
-    theirs = next((order for order in orders if order == manifest.order), None)
-    if theirs is None:
-        raise DataError(
-            f"{path} takes its samples in the order {manifest.order!r}, this version knows {', '.join(orders)}; use a "
-            "newer dist_amp"
-        )
-    if theirs == plan.order or "dataset" in (theirs, plan.order) or manifest.data_length != plan.length:
+    theirs, known = manifest.order, get_args(Order)
+    if theirs == plan.order or manifest.data_length != plan.length:
+        return plan.order
+    if plan.own_order is not None or theirs not in known:
+        text = f"{path} takes its samples in the order {theirs!r}, this run in {plan.order!r}"
+        if not allowed:
+            names = "data.view, data.streams and data.shuffle_groups"
+            raise DataError(f"{text}: use the old {names}, or a newer dist_amp, {OR_ALLOW}")
+        world.warn(f"{text}; some samples of this epoch come twice or not at all")
+        return plan.order
+    if "dataset" in (theirs, plan.order):
         return plan.order
     table = f", which takes {plan.length / 2**17:,.0f} MiB on every rank" if theirs == "randperm" else ""
     world.say(f"data order: {theirs}, as in {path}{table}; a new run would use {plan.order}")

@@ -146,15 +146,9 @@ def load(run: Resumable, path: Path) -> None:
     with rejection_as_data_error(path):
         reader = Reader(path)
         manifest, metadata = reader.manifest, reader.read_metadata()
-        check_data(
-            path,
-            manifest,
-            run.data.plan.length,
-            fingerprint(run.data, run.world),
-            run.config.run.allow_config_change,
-            world,
-        )
-        run.data.plan = replace(run.data.plan, order=order_to_continue(path, manifest, run.data.plan, world))
+        allowed, plan = run.config.run.allow_config_change, run.data.plan
+        check_data(path, manifest, plan.length, fingerprint(run.data, run.world), allowed, world)
+        run.data.plan = replace(plan, order=order_to_continue(path, manifest, plan, allowed, world))
         if manifest.step:  # DDP has not rebuilt its buckets before the first step
             _rebuild_ddp_buckets(run)
         for own in run.optimizer.state.values():

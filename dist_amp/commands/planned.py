@@ -26,6 +26,7 @@ from dist_amp.fast.compile import check_compile
 from dist_amp.precision import build_precision
 from dist_amp.runtime.initial_weights import built_on_meta
 from dist_amp.runtime.loader import Fetch
+from dist_amp.runtime.plan import Request
 from dist_amp.runtime.meta import in_training_mode, parameters_on_meta
 from dist_amp.runtime.parameter_dtype import to_float32
 from dist_amp.runtime.random_state import seed_all
@@ -306,7 +307,8 @@ def describe_data(plan: Plan, task: Any) -> None:
         epoch = plan.samples / plan.samples_per_step
         plan.steps_per_epoch = math.floor(epoch) if plan.config.data.drop_last else math.ceil(epoch)
         if hasattr(task, "tokens"):
-            batch = Fetch(dataset, task, "training")[plan.config.run.seed, tuple(range(train.micro_batch_size))]
+            request = Request(plan.config.run.seed, tuple(range(train.micro_batch_size)))
+            batch = Fetch(dataset, task, "training")[request]
             if isinstance(batch, DataError):
                 raise batch
             plan.tokens_per_step = task.tokens(batch) * plan.samples_per_step // train.micro_batch_size

@@ -1,5 +1,6 @@
 """The config of a command line: all sources, and the arguments of the task that they name."""
 
+import keyword
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
@@ -12,9 +13,11 @@ import tomli_w
 from dist_amp.config import parse
 from dist_amp.config.sources import Settings, collect
 from dist_amp.config.task_class import args_dataclass, find_task
+from dist_amp.errors import ConfigError
 from dist_amp.runtime.process import quiet_on_closed_pipe
-from dist_amp.settings import Config, TaskConfig
+from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
 
+_SOURCES = "data.sources."
 ALIASES = {"use_amp": "precision.use_amp"}
 
 EXAMPLES = """\
@@ -24,17 +27,24 @@ examples:
   dist_amp train --help optim                                       one section of the settings below"""
 
 
-def schema(target: str) -> type[Config]:
-    """Config, with the constructor arguments of the task that `target` names as the fields of task.args."""
-    return _schema(target, args_dataclass(find_task(target)))
+def schema(target: str, sources: tuple[str, ...] = ()) -> type[Config]:
+    """Config with the constructor arguments of the task that `target` names as the fields of task.args.
+
+    sources: the names of the tables in data.sources.
+    """
+    return _schema(target, args_dataclass(find_task(target)), sources)
 
 
 @cache  # so that two configs of one task have the same type and can be compared
-def _schema(target: str, args: type) -> type[Config]:
+def _schema(target: str, args: type, sources: tuple[str, ...]) -> type[Config]:
     task_fields = [("target", str, field(default=target)), ("args", args, field(default_factory=args))]
     task = make_dataclass("TaskConfig", task_fields, bases=(TaskConfig,), frozen=True)
-    section = ("task", task, field(default_factory=task))
-    return make_dataclass("Config", [section], bases=(Config,), frozen=True, namespace={"__doc__": Config.__doc__})
+    tables = [(name, MixedSourceConfig, field(default_factory=MixedSourceConfig)) for name in sources]
+    mixture = make_dataclass("Sources", tables, frozen=True)
+    data_fields = [("sources", mixture, field(default_factory=mixture))]
+    data = make_dataclass("DataConfig", data_fields, bases=(DataConfig,), frozen=True)
+    sections = [("task", task, field(default_factory=task)), ("data", data, field(default_factory=data))]
+    return make_dataclass("Config", sections, bases=(Config,), frozen=True, namespace={"__doc__": Config.__doc__})
 
 
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
@@ -43,7 +53,7 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
     Errors: ConfigError for an unknown, mistyped or out-of-range key, and for a task that can't be found.
     """
     settings = collect(argv, environ, ALIASES)
-    return parse.build(schema(_named(settings)), settings)
+    return parse.build(schema(_named(settings), _sources(settings)), settings)
 
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
@@ -85,6 +95,18 @@ def target_of(words: Sequence[str]) -> str:
 def _named(settings: Settings) -> str:
     words = settings["task.target"].words if "task.target" in settings else (TaskConfig.target,)
     return words[0] if words else ""
+
+
+def _sources(settings: Settings) -> tuple[str, ...]:
+    """The names of the mixture's sources. Errors: ConfigError for one that is no name."""
+    found = {key: key.removeprefix("data.sources.").partition(".")[0] for key in settings if key.startswith(_SOURCES)}
+    for key, name in found.items():
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ConfigError(
+                f"{key} {settings[key].source}: {name!r} can't name a source; use letters, digits and _, as in "
+                "data.sources.wiki.path"
+            )
+    return tuple(dict.fromkeys(found.values()))
 
 
 def defaults_of(config: Config) -> str:

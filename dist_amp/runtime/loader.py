@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.fast.dataloader import kill, shut_down
 from dist_amp.runtime.nested import pinned
+from dist_amp.runtime.plan import Request
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
 from dist_amp.runtime.random_state import seed_all
 
@@ -20,8 +21,6 @@ from dist_amp.runtime.random_state import seed_all
 # parent may hold at that moment. Seen once in some thousand forks; a worker that does not report is forked again.
 START_SECONDS = 20.0
 START_ATTEMPTS = 3
-
-Request = tuple[int, tuple[int, ...]]  # seed, samples' indices
 
 
 class Fetch:
@@ -35,9 +34,11 @@ class Fetch:
         self.dataset = dataset
         self.collate = getattr(task, "collate", default_collate)
         self.split = split
+        self.augment = getattr(task, "augment", None) if split == "training" else None
+        self._generator = torch.Generator()
 
     def __getitem__(self, request: Request) -> Any:
-        seed, indices = request
+        seed, indices, augmentation = Request(*request)
         if get_worker_info() is not None:
             # A worker's own random numbers would depend on how many workers there are and when they were started.
             seed_all(seed)
@@ -45,6 +46,12 @@ class Fetch:
             samples = self.read(indices)
         except Exception as error:
             return self._unreadable(indices, error)
+        if self.augment is not None:
+            samples = [
+                self._augmented(sample, index, augmentation) for sample, index in zip(samples, indices, strict=True)
+            ]
+            if broken := next((sample for sample in samples if isinstance(sample, DataError)), None):
+                return broken
         try:
             return self.collate(samples)
         except Exception as error:
@@ -57,6 +64,14 @@ class Fetch:
         if hasattr(self.dataset, "__getitems__"):
             return self.dataset.__getitems__(list(indices))
         return [self.dataset[index] for index in indices]
+
+    def _augmented(self, sample: Any, index: int, augmentation: int) -> Any:
+        """The sample, augmented by the task: the same on any rank and in any worker, another in each epoch."""
+        assert self.augment is not None
+        try:
+            return self.augment(sample, self._generator.manual_seed(hash((augmentation, index))))
+        except Exception as error:
+            return DataError(f"the task's augment(sample, rng) failed on sample {index}: {in_one_line(error)}")
 
     def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
         """The error for samples that can't be read; it names the first that can't be read alone."""

@@ -30,7 +30,7 @@ def shuffled_order(length: int) -> Order:
     return "randperm" if length <= TABLE_LENGTH else "feistel"
 
 
-def epoch_order(order: Order, length: int, seed: int, epoch: int) -> Callable[[Tensor], Tensor]:
+def epoch_order(order: str, length: int, seed: int, epoch: int) -> Callable[[Tensor], Tensor]:
     """positions in an epoch, int64 in [0, length) -> the samples there, of the same shape: a bijection."""
     if order == "dataset":
         return torch.clone

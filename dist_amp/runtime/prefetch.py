@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dist_amp.runtime.nested import tensors, to_device
-from dist_amp.runtime.shards import Shard
+from dist_amp.runtime.plan import Shard
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import Failure, in_one_line
 
 OPTIONAL = (
-    *("collate", "blocks", "units", "tokens", "flops_per_item", "metrics", "load", "export", "sample"),
+    *("collate", "augment", "blocks", "units", "tokens", "flops_per_item", "metrics", "load", "export", "sample"),
     *("groups", "optimizer", "schedule", "on_step", "on_evaluation", "train_metrics"),
 )
 CLOSE = 0.85  # finds sheduler and metric; a helper such as tokenize or load_files is further from any name

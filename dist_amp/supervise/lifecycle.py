@@ -4,7 +4,7 @@ from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
 from dist_amp.errors import SAVED_AND_STOPPED, NumericsError
 from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import first_batch_norm
-from dist_amp.runtime.shards import shard_step
+from dist_amp.runtime.plan import shard_step
 from dist_amp.supervise.environment import report_environment
 from dist_amp.supervise.preflight import check_free_space
 from dist_amp.supervise.sampling import show_sample

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_amp.config.range import Range
 from dist_amp.errors import DataError
 from dist_amp.settings import DataConfig
-from dist_amp.tasks.documents import load_split, pick_split
+from dist_amp.sources.load import load_split, pick_split
 
 log = logging.getLogger(__name__)
 END_OF_DOCUMENT = 0  # a byte that text does not contain

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from dist_amp.checkpoint.pretrained import load_pretrained
 from dist_amp.config.range import Range
 from dist_amp.settings import DataConfig
-from dist_amp.tasks import conversations, huggingface
+from dist_amp.sources import conversations
+from dist_amp.tasks import huggingface
 
 
 class HFCausalLM:

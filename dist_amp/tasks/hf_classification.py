@@ -9,7 +9,8 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Au
 from dist_amp.checkpoint.pretrained import load_pretrained
 from dist_amp.config.range import Range
 from dist_amp.settings import DataConfig
-from dist_amp.tasks import documents, huggingface
+from dist_amp.sources.load import load_split
+from dist_amp.tasks import huggingface
 
 MODELS = {"text": AutoModelForSequenceClassification, "image": AutoModelForImageClassification}
 
@@ -35,7 +36,7 @@ class HFClassification:
         load_pretrained(model, self.folder, fresh_head=True)
 
     def build_dataset(self, split: str) -> Any:
-        return documents.load_split(self.data, split)
+        return load_split(self.data, split)
 
     def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         values, labels = [row[self.data.text_column] for row in rows], [row["label"] for row in rows]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig
 
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.tasks.documents import stay_local_without_network
+from dist_amp.sources.load import stay_local_without_network
 
 MAIN_FILE = {AutoConfig: "config.json", AutoTokenizer: "tokenizer.json", AutoImageProcessor: "preprocessor_config.json"}
 FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]

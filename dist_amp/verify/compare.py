@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 
-from dist_amp.runtime.shards import Shard, shard_step
+from dist_amp.runtime.plan import Shard, shard_step
 from dist_amp.settings import (
     Strategy,
 )

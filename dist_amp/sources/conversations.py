@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dist_amp.errors import DataError, Failure, first_line, in_one_line
 from dist_amp.settings import DataConfig
-from dist_amp.tasks.documents import load_split, warn
+from dist_amp.sources.load import load_split, warn
 
 NOT_LEARNED = -100  # the label that cross-entropy ignores
 CHATS, TEXTS = "messages", "prompt"  # columns of rows in place of data.text_column
