@@ -26,9 +26,9 @@ from dist_amp.fast.compile import check_compile
 from dist_amp.precision import build_precision
 from dist_amp.runtime.initial_weights import built_on_meta
 from dist_amp.runtime.loader import Fetch
-from dist_amp.runtime.plan import Request
 from dist_amp.runtime.meta import in_training_mode, parameters_on_meta
 from dist_amp.runtime.parameter_dtype import to_float32
+from dist_amp.runtime.plan import Request
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.supervise.out_of_memory import USABLE, capacity_of, size
