@@ -289,7 +289,7 @@ def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, 
             next(run.data)
         assert len(attempts) == 3
     else:
-        _, expected = next(run.data.plan.requests(0, 1))
+        expected = next(run.data.plan.requests(0, 1)).indices
         assert len(next(run.data)) == 1
         assert [indices for _, indices in run.data.handed_out] == [expected]
         first = make_run(World(), Tiny(), "--data.workers", 0)

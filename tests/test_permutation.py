@@ -205,9 +205,7 @@ def test_an_order_that_this_version_does_not_know_is_refused_by_name(tmp_path):
     content["order"] = "spiral"
     (folder / MANIFEST).write_text(json.dumps({**content, "xxh3": hash_text(json.dumps(content))}, indent=1) + "\n")
     assert not files.integrity_error(folder)
-    with pytest.raises(
-        DataError, match="takes its samples in the order 'spiral', this run in 'feistel'"
-    ) as error:
+    with pytest.raises(DataError, match="takes its samples in the order 'spiral', this run in 'feistel'") as error:
         a_run(tmp_path)
     assert error.value.exit_code == 65
 

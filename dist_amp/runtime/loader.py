@@ -71,7 +71,7 @@ class Fetch:
         try:
             return self.augment(sample, self._generator.manual_seed(hash((augmentation, index))))
         except Exception as error:
-            return DataError(f"the task's augment(sample, rng) failed on sample {index}: {in_one_line(error)}")
+            return DataError(f"the task's augment(sample, rng) failed on sample {index}: {in_one_line(error)}; fix it")
 
     def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
         """The error for samples that can't be read; it names the first that can't be read alone."""
