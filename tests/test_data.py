@@ -227,6 +227,17 @@ def test_a_dataset_smaller_than_one_global_batch_is_refused_with_both_sizes():
         make_run(World(), Tiny(samples=20), "--train.accumulation_steps", 3)
 
 
+def test_settings_of_data_that_the_task_does_not_take_are_warned_of_by_name(tmp_path, capsys):
+    words = ["--data.path", "rows.jsonl", "--data.sources.wiki.weight", 2, "--data.workers", 0, "--run.dir", tmp_path]
+    open_run(make_run(World(), Tiny(), *words))
+    assert (
+        "warning: data.path=rows.jsonl, data.sources.wiki: nothing reads this, because Tiny's constructor has no "
+        "parameter `data`; add one"
+    ) in capsys.readouterr().err
+    open_run(make_run(World(), Tiny(), "--data.drop_last", "true", "--run.dir", tmp_path))
+    assert "nothing reads this" not in capsys.readouterr().err
+
+
 def test_a_dataset_that_only_streams_is_refused():
     class Streaming(Tiny):
         def build_dataset(self, split):

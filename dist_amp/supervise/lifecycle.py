@@ -1,10 +1,15 @@
 """What happens around the loop: whether a run has steps left, its files opened, its summary and sample written."""
 
+import inspect
+from dataclasses import fields, is_dataclass
+
 from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
+from dist_amp.config.task_class import INJECTED
 from dist_amp.errors import SAVED_AND_STOPPED, NumericsError
 from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import first_batch_norm
 from dist_amp.runtime.plan import shard_step
+from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.supervise.environment import report_environment
 from dist_amp.supervise.preflight import check_free_space
 from dist_amp.supervise.sampling import show_sample
@@ -38,6 +43,7 @@ def open_run(run: Run) -> None:
     """Print what is about to run, and open its files."""
     print_banner(run)
     warn_about_small_batches(run)
+    warn_about_unread_settings(run)
     run.metrics.item_seconds_at_peak = item_seconds_at_peak(run)
     run.metrics.lr_scales = {
         str(group.get("name", number)): group.get("lr_scale", 1.0)
@@ -69,6 +75,24 @@ def warn_about_small_batches(run: Run) -> None:
             f"the last step of an epoch has {rest} of {plan.global_batch_size} samples, so batch norm ({norm}) gets "
             f"micro-batches of {smallest} in place of {plan.micro_batch_size}"
             f"{', and a single sample may have no variance' if smallest == 1 else ''}; use data.drop_last=true"
+        )
+
+
+def warn_about_unread_settings(run: Run) -> None:
+    """Warn of settings that say what to read, where the task's constructor does not take the data section."""
+    if INJECTED in inspect.signature(type(run.task)).parameters:
+        return
+    default, ours = DataConfig(), run.config.data
+    unread = [
+        f"data.{name}={getattr(ours, name)}"
+        for name in (*(item.name for item in fields(SourceConfig)), "tokenizer", "pack", "long_documents")
+        if getattr(ours, name) != getattr(default, name)
+    ]
+    unread += [f"data.sources.{item.name}" for item in fields(ours.sources)] if is_dataclass(ours.sources) else []
+    if unread:
+        run.world.warn(
+            f"{', '.join(unread)}: nothing reads this, because {type(run.task).__name__}'s constructor has no parameter "
+            "`data`; add one and read from it in build_dataset (docs/data.md), or remove the setting"
         )
 
 
