@@ -91,8 +91,8 @@ def warn_about_unread_settings(run: Run) -> None:
     unread += [f"data.sources.{item.name}" for item in fields(ours.sources)] if is_dataclass(ours.sources) else []
     if unread:
         run.world.warn(
-            f"{', '.join(unread)}: nothing reads this, because {type(run.task).__name__}'s constructor has no parameter "
-            "`data`; add one and read from it in build_dataset (docs/data.md), or remove the setting"
+            f"{', '.join(unread)}: nothing reads this, because {type(run.task).__name__}'s constructor has no "
+            "parameter `data`; add one and read from it in build_dataset (docs/data.md), or remove the setting"
         )
 
 
