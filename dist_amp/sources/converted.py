@@ -25,7 +25,7 @@ def from_files(config: SourceConfig, files: Files) -> Any:
     """All splits that the files have. Errors: DataError that names the file, and the line if that is known."""
     import datasets
 
-    source, fix = f"data.path={config.path}", "check the files"
+    fix = "check the files"
     try:
         with without_its_errors(), _in_reach(files):
             if files.format == "images":
@@ -38,10 +38,11 @@ def from_files(config: SourceConfig, files: Files) -> Any:
                 return saved if isinstance(saved, dict) else datasets.DatasetDict(train=saved)
             return _loaded(files, files.splits)
     except Exception as error:
-        broken = _first_broken(files) if files.format in LOADERS else ""
         if "ompression type zstd not supported" in str(error):
             fix = "install it with `pip install zstandard`"
-        raise not_loaded(f"{source}{': ' * bool(broken)}{broken}", error, fix) from error
+        broken = _first_broken(files) if files.format in LOADERS else ""
+        which = f": {files.address(broken)}" if broken and broken != config.path else ""
+        raise not_loaded(f"data.path={config.path}{which}", error, _place(files, broken) + fix) from error
 
 
 def _loaded(files: Files, splits: dict[str, list[str]]) -> Any:
@@ -58,20 +59,20 @@ def _loaded(files: Files, splits: dict[str, list[str]]) -> Any:
 
 
 def _first_broken(files: Files) -> str:
-    """The first file that can't be read, or not together with the first one, with its line; "" if there is none."""
+    """The first file that can't be read, or not together with the first one; "" if there is none."""
     paths = [path for inside in files.splits.values() for path in inside]
     for path in paths:
         try:
             with without_its_errors(), _in_reach(files):
                 _loaded(files, {"train": sorted({paths[0], path})})
         except Exception:
-            return files.address(path) + _broken_line(files, path)
+            return path
     return ""
 
 
-def _broken_line(files: Files, path: str) -> str:
-    """Where a text file, or one of JSON lines, has its first line that is none; "" if there is none."""
-    if files.format == "parquet":
+def _place(files: Files, path: str) -> str:
+    """Where a file has its first line that is no UTF-8, or no JSON, in words; "" if that is not the cause."""
+    if not path or files.format == "parquet":
         return ""
     try:
         with files.fs.open(path, "rb", compression="infer") as lines:
@@ -80,9 +81,9 @@ def _broken_line(files: Files, path: str) -> str:
                     if line.decode().strip() and ".jsonl" in path:
                         json.loads(line)
                 except json.JSONDecodeError as error:
-                    return f", line {number}, column {error.colno}"
+                    return f"the first broken line is {number}, at column {error.colno}; "
                 except UnicodeDecodeError:
-                    return f", line {number}, is not UTF-8"
+                    return f"the first line that is not UTF-8 is {number}; "
     except Exception:  # it is compressed and damaged, or gone
         return ""
     return ""

@@ -109,7 +109,7 @@ def _from_hub(config: SourceConfig) -> Any:
         raise not_loaded(f"data.name={config.name}", error, fix) from error
     if type(builder).__module__.endswith(".cache"):  # also after any error of the hub, whatever revision it has
         log.info("data: %s comes from the cache, commit %s", name, builder.hash)
-        if config.revision not in ("main", builder.hash, _cached_commit(name, config.revision)):
+        if config.revision != "main" and builder.hash not in (config.revision, _cached_commit(name, config.revision)):
             raise DataError(
                 f"data.revision={config.revision} could not be loaded, and the newest in the cache is commit "
                 f"{builder.hash}; check the revision and the network, or set data.revision={builder.hash}"
