@@ -29,10 +29,10 @@ from dist_amp.world import World, start
 SMALL = ["--train.micro_batch_size", 4, "--data.shuffle", "false"]
 
 
-def message_of(status, call, *args):
+def message_of(status, call, *args, **settings):
     """The message of the Failure: one line, with this exit status."""
     with pytest.raises(Failure) as caught:
-        call(*args)
+        call(*args, **settings)
     assert caught.value.exit_code == status
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -372,8 +372,9 @@ def no_network(monkeypatch, tmp_path):
     return tmp_path
 
 
-def load(name):
-    return documents.load_split(load_config(["--data.name", str(name)], {}).data, "train")
+def load(name, **settings):
+    words = [word for key, value in {"name": name, **settings}.items() for word in (f"--data.{key}", str(value))]
+    return documents.load_split(load_config(words, {}).data, "train")
 
 
 def test_a_hub_name_without_a_network_is_refused_after_one_attempt_with_what_to_set(no_network, monkeypatch):
@@ -387,21 +388,40 @@ def test_a_hub_name_without_a_network_is_refused_after_one_attempt_with_what_to_
     message = message_of(65, load, "somebody/nothing")
     assert attempts == [("127.0.0.1", 9)], "the hub's library would retry for half a minute"
     assert message.startswith("data.name=somebody/nothing could not be loaded: Couldn't reach 'somebody/nothing'")
+    assert "it is not in the cache of this machine" in message
     assert message.endswith("set data.path to local files")
 
 
-def test_a_dataset_in_the_cache_is_loaded_without_a_network(no_network):
+@pytest.fixture
+def cached(no_network):
+    """somebody/texts at commit abc, where the library keeps what it got from the hub."""
     import datasets
 
     row = no_network / "rows.jsonl"
     row.write_text('{"text": "kept"}\n')
     datasets.load_dataset("json", data_files=str(row), cache_dir=no_network / "made")
     (made,) = (path.parent for path in (no_network / "made/json").glob("*/*/*/dataset_info.json"))
-    kept = no_network / "cache/somebody___texts/default/0.0.0/abc"  # where the library keeps what it got from the hub
+    kept = no_network / "cache/somebody___texts/default/0.0.0/abc"
     kept.parent.mkdir(parents=True)
     made.rename(kept)
     (kept / "json-train.arrow").rename(kept / "texts-train.arrow")
-    assert load("somebody/texts")["text"] == ["kept"]
+    return "somebody/texts"
+
+
+@pytest.mark.parametrize("revision", ["main", "abc", "v1.0"])
+def test_a_dataset_in_the_cache_is_loaded_without_a_network(cached, no_network, monkeypatch, revision):
+    refs = no_network / "hub/datasets--somebody--texts/refs"  # what the hub's library knows of v1.0
+    refs.mkdir(parents=True)
+    (refs / "v1.0").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(no_network / "hub"))
+    assert load(cached, revision=revision)["text"] == ["kept"]
+
+
+def test_a_revision_that_is_not_there_is_refused_where_the_cache_has_another_one(cached):
+    """The library would take the newest in the cache, after any error of the hub."""
+    message = message_of(65, load, cached, revision="v2.0")
+    assert message.startswith("data.revision=v2.0 could not be loaded, and the newest in the cache is commit abc; ")
+    assert message.endswith("or set data.revision=abc")
 
 
 @pytest.mark.parametrize("given", ["HF_HUB_OFFLINE", "proxy"])

@@ -13,10 +13,12 @@ from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.settings import Strategy, TaskConfig
+from dist_amp.sources.load import hide_progress_bars
 from dist_amp.task import Task
 from dist_amp.world import World
 
@@ -206,15 +208,22 @@ def check_model_use(error: BaseException) -> None:
 
 def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:
     """The task's dataset of a split, each node's first rank first: it fills the caches that the others read."""
+    if not (world.is_main and sys.stderr.isatty()):
+        hide_progress_bars()
     if world.local_rank != 0:
         world.wait_long()
     dataset = task.build_dataset(split)
     if world.local_rank == 0:
         world.wait_long()
     by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if dataset is not None and (not by_index or isinstance(dataset, str | bytes | Mapping)):
+    if dataset is not None and (not by_index or isinstance(dataset, str | bytes | Mapping | IterableDataset)):
+        fix = "return a map-style dataset"
+        if hasattr(dataset, "__iter__") and not isinstance(dataset, str | bytes | Mapping):
+            fix += (
+                ", since a stream can't be resumed exactly: in its place set data.path to its files, with data.view="
+                "parquet for Parquet, save it with save_to_disk, or its tokens with python -m dist_amp.tokenize"
+            )
         raise DataError(
-            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__}, not samples by number; "
-            "return a map-style dataset (streaming ones can be saved to disk and loaded)"
+            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__}, not samples by number; {fix}"
         )
     return dataset

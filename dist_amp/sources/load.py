@@ -1,69 +1,65 @@
-"""The text that the `[data]` section names, from the hub or local files, through the `datasets` library."""
+"""The rows that the `[data]` section names, from the hub or from files, through the `datasets` library."""
 
-import glob
 import logging
 import math
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from dist_amp.errors import DataError
+from dist_amp.errors import DataError, Failure
 from dist_amp.runtime.rendezvous import in_time
-from dist_amp.settings import DataConfig
+from dist_amp.settings import DataConfig, SourceConfig
+from dist_amp.sources.converted import from_files, not_loaded, without_its_errors
+from dist_amp.sources.files import find_files
 
 log = logging.getLogger(__name__)
-SPLITS = ("train", "validation", "test")
-# Suffix of local files -> the loader of the `datasets` library that reads them.
-FORMATS = {
-    ".txt": "text",
-    ".md": "text",
-    ".py": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-}
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """The training or validation part of the `datasets.Dataset` that `data.name` or `data.path` names.
+    """The training or validation part of the rows that `data.name` or `data.path` names: a `datasets.Dataset`.
 
-    It has the column `data.text_column`, or one of the others.
-    Errors: DataError for files, names, splits and columns that do not exist.
+    It has the column `data.text_column`, or one of the others; None for the validation part of a single row.
+    Errors: DataError for files, names, splits and columns that do not exist, or can't be read; ConfigError for an
+    address or a format that does not fit.
     """
-    import datasets
-
-    local = config.path != "off"
-    files = _local_files(config.path) if local else []
-    kind = FORMATS[Path(files[0]).suffix] if local else ""
-    if not local and not Path(config.name.partition(":")[0]).exists():
-        stay_local_without_network()
-    try:
-        with _without_its_errors():
-            if local:
-                by_document = {"sample_by": "document"} if kind == "text" else {}
-                everything = datasets.load_dataset(kind, data_files=_by_split(files), **by_document)
-            else:
-                name, _, configuration = config.name.partition(":")
-                everything = datasets.load_dataset(name, configuration or None)
-    except Exception as error:  # the library raises many types; each message names what it could not read
-        cause = error.__cause__ or error  # the library wraps the error in a general one
-        lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        source, fix = f"data.name={config.name}", "check the name and the network, or set data.path to local files"
-        if local:
-            broken = _first_broken(kind, files)
-            source, fix = f"data.path={config.path}{': ' * bool(broken)}{broken}", "check the files"
-        if "scripts are no longer supported" in lines[0]:  # nor by us: they would run a stranger's code
-            fix = "convert it to Parquet elsewhere, with a release of datasets below 4, and set data.path to the files"
-        raise DataError(f"{source} could not be loaded: {lines[0]}; {fix}") from error
+    if config.path == "off":
+        everything = _from_hub(config)
+    else:
+        if config.path.startswith("hf://"):
+            stay_local_without_network()
+        files = find_files(config)
+        if files.format == "tokens":
+            raise DataError(
+                f"data.path={config.path} holds tokens, and the task reads {' or '.join(('text', *other_columns))}; "
+                "use a task that takes tokens, or set data.path to the files that were tokenised"
+            )
+        everything = from_files(config, files)
     return pick_split(everything, config, split, *other_columns)
+
+
+@contextmanager
+def in_table(name: str) -> Iterator[None]:
+    """Errors about data.path and the like name the keys of the table `data.sources.NAME` inside."""
+    keys = "|".join(field.name for field in fields(SourceConfig))
+    try:
+        yield
+    except Failure as error:
+        raise type(error)(re.sub(rf"\bdata\.({keys})\b", rf"data.sources.{name}.\1", str(error))) from error
+
+
+def hide_progress_bars() -> None:
+    """No bars of the `datasets` library in this process, unless the user has set its environment variable."""
+    if os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1") == "1" and "datasets" in sys.modules:
+        sys.modules["datasets"].disable_progress_bars()
 
 
 def warn(text: str) -> None:
@@ -89,68 +85,53 @@ def stay_local_without_network() -> None:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
-def _by_split(files: list[str]) -> dict[str, list[str]] | list[str]:
-    """{split: files} if every file name begins with its split, as train.parquet does; else the files."""
-    named = {split: [file for file in files if Path(file).stem.startswith(split)] for split in SPLITS}
-    found = {split: inside for split, inside in named.items() if inside}
-    return found if "train" in found and sum(map(len, found.values())) == len(files) else files
-
-
-def _first_broken(kind: str, files: list[str]) -> str:
-    """The first file that can't be read on its own; "" if there is none."""
+def _from_hub(config: SourceConfig) -> Any:
+    """All splits of a dataset on the hub, or in the cache of the `datasets` library; or of a folder in its layout."""
     import datasets
 
-    for file in files:
-        try:
-            with _without_its_errors():
-                datasets.load_dataset(kind, data_files=[file])
-        except Exception:
-            return file
-    return ""
-
-
-@contextmanager
-def _without_its_errors() -> Iterator[None]:
-    """The `datasets` library logs what it raises as well; inside, it only raises."""
-    logger = logging.getLogger("datasets")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    is_local = Path(config.name.partition(":")[0]).exists()
+    if not is_local:
+        stay_local_without_network()
+    name, _, configuration = config.name.partition(":")
+    revision = {} if is_local else {"revision": config.revision}
     try:
-        yield
-    finally:
-        logger.setLevel(level)
+        with without_its_errors():
+            builder = datasets.load_dataset_builder(name, configuration or None, **revision)
+            builder.download_and_prepare()
+            everything = builder.as_dataset()
+    except Exception as error:  # the library raises many types; each message names what it could not read
+        fix = "check the name, data.revision and the network, or set data.path to local files"
+        if datasets.config.HF_HUB_OFFLINE:
+            fix = (
+                "it is not in the cache of this machine, and the hub is not reached or HF_HUB_OFFLINE is set: load it "
+                "once with a network, set HF_HOME to a cache that has it, or set data.path to local files"
+            )
+        raise not_loaded(f"data.name={config.name}", error, fix) from error
+    if type(builder).__module__.endswith(".cache"):  # also after any error of the hub, whatever revision it has
+        log.info("data: %s comes from the cache, commit %s", name, builder.hash)
+        if config.revision != "main" and builder.hash not in (config.revision, _cached_commit(name, config.revision)):
+            raise DataError(
+                f"data.revision={config.revision} could not be loaded, and the newest in the cache is commit "
+                f"{builder.hash}; check the revision and the network, or set data.revision={builder.hash}"
+            )
+    return everything
 
 
-def _local_files(path: str) -> list[str]:
-    """The readable files that a file, folder or glob names, all of one format."""
-    if Path(path).is_dir():
-        found = sorted(str(file) for file in Path(path).rglob("*") if file.suffix in FORMATS)
-    else:
-        found = sorted(glob.glob(path, recursive=True))
-    if not found:
-        raise DataError(f"data.path={path} names no file; give a file, a folder or a glob")
-    if not any(Path(file).stat().st_size for file in found):
-        raise DataError(
-            f"data.path={path} could not be loaded: its files, such as {found[0]}, are empty; give files with data"
-        )
-    kinds = {FORMATS.get(Path(file).suffix) for file in found}
-    if None in kinds or len(kinds) > 1:
-        raise DataError(f"data.path={path} must name files of one format; known endings are {' '.join(FORMATS)}")
-    return found
+def _cached_commit(name: str, revision: str) -> str:
+    """The commit that the hub's cache has for a branch or tag; "" for none."""
+    from huggingface_hub import constants
+
+    ref = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "refs" / revision
+    return ref.read_text().strip() if ref.is_file() else ""
 
 
-def pick_split(everything: Any, config: DataConfig, split: str, *other_columns: str) -> Any:
+def pick_split(everything: Any, config: SourceConfig, split: str, *other_columns: str) -> Any:
     """The training or validation part of a `datasets.DatasetDict`; a fixed part is held out if there is no such split.
 
     None for the validation part of a single document.
     """
-    for key, name in (("split", config.split), ("validation_split", config.validation_split)):
-        if name not in everything and (key, name) != ("validation_split", "auto"):
-            raise DataError(f"data.{key}={name} does not exist; the dataset has {', '.join(everything)}")
-    rows = everything[config.split]
-    held_out = config.validation_split
-    if held_out == "auto":
-        held_out = next((name for name in ("validation", "test") if name in everything and name != config.split), "")
+    name, held_out = split_names(list(everything), config)
+    rows = everything[name]
     if held_out:
         chosen = rows if split == "train" else everything[held_out]
     elif len(rows) < 2:
@@ -165,8 +146,25 @@ def pick_split(everything: Any, config: DataConfig, split: str, *other_columns: 
             )
         parts = rows.train_test_split(test_size=config.validation_fraction, seed=0)
         chosen = parts["train" if split == "train" else "test"]
-    if chosen is not None and not {config.text_column, *other_columns} & set(chosen.column_names):
-        columns = ", ".join(chosen.column_names)
-        others = f", nor {' or '.join(other_columns)}" if other_columns else ""
-        raise DataError(f"data.text_column={config.text_column} does not exist{others}; the columns are {columns}")
+    if chosen is not None:
+        check_columns(chosen.column_names, config, *other_columns)
     return chosen
+
+
+def split_names(names: list[str], config: SourceConfig) -> tuple[str, str]:
+    """(the split to train on, the one to evaluate on, or "": a part of the first); errors for those not in `names`."""
+    for key, name in (("split", config.split), ("validation_split", config.validation_split)):
+        if name not in names and (key, name) != ("validation_split", "auto"):
+            raise DataError(f"data.{key}={name} does not exist; the dataset has {', '.join(names)}")
+    if config.validation_split != "auto":
+        return config.split, config.validation_split
+    return config.split, next((name for name in ("validation", "test") if name in names and name != config.split), "")
+
+
+def check_columns(columns: list[str], config: SourceConfig, *other_columns: str) -> None:
+    """Errors: DataError if neither data.text_column nor one of the others is there."""
+    if not {config.text_column, *other_columns} & set(columns):
+        others = f", nor {' or '.join(other_columns)}" if other_columns else ""
+        raise DataError(
+            f"data.text_column={config.text_column} does not exist{others}; the columns are {', '.join(columns)}"
+        )
