@@ -1,5 +1,6 @@
 """Length grouping: another order of the same samples, a pure function of seed, epoch and position."""
 
+import json
 from itertools import pairwise
 
 import numpy
@@ -204,3 +205,19 @@ def test_grouping_without_a_shuffle_is_refused():
 def test_another_number_of_lengths_than_samples_is_refused():
     message = refused(DataError, Rows(index=torch.arange(5)), lengths_of(4))
     assert "there are 4 lengths for 5 samples" in message
+
+
+def test_a_classifier_of_texts_groups_them_by_their_characters(tmp_path):
+    from dist_amp.tasks.hf_classification import HFClassification
+
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "a" * (n + 1), "label": 0}) for n in range(40)))
+    task = HFClassification.__new__(HFClassification)  # of what it needs to read rows, and without a model
+    task.data, task.of = DataConfig(path=str(tmp_path / "rows.jsonl"), group_by_length=2), "text"
+    rows = task.build_dataset("train")
+    order = rows.shuffled(4, 1)[1](0, 0)(torch.arange(len(rows)))
+    for step in order.split(4):
+        lengths = [len(rows[number]["text"]) for number in step.tolist()]
+        assert lengths == sorted(lengths)
+    assert not hasattr(task.build_dataset("validation"), "shuffled")
+    task.of = "image"
+    assert "needs each sample's length" in refused(ConfigError, task.build_dataset("validation"))

@@ -53,10 +53,10 @@ def measure(lengths: Any, size: int, count: int, steps: int) -> tuple[float, flo
     deviation of a step's mean length over its mean; seconds of CPU time per planned step.
     """
     batch = size * count * RANKS
-    order, own = shuffled_order(len(lengths)), None
+    order: tuple[str, Any] = (shuffled_order(len(lengths)), None)
     if steps:
-        order, own = LengthGroups(range(len(lengths)), steps, lengths).shuffled(batch, RANKS)
-    plans = [Plan(len(lengths), batch, size, RANKS, rank, 0, order, False, own) for rank in range(RANKS)]
+        order = LengthGroups(range(len(lengths)), steps, lengths).shuffled(batch, RANKS)
+    plans = [Plan(len(lengths), batch, size, RANKS, rank, 0, order[0], False, order[1]) for rank in range(RANKS)]
     started = time.thread_time()
     shards = [[micro_batches for _, micro_batches in islice(plan.steps(0), STEPS)] for plan in plans]
     seconds = (time.thread_time() - started) / RANKS / STEPS

@@ -21,7 +21,7 @@ class LengthGroups:
     """A map-style dataset that is shuffled so that the samples of a step have similar lengths.
 
     steps: whose samples are sorted by length together; more: less padding, and less of a shuffle. lengths: one number
-    per sample, as tokens or characters; if None, dataset.lengths.
+    per sample, as tokens or characters, or a function that makes them; if None, dataset.lengths.
     Errors: ConfigError for a dataset without lengths, with a single one, or with an order of its own; DataError if
     there are not as many lengths as samples.
     """
@@ -36,6 +36,7 @@ class LengthGroups:
                 "with python -m dist_amp.tokenize"
             )
         lengths = getattr(dataset, "lengths", None) if lengths is None else lengths
+        lengths = lengths() if callable(lengths) else lengths
         if lengths is None:
             raise ConfigError(
                 f"{key} needs each sample's length, and a {type(dataset).__name__} has no `lengths`; write the tokens "
@@ -120,7 +121,7 @@ def all_equal(lengths: Any) -> bool:
 def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
     """The training dataset, in the order that data.group_by_length asks for.
 
-    lengths: as in LengthGroups. Errors: ConfigError for settings that do not go together, and see LengthGroups.
+    lengths: see LengthGroups. Errors: ConfigError for settings that do not go together; and see LengthGroups.
     """
     steps = data.group_by_length
     if steps == "off" or isinstance(dataset, LengthGroups):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, make_dataclass, replace
 from typing import Any
@@ -204,10 +205,13 @@ def mixed(
 
 
 def _built(name: str, config: DataConfig, build: Callable[[DataConfig], Any]) -> Any:
+    """build(config), whose errors name the table or its keys: data.sources.wiki.path in place of data.path."""
+    keys = "|".join(item.name for item in fields(SourceConfig))
     try:
         return build(config)
     except Failure as error:
-        raise type(error)(f"data.sources.{name}: {error}") from error
+        text = re.sub(rf"\bdata\.({keys})\b", rf"data.sources.{name}.\1", str(error))
+        raise type(error)(text if text != str(error) else f"data.sources.{name}: {error}") from error
 
 
 def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
