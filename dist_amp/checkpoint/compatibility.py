@@ -41,7 +41,8 @@ def check_config(
     manifest = read_manifest(path)
     ours, theirs = flat(config_text), flat((path / CONFIG).read_text())
     other_task = theirs.get("task.target") != ours["task.target"]  # the defaults of its arguments are not known
-    known = {key: value for key, value in flat(defaults).items() if not (other_task and key.startswith("task."))}
+    unknown = ("data.sources.", "task.") if other_task else ("data.sources.",)  # a source that was not there has none
+    known = {key: value for key, value in flat(defaults).items() if not key.startswith(unknown)}
     theirs = known | theirs
     changes = [
         f"{key}={theirs.get(key, 'unset')}, now {ours.get(key, 'unset')}"

@@ -67,7 +67,9 @@ def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
     with quiet_on_closed_pipe():
         if "help" in asked:
             about = "" if section else f"{EXAMPLES}\n\n{description.strip()}"
-            print(parse.show_help(schema(target_of(words)), prog, about, section))
+            settings = collect(words, aliases=ALIASES)
+            keys = schema(_named(settings), _sources(settings) or ("NAME",))  # a table to show what one can have
+            print(parse.show_help(keys, prog, about, section))
         else:
             print(to_toml(load_config(words)), end="")
     return True

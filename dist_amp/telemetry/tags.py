@@ -21,6 +21,7 @@ TAGS: dict[str, tuple[str, str]] = {
     "train/tokens_seen": ("tokens", "by all ranks since step 0"),
     "train/*": ("the task's", "returned by the task's train_metrics, of this rank"),
     "eval/loss": ("loss per unit of weight", "weighted mean over the held-out samples and all ranks"),
+    "eval/loss_*": ("loss per unit of weight", "of one source of a mixture: over its held-out tokens and all ranks"),
     "eval/*": ("the task's", "returned by the task's metrics, weighted mean over the held-out samples and all ranks"),
     "throughput/items_per_second": ("samples/s", "of this rank; without evaluation and checkpoints"),
     "throughput/tokens_per_second": ("tokens/s", "of this rank; without evaluation and checkpoints"),

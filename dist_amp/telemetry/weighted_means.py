@@ -50,14 +50,17 @@ class WeightedMeans:
             self._sums[name] = self._sums.get(name, 0.0) + sums * counts
 
     def over_all_ranks(self) -> dict[str, float]:
-        """{metric: its mean}, equal on every rank; nan for a total weight of 0. One all-reduce.
+        """{metric: its mean}, equal on every rank; one all-reduce.
 
-        Errors: DataError, on every rank, if ranks have other metrics than rank 0.
+        With a total weight of 0 the loss is nan, and any other metric is left out: an evaluation of a few batches may
+        meet no token of one source. Errors: DataError, on every rank, if ranks have other metrics than rank 0.
         """
         names = self._agreed_names() if self._names_vary else list(self._sums)
         totals = self._world.sum(torch.stack([self._sums[name] for name in names])).tolist()
         return {
-            name: total / weight if weight else math.nan for name, (total, weight) in zip(names, totals, strict=True)
+            name: total / weight if weight else math.nan
+            for name, (total, weight) in zip(names, totals, strict=True)
+            if weight or total or name == "loss"
         }
 
     def _agreed_names(self) -> list[str]:

@@ -1,0 +1,544 @@
+"""Mixtures: each source's share is exact, nothing is left out, and a run goes on at any world size."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import fields, replace
+
+import numpy
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Rows, Tiny, make_run, take_steps
+from torch import nn
+
+from dist_amp.checkpoint.compatibility import check_config
+from dist_amp.checkpoint.saver import save
+from dist_amp.config.load import defaults_of, load_config, to_toml
+from dist_amp.data import Padding, build_batches
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.settings import DataConfig, MixedSourceConfig
+from dist_amp.sources import mixture
+from dist_amp.sources.length_groups import LengthGroups
+from dist_amp.sources.load import load_split
+from dist_amp.sources.mixture import Mixture, counts_in_block, losses_by_source, mixed
+from dist_amp.step import evaluate
+from dist_amp.train import main
+from dist_amp.world import World
+
+BATCH = 12
+
+
+class Tokens:
+    """Documents of 1 to 5 tokens, whose first one is the document's number and the others their source's offset."""
+
+    def __init__(self, size, offset=1000, vocabulary=2000, fingerprint=None):
+        self.lengths = numpy.arange(size) % 5 + 1
+        self.offset, self.vocabulary = offset, vocabulary
+        if fingerprint is not None:
+            self.fingerprint = fingerprint
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        ids = torch.tensor([index, *[self.offset] * (self.lengths[index].item() - 1)])
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def source_and_number(sample):
+    return sample["source_ids"][0].item(), sample["input_ids"][0].item()
+
+
+def drawn(mix):
+    """Every draw of an epoch as (source, sample)."""
+    return [source_and_number(sample) for sample in mix.__getitems__(range(len(mix)))]
+
+
+# Shares.
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ([1], [1]),
+        ([3.0], [1]),
+        ([0.7, 0.2, 0.1], [7, 2, 1]),
+        ([1, 1, 1], [1, 1, 1]),
+        ([2, 1], [2, 1]),
+        ([0.3, 0.3, 0.3, 0.1], [3, 3, 3, 1]),
+        ([999, 1], [999, 1]),
+        ([1e-3, 1e-3], [1, 1]),
+    ],
+)
+def test_a_block_is_as_short_as_the_shares_allow(weights, counts):
+    assert counts_in_block(dict(zip("abcd", weights, strict=False))) == counts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_share_is_met_within_a_thousandth_of_itself(seed):
+    weights = numpy.random.default_rng(seed).dirichlet([3.0] * 4)
+    counts = numpy.array(counts_in_block(dict(zip("abcd", weights, strict=True))))
+    assert (abs(counts / counts.sum() / weights - 1) <= 1e-3).all()
+
+
+def test_where_no_block_is_close_enough_the_closest_is_taken():
+    # The smallest of these shares is 0.02 %: two samples in 10,000, or three.
+    weights = {chr(97 + n): math.pi**-n for n in range(8)}
+    counts = numpy.array(counts_in_block(weights))
+    shares = numpy.array(list(weights.values())) / sum(weights.values())
+    assert abs(counts / counts.sum() / shares - 1).max() > 1e-3
+    # Largest remainder is off by less than one sample, whatever the block.
+    assert (abs(counts - counts.sum() * shares) < 1).all()
+    assert counts.sum() <= 10_000
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"), [((10, 10), (2, 1)), ((7, 100, 3), (3, 4, 1)), ((5,), (1,)), ((1, 9), (1, 3))]
+)
+def test_every_sample_is_taken_and_a_sources_samples_equally_often_in_as_few_blocks_as_possible(sizes, counts):
+    names = "abc"[: len(sizes)]
+    mix = Mixture({name: Tokens(size) for name, size in zip(names, sizes, strict=True)}, counts)
+    times = Counter(drawn(mix))
+    for number, size in enumerate(sizes):
+        often = [times[number, sample] for sample in range(size)]
+        assert min(often) >= 1
+        assert max(often) - min(often) <= 1
+    needed = max(math.ceil(size / count) for size, count in zip(sizes, counts, strict=True))
+    assert len(mix) == needed * sum(counts)
+
+
+def test_every_block_has_the_exact_shares_and_a_source_comes_at_equal_distances():
+    counts = [5, 2, 1]
+    sources, _ = Mixture({"a": Tokens(20), "b": Tokens(8), "c": Tokens(4)}, counts).locate(numpy.arange(4 * 8))
+    for block in sources.reshape(4, 8):
+        assert numpy.bincount(block).tolist() == counts
+    gaps = numpy.diff(numpy.flatnonzero(sources == 1))
+    assert set(gaps) <= {3, 4, 5}, "4 apart, and moved by one where others take the place"
+
+
+def test_samples_come_in_the_order_asked_for_with_their_source_beside_each_token():
+    mix = Mixture({"a": Tokens(6, offset=500), "b": Tokens(4, offset=900)}, [2, 1])
+    asked = [8, 0, 3, 3, 7, 1]
+    draws = mix.__getitems__(asked)
+    for position, sample in zip(asked, draws, strict=True):
+        assert source_and_number(mix[position]) == source_and_number(sample)
+        assert sample["source_ids"].dtype == torch.int64
+        assert sample["source_ids"].shape == sample["input_ids"].shape
+    offsets = [(source_and_number(one)[0], token) for one in draws for token in one["input_ids"][1:].tolist()]
+    assert set(offsets) == {(0, 500), (1, 900)}
+    with pytest.raises(IndexError):
+        mix[len(mix)]
+
+
+def test_lengths_are_those_of_the_samples_however_they_are_asked_for():
+    mix = Mixture({"a": Tokens(6), "b": Tokens(4)}, [2, 1])
+    expected = [len(sample["input_ids"]) for sample in mix.__getitems__(range(len(mix)))]
+    lengths = mix.lengths
+    assert (len(lengths), lengths[4], lengths[2:9:3].tolist()) == (len(expected), expected[4], expected[2:9:3])
+    assert lengths[numpy.array([7, 7, 0])].tolist() == [expected[7], expected[7], expected[0]]
+    assert numpy.asarray(lengths).tolist() == expected
+    order = LengthGroups(mix, 2).shuffled(4, 1)[1](0, 0)(torch.arange(len(mix)))
+    assert sorted(order.tolist()) == list(range(len(mix)))
+
+
+def test_the_vocabulary_is_the_largest_and_what_a_source_lacks_the_mixture_lacks():
+    assert Mixture({"a": Tokens(6, vocabulary=10), "b": Tokens(4, vocabulary=30)}, [1, 1]).vocabulary == 30
+    mix = Mixture({"a": Tokens(6), "b": Rows(x=torch.arange(4))}, [1, 1])
+    assert not any(hasattr(mix, name) for name in ("fingerprint", "lengths", "vocabulary"))
+    assert mix[1] == {"x": torch.tensor(0)}, "samples without tokens are left as they are"
+
+
+def test_the_fingerprint_is_of_the_sources_their_names_and_their_shares():
+    def fingerprint(counts=(2, 1), **prints):
+        return Mixture({name: Tokens(6, fingerprint=one) for name, one in prints.items()}, counts).fingerprint
+
+    different = [fingerprint(a="x", b="y"), fingerprint(a="x", b="z"), fingerprint(a="x", c="y"),
+                 fingerprint(b="y", a="x"), fingerprint((3, 1), a="x", b="y")]  # fmt: skip
+    assert len(set(different)) == 5
+    assert fingerprint(a="x", b="y") == different[0]
+
+
+# Steps.
+
+
+def steps_of(ranks, micro_batch, position, steps, group=0):
+    """([step] -> its sorted draws over all ranks, from real batches; the position after them)."""
+
+    class Task:
+        collate = staticmethod(lambda samples: torch.tensor([source_and_number(sample) for sample in samples]))
+
+    dataset = Mixture({"a": Tokens(31), "b": Tokens(7), "c": Tokens(20)}, [3, 2, 1])
+    dataset = LengthGroups(dataset, group) if group else dataset
+    accumulation = BATCH // (ranks * micro_batch)
+    of_ranks = [
+        build_batches(DataConfig(), Task(), dataset, micro_batch, accumulation, 0, World(rank, 0, ranks))
+        for rank in range(ranks)
+    ]
+    for data in of_ranks:
+        data.position = position
+    found = []
+    for _ in range(steps):
+        parts = [batch for data in of_ranks for batch in next(data) if not isinstance(batch, Padding)]
+        found.append(sorted(map(tuple, torch.cat(parts).tolist())))
+    return found, of_ranks[0].position
+
+
+@pytest.mark.parametrize("group", [0, 2])
+@pytest.mark.parametrize("stop", [1, 9, 12, 17])
+@pytest.mark.parametrize(("before", "after"), [((2, 3), (4, 1)), ((4, 3), (1, 6)), ((1, 12), (2, 2))])
+def test_a_run_goes_on_with_the_same_samples_per_step_at_another_world_size(before, after, stop, group):
+    expected, _ = steps_of(1, BATCH, 0, 24, group)  # two epochs of 10 steps and more
+    first, position = steps_of(*before, 0, stop, group)
+    rest, _ = steps_of(*after, position, 24 - stop, group)
+    assert first + rest == expected
+
+
+# From the config.
+
+
+def config_of(*words, **environ):
+    return load_config([str(word) for word in words], environ)
+
+
+def tables(**weights):
+    return DataConfig(sources={name: MixedSourceConfig(path=name, weight=one) for name, one in weights.items()})
+
+
+SIZES = {"wiki": 30, "code": 4, "chat": 6}
+OFFSETS = {"wiki": 100, "code": 200, "chat": 300}
+
+
+def build(data):
+    return Tokens(SIZES[data.path], OFFSETS[data.path], fingerprint=data.path)
+
+
+def test_without_tables_the_one_source_is_built_and_packed():
+    assert mixed(DataConfig(path="x"), "train", lambda data: [data.path], lambda rows: rows * 2) == ["x", "x"]
+    assert mixed(DataConfig(), "validation", lambda data: None, lambda rows: rows * 2) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        tables(wiki=2.0, code=1.0),
+        config_of(
+            "--data.sources.wiki.path", "wiki", "--data.sources.wiki.weight", 2, "--data.sources.code.path", "code"
+        ).data,
+    ],
+)
+def test_each_source_is_built_from_its_own_keys_and_no_others(data):
+    seen = []
+    mixed(replace(data, workers=3), "train", lambda data: seen.append(data) or build(data))
+    assert [(one.path, one.text_column, one.workers, fields(one.sources)) for one in seen] == [
+        ("wiki", "text", 3, ()), ("code", "text", 3, ())
+    ]  # fmt: skip
+
+
+def test_weights_count_documents_or_packed_rows():
+    class Packed(Tokens):
+        """A third as many rows as documents."""
+
+        def __init__(self, documents):
+            self.documents = documents
+            super().__init__(len(documents) // 3)
+
+    data = tables(wiki=2.0, code=1.0)
+    rows = mixed(data, "train", build, Packed)
+    assert isinstance(rows, Mixture)
+    assert [type(one) for one in rows.sources] == [Packed, Packed]
+    assert len(rows) == 15, "two of wiki's ten rows and one of code's at a time"
+    packed = mixed(replace(data, mix_by="documents"), "train", build, Packed)
+    assert isinstance(packed, Packed)
+    assert isinstance(packed.documents, Mixture)
+    assert len(packed.documents) == 45
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """The lines that the mixture has logged."""
+    lines = []
+    monkeypatch.setattr(mixture.log, "info", lambda text, *args: lines.append(text % args))
+    return lines
+
+
+def test_what_the_mixture_is_made_of_is_said_at_the_start(said):
+    mixed(replace(tables(wiki=2.0, code=1.0), mix_by="documents"), "train", build)
+    assert said == [
+        "data: wiki: 30 documents, 66.67% of documents, 1.00 times each",
+        "data: code: 4 documents, 33.33% of documents, 3.75 times each",
+        "data: an epoch has 45 documents",
+    ]
+
+
+def held_out(data):
+    return None if data.path == "code" else build(data)
+
+
+def test_held_out_parts_are_joined_without_weights_and_interleaved(said):
+    data = tables(wiki=1.0, code=1.0, chat=5.0)
+    joined = mixed(data, "validation", held_out)
+    draws = drawn(joined)
+    assert sorted(draws) == [(0, n) for n in range(30)] + [(2, n) for n in range(6)], (
+        "each once, by index in the config"
+    )
+    for start in range(0, 36, 6):
+        assert Counter(source for source, _ in draws[start : start + 6]) == {0: 5, 2: 1}, "some batches have all"
+    assert said == ["data: nothing is held out of code, so no evaluation has a loss of it"]
+    assert mixed(data, "validation", lambda data: None) is None
+    assert mixed(data, "validation", lambda data: []) is None
+
+
+def test_a_mixture_of_files_is_read(tmp_path):
+    for name, size in (("wiki", 40), ("code", 10)):
+        column = {"wiki": "text", "code": "content"}[name]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({column: f"{name}{n}"}) for n in range(size)))
+    toml = f"""
+        [data.sources.wiki]
+        path = "{tmp_path}/wiki.jsonl"
+        weight = 3
+        [data.sources.code]
+        path = "{tmp_path}/code.jsonl"
+        text_column = "content"
+    """
+    (tmp_path / "mine.toml").write_text(toml)
+    data = config_of("--config", tmp_path / "mine.toml").data
+
+    def texts(split):
+        def build(source):
+            rows = load_split(source, split)
+            return rows.select_columns([source.text_column]).rename_columns({source.text_column: "text"})
+
+        return [sample["text"] for sample in mixed(data, split, build)]
+
+    train, validation = texts("train"), texts("validation")
+    assert Counter(text[:4] for text in train) == {"wiki": 39, "code": 13}, "38 and 9 rows, three to one"
+    assert len(set(train)) == 38 + 9
+    assert Counter(text[:4] for text in validation) == {"wiki": 2, "code": 1}
+    assert not set(train) & set(validation)
+
+
+# Settings.
+
+
+TOML = """
+[data.sources.wiki]
+path = "w/*.jsonl"
+weight = 0.7
+[data.sources.code]
+name = "me/code"
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_a_source_is_set_in_a_file_in_the_environment_and_on_the_command_line(mine):
+    sources = config_of(
+        "--config", mine, "--data.sources.code.weight", 0.5, DIST_AMP_DATA__SOURCES__CODE__SPLIT="a"
+    ).data.sources
+    assert sources.wiki == MixedSourceConfig(path="w/*.jsonl", weight=0.7)
+    assert sources.code == MixedSourceConfig(name="me/code", weight=0.5, split="a")
+    assert [item.name for item in fields(sources)] == ["wiki", "code"], "in the order of the file"
+
+
+def test_a_written_mixture_reads_back_the_same_as_does_what_print_config_prints(mine, tmp_path, capsys):
+    config = config_of("--config", mine)
+    assert main(["--config", str(mine), "--print_config"]) == 0
+    assert capsys.readouterr().out == to_toml(config)
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert config_of("--config", tmp_path / "again.toml") == config
+
+
+def test_help_shows_the_keys_of_a_source_by_the_name_of_the_table_or_as_name(mine, capsys):
+    for words, name in ((["--help", "data"], "NAME"), (["--config", str(mine), "--help", "data"], "wiki")):
+        assert main(words) == 0
+        shown = capsys.readouterr().out
+        assert f"--data.sources.{name}.weight FLOAT" in shown
+        assert ("NAME" in shown) == (name == "NAME")
+
+
+def message_of(error, call, *args, **more):
+    with pytest.raises(error) as caught:
+        call(*args, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_unknown_key_of_a_source_names_the_nearest_right_one(mine):
+    mine.write_text(TOML.replace("weight", "wieght"))
+    message = message_of(ConfigError, config_of, "--config", mine)
+    assert message == f"unknown key data.sources.wiki.wieght in {mine}; did you mean data.sources.wiki.weight?"
+
+
+def test_a_value_in_place_of_a_sources_table_is_refused():
+    message = message_of(ConfigError, config_of, "--data.sources.wiki", "w.jsonl")
+    assert message.startswith("unknown key data.sources.wiki on the command line; did you mean data.sources.wiki.")
+
+
+@pytest.mark.parametrize("name", ["my wiki", "2024", "class", "wiki-en", ""])
+def test_a_source_whose_name_is_no_name_is_refused(name, tmp_path):
+    (tmp_path / "mine.toml").write_text(f'[data.sources."{name}"]\npath = "x"')
+    message = message_of(ConfigError, config_of, "--config", tmp_path / "mine.toml")
+    assert f"{name!r} can't name a source; use letters, digits and _" in message
+
+
+@pytest.mark.parametrize(
+    ("weight", "rule"), [("0", "above 0"), ("-1", "above 0"), ("nan", "finite"), ("inf", "finite")]
+)
+def test_a_weight_that_is_not_positive_is_refused(weight, rule):
+    message = message_of(ConfigError, config_of, "--data.sources.wiki.weight", weight)
+    assert message.startswith(f"data.sources.wiki.weight={float(weight)} on the command line must be ")
+    assert rule in message
+    message = message_of(ConfigError, counts_in_block, {"a": 1.0, "wiki": float(weight)})
+    assert message.startswith(f"data.sources.wiki.weight={float(weight)} must be finite and above 0")
+
+
+def test_a_weight_too_small_to_occur_is_refused():
+    message = message_of(ConfigError, counts_in_block, {"wiki": 1.0, "code": 1e-6})
+    assert message.startswith(
+        "data.sources.code.weight=1e-06 is 1e-06 of the mixture, which is less than once in 10,000"
+    )
+    assert counts_in_block({"wiki": 1.0, "code": 2e-4}) == [4996, 1]
+
+
+@pytest.mark.parametrize("key", ["path", "name", "revision", "format", "split", "validation_split", "text_column"])
+def test_a_key_of_a_single_source_beside_a_mixture_is_refused(key):
+    data = replace(tables(wiki=1.0), **{key: "json"})
+    message = message_of(ConfigError, mixed, data, "train", build)
+    assert message == (
+        f"data.{key}=json is for a single source, and there is a mixture of wiki; set data.sources.wiki.{key}, or "
+        "remove data.sources"
+    )
+
+
+def test_a_source_that_names_no_data_is_refused():
+    data = config_of("--data.sources.wiki.weight", 2).data
+    message = message_of(ConfigError, mixed, data, "train", build)
+    assert message == "data.sources.wiki names no data; set data.sources.wiki.path or data.sources.wiki.name"
+
+
+def test_a_single_source_may_be_a_mixture():
+    assert drawn(mixed(tables(code=0.1), "train", build)) == [(0, n) for n in range(4)]
+
+
+# Sources.
+
+
+def test_a_source_that_is_read_by_row_group_is_refused():
+    class ByRowGroup(Tokens):
+        def shuffled(self, global_batch_size, world_size): ...
+
+    message = message_of(ConfigError, mixed, tables(wiki=1.0), "train", lambda data: ByRowGroup(3))
+    assert message.startswith("data.sources.wiki is read by row group, and a mixture reads in any order; write its")
+    assert "python -m dist_amp.tokenize" in message
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_a_source_without_a_sample_is_refused(nothing):
+    message = message_of(DataError, mixed, tables(wiki=1.0), "train", lambda data: nothing)
+    assert message == "data.sources.wiki has no samples; check its path, split and columns"
+
+
+@pytest.mark.parametrize("error", [ConfigError, DataError])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data.path=x has no data.text_column=y", "data.sources.wiki.path=x has no data.sources.wiki.text_column=y"),
+        ("data.tokenizer=x is no file", "data.sources.wiki: data.tokenizer=x is no file"),
+    ],
+)
+def test_what_a_source_raises_names_its_table(error, text, said):
+    def build(data):
+        raise error(text)
+
+    assert message_of(error, mixed, tables(wiki=1.0), "train", build) == said
+
+
+def test_a_sample_that_cannot_be_read_is_named_by_its_source():
+    class Damaged(Tokens):
+        def __getitem__(self, index):
+            if index == 3:
+                raise ValueError("bad block")
+            return super().__getitem__(index)
+
+    mix = Mixture({"wiki": Tokens(5), "code": Damaged(5)}, [1, 1])
+    assert len(mix.__getitems__([0, 1, 2, 3, 8])) == 5
+    message = message_of(DataError, mix.__getitems__, [7])
+    assert message.startswith("data.sources.code, sample 3: ValueError: bad block (test_mixture.py, line ")
+
+
+# A resume.
+
+
+def test_a_resumed_mixture_may_move_its_files_but_not_change_its_weights_or_sources(tmp_path):
+    words = ["--run.dir", tmp_path, "--train.micro_batch_size", 2, "--data.sources.wiki.path", "a",
+             "--data.sources.code.path", "b", "--data.sources.code.weight", 2]  # fmt: skip
+    run = make_run(World(), Tiny(), *words)
+    take_steps(run, 1)
+    save(run)
+    folder = next(tmp_path.glob("checkpoints/*/config.toml")).parent
+
+    def check(*more):
+        config = config_of(*[str(word) for word in words], *more)
+        check_config(folder, to_toml(replace(run.config, data=config.data)), 2, World(), defaults_of(config))
+
+    check("--data.sources.wiki.path", "elsewhere", "--data.sources.wiki.format", "tokens")
+    refusals = {
+        ("--data.sources.wiki.weight", "0.5"): "data.sources.wiki.weight=1.0, now 0.5: use the old values",
+        ("--data.sources.more.path", "c"): "data.sources.more.weight=unset, now 1.0: use the old values",
+        ("--data.mix_by", "documents"): "data.mix_by=rows, now documents: use the old values",
+    }
+    for more, said in refusals.items():
+        assert said in message_of(ConfigError, check, *more)
+    words = words[:-4]
+    assert "data.sources.code.weight=2.0, now unset: use the old values" in message_of(ConfigError, check)
+
+
+# Losses of each source.
+
+
+def test_the_losses_of_each_source_are_summed_over_what_counts():
+    losses = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, float("nan")]])
+    labels = torch.tensor([[5, -100, 5], [5, 5, -100]])
+    sources = torch.tensor([[0, 0, 1], [1, 1, 0]])
+    found = losses_by_source(losses, labels, sources, ["wiki", "code", "chat"])
+    assert {name: (loss.item(), weight.item()) for name, (loss, weight) in found.items()} == {
+        "loss_wiki": (1.0, 1),
+        "loss_code": (28.0, 3),
+        "loss_chat": (0.0, 0),
+    }
+
+
+class OfSources(Tiny):
+    """Samples of source 0 alone on rank 0, of source 1 alone on rank 1; none of source 2."""
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        rows.columns["source_ids"] = torch.arange(self.samples) % 2
+        return rows
+
+    def metrics(self, model, batch):
+        losses = nn.functional.mse_loss(model(batch["x"]).float().squeeze(-1), batch["y"], reduction="none")
+        labels = torch.ones_like(batch["source_ids"])
+        return {"loss": losses.sum(), **losses_by_source(losses, labels, batch["source_ids"], ["a", "b", "none"])}
+
+
+def evaluated(world):
+    run = make_run(world, OfSources(samples=16), "--use_amp", "false", "--train.micro_batch_size", 4, "--eval.every", 1)
+    batches = [batch for step in run.validation.one_epoch("all") for batch in step]
+    return evaluate(run), {number for batch in batches for number in batch["source_ids"].tolist()}
+
+
+def test_a_source_that_one_rank_has_nothing_of_has_the_mean_of_the_others_and_one_without_a_token_is_left_out():
+    alone, _ = evaluated(World())
+    assert set(alone) == {"loss", "loss_a", "loss_b"}
+    assert math.isclose(alone["loss"], (alone["loss_a"] + alone["loss_b"]) / 2, rel_tol=1e-6)  # float32 sums
+    for rank, (values, sources) in enumerate(on_ranks(2, evaluated)):
+        assert sources == {rank}
+        assert set(values) == set(alone)
+        assert all(math.isclose(values[name], alone[name], rel_tol=1e-6) for name in alone)  # summed in another order
