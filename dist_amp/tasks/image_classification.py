@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dist_amp.config.range import Range
 from dist_amp.errors import DataError
 from dist_amp.settings import DataConfig
-from dist_amp.sources.images import LabelledImages, class_names, image_rows
+from dist_amp.sources.labelled_images import LabelledImages, class_names, labelled_rows
 from dist_amp.telemetry.mfu import count_flops
 
 Side = Annotated[int, Range(low=4)]  # two poolings halve it twice
@@ -63,7 +63,7 @@ class ImageClassification:
 
     @cached_property
     def training_rows(self) -> Any:
-        return image_rows(self.data, "train", *self.columns)
+        return labelled_rows(self.data, "train", *self.columns)
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -86,7 +86,7 @@ class ImageClassification:
         return CNN(self.channels, self.size, self.width, self.classes)
 
     def build_dataset(self, split: str) -> Any:
-        rows = self.training_rows if split == "train" else image_rows(self.data, split, *self.columns)
+        rows = self.training_rows if split == "train" else labelled_rows(self.data, split, *self.columns)
         options = (*self.columns, self.size, self.channels, self.classes, self.names)
         return None if rows is None else LabelledImages(rows, *options)
 
