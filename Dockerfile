@@ -27,8 +27,9 @@ RUN torch="$(grep '^torch==' launch/constraints.txt)" \
     && pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c launch/constraints.txt "$torch"
 COPY pyproject.toml ./
 RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    extras = project["optional-dependencies"]; wanted = project["dependencies"] + extras["hf"] + extras["test"]; \
-    print(*(one for one in wanted if one != "dist_amp[hf]"), sep="\n")' >/tmp/wanted.txt \
+    extras = project["optional-dependencies"]; \
+    wanted = project["dependencies"] + extras["hf"] + extras["images"] + extras["test"]; \
+    print(*(one for one in wanted if not one.startswith("dist_amp[")), sep="\n")' >/tmp/wanted.txt \
     && pip install --no-cache-dir -c launch/constraints.txt -r /tmp/wanted.txt && rm /tmp/wanted.txt
 
 # Who trains is not root, and owns nothing here but runs/: a volume that is mounted there for the first time is theirs.

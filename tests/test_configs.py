@@ -15,6 +15,7 @@ REDUCED = {
     "gpt_124m": ["--train.global_batch_size", "16", "--task.args.context", "16", "--task.args.width", "24",
                  "--task.args.layers", "2", "--task.args.vocabulary", "256", "--task.args.sample_bytes", "8"],
     "sinusoid": [],
+    "images": [],
     "hf_finetune": ["--task.args.sample_tokens", "3"],
 }  # fmt: skip
 
@@ -41,6 +42,8 @@ def test_config_runs_as_it_is(path, launch, tmp_path):
         tiny_hf = pytest.importorskip("tiny_hf")
         tiny_hf.make_tokenizer(tiny_hf.make_model(tmp_path / "model"))
         tiny_hf.write_rows(tmp_path / "chats.jsonl", tiny_hf.chats(48))
+    if path.stem == "images":
+        pytest.importorskip("sklearn")
     ranks = stated_ranks(path)
     words = ["--config", path, "--run.dir", "run", *SMALL, *REDUCED.get(path.stem, GPT)]
     for done in launch.each(ranks, *words) if ranks else [launch(0, *words)]:

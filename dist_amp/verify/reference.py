@@ -56,7 +56,7 @@ class Hyperparameters:
 
 
 class RepeatableTask:
-    """The user's task made comparable: `length` samples that are the same on every reading, dropout off.
+    """The user's task made comparable: `length` samples that are the same on every reading, augmented; dropout off.
 
     eval_modules: names of modules that stay in evaluation mode. infinite_loss: whether this rank's loss is infinite.
     """
@@ -70,7 +70,7 @@ class RepeatableTask:
         self.infinite_loss = False
 
     def __getattr__(self, name: str) -> Any:
-        if name in NOT_COMPARED:
+        if name in NOT_COMPARED or name == "augment":  # done in __getitem__, for the reference too
             raise AttributeError(name)
         return getattr(self._task, name)
 
@@ -107,7 +107,9 @@ class RepeatableTask:
 
     def __getitem__(self, index: int) -> Any:
         with self._seeded(index):  # a random augmentation is then the same on every reading
-            return self._dataset[int(index)]
+            sample = self._dataset[int(index)]
+        augment = getattr(self._task, "augment", None)
+        return sample if augment is None else augment(sample, torch.Generator().manual_seed(int(index)))
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:

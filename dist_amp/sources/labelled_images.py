@@ -1,0 +1,111 @@
+"""Images with labels: any dataset or folder that `[data]` names, or scikit-learn's digits; rows become tensors."""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.settings import DataConfig
+from dist_amp.sources.load import load_split
+
+
+def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
+    """The split's rows, with an image and a label each: see `load_split`. Errors: DataError for an absent column."""
+    if data.name == "auto" and data.path == "off":
+        return digits(split, image_column, label_column)
+    rows = load_split(data, split, image_column, label_column)
+    for name, column in (("image_column", image_column), ("label_column", label_column)):
+        if rows is not None and column not in rows.column_names:
+            there = ", ".join(rows.column_names)
+            raise DataError(f"task.args.{name}={column} does not exist; the columns are {there}")
+    return rows
+
+
+def class_names(rows: Any, label_column: str) -> Sequence[str]:
+    """The names of the classes 0, 1, ...: a ClassLabel's, or the column's texts, sorted; of plain numbers none."""
+    if isinstance(rows, list):
+        return "0123456789"
+    feature = getattr(rows, "features", {}).get(label_column)
+    kind = getattr(feature, "dtype", "")
+    if kind in ("string", "large_string"):
+        return sorted(set(rows.unique(label_column)) - {None})
+    return ("false", "true") if kind == "bool" else getattr(feature, "names", ())
+
+
+class LabelledImages:
+    """Rows as samples {"image": [channels, H, W] float32 in 0..1, "label": int64}.
+
+    names: of the classes, for labels that are texts. Images of other sizes are resized, and their channels converted.
+    """
+
+    def __init__(
+        self, rows: Any, image_column: str, label_column: str, size: tuple[int, int], channels: int, classes: int,
+        names: Sequence[str] = (),
+    ):  # fmt: skip
+        self.rows, self.columns, self.size, self.channels = rows, (image_column, label_column), size, channels
+        self.classes, self.number = classes, {name: number for number, name in enumerate(names)}
+        for own in ("shuffled", "fingerprint"):  # a Parquet view's
+            if hasattr(rows, own):
+                setattr(self, own, getattr(rows, own))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._sample(self.rows[index])
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        at_once = hasattr(self.rows, "__getitems__")
+        rows = self.rows.__getitems__(indices) if at_once else [self.rows[index] for index in indices]
+        return [self._sample(row) for row in rows]
+
+    def _sample(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
+        value, label = (row[column] for column in self.columns)
+        number = self.number.get(label, label) if isinstance(label, str) else label
+        if not isinstance(number, int) or not 0 <= number < self.classes:
+            raise ValueError(f"label {label!r} is none of the {self.classes} classes, 0 to {self.classes - 1}")
+        return {"image": pixels(opened(value), self.size, self.channels), "label": torch.tensor(int(number))}
+
+
+def opened(value: Any) -> Image.Image:
+    """A picture: what the column holds, or what its bytes encode. Errors: ValueError for anything else."""
+    if isinstance(value, Mapping):  # as Parquet stores it
+        value = value.get("bytes")
+    if isinstance(value, bytes):
+        value = ImageOps.exif_transpose(Image.open(io.BytesIO(value)))
+    if not isinstance(value, Image.Image):
+        raise ValueError(f"the image is {type(value).__name__}; store encoded pictures, as datasets.Image() does")
+    if value.mode.startswith(("I", "F")):
+        raise ValueError(f"the image has pixels of mode {value.mode}, whose range is not known; convert it to 8 bits")
+    return value
+
+
+def pixels(image: Image.Image, size: tuple[int, int], channels: int) -> Tensor:
+    """[channels, H, W] float32 in 0..1, for `size` (H, W)."""
+    height, width = size
+    image = image.convert("L" if channels == 1 else "RGB")
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    return torch.from_numpy(numpy.array(image, numpy.float32)).view(height, width, channels).permute(2, 0, 1) / 255
+
+
+def digits(split: str, image_column: str, label_column: str) -> list[dict[str, Any]]:
+    """scikit-learn's 1,797 digits as rows, a fixed tenth of them held out. Source: Alpaydin & Kaynak 1998, UCI 80."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"data.name=auto is scikit-learn's digits, and {error.name} is missing; pip install -e '.[images]' in the "
+            "clone's folder, or set data.name or data.path"
+        ) from None
+    scans = load_digits()
+    order = torch.randperm(len(scans.target), generator=torch.Generator().manual_seed(0)).tolist()
+    held_out = len(order) // 10
+    chosen = order[held_out:] if split == "train" else order[:held_out]
+    levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # of 0 to 16
+    return [{image_column: Image.fromarray(levels[i]), label_column: int(scans.target[i])} for i in chosen]

@@ -1,0 +1,129 @@
+"""A small convolutional network classifies images, by default scikit-learn's digits: 1,797 scans of 8 x 8 pixels.
+
+Copy this file to train a model of your own; set `[data]` to train this one on another image dataset, or a folder.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_amp.config.range import Range
+from dist_amp.errors import DataError
+from dist_amp.settings import DataConfig
+from dist_amp.sources.labelled_images import LabelledImages, class_names, labelled_rows
+from dist_amp.telemetry.mfu import count_flops
+
+Side = Annotated[int, Range(low=4)]  # two poolings halve it twice
+
+
+class CNN(nn.Sequential):
+    """images [B, channels, H, W] -> logits [B, classes]. Each convolution halves H and W, rounded down."""
+
+    def __init__(self, channels: int, size: tuple[int, int], width: int, classes: int):
+        height_out, width_out = (side // 2 // 2 for side in size)
+        super().__init__(
+            convolution(channels, width),
+            convolution(width, 2 * width),
+            nn.Sequential(nn.Flatten(), nn.Linear(2 * width * height_out * width_out, classes)),
+        )
+
+
+def convolution(channels: int, width: int) -> nn.Sequential:
+    """[B, channels, H, W] -> [B, width, H // 2, W // 2]."""
+    convolved = nn.Conv2d(channels, width, 3, padding=1, bias=False)  # the norm has a bias
+    return nn.Sequential(convolved, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2))
+
+
+class ImageClassification:
+    """Name an image's class. Batch: image [B, channels, H, W] float32 in 0..1, label [B] int64."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        size: tuple[Side, Side] = (8, 8),
+        channels: Literal[1, 3] = 1,
+        classes: Annotated[int, Range(low=2)] | Literal["auto"] = "auto",
+        image_column: str = "image",
+        label_column: str = "label",
+        width: Annotated[int, Range(low=1)] = 32,
+        shift_pixels: Annotated[float, Range(low=0)] = 1.0,
+        rotation_degrees: Annotated[float, Range(low=0, high=180)] = 10.0,
+        flip: bool = False,
+        channels_last: bool = True,
+    ):
+        self.data, self.size, self.channels, self.given_classes, self.width = data, size, channels, classes, width
+        self.columns = (image_column, label_column)
+        self.shift_pixels, self.rotation, self.flip = shift_pixels, math.radians(rotation_degrees), flip
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+
+    @cached_property
+    def training_rows(self) -> Any:
+        return labelled_rows(self.data, "train", *self.columns)
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """Of the classes; none where labels are plain numbers."""
+        return class_names(self.training_rows, self.columns[1])
+
+    @cached_property
+    def classes(self) -> int:
+        """How many there are. Errors: DataError if neither task.args.classes nor the data say so."""
+        if self.given_classes != "auto":
+            return self.given_classes
+        if len(self.names) < 2:
+            raise DataError(
+                f"task.args.classes=auto, and the column {self.columns[1]} names {len(self.names)} classes; set "
+                "task.args.classes to how many there are, at least 2"
+            )
+        return len(self.names)
+
+    def build_model(self) -> nn.Module:
+        return CNN(self.channels, self.size, self.width, self.classes)
+
+    def build_dataset(self, split: str) -> Any:
+        rows = self.training_rows if split == "train" else labelled_rows(self.data, split, *self.columns)
+        options = (*self.columns, self.size, self.channels, self.classes, self.names)
+        return None if rows is None else LabelledImages(rows, *options)
+
+    def augment(self, sample: dict[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        """Rotate, shift and flip by random amounts, uniform up to the limits; what comes from outside is black."""
+        angle, right, down, mirror = torch.rand(4, generator=rng).mul(2).sub(1).tolist()
+        (height, width), turn, flip = self.size, angle * self.rotation, -1 if self.flip and mirror < 0 else 1
+        # Where in the source a pixel comes from: x and y, which run from -1 to 1 along sides of any length.
+        source = torch.tensor(
+            [
+                [flip * math.cos(turn), -math.sin(turn) * height / width, 2 * right * self.shift_pixels / width],
+                [flip * math.sin(turn) * width / height, math.cos(turn), 2 * down * self.shift_pixels / height],
+            ]
+        )
+        image = sample["image"][None]
+        grid = F.affine_grid(source[None], list(image.shape), align_corners=False)
+        return {**sample, "image": F.grid_sample(image, grid, align_corners=False)[0]}
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """[B, classes] float32. Only inputs are converted: convolutions follow, and FSDP2 needs weights as they are."""
+        return model(batch["image"].contiguous(memory_format=self.layout)).float()
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.logits(model, batch), batch["label"], reduction="sum")
+
+    def weight(self, batch: dict[str, Tensor]) -> float:
+        return len(batch["label"])
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        logits = self.logits(model, batch)
+        loss = F.cross_entropy(logits, batch["label"], reduction="sum")
+        return {"loss": loss, "accuracy": (logits.argmax(1) == batch["label"]).sum()}
+
+    def flops_per_item(self, model: nn.Module) -> float:
+        with torch.device("meta"):
+            batch = {"image": torch.empty(2, self.channels, *self.size), "label": torch.zeros(2, dtype=torch.int64)}
+            return count_flops(self, self.build_model(), batch) / 2  # batch norm needs two where a side is 4
