@@ -67,9 +67,7 @@ def permute_each(positions: Tensor, lengths: Tensor, keys: Sequence[Tensor]) -> 
     return samples
 
 
-def _feistel(
-    values: Tensor, low_base: int | Tensor, high_base: int | Tensor, keys: Sequence[int | Tensor]
-) -> Tensor:
+def _feistel(values: Tensor, low_base: int | Tensor, high_base: int | Tensor, keys: Sequence[int | Tensor]) -> Tensor:
     """A permutation of [0, low_base * high_base)."""
     high = values // low_base
     low = values - high * low_base
