@@ -9,6 +9,7 @@ activations  bytes kept and FLOPs of a step for each parallel.activation_checkpo
 log_step     what a log step costs the host of each rank, on up to 4,096 imagined ranks
 order        what the order of the samples costs: computed for a large dataset, compared with a table
 padding      what data.group_by_length saves of the padding, and what looking up its order costs
+shuffle      how near the Parquet view's order comes to a full shuffle, and how soon a late step is found
 tripwires    the share of time that the consistency checks take (under torchrun: python -m dist_amp.bench.tripwires)
 pretrained   time and memory per rank to load pretrained weights into FSDP2 shards, compared with from_pretrained
 """

@@ -37,8 +37,13 @@ def epoch_order(order: str, length: int, seed: int, epoch: int) -> Callable[[Ten
     if order == "randperm":
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(length, generator=generator).__getitem__
+    return partial(permute, length=length, keys=epoch_keys(seed, epoch))
+
+
+def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """The keys of an epoch's permutation."""
     digest = hashlib.shake_128(struct.pack("<2Q", seed, epoch)).digest(8 * ROUNDS)
-    return partial(permute, length=length, keys=struct.unpack(f"<{ROUNDS}q", digest))
+    return struct.unpack(f"<{ROUNDS}q", digest)
 
 
 def permute(positions: Tensor, length: int, keys: Sequence[int]) -> Tensor:
@@ -51,7 +56,18 @@ def permute(positions: Tensor, length: int, keys: Sequence[int]) -> Tensor:
     return samples
 
 
-def _feistel(values: Tensor, low_base: int, high_base: int, keys: Sequence[int]) -> Tensor:
+def permute_each(positions: Tensor, lengths: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """As `permute`, with a length, at most 2^52, and keys for each position: all int64 of one shape [n]."""
+    low_bases = lengths.double().sqrt().ceil().long()  # the root of an integer is rounded alike on every machine
+    high_bases = (lengths - 1) // low_bases + 1
+    samples = _feistel(positions, low_bases, high_bases, keys)
+    while len(outside := (samples >= lengths).nonzero()[:, 0]):
+        own_keys = [key[outside] for key in keys]
+        samples[outside] = _feistel(samples[outside], low_bases[outside], high_bases[outside], own_keys)
+    return samples
+
+
+def _feistel(values: Tensor, low_base: int | Tensor, high_base: int | Tensor, keys: Sequence[int | Tensor]) -> Tensor:
     """A permutation of [0, low_base * high_base)."""
     high = values // low_base
     low = values - high * low_base
@@ -63,13 +79,13 @@ def _feistel(values: Tensor, low_base: int, high_base: int, keys: Sequence[int])
     return high * low_base + low
 
 
-def _add(digit: Tensor, other: Tensor, base: int) -> Tensor:
+def _add(digit: Tensor, other: Tensor, base: int | Tensor) -> Tensor:
     """(digit + other) modulo base, of two numbers below it; cheaper than a division."""
     total = digit + other
     return torch.where(total < base, total, total - base)
 
 
-def _hash_below(digit: Tensor, key: int, base: int) -> Tensor:
+def _hash_below(digit: Tensor, key: int | Tensor, base: int | Tensor) -> Tensor:
     """A number in [0, base) for each digit, by a 64-bit key; int64 products wrap around.
 
     Two rounds of multiply and xorshift, with the factors of MurmurHash3's finaliser.
