@@ -15,23 +15,40 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from dist_amp.errors import DataError, Failure
+from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.runtime.rendezvous import in_time
 from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.converted import from_files, not_loaded, without_its_errors
-from dist_amp.sources.files import find_files
+from dist_amp.sources.files import Files, find_files
+from dist_amp.sources.parquet import ParquetView, open_parquet
 
 log = logging.getLogger(__name__)
+TOKEN_SETTINGS = ("tokenizer", "pack", "long_documents")
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """The training or validation part of the rows that `data.name` or `data.path` names: a `datasets.Dataset`.
+    """The training or validation part of the rows that `data.name` or `data.path` names.
 
-    It has the column `data.text_column`, or one of the others; None for the validation part of a single row.
+    A `datasets.Dataset`; with data.view=parquet, or for large Parquet files, a `ParquetView`. It has the column
+    `data.text_column`, or one of the others; None for the validation part of a single row.
     Errors: DataError for files, names, splits and columns that do not exist, or can't be read; ConfigError for an
     address or a format that does not fit.
     """
+    for name in TOKEN_SETTINGS:
+        if (value := getattr(config, name)) != "auto":
+            raise ConfigError(
+                f"data.{name}={value} is for tasks that read tokens, and this one reads rows; leave it out"
+            )
+    if config.sources and fields(config.sources):
+        raise ConfigError(
+            f"data.sources.{fields(config.sources)[0].name}: this task reads a single source; use data.path or data.name"
+        )
     if config.path == "off":
+        if config.view == "parquet":
+            raise ConfigError(
+                f"data.view=parquet reads files, and data.name={config.name} is converted as a whole; name its files "
+                f"in place of it: data.path=hf://datasets/{config.name.partition(':')[0]}/**/*.parquet"
+            )
         everything = _from_hub(config)
     else:
         if config.path.startswith("hf://"):
@@ -42,8 +59,21 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
                 f"data.path={config.path} holds tokens, and the task reads {' or '.join(('text', *other_columns))}; "
                 "use a task that takes tokens, or set data.path to the files that were tokenised"
             )
-        everything = from_files(config, files)
+        everything = _by_row_group(config, files) or from_files(config, files)
     return pick_split(everything, config, split, *other_columns)
+
+
+def _by_row_group(config: DataConfig, files: Files) -> dict[str, ParquetView]:
+    """Every split as a view of its Parquet files; empty if the files are to be converted."""
+    if config.view == "parquet" and files.format != "parquet":
+        raise ConfigError(
+            f"data.view=parquet, and data.path={config.path} has the format {files.format}; write Parquet files, or "
+            "use data.view=map"
+        )
+    large = config.view == "auto" and files.bytes > config.map_up_to_gib * 2**30
+    if files.format != "parquet" or not (large or config.view == "parquet"):
+        return {}
+    return {split: open_parquet(files.fs, paths, config) for split, paths in files.splits.items()}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dist_amp.run import Run
 from dist_amp.runtime.batch_statistics import first_batch_norm
 from dist_amp.runtime.plan import shard_step
 from dist_amp.settings import DataConfig, SourceConfig
+from dist_amp.sources.load import TOKEN_SETTINGS
 from dist_amp.supervise.environment import report_environment
 from dist_amp.supervise.preflight import check_free_space
 from dist_amp.supervise.sampling import show_sample
@@ -79,15 +80,17 @@ def warn_about_small_batches(run: Run) -> None:
 
 
 def warn_about_unread_settings(run: Run) -> None:
-    """Warn of settings that say what to read, where the task's constructor does not take the data section."""
+    """Warn of settings that have no effect, since the task's constructor does not take the data section."""
+    default, ours = DataConfig(), run.config.data
+    if ours.group_by_length != "off" and "length" not in run.data.plan.order:
+        run.world.warn(
+            f"data.group_by_length={ours.group_by_length} has no effect: the task's build_dataset does not return "
+            "LengthGroups; see docs/data.md, or use off"
+        )
     if INJECTED in inspect.signature(type(run.task)).parameters:
         return
-    default, ours = DataConfig(), run.config.data
-    unread = [
-        f"data.{name}={getattr(ours, name)}"
-        for name in (*(item.name for item in fields(SourceConfig)), "tokenizer", "pack", "long_documents")
-        if getattr(ours, name) != getattr(default, name)
-    ]
+    names = (*(item.name for item in fields(SourceConfig)), *TOKEN_SETTINGS)
+    unread = [f"data.{name}={getattr(ours, name)}" for name in names if getattr(ours, name) != getattr(default, name)]
     unread += [f"data.sources.{item.name}" for item in fields(ours.sources)] if is_dataclass(ours.sources) else []
     if unread:
         run.world.warn(
