@@ -25,6 +25,7 @@ from dist_amp.runtime.plan import Plan, Shard
 from dist_amp.runtime.prefetch import Copies, Fetched
 from dist_amp.runtime.random_state import seed_all
 from dist_amp.settings import DataConfig
+from dist_amp.sources.length_groups import grouped
 from dist_amp.task import Task
 from dist_amp.world import World
 
@@ -156,17 +157,13 @@ class Batches:
 
 
 def build_batches(
-    config: DataConfig,
-    task: Task,
-    dataset: Any,
-    micro_batch_size: int,
-    accumulation_steps: int,
-    seed: int,
+    config: DataConfig, task: Task, dataset: Any, micro_batch_size: int, accumulation_steps: int, seed: int,
     world: World,
-) -> Batches:
+) -> Batches:  # fmt: skip
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     check_length(length := len(() if dataset is None else dataset), micro_batch_size, accumulation_steps, world)
+    dataset = grouped(config, dataset)
     order, own_order = shuffled_order(length) if config.shuffle else "dataset", None
     if config.shuffle and hasattr(dataset, "shuffled"):  # see sources/: such as row groups read by one rank each
         order, own_order = dataset.shuffled(global_batch_size, world.world_size)

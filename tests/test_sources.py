@@ -22,7 +22,7 @@ from dist_amp.config.task_class import build_split
 from dist_amp.errors import DataError
 from dist_amp.runtime.loader import Fetch
 from dist_amp.runtime.plan import Request
-from dist_amp.sources.load import in_table, load_split
+from dist_amp.sources.load import load_split
 from dist_amp.world import World
 
 TEXTS = ["one", "two\nlines", "", "four"]
@@ -339,18 +339,6 @@ def test_a_saved_folder_that_is_damaged_or_of_another_kind_is_refused(tmp_path):
 def test_tokens_are_refused_where_rows_are_read(tmp_path):
     (tmp_path / "tokens.json").write_text("{}")
     assert_says(message_of(65, rows_of, tmp_path), f"data.path={tmp_path} holds tokens", "a task that takes tokens")
-
-
-def test_errors_of_a_mixtures_source_name_the_keys_of_its_table(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(LINES)
-
-    def of_wiki(**settings):
-        with in_table("wiki"):
-            return rows_of(tmp_path, **settings)
-
-    assert len(of_wiki(validation_split="train")) == 4
-    assert message_of(65, of_wiki, text_column="body").startswith("data.sources.wiki.text_column=body does not exist")
-    assert_says(message_of(64, of_wiki, format="csv"), "data.sources.wiki.format=csv", "data.sources.wiki.path=")
 
 
 class Streams(torch.utils.data.IterableDataset):

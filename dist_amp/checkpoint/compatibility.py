@@ -120,7 +120,7 @@ def order_to_continue(path: Path, manifest: Manifest, plan: Plan, allowed: bool,
     if plan.own_order is not None or theirs not in known:
         text = f"{path} takes its samples in the order {theirs!r}, this run in {plan.order!r}"
         if not allowed:
-            names = "data.view, data.streams and data.shuffle_groups"
+            names = "data.view, data.streams, data.shuffle_groups and data.group_by_length"
             raise DataError(f"{text}: use the old {names}, or a newer dist_amp, {OR_ALLOW}")
         world.warn(f"{text}; some samples of this epoch come twice or not at all")
         return plan.order

@@ -3,23 +3,20 @@
 import logging
 import math
 import os
-import re
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.runtime.rendezvous import in_time
 from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.converted import from_files, not_loaded, without_its_errors
 from dist_amp.sources.files import Files, find_files
+from dist_amp.sources.mixture import tables_of
 from dist_amp.sources.parquet import ParquetView, open_parquet
 
 log = logging.getLogger(__name__)
@@ -36,13 +33,9 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
     """
     for name in TOKEN_SETTINGS:
         if (value := getattr(config, name)) != "auto":
-            raise ConfigError(
-                f"data.{name}={value} is for tasks that read tokens, and this one reads rows; leave it out"
-            )
-    if config.sources and fields(config.sources):
-        raise ConfigError(
-            f"data.sources.{fields(config.sources)[0].name}: this task reads a single source; use data.path or data.name"
-        )
+            raise ConfigError(f"data.{name}={value} is for tasks that read tokens, and this one reads rows; remove it")
+    if tables := tables_of(config):
+        raise ConfigError(f"data.sources.{next(iter(tables))}: this task reads one source; use data.path or data.name")
     if config.path == "off":
         if config.view == "parquet":
             raise ConfigError(
@@ -74,16 +67,6 @@ def _by_row_group(config: DataConfig, files: Files) -> dict[str, ParquetView]:
     if files.format != "parquet" or not (large or config.view == "parquet"):
         return {}
     return {split: open_parquet(files.fs, paths, config) for split, paths in files.splits.items()}
-
-
-@contextmanager
-def in_table(name: str) -> Iterator[None]:
-    """Errors about data.path and the like name the keys of the table `data.sources.NAME` inside."""
-    keys = "|".join(field.name for field in fields(SourceConfig))
-    try:
-        yield
-    except Failure as error:
-        raise type(error)(re.sub(rf"\bdata\.({keys})\b", rf"data.sources.{name}.\1", str(error))) from error
 
 
 def hide_progress_bars() -> None:

@@ -81,14 +81,9 @@ def warn_about_small_batches(run: Run) -> None:
 
 def warn_about_unread_settings(run: Run) -> None:
     """Warn of settings that have no effect, since the task's constructor does not take the data section."""
-    default, ours = DataConfig(), run.config.data
-    if ours.group_by_length != "off" and "length" not in run.data.plan.order:
-        run.world.warn(
-            f"data.group_by_length={ours.group_by_length} has no effect: the task's build_dataset does not return "
-            "LengthGroups; see docs/data.md, or use off"
-        )
     if INJECTED in inspect.signature(type(run.task)).parameters:
         return
+    default, ours = DataConfig(), run.config.data
     names = (*(item.name for item in fields(SourceConfig)), *TOKEN_SETTINGS)
     unread = [f"data.{name}={getattr(ours, name)}" for name in names if getattr(ours, name) != getattr(default, name)]
     unread += [f"data.sources.{item.name}" for item in fields(ours.sources)] if is_dataclass(ours.sources) else []
