@@ -108,7 +108,8 @@ def encode_chat(messages: list[Any], tokenizer: Any, learned_from: int = 0) -> t
     """(token ids, labels) of a chat; of its messages from `learned_from` on, the assistant's are learned.
 
     A template with {% generation %} says which tokens are the assistant's. Without, they are those by which the chat
-    gets longer when the turn is added; a template that renders earlier turns in another way later loses those turns.
+    gets longer when the turn is added; turns that a template renders in another way later, or after a prompt that it
+    renders in another way, are not learned.
     Errors: DataError for a chat with answers of which nothing would be learned.
     """
     if marked := bool(MARKS_ANSWERS.search(str(tokenizer.chat_template))):
@@ -122,7 +123,12 @@ def encode_chat(messages: list[Any], tokenizer: Any, learned_from: int = 0) -> t
         labels = [NOT_LEARNED] * len(ids)
         for number in range(learned_from, len(messages)):
             if messages[number]["role"] == "assistant":
-                start = common_prefix(ids, rendered(messages[:number], tokenizer, add_generation_prompt=True))
+                prompt = rendered(messages[:number], tokenizer, add_generation_prompt=True)
+                start = common_prefix(ids, prompt)
+                if start < len(prompt):  # what opens an answer may differ, but not what was said before
+                    before = rendered(messages[:number], tokenizer)
+                    if common_prefix(ids, before) < len(before) - 1:  # its last token may merge with the next
+                        continue
                 end = common_prefix(ids, rendered(messages[: number + 1], tokenizer))
                 labels[start:end] = ids[start:end]
     answered = any(one["role"] == "assistant" and one["content"] for one in messages[learned_from:])

@@ -77,7 +77,7 @@ class Manifest:
 
     @property
     def dtype(self) -> Any:
-        return np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
+        return np.dtype(f"<u{1 if self.vocabulary <= 2**8 else 2 if self.vocabulary <= 2**16 else 4}")
 
     def write(self, folder: Path) -> None:
         content = asdict(self)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -74,8 +74,9 @@ class SplitWriter:
     def close(self) -> None:
         """Remove a shard that is not complete."""
         if self._file is not None:
-            self._file.close()
-            self._temporary_tokens.unlink(missing_ok=True)
+            with suppress(OSError):  # it was raised before
+                self._file.close()
+                self._temporary_tokens.unlink(missing_ok=True)
 
     @property
     def _temporary_tokens(self) -> Path:

@@ -159,11 +159,12 @@ def _in_order(encode: Callable[[Any], Any], chunks: Iterator[Any], workers: int)
         yield map(encode, chunks)
         return
     fork, free = get_context("fork"), SimpleQueue[Any]()
-    pipes = [fork.Pipe() for _ in range(workers)]
-    processes = [fork.Process(target=_serve, args=(encode, theirs), daemon=True) for _, theirs in pipes]
-    for process, (mine, theirs) in zip(processes, pipes, strict=True):
-        process.start()
-        theirs.close()
+    processes = []
+    for _ in range(workers):
+        mine, theirs = fork.Pipe()
+        processes.append(fork.Process(target=_serve, args=(encode, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()  # before the next one is forked, which would keep it open if this one died
         free.put(mine)
 
     def ask(chunk: Any) -> Any:
