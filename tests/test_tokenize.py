@@ -203,7 +203,7 @@ def test_one_process_writes_while_another_waits(tmp_path):
 
 def test_a_worker_that_dies_is_reported(tmp_path):
     dying = replace(BYTES, encode=lambda text: os._exit(1))
-    with pytest.raises(Failure, match="a worker has died, perhaps for lack of memory; use fewer --workers"):
+    with pytest.raises(Failure, match="a worker has died, perhaps for lack of memory; use fewer workers"):
         write(tmp_path, texts(), workers=2, tokenizer=dying)
 
 
@@ -259,7 +259,7 @@ def test_the_command_writes_both_splits_and_prints_exact_counts(tmp_path, capsys
     for line, split in zip(lines[-2:], ("train", "validation"), strict=True):
         found = re.fullmatch(
             rf"{tmp_path}/tokens/{split}: (\d+) documents, (\d+) tokens, of which (\d+) count"
-            r"(?:, (\d+) rows without any left out)?",
+            r"(?:; (\d+) of \d+ rows have nothing to learn and are left out)?",
             line,
         )
         numbers = [int(number or 0) for number in found.groups()]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.runtime.loader import START_ATTEMPTS, START_SECONDS
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
 from dist_amp.sources.conversations import are_chats, encode_row
 from dist_amp.sources.token_shards import (
@@ -158,14 +159,9 @@ def _in_order(encode: Callable[[Any], Any], chunks: Iterator[Any], workers: int)
     if not workers:
         yield map(encode, chunks)
         return
-    fork, free = get_context("fork"), SimpleQueue[Any]()
-    processes = []
-    for _ in range(workers):
-        mine, theirs = fork.Pipe()
-        processes.append(fork.Process(target=_serve, args=(encode, theirs), daemon=True))
-        processes[-1].start()
-        theirs.close()  # before the next one is forked, which would keep it open if this one died
-        free.put(mine)
+    started, free = [_start(encode) for _ in range(workers)], SimpleQueue[Any]()
+    for _, pipe in started:
+        free.put(pipe)
 
     def ask(chunk: Any) -> Any:
         pipe = free.get()
@@ -173,7 +169,7 @@ def _in_order(encode: Callable[[Any], Any], chunks: Iterator[Any], workers: int)
             pipe.send(chunk)
             return pipe.recv()
         except (EOFError, OSError) as error:
-            raise Failure("a worker has died, perhaps for lack of memory; use fewer --workers") from error
+            raise Failure("a worker has died, perhaps for lack of memory; use fewer workers") from error
         finally:
             free.put(pipe)
 
@@ -190,9 +186,25 @@ def _in_order(encode: Callable[[Any], Any], chunks: Iterator[Any], workers: int)
     try:
         yield answers(pool)
     finally:
-        for process in processes:
+        for process, _ in started:
             process.kill()
+            process.join()
         pool.shutdown(cancel_futures=True)
+
+
+def _start(encode: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """(process, pipe to it) of a worker; a fork can be stuck before its first line, see runtime/loader.py."""
+    fork = get_context("fork")
+    for _ in range(START_ATTEMPTS):
+        mine, theirs = fork.Pipe()
+        process = fork.Process(target=_serve, args=(encode, theirs), daemon=True)
+        process.start()
+        theirs.close()  # or the next worker would keep it open if this one died
+        if mine.poll(START_SECONDS):
+            mine.recv()
+            return process, mine
+        process.kill()
+    raise Failure("the workers that tokenize do not start; use none, or check the machine's load")
 
 
 def _serve(encode: Callable[[Any], Any], pipe: Any) -> None:
@@ -200,6 +212,7 @@ def _serve(encode: Callable[[Any], Any], pipe: Any) -> None:
     die_with_parent(signal.SIGKILL)
     ignore_stop_signals()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers fill the cores
+    pipe.send("started")
     while True:
         chunk = pipe.recv()
         try:

@@ -36,7 +36,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer) -> Any:
                 f"({tokenizer.identity}); leave data.tokenizer out"
             )
     if data.format == "tokens" or (data.format == "auto" and holds_tokens(data.path)):
-        return _made_before(Path(data.path), split, tokenizer)
+        return _opened(Path(data.path), split, tokenizer)
     rows = load_split(data, split, CHATS, TEXTS)
     if rows is None:
         return None
@@ -49,10 +49,8 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer) -> Any:
     if not hasattr(rows, "map"):
         return AsRead(rows, tokenizer, data.text_column)
     folder = cache_folder(rows, tokenizer, data.text_column)
-    if not (holds_tokens(str(folder)) and read_manifest(folder).complete):
-        log.info("data: %d %s rows are tokenized into %s", len(rows), split, folder)
-    tokenize(folder, {split: rows}, tokenizer, data.text_column, log.info)
-    return TokenShards(folder, split)
+    tokenize(folder, {split: rows}, tokenizer, data.text_column, log.info, data.workers)
+    return _opened(folder, split, tokenizer)
 
 
 def documents_within(data: DataConfig, split: str, tokenizer: Any, length: int) -> Any:
@@ -61,7 +59,7 @@ def documents_within(data: DataConfig, split: str, tokenizer: Any, length: int) 
     return None if documents is None else Within(documents, length, split)
 
 
-def _made_before(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards | None:
+def _opened(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards | None:
     manifest = read_manifest(folder)
     if manifest.identity != tokenizer.identity:
         raise ConfigError(
@@ -70,6 +68,7 @@ def _made_before(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards 
         )
     if split == "validation" and manifest.splits and split not in manifest.splits:
         return None
+    log.info("data: %s: %s (%s)", split, manifest.splits[split], folder)
     return TokenShards(folder, split)
 
 
