@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from dist_amp.checkpoint.pretrained import load_pretrained
 from dist_amp.config.range import Range
 from dist_amp.settings import DataConfig
-from dist_amp.sources import conversations
+from dist_amp.sources import conversations, tokens
 from dist_amp.tasks import huggingface
 
 
@@ -35,7 +35,7 @@ class HFCausalLM:
         return [] if self.lora.rank else huggingface.embedding_and_head(model)
 
     def build_dataset(self, split: str) -> Any:
-        return conversations.tokenized(self.data, split, self.tokenizer, self.length)
+        return tokens.documents_within(self.data, split, self.tokenizer, self.length)
 
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         return conversations.padded(samples, self.tokenizer.pad_token_id or 0)
