@@ -27,13 +27,16 @@ def folder(tmp_path_factory):
         yield folder
 
 
-def test_the_report_has_a_row_for_every_source_loader_and_number_of_workers(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("sources", "workers"), [(list(KINDS), [0]), (["images"], [0, 2])])
+def test_the_report_has_a_row_for_every_source_loader_and_number_of_workers(
+    sources, workers, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(harness, "on_ranks", lambda size, measure, *args: measure(World(), *args))
     words = ["--rows", "128", "--rounds", "1", "--seconds", "0", "--steps", "2", "--out", str(tmp_path)]
-    assert bench(["data", *words]) == 0
+    assert bench(["data", *words, "--sources", *sources, "--workers", *map(str, workers)]) == 0
     found = json.loads((tmp_path / "data.json").read_text())
-    own = {source: LOADERS if kind.loader else (OURS, BARE) for source, kind in KINDS.items()}
-    expected = {(source, workers, loader) for source in KINDS for workers in (0, 2) for loader in own[source]}
+    loaders = {source: LOADERS if KINDS[source].loader else (OURS, BARE) for source in sources}
+    expected = {(source, count, loader) for source in sources for count in workers for loader in loaders[source]}
     assert {(row["source"], row["workers"], row["loader"]) for row in found["rows"]} == expected
     for row in found["rows"]:
         assert row["samples_per_second"][0] > 0

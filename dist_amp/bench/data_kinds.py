@@ -46,10 +46,18 @@ def tokens(folder: Path) -> Any:
     return token_documents(DataConfig(path=str(folder / "json")), "train", open_tokenizer("bytes"))
 
 
-def packed(folder: Path) -> Any:
+def packing() -> Any:
     from dist_amp.sources.packing import Packing
 
-    return Packing.of(DataConfig(pack="best_fit"), ROW_TOKENS, auto="off").rows(tokens(folder), "train")
+    return Packing.of(DataConfig(pack="best_fit"), ROW_TOKENS, auto="off")
+
+
+def packed(folder: Path) -> Any:
+    return packing().rows(tokens(folder), "train")
+
+
+def collate_packed(samples: list[Any]) -> Any:
+    return packing().collate(samples)
 
 
 def images(folder: Path) -> Any:
@@ -62,7 +70,7 @@ KINDS = {
     "json": Kind(partial(rows, "json", "map"), list, "json", "json/train-*"),
     "parquet": Kind(partial(rows, "parquet", "parquet"), list, "parquet", "parquet/train-*"),
     "tokens": Kind(tokens, PAD, "parquet", "tokens/train-*"),
-    "packed": Kind(packed, default_collate),
+    "packed": Kind(packed, collate_packed),
     "images": Kind(images, default_collate, "parquet", "images/train-*"),
 }
 
