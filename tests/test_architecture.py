@@ -40,7 +40,7 @@ ON_THE_RUN = {"telemetry.mfu", "telemetry.summary"}
 NOT_IN_A_STEP = {"diagnostics.nonfinite", "diagnostics.profiling", "diagnostics.replay", "checkpoint.reader"}
 BESIDE_TRAINING = ("fast", "verify", "bench", "commands", "tasks")
 HEAVY = {
-    "datasets": {"sources", "tasks", "supervise.preflight"},
+    "datasets": {"sources", "tasks", "supervise.preflight", "bench.data", "bench.data_kinds"},
     "pyarrow": {"sources"},
     "fsspec": {"sources"},
     "tensorboard": {"telemetry.writers", "telemetry.tensorboard_view"},
@@ -52,6 +52,7 @@ HEAVY = {
     "tokenizers": {"sources"},
     "peft": {"tasks"},
     "pynvml": {"telemetry.health"},
+    "sklearn": {"sources.labelled_images"},
 }
 
 

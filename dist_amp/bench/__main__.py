@@ -12,6 +12,7 @@ padding      what data.group_by_length saves of the padding, and what looking up
 shuffle      how near the Parquet view's order comes to a full shuffle, and how soon a late step is found
 tripwires    the share of time that the consistency checks take (under torchrun: python -m dist_amp.bench.tripwires)
 pretrained   time and memory per rank to load pretrained weights into FSDP2 shards, compared with from_pretrained
+data         how fast each kind of source is read, compared with DataLoader and datasets; what the demo waits for data
 """
 
 import re
