@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import re
 import shutil
 import sys
 import zipfile
@@ -13,9 +14,11 @@ import fsspec
 import numpy
 import pytest
 import torch
+from conftest import ROOT
 from PIL import Image
 from test_bad_inputs import message_of
 from test_config import assert_says
+from tiny import make_run, parameters_of, take_steps
 
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_split
@@ -194,6 +197,19 @@ def test_a_dataset_in_the_hubs_layout_has_configurations(tmp_path):
     assert load_split(load_config(["--data.name", f"{tmp_path}:de"], {}).data, "train")["text"] == ["de"]
     message = message_of(65, load_split, load_config(["--data.name", f"{tmp_path}:fr"], {}).data, "train")
     assert_says(message, f"data.name={tmp_path}:fr could not be loaded", "'fr' not found", "['en', 'de']")
+
+
+def test_the_task_in_the_docs_learns_from_any_of_these(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text().split("## Larger")[0], re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    rows = [{"x": [n % 5, 1, 0, n % 3], "y": n % 7} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = make_run(World(), names["Table"](section(copied_to_memory(tmp_path))))
+    before = parameters_of(run)["weight"].clone()
+    take_steps(run, 1)
+    assert not torch.equal(parameters_of(run)["weight"], before)
+    assert run.data.plan.length == 38
 
 
 # ---- images ----
