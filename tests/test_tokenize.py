@@ -450,3 +450,17 @@ def test_a_manifest_that_can_not_be_used(change, said, tmp_path):
     path.write_text(text) if change else path.unlink()
     with pytest.raises(DataError, match=re.escape(said)):
         TokenShards(tmp_path, "train")
+
+
+def test_complete_tokens_are_used_where_nothing_can_be_written(tmp_path):
+    """A folder that others have made and that is mounted read-only."""
+    made = write(tmp_path, texts())
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").mkdir()  # so that it can't be taken, even by root
+    assert write(tmp_path, texts()) == made
+    manifest = replace(made, complete=False)
+    manifest.write(tmp_path)
+    with pytest.raises(
+        Failure, match=r"the tokens in .* can't be written \(Is a directory\); make room or name another"
+    ):
+        write(tmp_path, texts())
