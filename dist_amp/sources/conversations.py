@@ -45,6 +45,12 @@ def are_chats(rows: Any) -> bool:
     return CHATS in columns or ({TEXTS, COMPLETIONS} <= columns and len(rows) > 0 and isinstance(rows[0][TEXTS], list))
 
 
+def needed_columns(rows: Any, text_column: str) -> Any:
+    """The rows with those columns alone that `encode` reads: others, such as images, cost time."""
+    needed = (CHATS, TEXTS, COMPLETIONS, text_column)
+    return rows.select_columns([column for column in rows.column_names if column in needed])
+
+
 def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
     """Whether a prompt is a user's turn: the tokenizer has a chat template, and the rows are chats or can't be read."""
     if tokenizer.chat_template is None:

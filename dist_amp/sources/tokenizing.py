@@ -19,7 +19,7 @@ import numpy as np
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.runtime.loader import START_ATTEMPTS, START_SECONDS
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
-from dist_amp.sources.conversations import CHATS, COMPLETIONS, TEXTS, are_chats, encode_row
+from dist_amp.sources.conversations import are_chats, encode_row, needed_columns
 from dist_amp.sources.token_shards import (
     NOT_LEARNED,
     Manifest,
@@ -121,9 +121,7 @@ def _tokenize_split(
     begin, end = manifest.splits[name].end_row, len(rows)
     if begin == end:
         return manifest
-    if hasattr(rows, "select_columns"):  # others, such as images, would be read and decoded as well
-        needed = {CHATS, TEXTS, COMPLETIONS, manifest.text_column}
-        rows = rows.select_columns([column for column in rows.column_names if column in needed])
+    rows = needed_columns(rows, manifest.text_column)
     writer = SplitWriter(folder, name, manifest)
     chunks = (
         (at, rows.__getitems__(list(range(at, min(at + CHUNK_ROWS, end))))) for at in range(begin, end, CHUNK_ROWS)
