@@ -423,6 +423,13 @@ def test_an_id_out_of_range_names_the_document(tmp_path):
     assert len(documents[last - 1]["input_ids"]) > 1
 
 
+def test_an_id_that_the_tokenizer_should_not_make_names_the_row(tmp_path):
+    with pytest.raises(
+        DataError, match="row 1: the tokenizer bytes makes the id 195, and its vocabulary says that ids are"
+    ):
+        write(tmp_path, texts(), tokenizer=replace(BYTES, vocabulary=50))
+
+
 def test_an_index_that_points_elsewhere_names_the_document(tmp_path):
     write(tmp_path, texts())
     index = np.memmap(tmp_path / "train/documents.bin", "<i8", "r+").reshape(-1, 3)

@@ -151,6 +151,11 @@ def _encode_chunk(chunk: Chunk, tokenizer: Tokenizer, text_column: str) -> tuple
     documents = []
     for number, row in enumerate(chunk[1], chunk[0]):
         ids, labels = encode_row(number, row, tokenizer, text_column)
+        if (largest := max(ids, default=0)) >= tokenizer.vocabulary:  # it would wrap around in the file
+            raise DataError(
+                f"row {number}: the tokenizer {tokenizer.name} makes the id {largest}, and its vocabulary says that "
+                f"ids are below {tokenizer.vocabulary}; correct the tokenizer"
+            )
         counted = np.array(labels) != NOT_LEARNED
         counted[:1] = False  # the first is predicted from nothing
         if counted.any():
