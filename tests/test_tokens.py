@@ -268,19 +268,25 @@ class View:
         self.read += numbers
         return [self.rows[number] for number in numbers]
 
+    def select_columns(self, names):
+        self.selected = names
+        return self
+
     def shuffled(self, global_batch_size, world_size):
         return "an order", None
 
 
 def test_rows_of_a_view_are_tokenized_as_they_are_read_in_its_own_order(tmp_path, cache, monkeypatch):
-    view = View(TEXTS)
+    view = View([{**row, "image": b""} for row in TEXTS])
     monkeypatch.setattr(tokens, "load_split", lambda *args: view)
     documents = token_documents(DataConfig(), "train", BYTES)
+    assert len(token_documents(DataConfig(), "train", BYTES, View(TEXTS[:5]))) == 5  # what a task ships with
     assert isinstance(documents, AsRead)
     assert not cache.exists()
     assert not hasattr(documents, "lengths")
     assert documents.shuffled(8, 1) == ("an order", None)
     assert view.read == []
+    assert view.selected == ["text"]
     samples = documents.__getitems__([4, 1])
     assert view.read == [4, 1]
     ahead = (

@@ -19,7 +19,7 @@ import numpy as np
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.runtime.loader import START_ATTEMPTS, START_SECONDS
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
-from dist_amp.sources.conversations import are_chats, encode_row
+from dist_amp.sources.conversations import are_chats, encode_row, needed_columns
 from dist_amp.sources.token_shards import (
     NOT_LEARNED,
     Manifest,
@@ -75,18 +75,23 @@ def tokenize(
     made = {name: Split(source_fingerprint(rows), len(rows), are_chats(rows)) for name, rows in splits.items()}
     facts = (tokenizer.name, tokenizer.identity, tokenizer.vocabulary, tokenizer.end, text_column, shard_tokens)
     wanted = Manifest(*facts, splits=made)
+    if (there := _begun(folder, wanted)).complete:
+        return there
+    lock = FileLock(folder / ".lock")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        say(f"data: waiting for another process, which makes the tokens in {folder}")
-        lock.acquire()
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"data: waiting for another process, which makes the tokens in {folder}")
+            lock.acquire()
     with lock:
         manifest = _begun(folder, wanted)
         if manifest.complete:
             return manifest
+        if manifest is wanted:
+            with writing(folder):
+                wanted.write(folder)
         for name, rows in splits.items():
             manifest = _tokenize_split(folder, name, rows, manifest, tokenizer, say, workers)
         manifest = replace(manifest, complete=True)
@@ -96,12 +101,11 @@ def tokenize(
 
 
 def _begun(folder: Path, wanted: Manifest) -> Manifest:
-    """The manifest of what is there already. Errors: ConfigError if it was made from or by something else."""
+    """What is there already, else what is wanted. Errors: ConfigError if it was made from or by something else."""
     if not holds_tokens(str(folder)):
-        if others := [path.name for path in folder.iterdir() if not path.name.startswith(".")]:
+        files = folder.iterdir() if folder.is_dir() else []
+        if others := [path.name for path in files if not path.name.startswith(".")]:
             raise ConfigError(f"{folder} holds other files, such as {others[0]}; give the tokens a folder of their own")
-        with writing(folder):
-            wanted.write(folder)
         return wanted
     there = read_manifest(folder)
     for (was_one, was), (now_one, now) in zip(_origin(there), _origin(wanted), strict=True):
@@ -117,6 +121,7 @@ def _tokenize_split(
     begin, end = manifest.splits[name].end_row, len(rows)
     if begin == end:
         return manifest
+    rows = needed_columns(rows, manifest.text_column)
     writer = SplitWriter(folder, name, manifest)
     chunks = (
         (at, rows.__getitems__(list(range(at, min(at + CHUNK_ROWS, end))))) for at in range(begin, end, CHUNK_ROWS)
@@ -146,6 +151,11 @@ def _encode_chunk(chunk: Chunk, tokenizer: Tokenizer, text_column: str) -> tuple
     documents = []
     for number, row in enumerate(chunk[1], chunk[0]):
         ids, labels = encode_row(number, row, tokenizer, text_column)
+        if (largest := max(ids, default=0)) >= tokenizer.vocabulary:  # it would wrap around in the file
+            raise DataError(
+                f"row {number}: the tokenizer {tokenizer.name} makes the id {largest}, and its vocabulary says that "
+                f"ids are below {tokenizer.vocabulary}; correct the tokenizer"
+            )
         counted = np.array(labels) != NOT_LEARNED
         counted[:1] = False  # the first is predicted from nothing
         if counted.any():

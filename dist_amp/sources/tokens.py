@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
-from dist_amp.sources.conversations import CHATS, TEXTS, check_rows, encode_row
+from dist_amp.sources.conversations import CHATS, TEXTS, check_rows, encode_row, needed_columns
 from dist_amp.sources.load import load_split, warn
 from dist_amp.sources.token_shards import FORMAT, NOT_LEARNED, TokenShards, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import Tokenizer, of_transformers, open_tokenizer
@@ -21,9 +21,10 @@ from dist_amp.sources.tokenizing import SHARD_TOKENS, source_fingerprint, tokeni
 log = logging.getLogger(__name__)
 
 
-def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer) -> Any:
+def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
     """A split's documents as {"input_ids" [n], "labels" [n]} int64; None without such a split.
 
+    rows: in place of those that `data` names, as what a task ships with.
     labels: the ids, or NOT_LEARNED (-100) where a token does not count. The dataset also has `vocabulary`,
     `fingerprint` and, but for a Parquet view's rows, which are tokenized as they are read, `lengths` and `firsts`.
     Errors: DataError for rows or tokens that do not fit; ConfigError for tokens of another tokenizer.
@@ -37,7 +38,8 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer) -> Any:
             )
     if data.format == "tokens" or (data.format == "auto" and holds_tokens(data.path)):
         return _opened(Path(data.path), split, tokenizer)
-    rows = load_split(data, split, CHATS, TEXTS)
+    if rows is None:
+        rows = load_split(data, split, CHATS, TEXTS)
     if rows is None:
         return None
     check_rows(rows, data.text_column, tokenizer)
@@ -85,7 +87,7 @@ class AsRead:
     """Rows that are tokenized when they are read: no lengths are known, and rows without anything to learn stay in."""
 
     def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
-        self.rows, self.tokenizer, self.text_column = rows, tokenizer, text_column
+        self.rows, self.tokenizer, self.text_column = needed_columns(rows, text_column), tokenizer, text_column
         self.vocabulary = tokenizer.vocabulary
         facts = f"{source_fingerprint(rows)}\n{tokenizer.identity}\n{text_column}"
         self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:32]
