@@ -325,7 +325,7 @@ def test_a_few_documents_that_count_are_enough():
 def test_rows_of_a_single_token_are_refused(target, tmp_path):
     key, value, least = ("context", 0, 1) if "HF" not in target else ("length", 1, 2)
     model = ["--task.args.model", str(tmp_path)] if "HF" in target else []
-    with pytest.raises(ConfigError, match=rf"task.args.{key}={value} must be at least {least}"):
+    with pytest.raises(ConfigError, match=rf"task.args.{key}={value} .* must be at least {least}"):
         from dist_amp.config.task_class import build_task
 
         config = load_config(["--task.target", target, *model, f"--task.args.{key}", str(value)], environ={})
