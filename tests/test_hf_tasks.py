@@ -21,6 +21,7 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.runtime.meta import build_whole
 from dist_amp.settings import DataConfig, TaskConfig
 from dist_amp.sources.conversations import NOT_LEARNED, encode
+from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.step import evaluate
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.hf_classification import HFClassification
@@ -38,7 +39,7 @@ QUICK = ["--train.micro_batch_size", 2, "--use_amp", "false", "--optim.warmup_st
 
 def learned(row, tokenizer, column="text"):
     """(the whole text, the parts that are learned, joined by |)."""
-    ids, labels = encode(row, tokenizer, column)
+    ids, labels = encode(row, of_transformers(tokenizer), column)
     assert len(ids) == len(labels)
     assert all(label in (token, NOT_LEARNED) for token, label in zip(ids, labels, strict=True))
     text = "".join("|" if label == NOT_LEARNED else tokenizer.decode([label]) for label in labels)
@@ -119,7 +120,7 @@ def test_long_samples_are_cut_and_those_without_anything_to_learn_are_left_out(f
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "abcdefgh", "completion": "i"}] * 4
     samples = causal(folder, rows, length=4).build_dataset("train")
     assert {tuple(sample["labels"].tolist()) for sample in samples} == {tuple([NOT_LEARNED] * 2 + encode(
-        {"prompt": "", "completion": "cd"}, make_tokenizer(folder), "")[0][:2])}  # fmt: skip
+        {"prompt": "", "completion": "cd"}, of_transformers(make_tokenizer(folder)), "")[0][:2])}  # fmt: skip
     with pytest.raises(DataError, match=r"none of the \d rows has anything to learn within task.args.length=2 tokens"):
         causal(folder, rows[1::2], length=2).build_dataset("train")
 

@@ -236,7 +236,7 @@ def test_shares_are_those_since_they_were_last_read():
     assert shares.read() == {}
     for _ in range(2):
         batch = packing.collate(rows_of(Documents.numbered(4, 4), 10)[1])
-        shares.add(batch["labels"], int(batch["lengths"].sum()))
+        assert shares.count(batch) == 8
         assert shares.read() == pytest.approx({"padding_pct": 20, "counted_pct": 75})
     assert shares.read() == {}
 
@@ -244,7 +244,7 @@ def test_shares_are_those_since_they_were_last_read():
 def test_shares_tell_the_sources_of_counted_tokens():
     shares = TokenShares(["wiki", "code"])
     labels, sources = torch.tensor([[-100, 1, 2, 3, -100]]), torch.tensor([[0, 0, 1, 1, 1]])
-    shares.add(labels, 5, sources)
+    assert shares.count({"labels": labels, "lengths": torch.tensor([5]), "source_ids": sources}) == 5
     assert shares.read() == pytest.approx(
         {"padding_pct": 0, "counted_pct": 60, "counted_pct_wiki": 100 / 3, "counted_pct_code": 200 / 3}
     )

@@ -14,6 +14,7 @@ COMMANDS = {
     "verify": "prove on your task and machine that every way of running computes the same step",
     "bench": "measure what things cost: overhead, amp, gpu, collectives, checkpoint, tripwires",
     "plan": "estimate memory and time per rank of a config on a number of GPUs",
+    "tokenize": "make tokens of rows ahead of training, as memory-mapped files",
     "export": "write a checkpoint's model as one safetensors file",
     "sample": "show what a trained model makes",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",

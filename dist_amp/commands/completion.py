@@ -11,7 +11,7 @@ from dist_amp.fast.elastic import torchrun_options
 from dist_amp.runtime.process import quiet_on_closed_pipe
 from dist_amp.settings import TaskConfig
 
-WITH_SETTINGS = ("train", "verify", "plan", "export", "sample")  # those of dist_amp.train
+WITH_SETTINGS = ("train", "verify", "plan", "tokenize", "export", "sample")  # those of dist_amp.train
 
 
 def print_completion(commands: Mapping[str, str], shell: str) -> None:

@@ -1,8 +1,13 @@
-"""Chats, prompts with completions, and plain text as tokens, with labels for what is to be learned."""
+"""Chats, prompts with completions, and plain text as tokens, with labels for what is to be learned.
+
+A row has the columns "messages", a chat, of which the assistant's turns are learned; or "prompt" and "completion",
+texts or messages, of which the completion is learned; or `data.text_column`, all of which is learned.
+"""
 
 import re
 from collections.abc import Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,55 +17,30 @@ from torch.nn.utils.rnn import pad_sequence
 from dist_amp.errors import DataError, Failure, first_line, in_one_line
 from dist_amp.settings import DataConfig
 from dist_amp.sources.load import load_split, warn
+from dist_amp.sources.token_shards import NOT_LEARNED, holds_tokens, read_manifest
+from dist_amp.sources.tokenizer import Tokenizer
 
-NOT_LEARNED = -100  # the label that cross-entropy ignores
 CHATS, TEXTS = "messages", "prompt"  # columns of rows in place of data.text_column
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")  # a chat template that says what the assistant generates
 
 
-def tokenized(data: DataConfig, split: str, tokenizer: Any, length: int) -> Any:
-    """A split's rows as samples {"input_ids", "labels"}, each of at most `length` tokens; None without such a split.
-
-    Columns: "messages", a chat, of which the assistant's turns are learned; or "prompt" and "completion", texts or
-    messages, of which the completion is learned; or `data.text_column`, all of it. Samples with nothing to learn are
-    left out, with a warning. Errors: DataError for a row or tokenizer that does not fit, and if nothing is left.
-    """
-    rows = load_split(data, split, CHATS, TEXTS)
-    if rows is None:
-        return None
+def check_rows(rows: Any, text_column: str, tokenizer: Tokenizer) -> None:
+    """Errors: DataError for rows that have none of the forms above, or are chats where there is no chat template."""
     columns = rows.column_names
-    if not {CHATS, data.text_column} & set(columns) and "completion" not in columns:
+    if not {CHATS, text_column} & set(columns) and not {TEXTS, "completion"} <= set(columns):
         raise DataError(
             f"rows have the columns {', '.join(columns)}; they need messages, or prompt and completion, or "
-            f"data.text_column={data.text_column}: rename the columns, or name another text column"
+            f"data.text_column={text_column}: rename the columns, or name another text column"
         )
-    if are_chats(rows) and tokenizer.chat_template is None:
+    if tokenizer.chat is None and are_chats(rows):
         raise DataError(
             "rows are chats, but the tokenizer has no chat template; use a chat model's tokenizer, or prompt and "
             "completion as texts"
         )
-    if tokenizer.eos_token_id is None and split == "train":
-        warn(
-            "the tokenizer has no eos_token, so no sample ends with one, and only what a chat template writes can "
-            "teach the model to stop; set eos_token in tokenizer_config.json"
-        )
-    options = {"tokenizer": tokenizer, "text_column": data.text_column, "length": length}
-    samples = rows.map(encode_rows, with_indices=True, batched=True, remove_columns=columns, fn_kwargs=options)
-    if len(samples) == 0:
-        raise DataError(
-            f"none of the {len(rows)} rows has anything to learn within task.args.length={length} tokens; use longer "
-            "samples, and check that the assistant's turns or completions are not empty"
-        )
-    if len(samples) < len(rows):
-        warn(
-            f"{len(rows) - len(samples)} of {len(rows)} {split} rows are left out: within task.args.length={length} "
-            "tokens they have no answer to learn, because there is none or it comes later"
-        )
-    return samples.with_format("torch")
 
 
 def are_chats(rows: Any) -> bool:
-    """Whether a `datasets.Dataset` has messages, not texts."""
+    """Whether rows have messages, not texts."""
     columns = set(rows.column_names)
     return CHATS in columns or ({TEXTS, "completion"} <= columns and len(rows) > 0 and isinstance(rows[0][TEXTS], list))
 
@@ -70,43 +50,43 @@ def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
     if tokenizer.chat_template is None:
         return False
     try:
+        if holds_tokens(data.path):
+            return any(split.chats for split in read_manifest(Path(data.path)).splits.values())
         return are_chats(load_split(data, "train", CHATS, TEXTS))
     except Failure as error:
         warn(f"the prompt is rendered as a user's turn, but the rows are not known: {first_line(error)}")
         return True
 
 
-def encode_rows(
-    rows: dict[str, list[Any]], indices: Sequence[int], tokenizer: Any, text_column: str, length: int
-) -> dict[str, list[list[int]]]:
-    """Columns of rows as columns of samples."""
-    samples = []
-    for number, values in zip(indices, zip(*rows.values(), strict=True), strict=True):
-        row = dict(zip(rows, values, strict=True))
-        try:
-            ids, labels = encode(row, tokenizer, text_column)
-        except DataError as error:
-            raise DataError(f"row {number}: {error}") from error
-        except Exception as error:  # templates raise what they like
-            raise DataError(f"row {number} can't be encoded: {in_one_line(error)}; correct or remove it") from error
-        if any(label != NOT_LEARNED for label in labels[1:length]):  # the first token is predicted from nothing
-            samples.append((ids[:length], labels[:length]))
-    return {"input_ids": [ids for ids, _ in samples], "labels": [labels for _, labels in samples]}
+def encode_row(number: int, row: dict[str, Any], tokenizer: Tokenizer, text_column: str) -> tuple[list[int], list[int]]:
+    """`encode`, with the row's number in its errors: DataError for what can't be encoded."""
+    try:
+        return encode(row, tokenizer, text_column)
+    except DataError as error:
+        raise DataError(f"row {number}: {error}") from error
+    except Exception as error:  # templates raise what they like
+        raise DataError(f"row {number} can't be encoded: {in_one_line(error)}; correct or remove it") from error
 
 
-def encode(row: dict[str, Any], tokenizer: Any, text_column: str) -> tuple[list[int], list[int]]:
-    """(token ids, labels) of one row."""
+def encode(row: dict[str, Any], tokenizer: Tokenizer, text_column: str) -> tuple[list[int], list[int]]:
+    """(token ids, labels) of one row. A text ends with the tokenizer's end of document, if it has one."""
     if CHATS in row:
-        return encode_chat(turns(row, CHATS), tokenizer)
+        return encode_chat(turns(row, CHATS), tokenizer.chat)
     pair = TEXTS in row and "completion" in row
     if pair and isinstance(row[TEXTS], list):
         asked = turns(row, TEXTS)
-        return encode_chat(asked + turns(row, "completion"), tokenizer, learned_from=len(asked))
+        return encode_chat(asked + turns(row, "completion"), tokenizer.chat, learned_from=len(asked))
+    for column in (TEXTS, "completion") if pair else (text_column,):
+        if not isinstance(row[column], str):
+            raise DataError(
+                f"the column {column} holds {type(row[column]).__name__}, not text; name a column of text, or remove "
+                "such rows"
+            )
     prompt, text = (row[TEXTS], row[TEXTS] + row["completion"]) if pair else ("", row[text_column])
-    ids = tokenizer(text)["input_ids"]
-    start = common_prefix(ids, tokenizer(prompt)["input_ids"]) if prompt else 0
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids = [*ids, tokenizer.eos_token_id]
+    ids = tokenizer.encode(text)
+    start = common_prefix(ids, tokenizer.encode(prompt)) if prompt else 0
+    if tokenizer.end is not None and ids[-1:] != [tokenizer.end]:
+        ids = [*ids, tokenizer.end]
     return ids, [NOT_LEARNED] * start + ids[start:]
 
 
@@ -128,22 +108,36 @@ def encode_chat(messages: list[Any], tokenizer: Any, learned_from: int = 0) -> t
     """(token ids, labels) of a chat; of its messages from `learned_from` on, the assistant's are learned.
 
     A template with {% generation %} says which tokens are the assistant's. Without, they are those by which the chat
-    gets longer when the turn is added; a template that renders earlier turns in another way later loses those turns.
+    gets longer when the turn is added; turns that a template renders in another way later, or after a prompt that it
+    renders in another way, are not learned.
+    Errors: DataError for a chat with answers of which nothing would be learned.
     """
-    if MARKS_ANSWERS.search(str(tokenizer.chat_template)):
+    if marked := bool(MARKS_ANSWERS.search(str(tokenizer.chat_template))):
         chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = chat["input_ids"], chat["assistant_masks"]
         start = common_prefix(ids, rendered(messages[:learned_from], tokenizer))
-        return ids, [
-            one if here and n >= start else NOT_LEARNED for n, (one, here) in enumerate(zip(ids, mask, strict=True))
-        ]
-    ids = rendered(messages, tokenizer)
-    labels = [NOT_LEARNED] * len(ids)
-    for number in range(learned_from, len(messages)):
-        if messages[number]["role"] == "assistant":
-            start = common_prefix(ids, rendered(messages[:number], tokenizer, add_generation_prompt=True))
-            end = common_prefix(ids, rendered(messages[: number + 1], tokenizer))
-            labels[start:end] = ids[start:end]
+        pairs = enumerate(zip(ids, mask, strict=True))
+        labels = [one if here and n >= start else NOT_LEARNED for n, (one, here) in pairs]
+    else:
+        ids = rendered(messages, tokenizer)
+        labels = [NOT_LEARNED] * len(ids)
+        for number in range(learned_from, len(messages)):
+            if messages[number]["role"] == "assistant":
+                prompt = rendered(messages[:number], tokenizer, add_generation_prompt=True)
+                start = common_prefix(ids, prompt)
+                if start < len(prompt):  # what opens an answer may differ, but not what was said before
+                    before = rendered(messages[:number], tokenizer)
+                    if common_prefix(ids, before) < len(before) - 1:  # its last token may merge with the next
+                        continue
+                end = common_prefix(ids, rendered(messages[: number + 1], tokenizer))
+                labels[start:end] = ids[start:end]
+    answered = any(one["role"] == "assistant" and one["content"] for one in messages[learned_from:])
+    if answered and all(label == NOT_LEARNED for label in labels):
+        why = "its {% generation %} marks none" if marked else "it renders them in another way than the prompt before"
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path} finds no token of the assistant's answers: {why}; put "
+            "{% generation %} and {% endgeneration %} around what the assistant writes"
+        )
     return ids, labels
 
 

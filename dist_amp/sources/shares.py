@@ -1,18 +1,16 @@
 """How much of what is read counts: the shares of padding and of counted tokens between two log steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy
-import torch
-from torch import Tensor
-
 from dist_amp.sources.packing import NOT_LEARNED
 
 
 class TokenShares:
     """Adds up this rank's micro-batches on the host, as they are read; `read` gives the shares since the last one.
 
-    A task calls `add` in its tokens(batch) and returns `read()` from its train_metrics. source_names: of a mixture.
+    A task calls `count` in its tokens(batch) and returns `read()` from its train_metrics. source_names: of a mixture.
     """
 
     def __init__(self, source_names: Sequence[str] = ()):
@@ -21,13 +19,16 @@ class TokenShares:
         # batches that are read ahead in another thread need no lock.
         self._total = self._read = numpy.zeros(3 + len(source_names), numpy.int64)
 
-    def add(self, labels: Tensor, tokens: int, source_ids: Tensor | None = None) -> None:
-        """labels [B, T] on the host, the first of each row counts for nothing; tokens: without padding."""
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """Add a batch on the host, of `Packing.collate` or with an attention_mask; returns its tokens, no padding."""
+        labels, sources = batch["labels"], batch.get("source_ids")
+        tokens = int(batch["lengths" if "lengths" in batch else "attention_mask"].sum())
         counted = labels[:, 1:] != NOT_LEARNED
-        by_source = ()
-        if source_ids is not None and self._names:
-            by_source = torch.bincount(source_ids[:, 1:][counted], minlength=len(self._names)).tolist()
+        by_source: list[int] = []
+        if self._names and sources is not None:
+            by_source = sources[:, 1:][counted].bincount(minlength=len(self._names)).tolist()
         self._total = self._total + numpy.array([labels.numel(), tokens, int(counted.sum()), *by_source])
+        return tokens
 
     def read(self) -> dict[str, float]:
         """padding_pct: of the places in rows; counted_pct: of the tokens; counted_pct_NAME: of the counted tokens."""

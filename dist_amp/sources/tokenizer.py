@@ -1,41 +1,129 @@
-"""Stand-in until the real one is merged: bytes alone."""
+"""A tokenizer by its name: bytes, a file of the `tokenizers` library, or whatever `transformers` opens."""
 
+import hashlib
+import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError, DataError, first_line
+from dist_amp.sources.load import stay_local_without_network
+
+# A tokenizers file does not say which token ends a document: the first of these that it has.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """Text to token ids and back."""
 
-    name: str
-    vocabulary: int
-    end: int | None
-    identity: str
+    name: str  # as it was given, for messages
+    vocabulary: int  # ids are below it
+    end: int | None  # the id that ends a document
+    identity: str  # a hash of all that decides the ids, wherever the files are
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
-    chat: Any = None
+    chat: Any = None  # the transformers tokenizer, if it has a chat template
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    if name != "bytes":
-        raise ConfigError(f"data.tokenizer={name}")
-    return Tokenizer(
-        name, 256, 0, name, lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace")
-    )
+    """The tokenizer that `data.tokenizer` names: "bytes", a file, a folder, or a model on the hub.
+
+    Errors: DataError if it can't be read; ConfigError for "auto", and where transformers is needed and not installed.
+    """
+    if name == "auto":
+        raise ConfigError("data.tokenizer=auto names none here; give a tokenizer's file or folder, a model, or bytes")
+    if name == "bytes":
+        return Tokenizer(name, 256, 0, "bytes", _bytes_of, _text_of)
+    path = Path(name).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        if file.is_file() and not (path / "tokenizer_config.json").exists():
+            return _from_file(file, name)
+        if not path.is_dir():
+            if name.startswith((".", "/", "~")) or name.count("/") > 1 or file.suffix == ".json":
+                raise FileNotFoundError("it does not exist")
+            stay_local_without_network()
+        from transformers import AutoTokenizer
+
+        return of_transformers(AutoTokenizer.from_pretrained(path if path.is_dir() else name), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"data.tokenizer={name} needs {error.name}; pip install 'dist_amp[hf]'") from error
+    except Exception as error:  # both libraries raise many types, with many lines
+        raise DataError(
+            f"data.tokenizer={name} can't be read: {first_line(error)}; give a tokenizer.json, a folder that "
+            "save_pretrained of a tokenizer wrote, a model on the hub, or bytes"
+        ) from error
 
 
 def of_transformers(tokenizer: Any, name: str = "") -> Tokenizer:
-    def encode(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
-    vocabulary = len(tokenizer)
-    return Tokenizer(name, vocabulary, tokenizer.eos_token_id, name, encode, tokenizer.decode)
+    """A tokenizer that transformers has opened."""
+    return Tokenizer(
+        name or str(tokenizer.name_or_path),
+        max(tokenizer.get_vocab().values()) + 1,
+        tokenizer.eos_token_id,
+        _identity(_rules(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template),
+        partial(_encode, tokenizer),
+        tokenizer.decode,
+        tokenizer if tokenizer.chat_template else None,
+    )
 
 
 def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
+    """Errors: DataError if the model's embedding, of so many rows, lacks some of the tokenizer's ids."""
     if tokenizer.vocabulary > rows:
-        raise DataError(f"the tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens")
+        raise DataError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens and the model's embedding {rows} rows; "
+            f"use task.args.vocabulary={-(-tokenizer.vocabulary // 64) * 64}, or a smaller tokenizer"
+        )
+
+
+def _from_file(file: Path, name: str) -> Tokenizer:
+    from tokenizers import Tokenizer as Rules
+
+    rules = Rules.from_file(str(file))
+    rules.no_truncation()
+    rules.no_padding()
+    vocabulary = max(rules.get_vocab().values(), default=-1) + 1
+    if vocabulary == 0:
+        raise ValueError("its model has no tokens")
+    end = next((number for token in ENDS if (number := rules.token_to_id(token)) is not None), None)
+    decode = partial(rules.decode, skip_special_tokens=False)
+    return Tokenizer(name, vocabulary, end, _identity(rules.to_str(), end, None), partial(_ids_of, rules), decode)
+
+
+def _ids_of(rules: Any, text: str) -> list[int]:
+    return rules.encode(text).ids
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, verbose=False)["input_ids"]  # which would warn of texts longer than the model's context
+
+
+def _bytes_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _text_of(ids: Sequence[int]) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+def _rules(tokenizer: Any) -> str:
+    """What decides the ids of a transformers tokenizer: its tokenizer.json, or the files of an older kind."""
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        return tokenizer.backend_tokenizer.to_str()
+    with tempfile.TemporaryDirectory() as folder:
+        files = sorted(tokenizer.save_vocabulary(folder))
+        hashes = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
+    return json.dumps({"kind": type(tokenizer).__name__, "files": hashes, "added": tokenizer.get_added_vocab()})
+
+
+def _identity(rules: str, end: int | None, template: Any) -> str:
+    content = json.loads(rules)
+    for key in ("truncation", "padding"):  # set by the latest call, or not used here
+        content.pop(key, None)
+    text = json.dumps([content, end, template or None], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

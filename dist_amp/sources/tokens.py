@@ -1,48 +1,155 @@
-"""Stand-in until the real one is merged: text in memory."""
+"""Documents as tokens: from files of tokens, from rows tokenized ahead of time, or from rows as they are read."""
 
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor
 
-from dist_amp.errors import DataError
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
-from dist_amp.sources.load import load_split
-from dist_amp.sources.tokenizer import Tokenizer
+from dist_amp.sources.conversations import CHATS, TEXTS, check_rows, encode_row
+from dist_amp.sources.load import load_split, warn
+from dist_amp.sources.token_shards import FORMAT, NOT_LEARNED, TokenShards, holds_tokens, read_manifest
+from dist_amp.sources.tokenizer import Tokenizer, of_transformers, open_tokenizer
+from dist_amp.sources.tokenizing import SHARD_TOKENS, source_fingerprint, tokenize
+
+log = logging.getLogger(__name__)
 
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
+    """A split's documents as {"input_ids" [n], "labels" [n]} int64; None without such a split.
+
+    rows: in place of those that `data` names, as what a task ships with.
+    labels: the ids, or NOT_LEARNED (-100) where a token does not count. The dataset also has `vocabulary`,
+    `fingerprint` and, but for a Parquet view's rows, which are tokenized as they are read, `lengths` and `firsts`.
+    Errors: DataError for rows or tokens that do not fit; ConfigError for tokens of another tokenizer.
+    """
+    if data.tokenizer not in ("auto", tokenizer.name):
+        other = open_tokenizer(data.tokenizer)
+        if other.identity != tokenizer.identity:
+            raise ConfigError(
+                f"data.tokenizer={data.tokenizer} ({other.identity}) is not the task's own, {tokenizer.name} "
+                f"({tokenizer.identity}); leave data.tokenizer out"
+            )
+    if data.format == "tokens" or (data.format == "auto" and holds_tokens(data.path)):
+        return _made_before(Path(data.path), split, tokenizer)
     if rows is None:
-        rows = load_split(data, split)
-    return None if rows is None else Documents(rows[data.text_column], tokenizer)
+        rows = load_split(data, split, CHATS, TEXTS)
+    if rows is None:
+        return None
+    check_rows(rows, data.text_column, tokenizer)
+    if tokenizer.end is None and split == "train":
+        warn(
+            "the tokenizer has no eos_token, so no sample ends with one, and only what a chat template writes can "
+            "teach the model to stop; set eos_token in tokenizer_config.json"
+        )
+    if not hasattr(rows, "map"):
+        return AsRead(rows, tokenizer, data.text_column)
+    folder = cache_folder(rows, tokenizer, data.text_column)
+    if not (holds_tokens(str(folder)) and read_manifest(folder).complete):
+        log.info("data: %d %s rows are tokenized into %s", len(rows), split, folder)
+    tokenize(folder, {split: rows}, tokenizer, data.text_column, log.info)
+    return TokenShards(folder, split)
 
 
-class Documents:
-    """Token dataset in memory."""
+def documents_within(data: DataConfig, split: str, tokenizer: Any, length: int) -> Any:
+    """`token_documents` of at most `length` tokens, by a tokenizer of transformers. Errors: as there."""
+    documents = token_documents(data, split, of_transformers(tokenizer))
+    return None if documents is None else Within(documents, length, split)
 
-    def __init__(self, texts: Any, tokenizer: Tokenizer):
-        for text in texts:
-            if not isinstance(text, str):
-                raise DataError(f"data.text_column holds {type(text).__name__}, not text; name a column of text")
-        end = [] if tokenizer.end is None else [tokenizer.end]
-        self.ids = [torch.tensor(tokenizer.encode(text) + end) for text in texts]
-        self.lengths = numpy.array([len(one) for one in self.ids])
+
+def _made_before(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards | None:
+    manifest = read_manifest(folder)
+    if manifest.identity != tokenizer.identity:
+        raise ConfigError(
+            f"data.path={folder} holds tokens of the tokenizer {manifest.tokenizer} ({manifest.identity}), not of "
+            f"{tokenizer.name} ({tokenizer.identity}); use that tokenizer, or make the tokens again"
+        )
+    if split == "validation" and manifest.splits and split not in manifest.splits:
+        return None
+    return TokenShards(folder, split)
+
+
+def cache_folder(rows: Any, tokenizer: Tokenizer, text_column: str) -> Path:
+    """Where the tokens of these rows are kept, beside the cache of the `datasets` library."""
+    import datasets
+
+    facts = (source_fingerprint(rows), tokenizer.identity, text_column, FORMAT, SHARD_TOKENS)
+    key = hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:32]
+    return Path(datasets.config.HF_DATASETS_CACHE).parent / "dist_amp" / "tokens" / key
+
+
+class AsRead:
+    """Rows that are tokenized when they are read: no lengths are known, and rows without anything to learn stay in."""
+
+    def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
+        self.rows, self.tokenizer, self.text_column = rows, tokenizer, text_column
         self.vocabulary = tokenizer.vocabulary
-        self.fingerprint = str(hash(tuple(self.lengths.tolist())))
+        facts = f"{source_fingerprint(rows)}\n{tokenizer.identity}\n{text_column}"
+        self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:32]
+        if hasattr(rows, "shuffled"):
+            self.shuffled = rows.shuffled
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.pieces([(index, 0, len(self.ids[index]))])[0]
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return self.__getitems__([number])[0]
 
-    def pieces(self, pieces: list[tuple[int, int, int]]) -> list[dict[str, Tensor]]:
-        samples = []
-        for document, start, stop in pieces:
-            ids = self.ids[document][start:stop].clone()
-            labels = ids.clone()
-            if start == 0:
-                labels[:1] = -100
-            samples.append({"input_ids": ids, "labels": labels})
-        return samples
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Tensor]]:
+        return [
+            self._encoded(number, row) for number, row in zip(numbers, self.rows.__getitems__(numbers), strict=True)
+        ]
+
+    def _encoded(self, number: int, row: dict[str, Any]) -> dict[str, Tensor]:
+        ids, labels = encode_row(number, row, self.tokenizer, self.text_column)
+        if not ids:
+            raise DataError(f"row {number} has no tokens; remove it, or use dist_amp.tokenize, which leaves it out")
+        return {"input_ids": torch.tensor(ids), "labels": torch.tensor([NOT_LEARNED, *labels[1:]])}
+
+
+class Within:
+    """Documents of at most `length` tokens: longer ones are cut, and those without anything to learn left out."""
+
+    shuffled: Callable[..., Any]
+
+    def __init__(self, documents: Any, length: int, split: str):
+        self.documents, self.length, self.vocabulary = documents, length, documents.vocabulary
+        self.fingerprint = f"{documents.fingerprint}, length {length}"
+        self._kept = None
+        if not hasattr(documents, "firsts"):
+            if hasattr(documents, "shuffled"):
+                self.shuffled = documents.shuffled
+            return
+        self._kept = np.flatnonzero(documents.firsts < length)
+        kept, rows = len(self._kept), documents.of.rows
+        if kept == 0:
+            raise DataError(
+                f"none of the {rows} rows has anything to learn within task.args.length={length} tokens; use longer "
+                "samples, and check that the assistant's turns or completions are not empty"
+            )
+        if kept < rows:
+            warn(
+                f"{rows - kept} of {rows} {split} rows are left out: within task.args.length={length} tokens they have "
+                "no answer to learn, because there is none or it comes later"
+            )
+        self.lengths = np.minimum(documents.lengths[self._kept], length)
+
+    def __len__(self) -> int:
+        return len(self.documents) if self._kept is None else len(self._kept)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Tensor]]:
+        inner = numbers if self._kept is None else [int(self._kept[number]) for number in numbers]
+        if hasattr(self.documents, "__getitems__"):
+            samples = self.documents.__getitems__(inner)
+        else:
+            samples = [self.documents[number] for number in inner]
+        return [{key: value[: self.length] for key, value in sample.items()} for sample in samples]

@@ -207,9 +207,7 @@ class CausalLM:
         return batch["counted"]  # type: ignore[no-any-return]
 
     def tokens(self, batch: dict[str, Any]) -> int:
-        tokens = int(batch["lengths"].sum())
-        self.shares.add(batch["labels"], tokens, batch.get("source_ids"))
-        return tokens - len(batch["labels"])  # of a row's n tokens n - 1 are predicted
+        return self.shares.count(batch) - len(batch["labels"])  # of a row's n tokens n - 1 are predicted
 
     def train_metrics(self, run: Any, report: Any) -> dict[str, float]:
         return self.shares.read()

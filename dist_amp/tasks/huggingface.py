@@ -130,16 +130,6 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
     return lora.add_to(model) if lora.rank else model
 
 
-def check_positions(model: Any, length: int) -> None:
-    """Errors: ConfigError for rows longer than the model has positions."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and length > most:
-        raise ConfigError(
-            f"task.args.length={length} is more than the model's {most} positions (max_position_embeddings); use at "
-            f"most {most}"
-        )
-
-
 def labelled(
     processor: Any, values: Sequence[Any], labels: Sequence[int], classes: int, length: int
 ) -> dict[str, Tensor]:

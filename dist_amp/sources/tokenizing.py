@@ -1,0 +1,236 @@
+"""Rows to files of tokens, by one process or several; an interrupted run goes on after its last complete shard."""
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
+from dist_amp.sources.conversations import are_chats, encode_row
+from dist_amp.sources.token_shards import (
+    NOT_LEARNED,
+    Manifest,
+    Split,
+    holds_tokens,
+    read_manifest,
+)
+from dist_amp.sources.token_writer import SplitWriter, writing
+from dist_amp.sources.tokenizer import Tokenizer
+
+SHARD_TOKENS = 2**27
+CHUNK_ROWS = 128  # that a worker gets at a time
+SECONDS = 10.0  # between lines of progress where there is no terminal
+Chunk = tuple[int, list[dict[str, Any]]]  # (its first row, the rows)
+Document = tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]  # (row, ids [n], which count [n] bool)
+Say = Callable[[str], None]
+
+
+def source_fingerprint(rows: Any) -> str:
+    """The identity of rows, of a `datasets.Dataset` or a Parquet view."""
+    return str(getattr(rows, "fingerprint", None) or rows._fingerprint)
+
+
+def _origin(manifest: Manifest) -> list[tuple[Any, str]]:
+    """What decides the tokens, and the same in words."""
+    sources = {name: (one.rows, one.source) for name, one in manifest.splits.items()}
+    settings = f"text_column={manifest.text_column} and shard_tokens={manifest.shard_tokens}"
+    return [
+        (manifest.identity, f"the tokenizer {manifest.tokenizer} ({manifest.identity})"),
+        (sources, f"the source {', '.join(f'{name} {n:,} rows {source}' for name, (n, source) in sources.items())}"),
+        (settings, settings),
+    ]
+
+
+def tokenize(
+    folder: Path,
+    splits: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    text_column: str,
+    say: Say,
+    workers: int = 0,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Manifest:
+    """Write the splits' rows as tokens, or go on where an interrupted run stopped; nothing if they are complete.
+
+    splits: {name: rows}. One process at a time writes a folder; others wait, and find it complete. workers: processes
+    that encode; 0: this one. The files are the same however many there are, and however often it was interrupted.
+    Errors: ConfigError if the folder holds other tokens or other files; DataError for a row that can't be encoded, and
+    if no row of a split has anything to learn; Failure if the folder can't be written.
+    """
+    from filelock import FileLock, Timeout
+
+    made = {name: Split(source_fingerprint(rows), len(rows), are_chats(rows)) for name, rows in splits.items()}
+    facts = (tokenizer.name, tokenizer.identity, tokenizer.vocabulary, tokenizer.end, text_column, shard_tokens)
+    wanted = Manifest(*facts, splits=made)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"data: waiting for another process, which makes the tokens in {folder}")
+        lock.acquire()
+    with lock:
+        manifest = _begun(folder, wanted)
+        if manifest.complete:
+            return manifest
+        for name, rows in splits.items():
+            manifest = _tokenize_split(folder, name, rows, manifest, tokenizer, say, workers)
+        manifest = replace(manifest, complete=True)
+        with writing(folder):
+            manifest.write(folder)
+        return manifest
+
+
+def _begun(folder: Path, wanted: Manifest) -> Manifest:
+    """The manifest of what is there already. Errors: ConfigError if it was made from or by something else."""
+    if not holds_tokens(str(folder)):
+        if others := [path.name for path in folder.iterdir() if not path.name.startswith(".")]:
+            raise ConfigError(f"{folder} holds other files, such as {others[0]}; give the tokens a folder of their own")
+        with writing(folder):
+            wanted.write(folder)
+        return wanted
+    there = read_manifest(folder)
+    for (was_one, was), (now_one, now) in zip(_origin(there), _origin(wanted), strict=True):
+        if was_one != now_one:
+            raise ConfigError(f"{folder} holds tokens of {was}, not of {now}; give another folder, or remove this one")
+    return there
+
+
+def _tokenize_split(
+    folder: Path, name: str, rows: Any, manifest: Manifest, tokenizer: Tokenizer, say: Say, workers: int
+) -> Manifest:
+    """The manifest with this split's shards, all of them written."""
+    begin, end = manifest.splits[name].end_row, len(rows)
+    if begin == end:
+        return manifest
+    writer = SplitWriter(folder, name, manifest)
+    chunks = (
+        (at, rows.__getitems__(list(range(at, min(at + CHUNK_ROWS, end))))) for at in range(begin, end, CHUNK_ROWS)
+    )
+    encode = partial(_encode_chunk, tokenizer=tokenizer, text_column=manifest.text_column)
+    some = begin > 0
+    try:
+        with _progress(name, begin, end, say) as advance, _in_order(encode, chunks, workers) as encoded:
+            for documents, count in encoded:
+                for document in documents:
+                    writer.add(*document)
+                some = some or bool(documents)
+                advance(count)
+        if not some:
+            raise DataError(
+                f"none of the {end:,} rows of the {name} split has anything to learn; check that their texts, answers "
+                "or completions are not empty"
+            )
+        writer.finish_shard(end)
+    finally:
+        writer.close()
+    return writer.manifest
+
+
+def _encode_chunk(chunk: Chunk, tokenizer: Tokenizer, text_column: str) -> tuple[list[Document], int]:
+    """(documents, number of rows): those rows in which something counts."""
+    documents = []
+    for number, row in enumerate(chunk[1], chunk[0]):
+        ids, labels = encode_row(number, row, tokenizer, text_column)
+        counted = np.array(labels) != NOT_LEARNED
+        counted[:1] = False  # the first is predicted from nothing
+        if counted.any():
+            documents.append((number, np.array(ids, np.uint32), counted))
+    return documents, len(chunk[1])
+
+
+@contextmanager
+def _in_order(encode: Callable[[Any], Any], chunks: Iterator[Any], workers: int) -> Iterator[Iterator[Any]]:
+    """encode(chunk) of each chunk, in order: here, or in so many processes, each with a thread that talks to it."""
+    if not workers:
+        yield map(encode, chunks)
+        return
+    fork, free = get_context("fork"), SimpleQueue[Any]()
+    processes = []
+    for _ in range(workers):
+        mine, theirs = fork.Pipe()
+        processes.append(fork.Process(target=_serve, args=(encode, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()  # before the next one is forked, which would keep it open if this one died
+        free.put(mine)
+
+    def ask(chunk: Any) -> Any:
+        pipe = free.get()
+        try:
+            pipe.send(chunk)
+            return pipe.recv()
+        except (EOFError, OSError) as error:
+            raise Failure("a worker has died, perhaps for lack of memory; use fewer --workers") from error
+        finally:
+            free.put(pipe)
+
+    def answers(pool: ThreadPoolExecutor) -> Iterator[Any]:
+        asked: deque[Any] = deque()
+        for chunk in chunks:
+            asked.append(pool.submit(ask, chunk))
+            if len(asked) > 2 * workers:
+                yield _unless_error(asked.popleft().result())
+        while asked:
+            yield _unless_error(asked.popleft().result())
+
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield answers(pool)
+    finally:
+        for process in processes:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def _serve(encode: Callable[[Any], Any], pipe: Any) -> None:
+    """A worker: a result, or the error in its place, for each chunk."""
+    die_with_parent(signal.SIGKILL)
+    ignore_stop_signals()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers fill the cores
+    while True:
+        chunk = pipe.recv()
+        try:
+            pipe.send(encode(chunk))
+        except DataError as error:
+            pipe.send(error)
+
+
+def _unless_error(result: Any) -> Any:
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+@contextmanager
+def _progress(name: str, done: int, total: int, say: Say) -> Iterator[Callable[[int], None]]:
+    """What to call with the number of rows that are done: a bar on a terminal, else a line now and then."""
+    from datasets.utils import tqdm
+
+    start, begun = time.monotonic(), done
+    last = start
+    with tqdm(desc=f"{name}: tokenizing", total=total, initial=done, unit=" rows") as bar:
+
+        def advance(count: int) -> None:
+            nonlocal done, last
+            done += count
+            bar.update(count)
+            now = time.monotonic()
+            if bar.disable and now - last >= SECONDS:
+                rate, last = (done - begun) / (now - start), now
+                left = tqdm.format_interval((total - done) / rate)
+                say(f"data: {name}: tokenized {done:,} of {total:,} rows, {rate:,.0f} rows/s, {left} left")
+
+        yield advance
