@@ -229,9 +229,9 @@ def write_model(folder, model):
 
 def packed_run(world, folder, *words):
     words = [
-        "--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.model", folder, "--task.args.length", 32,
-        "--data.path", folder / "rows.jsonl", "--data.pack", "best_fit", "--run.dir", folder / "run",
-        "--train.steps", 4, "--train.micro_batch_size", 2, *words,
+        "--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.model", folder,
+        "--task.args.length", 32, "--data.path", folder / "rows.jsonl", "--data.pack", "best_fit",
+        "--run.dir", folder / "run", "--train.steps", 4, "--train.micro_batch_size", 2, *words,
     ]  # fmt: skip
     return make_run(world, None, *words)
 

@@ -299,7 +299,7 @@ def test_a_missing_column_lists_the_existing_ones(tmp_path):
 
 def test_a_column_that_is_not_text_is_rejected(tmp_path):
     message = data_refusal(write_jsonl(tmp_path), "--data.text_column", "length")
-    assert_says(message, "data.text_column=length", "int, not text", "name a column of text")
+    assert_says(message, "the column length holds int, not text", "name a column of text")
 
 
 def test_a_path_without_a_file_is_named(tmp_path):

@@ -6,7 +6,7 @@ samples, which the run shuffles as any others.
 
 import hashlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
@@ -61,7 +61,7 @@ class Packing:
         setting = f"data.pack={self.pack}" if self.pack != "off" else f"data.long_documents={self.long_documents}"
         raise ConfigError(
             f"{setting} needs the documents' lengths, which are not known where they are tokenized as they are read "
-            "(data.view=parquet); tokenize them first, with python -m dist_amp.tokenize, and set data.path to its folder"
+            "(data.view=parquet); tokenize them first, by python -m dist_amp.tokenize, and set data.path to its folder"
         )
 
     def collate(self, samples: list[dict[str, Tensor]], pad_id: int = 0) -> dict[str, Any]:
@@ -170,12 +170,12 @@ class PackedRows:
         counted = [self._counted(index) for index in some]
         if not any(counted) and not any(map(self._counted, range(len(self)))):
             raise DataError(
-                f"none of the {split} split's {len(self):,} rows has a token that counts: all labels are {NOT_LEARNED}; "
+                f"none of the {split} split's {len(self):,} rows has a token that counts (all labels are -100); "
                 "check that the documents are not empty, and that completions or assistant's turns are marked"
             )
         log.info(
-            "data: %s: %s rows of at most %s tokens (data.pack=%s), %s tokens, %.1f %% of the rows are padding, %.1f %% "
-            "of the tokens count (in %d rows)",
+            "data: %s: %s rows of at most %s tokens (data.pack=%s), %s tokens; %.2f %% of the rows are padding, "
+            "%.1f %% of the tokens count (in %d rows)",
             split, f"{len(self):,}", f"{self.packing.length:,}", self.packing.pack, f"{int(self.lengths.sum()):,}",
             100 * self.padding_share, 100 * sum(counted) / int(self.lengths[some].sum()), len(some),
         )  # fmt: skip

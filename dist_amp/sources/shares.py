@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
+
 from dist_amp.sources.packing import NOT_LEARNED
 
 

@@ -99,7 +99,7 @@ class GPT(nn.Module):
             cos, sin = self.cos[:length], self.sin[:length]
         else:
             mask = same_document(positions)
-            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # [B, 1, T, ...]: of all heads
+            cos, sin = (table[positions].unsqueeze(1) for table in (self.cos, self.sin))  # [B, 1, T, ...]: of all heads
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin, mask)

@@ -1,6 +1,6 @@
 """Fine-tune a causal language model by its name on the Hugging Face hub or its folder, whole or with LoRA."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from dist_amp.tasks.packed import TokenRows, check_positions, next_tokens
 
 
 class HFCausalLM(TokenRows):
-    """Rows: messages; or prompt and completion; or data.text_column. Batch: `conversations.padded`, `Packing.collate`."""
+    """Rows: messages; or prompt and completion; or data.text_column. Batch: see `TokenRows`."""
 
     def __init__(
         self, data: DataConfig, model: str, length: Annotated[int, Range(low=2)] = 1024,

@@ -20,7 +20,10 @@ LEAK = 1e-5
 
 
 class TokenRows:
-    """The data's side of a task: documents as rows of at most `length` tokens, by a tokenizer of transformers."""
+    """The data's side of a task: documents as rows of at most `length` tokens, by a tokenizer of transformers.
+
+    Batch: of `conversations.padded` with data.pack=off, else of `Packing.collate`.
+    """
 
     def __init__(self, data: DataConfig, length: int, tokenizer: Any):
         self.data, self.tokenizer = data, tokenizer
@@ -79,7 +82,7 @@ def check_documents_apart(model: Any, input_ids: Tensor) -> None:
     if not share <= LEAK:
         raise ConfigError(
             f"data.pack=best_fit needs a model that tells packed documents by position_ids: in {type(model).__name__} "
-            f"another first document changes the second's logits, {share:.1g} times as much as its own; use data.pack=off"
+            f"another first document changes the second's logits, {share:.1g} as much as its own; use data.pack=off"
         )
 
 

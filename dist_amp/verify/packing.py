@@ -19,18 +19,19 @@ NOT_LEARNED = -100
 
 
 def leaks(reference: Reference, indices: list[int]) -> tuple[str, bool]:
-    """(one line, whether the task is wrong) on a task whose batches have position_ids that restart; ("", False) else."""
+    """(one line, whether the task is wrong) of a task whose position_ids restart within a row, else ("", False)."""
     batch = reference.batch(indices)
     ids, positions = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "position_ids"))
     if not (isinstance(ids, Tensor) and isinstance(positions, Tensor) and ids.shape == positions.shape):
         return "", False
     document = (positions == 0).cumsum(1) - 1  # of each token, by its number in the row
-    labels = batch.get("labels")
+    odd, labels = document % 2 == 1, batch.get("labels")
+    if not odd.any():
+        return "", False
     if not isinstance(labels, Tensor) or labels.shape != ids.shape:
         return "packed documents are not checked for leaks: the batch has no labels like its input_ids", False
-    odd = document % 2 == 1
     if not (odd[:, 1:] & (labels[:, 1:] != NOT_LEARNED)).any():
-        return f"packed documents are not checked for leaks: none of {len(ids)} rows has a second one that counts", False
+        return f"packed documents are not checked for leaks: no second one in {len(ids)} rows counts", False
     # Half of the documents learn, every second one; nothing of the others may reach their loss.
     learned = {**batch, "labels": torch.where(odd, labels, NOT_LEARNED)}
     share, probe = _gradient_share(reference, learned, ids, odd)
@@ -104,7 +105,8 @@ def _gradient_share(reference: Reference, batch: Any, ids: Tensor, odd: Tensor) 
 
 def _first_change(reference: Reference, batch: Any, other: Any, odd: Tensor) -> str:
     """The label of the innermost module that changes odd documents' tokens, in its output and not yet in its input."""
-    for (label, *before), (_, *after) in zip(*(_calls(reference, one, odd.shape) for one in (batch, other)), strict=False):
+    calls = [_calls(reference, one, odd.shape) for one in (batch, other)]
+    for (label, *before), (_, *after) in zip(*calls, strict=False):
         same = [a is not None and b is not None and _same(a, b, odd) for a, b in zip(before, after, strict=True)]
         if same == [True, False]:
             return label
@@ -122,7 +124,8 @@ def _calls(reference: Reference, batch: Any, shape: torch.Size) -> list[tuple[st
     found: list[tuple[str, Tensor | None, Tensor | None]] = []
 
     def record(label: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        found.append((label, *(_by_token(next(tensors_in(value), None), shape) for value in ([args, kwargs], output))))
+        before, after = (_by_token(next(tensors_in(value), None), shape) for value in ([args, kwargs], output))
+        found.append((label, before, after))
 
     for name, module in model.named_modules():
         label = f"{name} ({type(module).__name__})" if name else "the model"
@@ -136,7 +139,9 @@ def _calls(reference: Reference, batch: Any, shape: torch.Size) -> list[tuple[st
 def _by_token(value: Tensor | None, shape: torch.Size) -> Tensor | None:
     """A copy as [B, T, ...], T tokens or, for a model that gets all but the last, T - 1; None if it is neither."""
     rows, most = shape
-    for length in (most, most - 1) if value is not None and value.ndim > 1 else ():
+    if value is None:
+        return None
+    for length in (most, most - 1):
         if value.shape[:2] == (rows, length):
             return value.clone()
         if value.ndim == 3 and value.shape[0] == rows and value.shape[2] == length:  # channels first
