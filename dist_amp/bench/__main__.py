@@ -8,6 +8,7 @@ checkpoint   how long a checkpoint blocks training (under torchrun: python -m di
 activations  bytes kept and FLOPs of a step for each parallel.activation_checkpointing
 log_step     what a log step costs the host of each rank, on up to 4,096 imagined ranks
 order        what the order of the samples costs: computed for a large dataset, compared with a table
+packing      how full packed rows are, and how long the plan of them takes
 tripwires    the share of time that the consistency checks take (under torchrun: python -m dist_amp.bench.tripwires)
 pretrained   time and memory per rank to load pretrained weights into FSDP2 shards, compared with from_pretrained
 """
