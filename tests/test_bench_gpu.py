@@ -206,9 +206,9 @@ def test_tokens_and_weights_are_the_same_for_every_loop():
     setups = [bench.setup(gpu.Cell("124m", "eager", "bf16"), 3, 2) for _ in range(2)]
     one, other = (setup.task.batches(4, 2, 3) for setup in setups)
     assert len(one) == 4
-    assert [tuple(batch["tokens"].shape) for batch in one[0]] == [(3, 33)] * 2
+    assert [tuple(batch["input_ids"].shape) for batch in one[0]] == [(3, 33)] * 2
     for step, again in zip(one, other, strict=True):
-        assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(step, again, strict=True))
-    assert int(one[0][0]["tokens"].max()) > 255, "the whole vocabulary, not bytes"
+        assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(step, again, strict=True))
+    assert int(one[0][0]["input_ids"].max()) > 255, "the whole vocabulary, not bytes"
     models = [setup.new_model() for setup in setups]
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))

@@ -62,7 +62,8 @@ class Bytes(CausalLM):
 
     def build_dataset(self, split):
         generator = torch.Generator().manual_seed(0)
-        return Rows(tokens=torch.randint(0, 256, (64, self.context + 1), generator=generator).byte())
+        tokens = torch.randint(0, 256, (64, self.context + 1), generator=generator)
+        return Rows(input_ids=tokens, labels=tokens)
 
 
 def bytes_run(world, task, *words):
@@ -242,7 +243,7 @@ def compilations(world, words):
             run.task.sample(run.parallel.module)
 
     batch = next(run.data)[0]
-    few = {"tokens": batch["tokens"][:3]}
+    few = {name: batch[name][:3] for name in ("input_ids", "labels")}
     for use in (
         lambda: take_steps(run, 3),
         lambda: evaluate(batch),

@@ -34,7 +34,8 @@ FLOPS = 6 * (2 * (64 + 8) + 8 + 1)  # of Counted
 
 def of_a_text(**shape):
     task = CausalLM(DataConfig(), **shape)
-    return task, {"tokens": torch.zeros(2, task.context + 1, dtype=torch.uint8, device="meta")}
+    tokens = torch.zeros(2, task.context + 1, dtype=torch.int64, device="meta")
+    return task, {"input_ids": tokens, "labels": tokens}
 
 
 def of_a_picture(**shape):
@@ -64,7 +65,7 @@ def test_a_tasks_flops_per_item_are_those_that_the_counter_of_torch_counts(task,
 def test_counting_on_the_cpu_is_the_same_and_leaves_no_gradients():
     task, batch = of_a_text(context=16, width=16)
     model = task.build_model()
-    batch = {"tokens": torch.zeros_like(batch["tokens"], device="cpu")}
+    batch = {name: torch.zeros_like(tokens, device="cpu") for name, tokens in batch.items()}
     assert count_flops(task, model, batch) == 2 * flops_per_item(task, model)
     assert all(p.grad is None for p in model.parameters())
 

@@ -258,26 +258,22 @@ def write_parquet(folder):
 
 
 def bytes_in(dataset):
-    return {chr(token) for token in dataset[:]["tokens"].flatten().tolist()} - {"\0"}
+    return {chr(token) for row in dataset for token in row["input_ids"].tolist()} - {"\0"}
 
 
 @pytest.mark.parametrize("write", [write_text, write_jsonl, write_parquet])
 def test_local_files_become_samples_of_context_plus_one_with_some_documents_held_out(tmp_path, write):
     task = language_model(write(tmp_path), "--data.validation_fraction", "0.1")
     train, held_out = task.build_dataset("train"), task.build_dataset("validation")
-    assert train[0]["tokens"].shape == held_out[0]["tokens"].shape == (17,)
+    assert train[0]["input_ids"].shape == held_out[0]["labels"].shape == (17,)
     assert (len(bytes_in(train)), len(bytes_in(held_out))) == (36, 4)
     assert bytes_in(train) | bytes_in(held_out) == set(DOCUMENTS)
-
-
-def test_tokens_are_bytes(tmp_path):
-    assert language_model(write_jsonl(tmp_path)).build_dataset("train")[0]["tokens"].dtype == torch.uint8
 
 
 def test_documents_are_packed_end_to_end_with_a_zero_after_each(tmp_path):
     (tmp_path / "two.jsonl").write_text('{"text": "abcdefgh"}\n{"text": "ijklmnopqrstuvw"}\n')
     task = language_model(tmp_path / "two.jsonl", "--data.validation_split", "train")
-    assert bytes(task.build_dataset("train")[0]["tokens"].tolist()) == b"abcdefgh\0ijklmnop"
+    assert bytes(task.build_dataset("train")[0]["input_ids"].tolist()) == b"abcdefgh\0ijklmnop"
 
 
 def test_the_same_documents_are_held_out_every_time(tmp_path):
@@ -303,7 +299,7 @@ def test_a_missing_column_lists_the_existing_ones(tmp_path):
 
 def test_a_column_that_is_not_text_is_rejected(tmp_path):
     message = data_refusal(write_jsonl(tmp_path), "--data.text_column", "length")
-    assert_says(message, "data.text_column=length", "int, not text", "name a column of text")
+    assert_says(message, "the column length holds int, not text", "name a column of text")
 
 
 def test_a_path_without_a_file_is_named(tmp_path):
@@ -401,7 +397,8 @@ def test_a_sample_continues_the_prompt_and_is_the_same_every_time(tmp_path):
 
 def test_evaluation_reports_bits_per_byte():
     task = language_model("off")
-    batch = {"tokens": torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0)).byte()}
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
+    batch = task.collate([{"input_ids": row, "labels": row} for row in tokens])
     sums = task.metrics(task.build_model(), batch)
     assert task.weight(batch) == 32
     assert sums["bits_per_byte"].item() == pytest.approx(sums["loss"].item() / math.log(2))
@@ -469,7 +466,7 @@ def test_files_named_after_splits_are_those_splits(tmp_path):
         (folder / f"{split}-0.jsonl").write_text("\n".join(rows))
     task = build("dist_amp.tasks.causal_lm:CausalLM", "--data.path", folder, "--task.args.context", "32")
     for split, other in (splits, splits[::-1]):
-        text = b"".join(bytes(row["tokens"].tolist()) for row in task.build_dataset(split)).decode()
+        text = b"".join(bytes(row["input_ids"].tolist()) for row in task.build_dataset(split)).decode()
         assert split in text
         assert other not in text
 

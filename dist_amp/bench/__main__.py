@@ -10,6 +10,7 @@ log_step     what a log step costs the host of each rank, on up to 4,096 imagine
 order        what the order of the samples costs: computed for a large dataset, compared with a table
 padding      what data.group_by_length saves of the padding, and what looking up its order costs
 shuffle      how near the Parquet view's order comes to a full shuffle, and how soon a late step is found
+packing      how full packed rows are, and how long the plan of them takes
 tripwires    the share of time that the consistency checks take (under torchrun: python -m dist_amp.bench.tripwires)
 pretrained   time and memory per rank to load pretrained weights into FSDP2 shards, compared with from_pretrained
 data         how fast each kind of source is read, compared with DataLoader and datasets; what the demo waits for data

@@ -62,20 +62,20 @@ class TwoLayers:
 
 
 class RandomBytes(CausalLM):
-    """A GPT on random bytes: the text does not change the time. Batch: tokens [B, context + 1] uint8."""
+    """A GPT on random bytes: the text does not change the time. Batch: input_ids, labels [B, context + 1] int64."""
 
     def build_dataset(self, split: str) -> Any:
         size = (SAMPLES, self.context + 1)
-        rows = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        return [{"tokens": row} for row in rows]
+        rows = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0))
+        return [{"input_ids": row, "labels": row} for row in rows]
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor], reduction: str = "sum") -> Tensor:
         total = super().loss_sum(model, batch)
-        return total if reduction == "sum" else total / self.tokens(batch)
+        return total if reduction == "sum" else total / self.weight(batch)
 
 
 class RandomTokens(RandomBytes):
-    """A GPT on random tokens of its whole vocabulary, built on the device. Batch: tokens [B, context + 1] int64."""
+    """A GPT on random tokens of its whole vocabulary, built on the device. Batch: as RandomBytes."""
 
     def __init__(self, device: torch.device, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
@@ -90,7 +90,8 @@ class RandomTokens(RandomBytes):
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (steps, accumulation, size, self.context + 1)
         tokens = torch.randint(self.shape[0], shape, device=self.device, generator=generator)
-        return [[{"tokens": micro_batch} for micro_batch in step] for step in tokens]
+        facts: dict[str, Any] = {"lengths": torch.full((size,), shape[-1]), "counted": size * self.context}
+        return [[{"input_ids": one, "labels": one, **facts} for one in step] for step in tokens]
 
 
 @dataclass(frozen=True)

@@ -165,9 +165,3 @@ def padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[str, Tenso
         "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
         "labels": pad_sequence(labels, batch_first=True, padding_value=NOT_LEARNED),
     }
-
-
-def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of every token but the first of each sample."""
-    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    return output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()

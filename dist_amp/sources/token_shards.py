@@ -9,7 +9,7 @@ FOLDER/train/counted_00000.bin     a bit per token (numpy.packbits); not there i
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -173,10 +173,17 @@ class TokenShards:
         return len(self._index)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return self._piece(number, 0, None)
+
+    def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[dict[str, Tensor]]:
+        """Parts of documents: (document, first token, one past its last) each, of which nothing else is read."""
+        return [self._piece(*piece) for piece in pieces]
+
+    def _piece(self, number: int, first: int, last: int | None) -> dict[str, Tensor]:
         start, length = map(int, self._index[number][:2])
         shard = bisect_right(self._starts, start) - 1
         tokens, counted = self._open(shard)
-        start -= self._starts[shard]
+        start, length = start - self._starts[shard] + first, (length if last is None else min(length, last)) - first
         ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
         if len(ids) != length or length == 0:
             raise DataError(f"document {number} of {self.folder / self.split} is not where {INDEX} says; {self._check}")
@@ -187,10 +194,11 @@ class TokenShards:
             )
         labels = ids.clone()
         if counted is not None:
-            first, last = start // 8, -(-(start + length) // 8)
-            bits = np.unpackbits(counted[first:last])[start - 8 * first :][:length]
+            byte, end = start // 8, -(-(start + length) // 8)
+            bits = np.unpackbits(counted[byte:end])[start - 8 * byte :][:length]
             labels[torch.from_numpy(bits == 0)] = NOT_LEARNED
-        labels[0] = NOT_LEARNED  # it is predicted from nothing
+        if first == 0:
+            labels[0] = NOT_LEARNED  # it is predicted from nothing
         return {"input_ids": ids, "labels": labels}
 
     def _open_shard(self, number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:

@@ -1,4 +1,4 @@
-"""A GPT on bytes, by default those of Python's standard library, which every machine has.
+"""A GPT, by default on the bytes of Python's standard library, which every machine has.
 
 Copy this file to train a language model on your text; set `[data]` to train this one on it.
 """
@@ -10,19 +10,20 @@ import sysconfig
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_amp.config.range import Range
-from dist_amp.errors import DataError
 from dist_amp.settings import DataConfig
-from dist_amp.sources.load import load_split, pick_split
+from dist_amp.sources.load import pick_split
+from dist_amp.sources.packing import Packing
+from dist_amp.sources.shares import TokenShares
+from dist_amp.sources.tokenizer import check_vocabulary, open_tokenizer
+from dist_amp.sources.tokens import token_documents
 
 log = logging.getLogger(__name__)
-END_OF_DOCUMENT = 0  # a byte that text does not contain
 Count = Annotated[int, Range(low=1)]
 
 
@@ -39,11 +40,11 @@ class Attention(nn.Module):
         nn.init.normal_(self.qkv.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -60,8 +61,8 @@ class Block(nn.Module):
         nn.init.normal_(self.up.weight, std=0.02)
         nn.init.normal_(self.down.weight, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
@@ -70,6 +71,7 @@ class GPT(nn.Module):
 
     With `targets` [B, T] int64 it returns the summed cross-entropy, a float32 scalar, computed from the logits of
     `loss_chunk` tokens at a time; not outside the model, since FSDP gathers the head's weight only for its forward.
+    positions: of packed documents, [B, T] int64, 0 where one begins; none of them then sees another.
     """
 
     cos: Tensor
@@ -89,12 +91,18 @@ class GPT(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_chunk: int = 1024) -> Tensor:
-        length = tokens.shape[1]
-        cos, sin = self.cos[:length], self.sin[:length]
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, loss_chunk: int = 1024, positions: Tensor | None = None
+    ) -> Tensor:
+        if positions is None:
+            length, mask = tokens.shape[1], None
+            cos, sin = self.cos[:length], self.sin[:length]
+        else:
+            mask = same_document(positions)
+            cos, sin = (table[positions].unsqueeze(1) for table in (self.cos, self.sin))  # [B, 1, T, ...]: of all heads
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask)
         x = self.norm(x)
         return self.head(x) if targets is None else chunked_loss_sum(self.head, x, targets, loss_chunk)
 
@@ -105,13 +113,23 @@ def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) ->
     x: [B, T, width]; targets: [B, T]. Backward recomputes each chunk's logits instead of keeping them.
     """
     pairs = zip(x.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
-    losses = [checkpoint(loss_sum, head, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    losses = [checkpoint(head_loss_sum, head, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
     return torch.stack(losses).sum()
 
 
-def loss_sum(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over [..., vocabulary] logits: scalar, in float32 whatever dtype the head computes in."""
-    return F.cross_entropy(head(x).float().flatten(0, -2), targets.flatten(), reduction="sum")
+def head_loss_sum(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy_sum(head(x), targets)
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy summed over [..., vocabulary] logits: scalar, in float32 whatever dtype the logits have."""
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+def same_document(positions: Tensor) -> Tensor:
+    """What each token may look at: itself and those before it in its document, [B, 1, T, T] bool."""
+    document = (positions == 0).cumsum(1)
+    return (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
 
 
 def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +147,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalLM:
-    """Predict the next byte. Batch: tokens [B, context + 1] uint8."""
+    """Predict the next token. Batch: input_ids, labels [B, context + 1] int64 and what else `Packing.collate` gives."""
 
     def __init__(
         self,
@@ -149,6 +167,10 @@ class CausalLM:
         if not prompt:
             raise ValueError("prompt is empty; a sample continues it, so use at least a space")
         self.data = data
+        self.tokenizer = open_tokenizer("bytes" if data.tokenizer == "auto" else data.tokenizer)
+        check_vocabulary(self.tokenizer, vocabulary)
+        self.packing = Packing.of(data, context + 1, auto="cut")
+        self.shares = TokenShares()
         self.context = context
         self.tied = tied
         self.loss_chunk = loss_chunk
@@ -160,21 +182,12 @@ class CausalLM:
         return GPT(*self.shape)
 
     def build_dataset(self, split: str) -> Any:
-        if self.data.name == "auto" and self.data.path == "off":
-            documents = python_source(self.data, split)
-        else:
-            documents = load_split(self.data, split)
-        if documents is None:
-            return None
-        column, length = self.data.text_column, self.context + 1
-        packed = documents.map(
-            pack,
-            batched=True,
-            remove_columns=documents.column_names,
-            fn_kwargs={"column": column, "length": length},
-            desc=None,
-        )
-        return packed.with_format("torch", dtype=torch.uint8)
+        shipped = self.data.name == "auto" and self.data.path == "off"
+        rows = python_source(self.data, split) if shipped else None
+        return self.packing.rows(token_documents(self.data, split, self.tokenizer, rows), split)
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+        return self.packing.collate(samples)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.blocks)  # type: ignore[arg-type]
@@ -184,17 +197,20 @@ class CausalLM:
         return [] if self.tied or self.loss_chunk != "off" else [model.embedding, model.head]  # type: ignore[list-item]
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        tokens = batch["tokens"].long()
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs, targets = batch["input_ids"][:, :-1], batch["labels"][:, 1:]
+        packed = {"positions": batch["position_ids"][:, :-1]} if "position_ids" in batch else {}
         if self.loss_chunk == "off":
-            return loss_sum(model, inputs, targets)
-        return model(inputs, targets, self.loss_chunk)
+            return cross_entropy_sum(model(inputs, **packed), targets)
+        return model(inputs, targets, self.loss_chunk, **packed)
 
-    def weight(self, batch: dict[str, Tensor]) -> float:
-        return self.tokens(batch)
+    def weight(self, batch: dict[str, Any]) -> int:
+        return batch["counted"]  # type: ignore[no-any-return]
 
-    def tokens(self, batch: dict[str, Tensor]) -> int:
-        return batch["tokens"][:, 1:].numel()
+    def tokens(self, batch: dict[str, Any]) -> int:
+        return self.shares.count(batch) - len(batch["labels"])  # of a row's n tokens n - 1 are predicted
+
+    def train_metrics(self, run: Any, report: Any) -> dict[str, float]:
+        return self.shares.read()
 
     def flops_per_item(self, model: nn.Module) -> float:
         """FLOPs of one sample, forward and backward: 3 x 2 per multiply-add, since a product has two gradients.
@@ -209,37 +225,24 @@ class CausalLM:
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         loss = self.loss_sum(model, batch)
-        return {"loss": loss, "bits_per_byte": loss / math.log(2)}
+        return {"loss": loss, "bits_per_byte": loss / math.log(2)} if self.tokenizer.name == "bytes" else {"loss": loss}
 
     def sample(self, model: nn.Module) -> str:
-        """The continued prompt, byte by byte.
+        """The continued prompt, token by token.
 
         The same on every rank, since all take part in a sharded forward.
         """
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(0)
-        text = list(self.prompt.encode())
+        text = self.tokenizer.encode(self.prompt)
         for _ in range(self.sample_bytes):
             window = text[-self.context :]
             # Of one length: each further shape takes 3 MiB of oneDNN's kernels in bf16, 400 MiB in all (measured).
             tokens = torch.tensor([window + [0] * (self.context - len(window))], device=device)
-            logits = model(tokens)[0, len(window) - 1, :256].float().cpu()
+            logits = model(tokens)[0, len(window) - 1, : self.tokenizer.vocabulary].float().cpu()
             probabilities = torch.softmax(logits / 0.7, dim=-1)
             text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-        return bytes(text).decode(errors="replace")
-
-
-def pack(rows: dict[str, list[Any]], column: str, length: int) -> dict[str, Any]:
-    """Concatenate documents and cut them into samples of `length` bytes: {"tokens": [samples, length] uint8}.
-
-    The rest at the end of a batch of documents, less than one sample, is dropped.
-    """
-    if not all(isinstance(text, str) for text in rows[column]):
-        kind = next(type(text).__name__ for text in rows[column] if not isinstance(text, str))
-        raise DataError(f"data.text_column={column} holds {kind}, not text; name a column of text, or remove such rows")
-    stream = b"".join(text.encode() + bytes([END_OF_DOCUMENT]) for text in rows[column])
-    samples = len(stream) // length
-    return {"tokens": numpy.frombuffer(stream, numpy.uint8)[: samples * length].reshape(samples, length)}
+        return self.tokenizer.decode(text)
 
 
 def python_source(config: DataConfig, split: str) -> Any:

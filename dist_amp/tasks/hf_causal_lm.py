@@ -1,6 +1,6 @@
 """Fine-tune a causal language model by its name on the Hugging Face hub or its folder, whole or with LoRA."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,24 +9,26 @@ from transformers import AutoModelForCausalLM
 from dist_amp.checkpoint.pretrained import load_pretrained
 from dist_amp.config.range import Range
 from dist_amp.settings import DataConfig
-from dist_amp.sources import conversations, tokens
+from dist_amp.sources import conversations
 from dist_amp.tasks import huggingface
+from dist_amp.tasks.packed import TokenRows, check_positions, next_tokens
 
 
-class HFCausalLM:
-    """Rows: messages; or prompt and completion; or data.text_column. Batch: see `conversations.padded`."""
+class HFCausalLM(TokenRows):
+    """Rows: messages; or prompt and completion; or data.text_column. Batch: see `TokenRows`."""
 
     def __init__(
         self, data: DataConfig, model: str, length: Annotated[int, Range(low=2)] = 1024,
         lora_rank: int = 0, lora_targets: str = "all-linear", prompt: str = "Hello", sample_tokens: int = 50,
     ):  # fmt: skip
-        self.data, self.length, self.prompt, self.sample_tokens = data, length, prompt, sample_tokens
+        self.prompt, self.sample_tokens = prompt, sample_tokens
         self.lora = huggingface.Lora(lora_rank, lora_targets)
         self.folder = huggingface.model_folder(model)
-        self.tokenizer = huggingface.open_tokenizer(self.folder)
+        super().__init__(data, length, huggingface.open_tokenizer(self.folder))
 
     def build_model(self) -> nn.Module:
-        return huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
+        model = huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
+        return check_positions(model, self.packing.length)
 
     def load(self, model: nn.Module) -> None:
         load_pretrained(model, self.folder)
@@ -34,23 +36,11 @@ class HFCausalLM:
     def units(self, model: nn.Module) -> list[nn.Module]:
         return [] if self.lora.rank else huggingface.embedding_and_head(model)
 
-    def build_dataset(self, split: str) -> Any:
-        return tokens.documents_within(self.data, split, self.tokenizer, self.length)
-
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return conversations.padded(samples, self.tokenizer.pad_token_id or 0)
-
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(*conversations.next_tokens(model, batch), reduction="sum")
-
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["labels"][:, 1:] >= 0).sum()
-
-    def tokens(self, batch: dict[str, Tensor]) -> int:
-        return int(batch["attention_mask"].sum())
+        return F.cross_entropy(*next_tokens(model, batch), reduction="sum")
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        logits, labels = conversations.next_tokens(model, batch)
+        logits, labels = next_tokens(model, batch)
         return {"loss": F.cross_entropy(logits, labels, reduction="sum"), "accuracy": logits.argmax(1).eq(labels).sum()}
 
     def sample(self, model: nn.Module) -> str:

@@ -21,6 +21,7 @@ from dist_amp.runtime.meta import build_module
 from dist_amp.runtime.parameter_dtype import to_float32
 from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
 from dist_amp.verify.dtypes import tensors_in
+from dist_amp.verify.packing import leaks
 from dist_amp.verify.reference import Reference, Values, cloned, gradients_of
 
 SAMPLES = 8  # enough to split; the comparison itself takes more
@@ -59,6 +60,8 @@ def inspect_task(reference: Reference) -> list[Finding]:
     if error:
         text = f"two identical runs differ by rounding ({error:.1e}, first in {where})"
         findings.append(Finding(f"{text}; run.deterministic=true makes them equal"))
+    if (leak := Finding(*leaks(reference, samples))).text:  # in training mode, so before batch statistics are left out
+        findings.append(leak)
     findings += [*_random(reference, samples), *_sums(reference, samples), *_weights(reference, samples)]
     return [*findings, *_half_loss(reference, samples), *_unused(first)]
 

@@ -1,0 +1,97 @@
+"""What packed rows ask of a Hugging Face model: how it is called, and that it tells the documents of a row apart."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_amp.errors import ConfigError
+from dist_amp.settings import DataConfig
+from dist_amp.sources import conversations
+from dist_amp.sources.packing import Packing
+from dist_amp.sources.shares import TokenShares
+from dist_amp.sources.tokenizer import of_transformers
+from dist_amp.sources.tokens import documents_within, token_documents
+
+# A second document's change by other tokens in the first, over the first's own: 0 in Llama, Qwen3, GPT-2, Gemma 3 and
+# Mixtral, in float32 and bf16; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) where it leaks. Measured on tiny ones;
+# float32 rounds by 1e-7, should a kernel's sums depend on other tokens.
+LEAK = 1e-5
+
+
+class TokenRows:
+    """The data's side of a task: documents as rows of at most `length` tokens, by a tokenizer of transformers.
+
+    Batch: of `conversations.padded` with data.pack=off, else of `Packing.collate`.
+    """
+
+    def __init__(self, data: DataConfig, length: int, tokenizer: Any):
+        self.data, self.tokenizer = data, tokenizer
+        self.packing = Packing.of(data, length, auto="off")
+        self.shares = TokenShares()
+        self._leak_checked = self.packing.pack != "best_fit"
+
+    def build_dataset(self, split: str) -> Any:
+        if self.packing.pack == "off" and self.packing.long_documents == "truncate":
+            return documents_within(self.data, split, self.tokenizer, self.packing.length)
+        return self.packing.rows(token_documents(self.data, split, of_transformers(self.tokenizer)), split)
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+        pad_id = self.tokenizer.pad_token_id or 0
+        if self.packing.pack == "off":
+            return conversations.padded(samples, pad_id)
+        return self.packing.collate(samples, pad_id)
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["labels"][:, 1:] >= 0).sum()
+
+    def tokens(self, batch: dict[str, Tensor]) -> int:
+        return self.shares.count(batch)
+
+    def train_metrics(self, run: Any, report: Any) -> dict[str, float]:
+        """Shares of padding and of what counts; at the first log step also checks that documents are kept apart."""
+        if not self._leak_checked:
+            self._leak_checked = True
+            batch = run.data.handed_out[0][0]
+            with run.parallel.evaluating():
+                check_documents_apart(run.parallel.module, getattr(batch, "batch", batch)["input_ids"])
+        return self.shares.read()
+
+
+def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of every token but the first of each row."""
+    # transformers tells packed documents by positions that restart, but not with a mask, even of ones, or a cache.
+    inputs = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
+    output = model(input_ids=batch["input_ids"], **inputs, use_cache=False)
+    return output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
+
+
+def check_documents_apart(model: Any, input_ids: Tensor) -> None:
+    """Refuse a model in which a row's second document sees the first.
+
+    The rows' halves [B, T] are taken for two documents: other tokens in the first must leave the second's logits.
+    It takes two forwards, and says nothing of the training mode; `verify` does. Errors: ConfigError.
+    """
+    half = input_ids.shape[1] // 2
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    positions = torch.where(positions < half, positions, positions - half).expand_as(input_ids)
+    changed = torch.cat((input_ids[:, :half] ^ 1, input_ids[:, half:]), dim=1)  # ids that the vocabulary has
+    a, b = (model(input_ids=ids, position_ids=positions, use_cache=False).logits for ids in (input_ids, changed))
+    first, second = (a.float() - b.float()).abs().split((half, input_ids.shape[1] - half), dim=1)
+    share = float(second.max() / first.max())
+    if not share <= LEAK:
+        raise ConfigError(
+            f"data.pack=best_fit needs a model that tells packed documents by position_ids: in {type(model).__name__} "
+            f"another first document changes the second's logits, {share:.1g} as much as its own; use data.pack=off"
+        )
+
+
+def check_positions(model: Any, length: int) -> Any:
+    """The model. Errors: ConfigError for rows longer than it has positions."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise ConfigError(
+            f"task.args.length={length} is more than the model's {most} positions (max_position_embeddings); use at "
+            f"most {most}"
+        )
+    return model
