@@ -14,9 +14,10 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from dist_amp.errors import DataError
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.runtime.rendezvous import in_time
 from dist_amp.settings import DataConfig
+from dist_amp.sources.parquet import open_parquet
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
@@ -39,10 +40,17 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
     Errors: DataError for files, names, splits and columns that do not exist.
     """
     import datasets
+    import fsspec
 
     local = config.path != "off"
     files = _local_files(config.path) if local else []
     kind = FORMATS[Path(files[0]).suffix] if local else ""
+    if local and by_row_group(config, kind, files):
+        splits = _by_split(files)
+        splits = splits if isinstance(splits, dict) else {"train": splits}
+        local_files = fsspec.filesystem("file")
+        views = {name: open_parquet(local_files, inside, config) for name, inside in splits.items()}
+        return pick_split(views, config, split, *other_columns)
     if not local and not Path(config.name.partition(":")[0]).exists():
         stay_local_without_network()
     try:
@@ -64,6 +72,17 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
             fix = "convert it to Parquet elsewhere, with a release of datasets below 4, and set data.path to the files"
         raise DataError(f"{source} could not be loaded: {lines[0]}; {fix}") from error
     return pick_split(everything, config, split, *other_columns)
+
+
+def by_row_group(config: DataConfig, kind: str, files: list[str]) -> bool:
+    """Whether `data.view` asks for a `ParquetView`. Errors: ConfigError if it does, for files of another format."""
+    if config.view == "parquet" and kind != "parquet":
+        raise ConfigError(
+            f"data.view=parquet reads Parquet files, and {files[0]} is of format {kind}; use data.view=auto, or "
+            "convert the files to Parquet"
+        )
+    large = kind == "parquet" and sum(Path(file).stat().st_size for file in files) > config.map_up_to_gib * 2**30
+    return config.view == "parquet" or (config.view == "auto" and large)
 
 
 def warn(text: str) -> None:

@@ -141,14 +141,14 @@ class ParquetView:
 
         Errors: DataError if none is left to train on.
         """
-        held_out = math.ceil(len(self._groups) * test_size)
-        if held_out >= len(self._groups):
-            count = f"{len(self._groups)} row group{'s' if len(self._groups) > 1 else ''}"
+        groups = len(self._groups)
+        held_out = math.ceil(groups * test_size)
+        if held_out >= groups:
             raise DataError(
-                f"data.validation_fraction={test_size} of {count} leaves none to train on; set data.validation_split, "
-                "write the files with smaller row groups, or use data.view=map"
+                f"data.validation_fraction={test_size} of {groups} row group{'s' * (groups > 1)} leaves none to train on; "
+                "set data.validation_split, write the files with smaller row groups, or use data.view=map"
             )
-        order = torch.randperm(len(self._groups), generator=torch.Generator().manual_seed(seed)).numpy()
+        order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).numpy()
         return {"train": self._part(np.sort(order[held_out:])), "test": self._part(order[:held_out])}
 
     def _part(self, chosen: NDArray[np.int64]) -> "ParquetView":
