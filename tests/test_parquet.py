@@ -1,6 +1,7 @@
 """Parquet files read by row group: each group once per epoch, the same samples at every world size, damage by name."""
 
 import math
+import multiprocessing
 import os
 import pickle
 from collections import Counter
@@ -11,13 +12,18 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from tiny import Tiny, make_run, take_steps
 
 from dist_amp.checkpoint.compatibility import check_data
 from dist_amp.checkpoint.fingerprint import dataset_hash
+from dist_amp.checkpoint.format import read_manifest
+from dist_amp.checkpoint.saver import save
 from dist_amp.data import Padding, build_batches
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
-from dist_amp.sources.parquet import open_parquet
+from dist_amp.sources.load import load_split
+from dist_amp.sources.parquet import ParquetView, open_parquet
 from dist_amp.world import World
 
 LOCAL = fsspec.filesystem("file")
@@ -179,7 +185,7 @@ def test_only_the_columns_that_are_asked_for_are_read(tmp_path):
     dataset = view(written(tmp_path, EVEN)).select_columns(["text"])
     assert dataset.column_names == ["text"]
     assert dataset[21] == {"text": "row 21"}
-    assert dataset._reader._groups.popitem()[1][0].column_names == ["text"]
+    assert list(dataset._reader._groups.popitem()[1][0]) == ["text"]
     with pytest.raises(DataError, match="column label does not exist; the columns are index, text"):
         view(written(tmp_path, EVEN)).select_columns(["label"])
 
@@ -193,6 +199,31 @@ def test_few_row_groups_and_files_are_kept(tmp_path):
     assert len(dataset._reader._open) == 32
 
 
+def test_a_row_group_is_dropped_after_its_last_row(tmp_path):
+    dataset = view(written(tmp_path, [[3, 3]]), streams=1)
+    dataset.__getitems__([0, 1, 3])
+    assert len(dataset._reader._groups) == 2
+    dataset[2]
+    assert [group for _, group in dataset._reader._groups] == [1]
+
+
+def test_a_forked_worker_opens_files_of_its_own(tmp_path):
+    dataset = view(written(tmp_path, [[3]]), streams=1)
+    dataset[0]
+
+    def read():
+        dataset[1]
+        results.put((dataset._reader.pid, os.getpid()))
+
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    worker = context.Process(target=read)
+    worker.start()
+    theirs, worker_pid = results.get(timeout=60)
+    worker.join()
+    assert theirs == worker_pid != os.getpid() == dataset._reader.pid
+
+
 def test_a_validation_part_is_whole_row_groups_and_the_same_each_time(tmp_path):
     dataset = view(written(tmp_path, UNEVEN))
     parts = [dataset.train_test_split(test_size=0.1, seed=0) for _ in range(2)]
@@ -203,6 +234,29 @@ def test_a_validation_part_is_whole_row_groups_and_the_same_each_time(tmp_path):
     assert len(parts[0]["test"]._groups) == 5, "of 41"
     assert parts[0]["train"].fingerprint == parts[1]["train"].fingerprint
     assert parts[0]["train"].fingerprint != dataset.train_test_split(test_size=0.1, seed=1)["train"].fingerprint
+
+
+def split_of(path, split="train", **settings):
+    return load_split(DataConfig(path=str(path), **settings), split)
+
+
+def test_parquet_larger_than_the_setting_is_read_by_row_group(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    written(tmp_path / "data", UNEVEN)
+    megabytes = sum(file.stat().st_size for file in (tmp_path / "data").iterdir()) / 2**20
+    assert isinstance(split_of(tmp_path / "data", map_up_to_gib=0.99 * megabytes / 1024), ParquetView)
+    assert isinstance(split_of(tmp_path / "data", view="parquet"), ParquetView)
+    assert not isinstance(split_of(tmp_path / "data", map_up_to_gib=1.01 * megabytes / 1024), ParquetView)
+    assert not isinstance(split_of(tmp_path / "data", map_up_to_gib=0, view="map"), ParquetView)
+
+
+def test_splits_are_files_by_their_names_or_row_groups(tmp_path):
+    [first, second] = written(tmp_path, [[20] * 10, [7]])
+    parts = [split_of(first, split, view="parquet", validation_fraction=0.2) for split in ("train", "validation")]
+    assert [len(part) for part in parts] == [160, 40]
+    os.rename(first, tmp_path / "train-0.parquet")
+    os.rename(second, tmp_path / "validation-0.parquet")
+    assert [len(split_of(tmp_path, split, view="parquet")) for split in ("train", "validation")] == [200, 7]
 
 
 # ---- rows of any kind ----
@@ -287,7 +341,7 @@ def test_a_damaged_row_group_is_named(compression, tmp_path):
         dataset[2 * 160 + 60]
     batches = on_each_rank(dataset, 1, shuffle=False, position=2 * 160 + 48)
     with pytest.raises(
-        DataError, match=r"rank 0: sample 380 of the training split .*row group 3 of .*part-002.parquet"
+        DataError, match=r"0: sample 380 of the training split could not be read: row group 3 of .*part-002.parquet"
     ):
         next(batches[0])
 
@@ -331,6 +385,53 @@ def test_streams_that_do_not_fit_are_refused_with_a_number_that_does(streams, ra
     if "=" in (fix := str(error.value).split("use data.streams")[-1])[:1]:
         fitting = int(fix[1:].split(",")[0])
         view(written(tmp_path, UNEVEN), fitting).shuffled(ranks, ranks)
+
+
+class Numbers(Tiny):
+    """Learns from the rows' numbers."""
+
+    def __init__(self, path, streams=8):
+        super().__init__()
+        self.dataset = view(path, streams)
+
+    def build_dataset(self, split):
+        return self.dataset
+
+    def collate(self, rows):
+        index = torch.tensor([row["index"] for row in rows])
+        return {"x": index[:, None].expand(-1, 8).float() / 1000, "y": index.sin(), "counts": torch.ones(len(rows))}
+
+
+def test_a_run_resumes_in_its_order_and_refuses_other_streams(tmp_path):
+    paths = written(tmp_path / "data", EVEN)
+
+    def run(streams):
+        words = ["--run.dir", tmp_path / "run", "--run.resume", "auto"]
+        return make_run(World(), Numbers(paths, streams), *words)
+
+    through = run(8)
+    take_steps(through, 3)
+    folder = save(through)
+    assert read_manifest(folder).order == "parquet streams=8 shuffle_groups=2"
+    expected = [next(through.data)[0]["x"] for _ in range(5)]
+    resumed = run(8)
+    assert all(torch.equal(next(resumed.data)[0]["x"], step) for step in expected)
+    with pytest.raises(
+        DataError, match=r"in the order 'parquet streams=8 .*in 'parquet streams=4 .*use the old data.v"
+    ):
+        run(4)
+
+
+def test_a_view_of_other_formats_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"data.view=parquet reads Parquet files, and .*a.txt is of format text; use"):
+        split_of(tmp_path, view="parquet")
+
+
+def test_a_missing_column_is_refused_with_those_there_are(tmp_path):
+    written(tmp_path, UNEVEN)
+    with pytest.raises(DataError, match="data.text_column=body does not exist; the columns are index, text"):
+        split_of(tmp_path, view="parquet", text_column="body")
 
 
 def test_nothing_can_be_held_out_of_one_row_group(tmp_path):

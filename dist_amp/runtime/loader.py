@@ -81,8 +81,9 @@ class Fetch:
             except Exception as own_error:
                 indices, error = (index,), own_error
                 break
-        what = f"{samples_text(indices)} of the {self.split} split"
-        return DataError(f"{what} could not be read: {in_one_line(error)}; fix or remove it")
+        what = f"{samples_text(indices)} of the {self.split} split could not be read"
+        said = str(error) if isinstance(error, DataError) else f"{in_one_line(error)}; fix or remove it"
+        return DataError(f"{what}: {said}")
 
 
 def samples_text(indices: Sequence[int]) -> str:
