@@ -142,6 +142,7 @@ def measure_all(words: Sequence[str]) -> None:
     import datasets
 
     options = parse(words)
+    datasets.disable_progress_bars()
     report: dict[str, Any] = machine.about(torch.device("cpu"), "datasets", "pyarrow") | {"rows": []}
     print(machine.machine_line(report), flush=True)
     with (
