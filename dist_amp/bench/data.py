@@ -6,7 +6,7 @@ python -m dist_amp.bench data --sources parquet images --rows 100000 --workers 0
 dist_amp is the batches of a run, in its order. DataLoader is torch's own over the same dataset, with shuffle=True.
 datasets is the same files by load_dataset(...).with_format("torch") in a DataLoader; streamed, with a shuffle buffer of
 1,000 rows. Batches have 32 samples: rows of text, documents padded to their longest, packed rows, images. All loaders
-take turns; in a round each is timed from its second batch on. Last comes what two ranks of the demo wait for data.
+take turns, and are timed once their workers have batches ready. Last comes what two ranks of the demo wait for data.
 """
 
 import argparse
@@ -74,9 +74,10 @@ def loaders_of(kind: Kind, folder: Path) -> dict[str, Open]:
     return found
 
 
-def speed(batches: Iterator[Any], seconds: float) -> list[float]:
-    """[samples per second, tokens per second] in about so many seconds after the first batch."""
-    next(batches)
+def speed(batches: Iterator[Any], ahead: int, seconds: float) -> list[float]:
+    """[samples per second, tokens per second] in about so many seconds, once `ahead` batches have been read."""
+    for _ in range(ahead):
+        next(batches)
     counts, began, now = np.zeros(2), time.perf_counter(), 0.0
     while not counts[0] or now - began < seconds:
         counts += next(batches)[:2]
@@ -141,11 +142,13 @@ def measure_all(words: Sequence[str]) -> None:
     import datasets
 
     options = parse(words)
+    datasets.disable_progress_bars()
     report: dict[str, Any] = machine.about(torch.device("cpu"), "datasets", "pyarrow") | {"rows": []}
     print(machine.machine_line(report), flush=True)
     with (
         tempfile.TemporaryDirectory() as name,
-        patch.object(datasets.config, "HF_DATASETS_CACHE", Path(name) / "cache"),
+        # A stream of Parquet files sleeps for 5 s whenever it ends.
+        patch.multiple(datasets.config, HF_DATASETS_CACHE=Path(name) / "cache", SLEEP_TIME_ON_THREADS_SHUTDOWN=0),
         harness.quiet_process(one_thread=True),
     ):
         write_files(folder := Path(name), options.rows)
@@ -167,7 +170,12 @@ def measure_all(words: Sequence[str]) -> None:
 
 def measured(loaders: dict[str, Open], workers: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """A row per loader: both speeds in each round, and the first as a ratio to the DataLoader's of the same round."""
-    speeds = harness.in_turns(loaders, lambda name, _: speed(loaders[name](workers), seconds), rounds)
+    ahead = 1 + 2 * workers  # workers keep 2 batches each
+
+    def block(name: str, is_warm_up: bool) -> list[float]:
+        return speed(loaders[name](workers), ahead, seconds)
+
+    speeds = harness.in_turns(loaders, block, rounds)
     rows = []
     for name, own in speeds.items():
         samples, tokens = (list(column) for column in zip(*own, strict=True))

@@ -66,9 +66,9 @@ def images(folder: Path) -> Any:
 
 PAD = partial(padded, pad_id=0)
 KINDS = {
-    "arrow": Kind(arrow, list, "arrow", "arrow/*.arrow"),
-    "json": Kind(partial(rows, "json", "map"), list, "json", "json/train-*"),
-    "parquet": Kind(partial(rows, "parquet", "parquet"), list, "parquet", "parquet/train-*"),
+    "arrow": Kind(arrow, default_collate, "arrow", "arrow/*.arrow"),
+    "json": Kind(partial(rows, "json", "map"), default_collate, "json", "json/train-*"),
+    "parquet": Kind(partial(rows, "parquet", "parquet"), default_collate, "parquet", "parquet/train-*"),
     "tokens": Kind(tokens, PAD, "parquet", "tokens/train-*"),
     "packed": Kind(packed, collate_packed),
     "images": Kind(images, default_collate, "parquet", "images/train-*"),

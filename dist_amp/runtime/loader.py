@@ -15,7 +15,7 @@ from dist_amp.fast.dataloader import kill, shut_down
 from dist_amp.runtime.nested import pinned
 from dist_amp.runtime.plan import Request
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
-from dist_amp.runtime.random_state import seed_all
+from dist_amp.runtime.random_state import seed_host
 
 # A fork can leave a worker stuck before its first line: Python 3.11 takes a lock there that another thread of the
 # parent may hold at that moment. Seen once in some thousand forks; a worker that does not report is forked again.
@@ -41,7 +41,7 @@ class Fetch:
         seed, indices, augmentation = Request(*request)
         if get_worker_info() is not None:
             # A worker's own random numbers would depend on how many workers there are and when they were started.
-            seed_all(seed)
+            seed_host(seed)
         try:
             samples = self.read(indices)
         except Exception as error:
