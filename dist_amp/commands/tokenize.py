@@ -23,7 +23,7 @@ from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.runtime.process import configure_logging
 from dist_amp.sources.conversations import CHATS, TEXTS, check_rows
-from dist_amp.sources.load import load_split
+from dist_amp.sources.load import load_rows
 from dist_amp.sources.token_shards import Manifest, hash_problem, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokenizing import SHARD_TOKENS, tokenize
@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     if holds_tokens(data.path):
         raise ConfigError(f"data.path={data.path} holds tokens already; name the rows that they were made of")
     tokenizer = open_tokenizer(data.tokenizer)
-    splits = {split: load_split(data, split, CHATS, TEXTS) for split in ("train", "validation")}
+    splits = {split: load_rows(data, split, CHATS, TEXTS) for split in ("train", "validation")}
     splits = {split: rows for split, rows in splits.items() if rows is not None}
     for rows in splits.values():
         check_rows(rows, data.text_column, tokenizer)

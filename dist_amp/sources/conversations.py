@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dist_amp.errors import DataError, Failure, first_line, in_one_line
 from dist_amp.settings import DataConfig
-from dist_amp.sources.load import load_split, warn
+from dist_amp.sources.load import load_rows, warn
+from dist_amp.sources.mixture import source_config, tables_of
 from dist_amp.sources.token_shards import NOT_LEARNED, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import Tokenizer
 
@@ -55,10 +56,13 @@ def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
     """Whether a prompt is a user's turn: the tokenizer has a chat template, and the rows are chats or can't be read."""
     if tokenizer.chat_template is None:
         return False
+    for name, table in tables_of(data).items():
+        data = source_config(data, name, table)
+        break
     try:
         if holds_tokens(data.path):
             return any(split.chats for split in read_manifest(Path(data.path)).splits.values())
-        return are_chats(load_split(data, "train", CHATS, TEXTS))
+        return are_chats(load_rows(data, "train", CHATS, TEXTS))
     except Failure as error:
         warn(f"the prompt is rendered as a user's turn, but the rows are not known: {first_line(error)}")
         return True
@@ -158,10 +162,14 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[str, Tensor]:
-    """A batch, padded on the right to the longest sample: input_ids, attention_mask and labels, each [B, T] int64."""
-    ids, labels = [sample["input_ids"] for sample in samples], [sample["labels"] for sample in samples]
+    """A batch, padded on the right to the longest sample, each [B, T] int64.
+
+    input_ids, attention_mask, labels, and the source_ids of a mixture.
+    """
+    fill = {"input_ids": pad_id, "attention_mask": 0, "labels": NOT_LEARNED, "source_ids": 0}
+    masked = [{**sample, "attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
     return {
-        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_id),
-        "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=NOT_LEARNED),
+        name: pad_sequence([sample[name] for sample in masked], batch_first=True, padding_value=value)
+        for name, value in fill.items()
+        if name in masked[0]
     }

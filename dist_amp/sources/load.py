@@ -24,6 +24,19 @@ TOKEN_SETTINGS = ("tokenizer", "pack", "long_documents")
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
+    """`load_rows` for a task that reads rows of one source.
+
+    Errors: as there; ConfigError for settings of tokens and mixtures, which would have no effect.
+    """
+    for name in TOKEN_SETTINGS:
+        if (value := getattr(config, name)) != "auto":
+            raise ConfigError(f"data.{name}={value} is for tasks that read tokens, and this one reads rows; remove it")
+    if tables := tables_of(config):
+        raise ConfigError(f"data.sources.{next(iter(tables))}: this task reads one source; use data.path or data.name")
+    return load_rows(config, split, *other_columns)
+
+
+def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
     """The training or validation part of the rows that `data.name` or `data.path` names.
 
     A `datasets.Dataset`; with data.view=parquet, or for large Parquet files, a `ParquetView`. It has the column
@@ -31,11 +44,6 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
     Errors: DataError for files, names, splits and columns that do not exist, or can't be read; ConfigError for an
     address or a format that does not fit.
     """
-    for name in TOKEN_SETTINGS:
-        if (value := getattr(config, name)) != "auto":
-            raise ConfigError(f"data.{name}={value} is for tasks that read tokens, and this one reads rows; remove it")
-    if tables := tables_of(config):
-        raise ConfigError(f"data.sources.{next(iter(tables))}: this task reads one source; use data.path or data.name")
     if config.path == "off":
         if config.view == "parquet":
             raise ConfigError(

@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.runtime.permutation import epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
+from dist_amp.sources.token_shards import NOT_LEARNED
 
 log = logging.getLogger(__name__)
-NOT_LEARNED = -100  # the label that cross-entropy ignores
 # Pieces that are fitted at a time, taken in random order: a row's documents are no neighbours in the source. More leave
 # hardly less padding: docs/data.md.
 WINDOW = 2**16

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 
-from dist_amp.sources.packing import NOT_LEARNED
+from dist_amp.sources.token_shards import NOT_LEARNED
 
 
 class TokenShares:

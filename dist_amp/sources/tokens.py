@@ -13,7 +13,7 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import CHATS, TEXTS, check_rows, encode_row, needed_columns
-from dist_amp.sources.load import load_split, warn
+from dist_amp.sources.load import load_rows, warn
 from dist_amp.sources.token_shards import FORMAT, NOT_LEARNED, TokenShards, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import Tokenizer, of_transformers, open_tokenizer
 from dist_amp.sources.tokenizing import SHARD_TOKENS, source_fingerprint, tokenize
@@ -39,7 +39,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
     if data.format == "tokens" or (data.format == "auto" and holds_tokens(data.path)):
         return _opened(Path(data.path), split, tokenizer)
     if rows is None:
-        rows = load_split(data, split, CHATS, TEXTS)
+        rows = load_rows(data, split, CHATS, TEXTS)
     if rows is None:
         return None
     check_rows(rows, data.text_column, tokenizer)

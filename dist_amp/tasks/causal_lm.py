@@ -7,6 +7,7 @@ import hashlib
 import logging
 import math
 import sysconfig
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_amp.config.range import Range
 from dist_amp.settings import DataConfig
 from dist_amp.sources.load import pick_split
+from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.shares import TokenShares
 from dist_amp.sources.tokenizer import check_vocabulary, open_tokenizer
@@ -118,12 +120,12 @@ def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) ->
 
 
 def head_loss_sum(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy_sum(head(x), targets)
+    return cross_entropy(head(x), targets)
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over [..., vocabulary] logits: scalar, in float32 whatever dtype the logits have."""
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="sum")
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    """Cross-entropy over [..., vocabulary] logits: scalar, or "none": of each target. In float32 whatever theirs is."""
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 def same_document(positions: Tensor) -> Tensor:
@@ -170,7 +172,8 @@ class CausalLM:
         self.tokenizer = open_tokenizer("bytes" if data.tokenizer == "auto" else data.tokenizer)
         check_vocabulary(self.tokenizer, vocabulary)
         self.packing = Packing.of(data, context + 1, auto="cut")
-        self.shares = TokenShares()
+        self.sources = list(tables_of(data))
+        self.shares = TokenShares(self.sources)
         self.context = context
         self.tied = tied
         self.loss_chunk = loss_chunk
@@ -182,9 +185,11 @@ class CausalLM:
         return GPT(*self.shape)
 
     def build_dataset(self, split: str) -> Any:
-        shipped = self.data.name == "auto" and self.data.path == "off"
-        rows = python_source(self.data, split) if shipped else None
-        return self.packing.rows(token_documents(self.data, split, self.tokenizer, rows), split)
+        return mixed(self.data, split, partial(self.documents, split), partial(self.packing.rows, split=split))
+
+    def documents(self, split: str, data: DataConfig) -> Any:
+        shipped = data.name == "auto" and data.path == "off"
+        return token_documents(data, split, self.tokenizer, python_source(data, split) if shipped else None)
 
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
         return self.packing.collate(samples)
@@ -197,11 +202,14 @@ class CausalLM:
         return [] if self.tied or self.loss_chunk != "off" else [model.embedding, model.head]  # type: ignore[list-item]
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        inputs, targets = batch["input_ids"][:, :-1], batch["labels"][:, 1:]
-        packed = {"positions": batch["position_ids"][:, :-1]} if "position_ids" in batch else {}
         if self.loss_chunk == "off":
-            return cross_entropy_sum(model(inputs, **packed), targets)
-        return model(inputs, targets, self.loss_chunk, **packed)
+            return cross_entropy(self.logits(model, batch), batch["labels"][:, 1:])
+        return self.logits(model, batch, batch["labels"][:, 1:], self.loss_chunk)
+
+    def logits(self, model: nn.Module, batch: dict[str, Tensor], *loss: Any) -> Tensor:
+        """Of all tokens but the last. loss: further arguments, for the loss in chunks in their place."""
+        packed = {"positions": batch["position_ids"][:, :-1]} if "position_ids" in batch else {}
+        return model(batch["input_ids"][:, :-1], *loss, **packed)
 
     def weight(self, batch: dict[str, Any]) -> int:
         return batch["counted"]  # type: ignore[no-any-return]
@@ -223,9 +231,15 @@ class CausalLM:
         attention = layers * 2 * context * width  # a token's scores and weighted sum of values
         return 3 * 2 * context * (weights + attention)
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        loss = self.loss_sum(model, batch)
-        return {"loss": loss, "bits_per_byte": loss / math.log(2)} if self.tokenizer.name == "bytes" else {"loss": loss}
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        if self.sources:
+            targets = batch["labels"][:, 1:]
+            losses = cross_entropy(self.logits(model, batch), targets, "none").view_as(targets)
+            of_sources = losses_by_source(losses, targets, batch["source_ids"][:, 1:], self.sources)
+            values: dict[str, Any] = {"loss": losses.sum(), **of_sources}
+        else:
+            values = {"loss": self.loss_sum(model, batch)}
+        return values | ({"bits_per_byte": values["loss"] / math.log(2)} if self.tokenizer.name == "bytes" else {})
 
     def sample(self, model: nn.Module) -> str:
         """The continued prompt, token by token.

@@ -1,6 +1,6 @@
 """Fine-tune a causal language model by its name on the Hugging Face hub or its folder, whole or with LoRA."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from dist_amp.checkpoint.pretrained import load_pretrained
 from dist_amp.config.range import Range
 from dist_amp.settings import DataConfig
 from dist_amp.sources import conversations
+from dist_amp.sources.mixture import losses_by_source
 from dist_amp.tasks import huggingface
 from dist_amp.tasks.packed import TokenRows, check_positions, next_tokens
 
@@ -39,9 +40,13 @@ class HFCausalLM(TokenRows):
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(*next_tokens(model, batch), reduction="sum")
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
         logits, labels = next_tokens(model, batch)
-        return {"loss": F.cross_entropy(logits, labels, reduction="sum"), "accuracy": logits.argmax(1).eq(labels).sum()}
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        values = {"loss": losses.sum(), "accuracy": logits.argmax(1).eq(labels).sum()}
+        if not self.sources:
+            return values
+        return values | losses_by_source(losses, labels, batch["source_ids"][:, 1:].flatten(), self.sources)
 
     def sample(self, model: nn.Module) -> str:
         chat = conversations.asks_in_turns(self.data, self.tokenizer)

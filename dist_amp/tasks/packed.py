@@ -1,5 +1,6 @@
 """What packed rows ask of a Hugging Face model: how it is called, and that it tells the documents of a row apart."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from dist_amp.errors import ConfigError
 from dist_amp.settings import DataConfig
 from dist_amp.sources import conversations
+from dist_amp.sources.mixture import mixed, tables_of
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.shares import TokenShares
 from dist_amp.sources.tokenizer import of_transformers
@@ -28,13 +30,20 @@ class TokenRows:
     def __init__(self, data: DataConfig, length: int, tokenizer: Any):
         self.data, self.tokenizer = data, tokenizer
         self.packing = Packing.of(data, length, auto="off")
-        self.shares = TokenShares()
+        self.sources = list(tables_of(data))
+        self.shares = TokenShares(self.sources)
         self._leak_checked = self.packing.pack != "best_fit"
 
     def build_dataset(self, split: str) -> Any:
         if self.packing.pack == "off" and self.packing.long_documents == "truncate":
-            return documents_within(self.data, split, self.tokenizer, self.packing.length)
-        return self.packing.rows(token_documents(self.data, split, of_transformers(self.tokenizer)), split)
+            return mixed(self.data, split, partial(self.documents_within, split))
+        return mixed(self.data, split, partial(self.documents, split), partial(self.packing.rows, split=split))
+
+    def documents(self, split: str, data: DataConfig) -> Any:
+        return token_documents(data, split, of_transformers(self.tokenizer))
+
+    def documents_within(self, split: str, data: DataConfig) -> Any:
+        return documents_within(data, split, self.tokenizer, self.packing.length)
 
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
         pad_id = self.tokenizer.pad_token_id or 0
@@ -75,7 +84,8 @@ def check_documents_apart(model: Any, input_ids: Tensor) -> None:
     half = input_ids.shape[1] // 2
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     positions = torch.where(positions < half, positions, positions - half).expand_as(input_ids)
-    changed = torch.cat((input_ids[:, :half] ^ 1, input_ids[:, half:]), dim=1)  # ids that the vocabulary has
+    others = torch.where(input_ids > 0, input_ids - 1, 1)  # ids that the vocabulary has
+    changed = torch.cat((others[:, :half], input_ids[:, half:]), dim=1)
     a, b = (model(input_ids=ids, position_ids=positions, use_cache=False).logits for ids in (input_ids, changed))
     first, second = (a.float() - b.float()).abs().split((half, input_ids.shape[1] - half), dim=1)
     share = float(second.max() / first.max())

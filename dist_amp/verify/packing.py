@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dist_amp.runtime.random_state import seed_all
+from dist_amp.sources.token_shards import NOT_LEARNED
 from dist_amp.verify.dtypes import tensors_in
 from dist_amp.verify.reference import Reference
-
-NOT_LEARNED = -100
 
 
 def leaks(reference: Reference, indices: list[int]) -> tuple[str, bool]:
