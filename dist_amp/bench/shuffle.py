@@ -18,8 +18,8 @@ from dist_amp.runtime.permutation import epoch_order
 from dist_amp.runtime.plan import Plan
 from dist_amp.sources.streams import shuffled, stream_order
 
-ROWS, GROUPS, LABELS, EPOCHS = 2**20, 1024, 10, 4
-STREAMS, WINDOWS, BATCHES = 64, (1, 2, 4, 8), (64, 256, 1024)
+ROWS, GROUPS, LABELS, EPOCHS = 2**20, 2**14, 10, 4
+STREAMS, WINDOWS, BATCHES = 64, (1, 2, 4, 8, 16), (64, 256)
 LARGE, LARGE_GROUPS = 10**9, (10**4, 10**5, 10**6)
 
 
