@@ -186,9 +186,15 @@ def mixed(
         documents = build(data)
         return None if documents is None else pack(documents)
     join = data.mix_by == "documents"
-    sources = {name: _built(name, source_config(data, name, table), build) for name, table in tables.items()}
-    if not join:
-        sources = {name: None if one is None else pack(one) for name, one in sources.items()}
+
+    def rows_of(source: DataConfig) -> Any:
+        documents = build(source)
+        return documents if join or documents is None else pack(documents)
+
+    sources = {}
+    for name, table in tables.items():
+        log.info("data: source %s, %s", name, split)
+        sources[name] = _built(name, source_config(data, name, table), rows_of)
     if split == "train":
         mixture = Mixture(sources, counts_in_block({name: table.weight for name, table in tables.items()}))
         unit = "documents" if join else "rows"
