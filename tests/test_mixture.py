@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import fields, replace
+from itertools import chain
 
 import numpy
 import pytest
@@ -265,6 +266,8 @@ def said(monkeypatch):
 def test_what_the_mixture_is_made_of_is_said_at_the_start(said):
     mixed(replace(tables(wiki=2.0, code=1.0), mix_by="documents"), "train", build)
     assert said == [
+        "data: source wiki, train",
+        "data: source code, train",
         "data: wiki: 30 documents, 66.67% of documents, 1.00 times each",
         "data: code: 4 documents, 33.33% of documents, 3.75 times each",
         "data: an epoch has 45 documents",
@@ -284,7 +287,7 @@ def test_held_out_parts_are_joined_without_weights_and_interleaved(said):
     )
     for start in range(0, 36, 6):
         assert Counter(source for source, _ in draws[start : start + 6]) == {0: 5, 2: 1}, "some batches have all"
-    assert said == ["data: nothing is held out of code, so no evaluation has a loss of it"]
+    assert said[-1] == "data: nothing is held out of code, so no evaluation has a loss of it"
     assert mixed(data, "validation", lambda data: None) is None
     assert mixed(data, "validation", lambda data: []) is None
 
@@ -473,6 +476,55 @@ def test_a_sample_that_cannot_be_read_is_named_by_its_source():
 
 
 # A resume.
+
+
+class OfTwo(Tiny):
+    """A mixture of two halves of Tiny's rows, 2 to 1, of which samples of similar length are grouped."""
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split).columns
+        sources = {}
+        for number, name in enumerate("ab"):
+            sources[name] = Rows(**{key: column[number::2] for key, column in rows.items()})
+            sources[name].fingerprint, sources[name].lengths = name, numpy.arange(32) % 7
+        mix = Mixture(sources, self.counts)
+        return LengthGroups(mix, 2) if self.grouped else mix
+
+    def __init__(self, counts=(2, 1), grouped=True):
+        super().__init__()
+        self.counts, self.grouped = counts, grouped
+
+
+def samples_of_run(world, folder, steps, **changes):
+    """(the step from which the run goes on, the sorted samples of each of its next steps on this rank); it saves."""
+    words = ["--run.dir", folder, "--run.resume", "auto", "--train.micro_batch_size", 12 // world.world_size]
+    run = make_run(world, OfTwo(**changes), *words, "--train.global_batch_size", 12, "--use_amp", "false")
+    start, taken = run.step, []
+    for _ in range(steps):
+        take_steps(run, 1)
+        taken.append(sorted(index for _, indices in run.data.handed_out for index in indices))
+    save(run)
+    return start, taken
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
+def test_a_saved_run_goes_on_at_another_world_size_with_the_samples_that_it_would_have_taken(before, after, tmp_path):
+    def joined(ranks, folder, steps):
+        world = (
+            [samples_of_run(World(), folder, steps)] if ranks == 1 else on_ranks(ranks, samples_of_run, folder, steps)
+        )
+        return world[0][0], [sorted(chain(*parts)) for parts in zip(*(taken for _, taken in world), strict=True)]
+
+    _, expected = joined(1, tmp_path / "whole", 13)  # more than an epoch, of 8 steps
+    assert joined(before, tmp_path / "run", 5) == (0, expected[:5])
+    assert joined(after, tmp_path / "run", 8) == (5, expected[5:])
+
+
+def test_a_mixture_of_other_shares_or_an_order_of_other_groups_is_no_way_to_go_on(tmp_path):
+    samples_of_run(World(), tmp_path, 1)
+    assert "of fingerprint" in message_of(DataError, samples_of_run, World(), tmp_path, 1, counts=(4, 2))
+    message = message_of(DataError, samples_of_run, World(), tmp_path, 1, grouped=False)
+    assert "takes its samples in the order 'randperm, sorted by length over 2 steps of 12'" in message
 
 
 def test_a_resumed_mixture_may_move_its_files_but_not_change_its_weights_or_sources(tmp_path):

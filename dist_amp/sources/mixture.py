@@ -42,21 +42,15 @@ class Mixture:
         self.counts = numpy.array(counts, numpy.int64)
         drawn = {name: one for (name, one), count in zip(sources.items(), counts, strict=True) if count}
         for name, source in drawn.items():
-            if hasattr(source, "shuffled"):
-                raise ConfigError(
-                    f"data.sources.{name} is read by row group, and a mixture reads in any order; write its tokens "
-                    "with python -m dist_amp.tokenize and name them in its place, or use data.view=map"
-                )
-            if source is None or len(source) == 0:
-                raise DataError(f"data.sources.{name} has no samples; check its path, split and columns")
-        self.sizes = numpy.array([0 if one is None else len(one) for one in self.sources], numpy.int64)
+            _check_source(name, source)
+        self.sizes = numpy.array([len(one) if name in drawn else 0 for name, one in sources.items()], numpy.int64)
         self.block = int(self.counts.sum())
-        self.blocks = max(-(-len(sources[name]) // counts[self.names.index(name)]) for name in drawn)
+        self.blocks = max(-(-size // count) for _, size, count in self._sizes_and_counts() if count)
         self._source, self._number = evenly_spread(self.counts)
-        prints = {name: getattr(one, "fingerprint", None) for name, one in drawn.items()}
-        if all(isinstance(one, str) for one in prints.values()):
-            identity = [[name, prints.get(name), *sizes] for name, *sizes in self._sizes_and_counts()]
-            self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        prints = [getattr(one, "fingerprint", None) for one in drawn.values()]
+        if all(isinstance(one, str) for one in prints):
+            identity = json.dumps([self._sizes_and_counts(), prints])
+            self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
         if all(hasattr(one, "lengths") for one in drawn.values()):
             self.lengths = Lengths(self)
         if all(hasattr(one, "vocabulary") for one in drawn.values()):
@@ -103,6 +97,16 @@ class Mixture:
             for name, size, count in self._sizes_and_counts()
             if count
         ]
+
+
+def _check_source(name: str, source: Any) -> None:
+    if hasattr(source, "shuffled"):
+        raise ConfigError(
+            f"data.sources.{name} is read by row group, and a mixture reads in any order; write its tokens with "
+            "python -m dist_amp.tokenize and name them in its place, or use data.view=map"
+        )
+    if source is None or len(source) == 0:
+        raise DataError(f"data.sources.{name} has no samples; check its path, split and columns")
 
 
 class Lengths:
@@ -186,9 +190,15 @@ def mixed(
         documents = build(data)
         return None if documents is None else pack(documents)
     join = data.mix_by == "documents"
-    sources = {name: _built(name, source_config(data, name, table), build) for name, table in tables.items()}
-    if not join:
-        sources = {name: None if one is None else pack(one) for name, one in sources.items()}
+
+    def rows_of(source: DataConfig) -> Any:
+        documents = build(source)
+        return documents if join or documents is None else pack(documents)
+
+    sources = {}
+    for name, table in tables.items():
+        log.info("data: source %s, %s", name, split)
+        sources[name] = _built(name, source_config(data, name, table), rows_of)
     if split == "train":
         mixture = Mixture(sources, counts_in_block({name: table.weight for name, table in tables.items()}))
         unit = "documents" if join else "rows"
