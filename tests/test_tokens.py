@@ -278,7 +278,7 @@ class View:
 
 def test_rows_of_a_view_are_tokenized_as_they_are_read_in_its_own_order(tmp_path, cache, monkeypatch):
     view = View([{**row, "image": b""} for row in TEXTS])
-    monkeypatch.setattr(tokens, "load_split", lambda *args: view)
+    monkeypatch.setattr(tokens, "load_rows", lambda *args: view)
     documents = token_documents(DataConfig(), "train", BYTES)
     assert len(token_documents(DataConfig(), "train", BYTES, View(TEXTS[:5]))) == 5  # what a task ships with
     assert isinstance(documents, AsRead)
