@@ -424,7 +424,10 @@ def test_a_run_resumes_in_its_order_and_refuses_other_streams(tmp_path):
 
 def test_a_view_of_other_formats_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ConfigError, match=r"data.view=parquet, and data.path=.* has the format text; write Parquet files, or use data.view=map"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.view=parquet, and data.path=.* has the format text; write Parquet files, or use data.view=map",
+    ):
         split_of(tmp_path, view="parquet")
 
 
