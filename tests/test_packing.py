@@ -8,7 +8,6 @@ import torch
 from tiny import make_run, take_steps
 
 from dist_amp.config.load import load_config
-from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.packing import NOT_LEARNED, PackedRows, Packing, best_fit, pieces_of
@@ -327,6 +326,6 @@ def test_a_few_documents_that_count_are_enough():
 def test_rows_of_a_single_token_are_refused(target, tmp_path):
     key, value, least = ("context", 0, 1) if "HF" not in target else ("length", 1, 2)
     model = ["--task.args.model", str(tmp_path)] if "HF" in target else []
-    config = load_config(["--task.target", target, *model, f"--task.args.{key}", str(value)], environ={})
+    words = ["--task.target", target, *model, f"--task.args.{key}", str(value)]
     with pytest.raises(ConfigError, match=rf"task.args.{key}={value} .* must be at least {least}"):
-        build_task(config.task, config.data)
+        load_config(words, environ={})
