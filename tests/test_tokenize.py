@@ -203,7 +203,7 @@ def test_one_process_writes_while_another_waits(tmp_path):
 
 def test_a_worker_that_dies_is_reported(tmp_path):
     dying = replace(BYTES, encode=lambda text: os._exit(1))
-    with pytest.raises(Failure, match="a worker has died, perhaps for lack of memory; use fewer --workers"):
+    with pytest.raises(Failure, match="a worker has died, perhaps for lack of memory; use fewer workers"):
         write(tmp_path, texts(), workers=2, tokenizer=dying)
 
 
@@ -259,7 +259,7 @@ def test_the_command_writes_both_splits_and_prints_exact_counts(tmp_path, capsys
     for line, split in zip(lines[-2:], ("train", "validation"), strict=True):
         found = re.fullmatch(
             rf"{tmp_path}/tokens/{split}: (\d+) documents, (\d+) tokens, of which (\d+) count"
-            r"(?:, (\d+) rows without any left out)?",
+            r"(?:; (\d+) of \d+ rows have nothing to learn and are left out)?",
             line,
         )
         numbers = [int(number or 0) for number in found.groups()]
@@ -423,6 +423,13 @@ def test_an_id_out_of_range_names_the_document(tmp_path):
     assert len(documents[last - 1]["input_ids"]) > 1
 
 
+def test_an_id_that_the_tokenizer_should_not_make_names_the_row(tmp_path):
+    with pytest.raises(
+        DataError, match="row 1: the tokenizer bytes makes the id 195, and its vocabulary says that ids are"
+    ):
+        write(tmp_path, texts(), tokenizer=replace(BYTES, vocabulary=50))
+
+
 def test_an_index_that_points_elsewhere_names_the_document(tmp_path):
     write(tmp_path, texts())
     index = np.memmap(tmp_path / "train/documents.bin", "<i8", "r+").reshape(-1, 3)
@@ -450,3 +457,17 @@ def test_a_manifest_that_can_not_be_used(change, said, tmp_path):
     path.write_text(text) if change else path.unlink()
     with pytest.raises(DataError, match=re.escape(said)):
         TokenShards(tmp_path, "train")
+
+
+def test_complete_tokens_are_used_where_nothing_can_be_written(tmp_path):
+    """A folder that others have made and that is mounted read-only."""
+    made = write(tmp_path, texts())
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").mkdir()  # so that it can't be taken, even by root
+    assert write(tmp_path, texts()) == made
+    manifest = replace(made, complete=False)
+    manifest.write(tmp_path)
+    with pytest.raises(
+        Failure, match=r"the tokens in .* can't be written \(Is a directory\); make room or name another"
+    ):
+        write(tmp_path, texts())

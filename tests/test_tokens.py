@@ -16,7 +16,7 @@ from dist_amp.sources.tokenizer import check_vocabulary, of_transformers, open_t
 from dist_amp.sources.tokens import AsRead, Within, token_documents
 
 pytest.importorskip("transformers")
-from tiny_hf import CHAT, MARKED_TEMPLATE, TEMPLATE, chats, make_tokenizer, write_rows
+from tiny_hf import CHAT, MARKED_TEMPLATE, chats, make_tokenizer, write_rows
 from transformers import AutoTokenizer
 
 BYTES = open_tokenizer("bytes")
@@ -182,6 +182,17 @@ def test_rows_are_tokenized_once_and_then_read_from_the_cache(tmp_path, cache, m
     monkeypatch.undo()
 
 
+def test_rows_without_anything_to_learn_are_left_out_and_counted_in_the_log(tmp_path, cache, caplog):
+    with caplog.at_level("INFO", "dist_amp"):
+        documents = token_documents(source(tmp_path, [{"text": "ab" * (n % 3)} for n in range(24)]), "train", BYTES)
+    empty, tokens = 18 - len(documents), int(documents.lengths.sum())
+    assert 2 <= empty <= 8  # of the 8, all but those held out
+    assert caplog.messages[-1] == (
+        f"data: train: {18 - empty} documents, {tokens} tokens, of which {tokens - len(documents)} count; {empty} of "
+        f"18 rows have nothing to learn and are left out ({documents.folder})"
+    )
+
+
 def test_the_cache_knows_rows_tokenizer_column_and_split_apart(tmp_path, cache):
     make_tokenizer(tmp_path / "model")
     rows = [{**row, "body": "c"} for row in TEXTS]
@@ -257,19 +268,25 @@ class View:
         self.read += numbers
         return [self.rows[number] for number in numbers]
 
+    def select_columns(self, names):
+        self.selected = names
+        return self
+
     def shuffled(self, global_batch_size, world_size):
         return "an order", None
 
 
 def test_rows_of_a_view_are_tokenized_as_they_are_read_in_its_own_order(tmp_path, cache, monkeypatch):
-    view = View(TEXTS)
+    view = View([{**row, "image": b""} for row in TEXTS])
     monkeypatch.setattr(tokens, "load_split", lambda *args: view)
     documents = token_documents(DataConfig(), "train", BYTES)
+    assert len(token_documents(DataConfig(), "train", BYTES, View(TEXTS[:5]))) == 5  # what a task ships with
     assert isinstance(documents, AsRead)
     assert not cache.exists()
     assert not hasattr(documents, "lengths")
     assert documents.shuffled(8, 1) == ("an order", None)
     assert view.read == []
+    assert view.selected == ["text"]
     samples = documents.__getitems__([4, 1])
     assert view.read == [4, 1]
     ahead = (

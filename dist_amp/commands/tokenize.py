@@ -82,9 +82,7 @@ def say(line: str) -> None:
 def show(folder: Path, manifest: Manifest) -> None:
     """Print what the folder holds."""
     for name, split in manifest.splits.items():
-        documents, tokens, counted = (split.total(what) for what in ("documents", "tokens", "counted"))
-        left_out = f", {split.rows - documents:,} rows without any left out" if split.rows > documents else ""
-        print(f"{folder / name}: {documents:,} documents, {tokens:,} tokens, of which {counted:,} count{left_out}")
+        print(f"{folder / name}: {split}")
 
 
 def check(folder: Path) -> int:

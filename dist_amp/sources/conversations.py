@@ -20,14 +20,14 @@ from dist_amp.sources.load import load_split, warn
 from dist_amp.sources.token_shards import NOT_LEARNED, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import Tokenizer
 
-CHATS, TEXTS = "messages", "prompt"  # columns of rows in place of data.text_column
+CHATS, TEXTS, COMPLETIONS = "messages", "prompt", "completion"  # columns of rows in place of data.text_column
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")  # a chat template that says what the assistant generates
 
 
 def check_rows(rows: Any, text_column: str, tokenizer: Tokenizer) -> None:
     """Errors: DataError for rows that have none of the forms above, or are chats where there is no chat template."""
     columns = rows.column_names
-    if not {CHATS, text_column} & set(columns) and not {TEXTS, "completion"} <= set(columns):
+    if not {CHATS, text_column} & set(columns) and not {TEXTS, COMPLETIONS} <= set(columns):
         raise DataError(
             f"rows have the columns {', '.join(columns)}; they need messages, or prompt and completion, or "
             f"data.text_column={text_column}: rename the columns, or name another text column"
@@ -42,7 +42,13 @@ def check_rows(rows: Any, text_column: str, tokenizer: Tokenizer) -> None:
 def are_chats(rows: Any) -> bool:
     """Whether rows have messages, not texts."""
     columns = set(rows.column_names)
-    return CHATS in columns or ({TEXTS, "completion"} <= columns and len(rows) > 0 and isinstance(rows[0][TEXTS], list))
+    return CHATS in columns or ({TEXTS, COMPLETIONS} <= columns and len(rows) > 0 and isinstance(rows[0][TEXTS], list))
+
+
+def needed_columns(rows: Any, text_column: str) -> Any:
+    """The rows with those columns alone that `encode` reads: others, such as images, cost time."""
+    needed = (CHATS, TEXTS, COMPLETIONS, text_column)
+    return rows.select_columns([column for column in rows.column_names if column in needed])
 
 
 def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
@@ -72,17 +78,17 @@ def encode(row: dict[str, Any], tokenizer: Tokenizer, text_column: str) -> tuple
     """(token ids, labels) of one row. A text ends with the tokenizer's end of document, if it has one."""
     if CHATS in row:
         return encode_chat(turns(row, CHATS), tokenizer.chat)
-    pair = TEXTS in row and "completion" in row
+    pair = TEXTS in row and COMPLETIONS in row
     if pair and isinstance(row[TEXTS], list):
         asked = turns(row, TEXTS)
-        return encode_chat(asked + turns(row, "completion"), tokenizer.chat, learned_from=len(asked))
-    for column in (TEXTS, "completion") if pair else (text_column,):
+        return encode_chat(asked + turns(row, COMPLETIONS), tokenizer.chat, learned_from=len(asked))
+    for column in (TEXTS, COMPLETIONS) if pair else (text_column,):
         if not isinstance(row[column], str):
             raise DataError(
                 f"the column {column} holds {type(row[column]).__name__}, not text; name a column of text, or remove "
                 "such rows"
             )
-    prompt, text = (row[TEXTS], row[TEXTS] + row["completion"]) if pair else ("", row[text_column])
+    prompt, text = (row[TEXTS], row[TEXTS] + row[COMPLETIONS]) if pair else ("", row[text_column])
     ids = tokenizer.encode(text)
     start = common_prefix(ids, tokenizer.encode(prompt)) if prompt else 0
     if tokenizer.end is not None and ids[-1:] != [tokenizer.end]:

@@ -60,6 +60,13 @@ class Split:
         """The sum over the shards of their documents, tokens or counted tokens."""
         return sum(getattr(shard, what) for shard in self.shards)
 
+    def __str__(self) -> str:
+        documents, tokens, counted = (self.total(what) for what in ("documents", "tokens", "counted"))
+        text = f"{documents:,} documents, {tokens:,} tokens, of which {counted:,} count"
+        if empty := self.rows - documents:
+            text += f"; {empty:,} of {self.rows:,} rows have nothing to learn and are left out"
+        return text
+
 
 @dataclass(frozen=True)
 class Manifest:

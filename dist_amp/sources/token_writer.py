@@ -1,6 +1,7 @@
 """Writes the files of tokens that token_shards.py describes: shard by shard, so that an interrupted run goes on."""
 
 import os
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -37,8 +38,8 @@ class SplitWriter:
         """Add the document of a row: ids [n], and which of them count, bool [n]: not the first, at least one other."""
         if self._tokens and self._tokens + len(ids) > self.manifest.shard_tokens:
             self.finish_shard(row)
-        self._index.append((self._start + self._tokens, len(ids), int(counted.argmax())))
-        self._counted.append(counted)
+        self._index.extend((self._start + self._tokens, len(ids), int(counted.argmax())))
+        self._counted += counted.tobytes()
         self._tokens += len(ids)
         with writing(self.folder):
             if self._file is None:
@@ -48,9 +49,9 @@ class SplitWriter:
     def finish_shard(self, end_row: int) -> None:
         """Complete the shard, which ends before this row, and list it in the manifest."""
         number, inside = len(self.split.shards), self.folder / self.name
-        counted = np.concatenate(self._counted)
+        counted = np.frombuffer(self._counted, bool)
         index = np.array(self._index, "<i8").tobytes()
-        documents, total = len(self._index), int(counted.sum())
+        documents, total = len(self._index) // 3, int(counted.sum())
         assert self._file is not None
         with writing(self.folder):
             self._file.flush()
@@ -84,8 +85,8 @@ class SplitWriter:
 
     def _begin(self) -> None:
         self._start, self._tokens = self.split.total("tokens"), 0
-        self._index: list[tuple[int, int, int]] = []  # (first token in the split, tokens, first that counts)
-        self._counted: list[np.ndarray[Any, Any]] = []
+        self._index = array("q")  # of each document: its first token in the split, tokens, and the first that counts
+        self._counted = bytearray()
         self._file = None
 
 

@@ -51,7 +51,9 @@ def open_tokenizer(name: str) -> Tokenizer:
 
         return of_transformers(AutoTokenizer.from_pretrained(path if path.is_dir() else name), name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"data.tokenizer={name} needs {error.name}; pip install 'dist_amp[hf]'") from error
+        raise ConfigError(
+            f"data.tokenizer={name} needs {error.name}; pip install -e '.[hf]' in the clone's folder"
+        ) from error
     except Exception as error:  # both libraries raise many types, with many lines
         raise DataError(
             f"data.tokenizer={name} can't be read: {first_line(error)}; give a tokenizer.json, a folder that "

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.runtime.loader import START_ATTEMPTS, START_SECONDS
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
-from dist_amp.sources.conversations import are_chats, encode_row
+from dist_amp.sources.conversations import are_chats, encode_row, needed_columns
 from dist_amp.sources.token_shards import (
     NOT_LEARNED,
     Manifest,
@@ -74,18 +75,23 @@ def tokenize(
     made = {name: Split(source_fingerprint(rows), len(rows), are_chats(rows)) for name, rows in splits.items()}
     facts = (tokenizer.name, tokenizer.identity, tokenizer.vocabulary, tokenizer.end, text_column, shard_tokens)
     wanted = Manifest(*facts, splits=made)
+    if (there := _begun(folder, wanted)).complete:
+        return there
+    lock = FileLock(folder / ".lock")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        say(f"data: waiting for another process, which makes the tokens in {folder}")
-        lock.acquire()
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"data: waiting for another process, which makes the tokens in {folder}")
+            lock.acquire()
     with lock:
         manifest = _begun(folder, wanted)
         if manifest.complete:
             return manifest
+        if manifest is wanted:
+            with writing(folder):
+                wanted.write(folder)
         for name, rows in splits.items():
             manifest = _tokenize_split(folder, name, rows, manifest, tokenizer, say, workers)
         manifest = replace(manifest, complete=True)
@@ -95,12 +101,11 @@ def tokenize(
 
 
 def _begun(folder: Path, wanted: Manifest) -> Manifest:
-    """The manifest of what is there already. Errors: ConfigError if it was made from or by something else."""
+    """What is there already, else what is wanted. Errors: ConfigError if it was made from or by something else."""
     if not holds_tokens(str(folder)):
-        if others := [path.name for path in folder.iterdir() if not path.name.startswith(".")]:
+        files = folder.iterdir() if folder.is_dir() else []
+        if others := [path.name for path in files if not path.name.startswith(".")]:
             raise ConfigError(f"{folder} holds other files, such as {others[0]}; give the tokens a folder of their own")
-        with writing(folder):
-            wanted.write(folder)
         return wanted
     there = read_manifest(folder)
     for (was_one, was), (now_one, now) in zip(_origin(there), _origin(wanted), strict=True):
@@ -116,6 +121,7 @@ def _tokenize_split(
     begin, end = manifest.splits[name].end_row, len(rows)
     if begin == end:
         return manifest
+    rows = needed_columns(rows, manifest.text_column)
     writer = SplitWriter(folder, name, manifest)
     chunks = (
         (at, rows.__getitems__(list(range(at, min(at + CHUNK_ROWS, end))))) for at in range(begin, end, CHUNK_ROWS)
@@ -145,6 +151,11 @@ def _encode_chunk(chunk: Chunk, tokenizer: Tokenizer, text_column: str) -> tuple
     documents = []
     for number, row in enumerate(chunk[1], chunk[0]):
         ids, labels = encode_row(number, row, tokenizer, text_column)
+        if (largest := max(ids, default=0)) >= tokenizer.vocabulary:  # it would wrap around in the file
+            raise DataError(
+                f"row {number}: the tokenizer {tokenizer.name} makes the id {largest}, and its vocabulary says that "
+                f"ids are below {tokenizer.vocabulary}; correct the tokenizer"
+            )
         counted = np.array(labels) != NOT_LEARNED
         counted[:1] = False  # the first is predicted from nothing
         if counted.any():
@@ -158,14 +169,9 @@ def _in_order(encode: Callable[[Any], Any], chunks: Iterator[Any], workers: int)
     if not workers:
         yield map(encode, chunks)
         return
-    fork, free = get_context("fork"), SimpleQueue[Any]()
-    processes = []
-    for _ in range(workers):
-        mine, theirs = fork.Pipe()
-        processes.append(fork.Process(target=_serve, args=(encode, theirs), daemon=True))
-        processes[-1].start()
-        theirs.close()  # before the next one is forked, which would keep it open if this one died
-        free.put(mine)
+    started, free = [_start(encode) for _ in range(workers)], SimpleQueue[Any]()
+    for _, pipe in started:
+        free.put(pipe)
 
     def ask(chunk: Any) -> Any:
         pipe = free.get()
@@ -173,7 +179,7 @@ def _in_order(encode: Callable[[Any], Any], chunks: Iterator[Any], workers: int)
             pipe.send(chunk)
             return pipe.recv()
         except (EOFError, OSError) as error:
-            raise Failure("a worker has died, perhaps for lack of memory; use fewer --workers") from error
+            raise Failure("a worker has died, perhaps for lack of memory; use fewer workers") from error
         finally:
             free.put(pipe)
 
@@ -190,9 +196,25 @@ def _in_order(encode: Callable[[Any], Any], chunks: Iterator[Any], workers: int)
     try:
         yield answers(pool)
     finally:
-        for process in processes:
+        for process, _ in started:
             process.kill()
+            process.join()
         pool.shutdown(cancel_futures=True)
+
+
+def _start(encode: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """(process, pipe to it) of a worker; a fork can be stuck before its first line, see runtime/loader.py."""
+    fork = get_context("fork")
+    for _ in range(START_ATTEMPTS):
+        mine, theirs = fork.Pipe()
+        process = fork.Process(target=_serve, args=(encode, theirs), daemon=True)
+        process.start()
+        theirs.close()  # or the next worker would keep it open if this one died
+        if mine.poll(START_SECONDS):
+            mine.recv()
+            return process, mine
+        process.kill()
+    raise Failure("the workers that tokenize do not start; use none, or check the machine's load")
 
 
 def _serve(encode: Callable[[Any], Any], pipe: Any) -> None:
@@ -200,6 +222,7 @@ def _serve(encode: Callable[[Any], Any], pipe: Any) -> None:
     die_with_parent(signal.SIGKILL)
     ignore_stop_signals()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers fill the cores
+    pipe.send("started")
     while True:
         chunk = pipe.recv()
         try:

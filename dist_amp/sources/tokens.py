@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
-from dist_amp.sources.conversations import CHATS, TEXTS, check_rows, encode_row
+from dist_amp.sources.conversations import CHATS, TEXTS, check_rows, encode_row, needed_columns
 from dist_amp.sources.load import load_split, warn
 from dist_amp.sources.token_shards import FORMAT, NOT_LEARNED, TokenShards, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import Tokenizer, of_transformers, open_tokenizer
@@ -37,7 +37,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
                 f"({tokenizer.identity}); leave data.tokenizer out"
             )
     if data.format == "tokens" or (data.format == "auto" and holds_tokens(data.path)):
-        return _made_before(Path(data.path), split, tokenizer)
+        return _opened(Path(data.path), split, tokenizer)
     if rows is None:
         rows = load_split(data, split, CHATS, TEXTS)
     if rows is None:
@@ -51,10 +51,8 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
     if not hasattr(rows, "map"):
         return AsRead(rows, tokenizer, data.text_column)
     folder = cache_folder(rows, tokenizer, data.text_column)
-    if not (holds_tokens(str(folder)) and read_manifest(folder).complete):
-        log.info("data: %d %s rows are tokenized into %s", len(rows), split, folder)
-    tokenize(folder, {split: rows}, tokenizer, data.text_column, log.info)
-    return TokenShards(folder, split)
+    tokenize(folder, {split: rows}, tokenizer, data.text_column, log.info, data.workers)
+    return _opened(folder, split, tokenizer)
 
 
 def documents_within(data: DataConfig, split: str, tokenizer: Any, length: int) -> Any:
@@ -63,7 +61,7 @@ def documents_within(data: DataConfig, split: str, tokenizer: Any, length: int) 
     return None if documents is None else Within(documents, length, split)
 
 
-def _made_before(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards | None:
+def _opened(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards | None:
     manifest = read_manifest(folder)
     if manifest.identity != tokenizer.identity:
         raise ConfigError(
@@ -72,6 +70,7 @@ def _made_before(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards 
         )
     if split == "validation" and manifest.splits and split not in manifest.splits:
         return None
+    log.info("data: %s: %s (%s)", split, manifest.splits[split], folder)
     return TokenShards(folder, split)
 
 
@@ -88,7 +87,7 @@ class AsRead:
     """Rows that are tokenized when they are read: no lengths are known, and rows without anything to learn stay in."""
 
     def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
-        self.rows, self.tokenizer, self.text_column = rows, tokenizer, text_column
+        self.rows, self.tokenizer, self.text_column = needed_columns(rows, text_column), tokenizer, text_column
         self.vocabulary = tokenizer.vocabulary
         facts = f"{source_fingerprint(rows)}\n{tokenizer.identity}\n{text_column}"
         self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:32]
