@@ -12,6 +12,8 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.packing import NOT_LEARNED, PackedRows, Packing, best_fit, pieces_of
 from dist_amp.sources.shares import TokenShares
+from dist_amp.sources.tokenizer import open_tokenizer
+from dist_amp.sources.tokens import token_documents
 from dist_amp.supervise.callbacks import train_metrics
 from dist_amp.world import World
 
@@ -329,3 +331,15 @@ def test_rows_of_a_single_token_are_refused(target, tmp_path):
     words = ["--task.target", target, *model, f"--task.args.{key}", str(value)]
     with pytest.raises(ConfigError, match=rf"task.args.{key}={value} .* must be at least {least}"):
         load_config(words, environ={})
+
+
+@pytest.mark.parametrize("row", ['{"text": "abcdefghijklmnop"}', '{"prompt": "abcdefg", "completion": "hijklmnop"}'])
+def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
+    data = DataConfig(path=str(tmp_path / "rows.jsonl"), validation_split="train")
+    documents = token_documents(data, "train", open_tokenizer("bytes"))
+    whole = documents[1]
+    wanted = [(1, start, stop) for start in range(16) for stop in range(start + 1, 18)]
+    for (_, start, stop), piece in zip(wanted, documents.pieces(wanted), strict=True):
+        for name in ("input_ids", "labels"):
+            assert torch.equal(piece[name], whole[name][start:stop])
