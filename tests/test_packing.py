@@ -8,11 +8,12 @@ import torch
 from tiny import make_run, take_steps
 
 from dist_amp.config.load import load_config
-from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.packing import NOT_LEARNED, PackedRows, Packing, best_fit, pieces_of
 from dist_amp.sources.shares import TokenShares
+from dist_amp.sources.tokenizer import open_tokenizer
+from dist_amp.sources.tokens import token_documents
 from dist_amp.supervise.callbacks import train_metrics
 from dist_amp.world import World
 
@@ -327,6 +328,18 @@ def test_a_few_documents_that_count_are_enough():
 def test_rows_of_a_single_token_are_refused(target, tmp_path):
     key, value, least = ("context", 0, 1) if "HF" not in target else ("length", 1, 2)
     model = ["--task.args.model", str(tmp_path)] if "HF" in target else []
-    config = load_config(["--task.target", target, *model, f"--task.args.{key}", str(value)], environ={})
+    words = ["--task.target", target, *model, f"--task.args.{key}", str(value)]
     with pytest.raises(ConfigError, match=rf"task.args.{key}={value} .* must be at least {least}"):
-        build_task(config.task, config.data)
+        load_config(words, environ={})
+
+
+@pytest.mark.parametrize("row", ['{"text": "abcdefghijklmnop"}', '{"prompt": "abcdefg", "completion": "hijklmnop"}'])
+def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
+    data = DataConfig(path=str(tmp_path / "rows.jsonl"), validation_split="train")
+    documents = token_documents(data, "train", open_tokenizer("bytes"))
+    whole = documents[1]
+    wanted = [(1, start, stop) for start in range(16) for stop in range(start + 1, 18)]
+    for (_, start, stop), piece in zip(wanted, documents.pieces(wanted), strict=True):
+        for name in ("input_ids", "labels"):
+            assert torch.equal(piece[name], whole[name][start:stop])

@@ -15,6 +15,7 @@ from dist_amp.sources.packing import Packing
 from dist_amp.supervise.callbacks import train_metrics
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.verify.findings import inspect_task
+from dist_amp.verify.packing import leaks
 from dist_amp.verify.reference import Reference
 from dist_amp.world import World
 
@@ -88,9 +89,12 @@ class OfALayer(Packed):
         return model(batch["input_ids"])
 
 
+def reference_of(task):
+    return Reference(load_config([], environ={}), torch.device("cpu"), task)
+
+
 def findings_of(task):
-    config = load_config([], environ={})
-    return inspect_task(Reference(config, torch.device("cpu"), task))
+    return inspect_task(reference_of(task))
 
 
 def leak_of(task):
@@ -150,6 +154,20 @@ def test_a_model_without_an_embedding_of_the_tokens_is_not_passed_in_silence():
             return OneHot(nn.Linear(VOCABULARY, VOCABULARY))
 
     assert any("not checked for leaks: no nn.Embedding" in finding.text for finding in findings_of(Task(None)))
+
+
+def test_rows_with_a_second_document_are_looked_for_and_if_there_are_none_a_line_says_so():
+    class Task(OfTheGPT):
+        def build_dataset(self, split):
+            return self.packing.rows(self.documents, split)
+
+    alone, pairs = ([torch.ones(24)] * 250, [torch.ones(12)] * 4)
+    for documents, words in ((alone, "no row of 240 has a second one that counts"), (alone[:238] + pairs, "exactly 0")):
+        task = Task()
+        task.documents = Documents(documents)
+        text, fails = leaks(reference_of(task), rows=8)
+        assert words in text
+        assert not fails
 
 
 # Packed equals unpacked.

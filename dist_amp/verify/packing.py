@@ -17,25 +17,30 @@ from dist_amp.verify.dtypes import tensors_in
 from dist_amp.verify.reference import Reference
 
 
-def leaks(reference: Reference, indices: list[int]) -> tuple[str, bool]:
-    """(one line, whether the task is wrong) of a task whose position_ids restart within a row, else ("", False)."""
-    batch = reference.batch(indices)
-    ids, positions = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "position_ids"))
-    if not (isinstance(ids, Tensor) and isinstance(positions, Tensor) and ids.shape == positions.shape):
-        return "", False
-    document = (positions == 0).cumsum(1) - 1  # of each token, by its number in the row
-    odd, labels = document % 2 == 1, batch.get("labels")
-    if not odd.any():
-        return "", False
-    if not isinstance(labels, Tensor) or labels.shape != ids.shape:
-        return "packed documents are not checked for leaks: the batch has no labels like its input_ids", False
-    if not (odd[:, 1:] & (labels[:, 1:] != NOT_LEARNED)).any():
-        return f"packed documents are not checked for leaks: no second one in {len(ids)} rows counts", False
+def leaks(reference: Reference, rows: int) -> tuple[str, bool]:
+    """(one line, whether the task is wrong) of a task whose batches have position_ids, else ("", False).
+
+    Takes the first `rows` samples that have a second document in a row.
+    """
+    unchecked = "packed documents are not checked for leaks"
+    for first in range(0, reference.task.length, rows):
+        batch = reference.batch(range(first, min(first + rows, reference.task.length)))
+        names = ("input_ids", "position_ids", "labels")
+        ids, positions, labels = (batch.get(name) if isinstance(batch, Mapping) else None for name in names)
+        if not (isinstance(ids, Tensor) and isinstance(positions, Tensor) and ids.shape == positions.shape):
+            return "", False
+        if not isinstance(labels, Tensor) or labels.shape != ids.shape:
+            return f"{unchecked}: the batch has no labels like its input_ids", False
+        odd = (positions == 0).cumsum(1) % 2 == 0  # the tokens of every second document
+        if (odd[:, 1:] & (labels[:, 1:] != NOT_LEARNED)).any():
+            break
+    else:
+        return f"{unchecked}: no row of {reference.task.length} has a second one that counts", False
     # Half of the documents learn, every second one; nothing of the others may reach their loss.
     learned = {**batch, "labels": torch.where(odd, labels, NOT_LEARNED)}
     share, probe = _gradient_share(reference, learned, ids, odd)
     if share is None:
-        return "packed documents are not checked for leaks: no nn.Embedding takes input_ids", False
+        return f"{unchecked}: no nn.Embedding takes input_ids", False
     if share == 0.0:
         return f"packed documents do not see one another: {int(odd.any(1).sum())} rows, gradient exactly 0", False
     other = {**learned, "input_ids": torch.where(odd, ids, ids.roll(1, 1))}  # the same tokens, in other places
