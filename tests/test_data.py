@@ -321,3 +321,36 @@ def test_a_dataset_that_is_a_text_or_a_dict_is_refused(dataset):
         DataError, match=f"returned a {type(dataset).__name__}, not samples by number; return a map-style"
     ):
         make_run(World(), Wrong())
+
+
+class ManyTensors(Numbered):
+    """Small tensors, which a worker sends by value, and others."""
+
+    def collate(self, samples):
+        index = torch.stack([sample["index"] for sample in samples])
+        shared = index.float()
+        return {
+            "large": index.repeat(2**14), "small": index, "scalar": index.sum(), "bool": index > 3, "empty": index[:0],
+            "bf16": index.bfloat16(), "columns": index.repeat(3, 1).t(), "twice": (shared, shared), "text": ["a"],
+            "grad": index.double().requires_grad_(),
+        }  # fmt: skip
+
+
+def test_a_worker_sends_every_tensor_as_it_was_collated():
+    task, one = ManyTensors(), plan(16, micro_batch=8)
+    received = {}
+    for workers in (0, 1):
+        samples = Batches(task.build_dataset(16), task, one, workers, torch.device("cpu"))
+        (received[workers],) = next(samples)
+        samples.close()
+    for name, tensor in received[0].items():
+        sent = received[1][name]
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(sent, tensor), name
+            assert (sent.dtype, sent.stride(), sent.requires_grad) == (
+                tensor.dtype, tensor.stride(), tensor.requires_grad), name  # fmt: skip
+            assert sent.is_shared() == (name in ("large", "bf16", "columns", "grad")), name
+    first, second = received[1]["twice"]
+    assert first is second
+    first.add_(1)  # writable
+    assert torch.equal(first, received[0]["twice"][0] + 1)
