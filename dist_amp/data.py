@@ -59,7 +59,7 @@ class Batches:
         self.fetch = Fetch(dataset, task, split)
         self.split = split
         self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
-        self._count_tokens = getattr(task, "tokens", None)
+        self._count_tokens = getattr(task, "tokens", None) if split == "training" else None
         self._workers = workers
         self._copies = Copies(device)
         self._ahead: Future[Fetched] | None = None  # the step after the one handed out
