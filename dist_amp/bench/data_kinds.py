@@ -14,6 +14,9 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import padded
 from dist_amp.sources.labelled_images import LabelledImages
 from dist_amp.sources.load import load_split
+from dist_amp.sources.packing import Packing
+from dist_amp.sources.tokenizer import open_tokenizer
+from dist_amp.sources.tokens import token_documents
 
 FILES = 2  # of each kind, so that each of two workers can stream its own
 GROUPS = 16  # row groups of a Parquet file
@@ -40,15 +43,10 @@ def rows(name: str, view: Literal["map", "parquet"], folder: Path) -> Any:
 
 
 def tokens(folder: Path) -> Any:
-    from dist_amp.sources.tokenizer import open_tokenizer
-    from dist_amp.sources.tokens import token_documents
-
     return token_documents(DataConfig(path=str(folder / "json")), "train", open_tokenizer("bytes"))
 
 
 def packing() -> Any:
-    from dist_amp.sources.packing import Packing
-
     return Packing.of(DataConfig(pack="best_fit"), ROW_TOKENS, auto="off")
 
 
