@@ -204,7 +204,7 @@ def test_a_batch_is_padded_to_the_rows_length_with_a_document_of_its_own():
     assert batch["input_ids"].tolist() == [[4, 5, 6, 7] + [3] * 6]
     assert batch["labels"].tolist() == [[-100, 5, -100, 7] + [-100] * 6]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 0, 1, 2, 3, 4, 5]]
-    assert batch["lengths"].tolist() == [4]
+    assert batch["tokens"] == 4
     assert batch["counted"] == 2
     assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "labels", "position_ids"))
 
@@ -213,7 +213,7 @@ def test_an_unpacked_batch_is_padded_to_its_longest():
     documents = Documents.numbered(3, 5, 2)
     batch = Packing(10, "off", "truncate").collate([documents[number] for number in range(3)])
     assert batch["input_ids"].shape == (3, 5)
-    assert batch["lengths"].tolist() == [3, 5, 2]
+    assert batch["tokens"] == 10
     assert batch["counted"] == 2 + 4 + 1
 
 
@@ -247,7 +247,7 @@ def test_shares_are_those_since_they_were_last_read():
 def test_shares_tell_the_sources_of_counted_tokens():
     shares = TokenShares(["wiki", "code"])
     labels, sources = torch.tensor([[-100, 1, 2, 3, -100]]), torch.tensor([[0, 0, 1, 1, 1]])
-    assert shares.count({"labels": labels, "lengths": torch.tensor([5]), "source_ids": sources}) == 5
+    assert shares.count({"labels": labels, "tokens": 5, "counted": 3, "source_ids": sources}) == 5
     assert shares.read() == pytest.approx(
         {"padding_pct": 0, "counted_pct": 60, "counted_pct_wiki": 100 / 3, "counted_pct_code": 200 / 3}
     )
@@ -266,7 +266,7 @@ def test_the_shipped_model_trains_on_rows_of_each_kind_and_its_shares_are_metric
     (report,) = take_steps(run, 1)
     values = {name: float(value) for name, value in train_metrics(run, report).items()}
     batch = run.data.handed_out[0][0]
-    assert values["train/counted_pct"] == pytest.approx(100 * batch["counted"] / int(batch["lengths"].sum()))
+    assert values["train/counted_pct"] == pytest.approx(100 * batch["counted"] / batch["tokens"])
     assert (values["train/padding_pct"] > 0) == (pack != "cut")
     assert torch.isfinite(report.losses[0])
     assert float(report.weight) == batch["counted"]
@@ -314,7 +314,7 @@ def test_documents_without_lengths_are_truncated_where_they_are_read():
 
 @pytest.mark.parametrize("pack", ["off", "cut", "best_fit"])
 def test_documents_of_which_no_token_counts_are_refused(pack):
-    with pytest.raises(DataError, match=r"none of the train split's \d+ rows has a token that counts"):
+    with pytest.raises(DataError, match=r"none of the \d+ train documents has anything to learn within"):
         Packing(6, pack, "split").rows(Documents(torch.ones(8, 5), masked=range(8)), "train")
 
 

@@ -13,7 +13,7 @@ from dist_amp.sources import tokenizing, tokens
 from dist_amp.sources.conversations import NOT_LEARNED, asks_in_turns, encode
 from dist_amp.sources.token_shards import TokenShards
 from dist_amp.sources.tokenizer import check_vocabulary, of_transformers, open_tokenizer
-from dist_amp.sources.tokens import AsRead, Within, token_documents
+from dist_amp.sources.tokens import AsRead, token_documents
 
 pytest.importorskip("transformers")
 from tiny_hf import CHAT, MARKED_TEMPLATE, chats, make_tokenizer, write_rows
@@ -303,19 +303,6 @@ def test_a_row_of_a_view_without_tokens_is_named(tmp_path):
         DataError, match="row 1 has no tokens; remove it, or use dist_amp.tokenize, which leaves it out"
     ):
         AsRead(View([{"text": "a"}, {"text": ""}]), tokenizer, "text").__getitems__([0, 1])
-
-
-def test_documents_are_cut_to_a_length_as_a_view_too(tmp_path):
-    rows = [{"prompt": "abc", "completion": "d" * number} for number in range(6)]
-    ahead = Within(token_documents(source(tmp_path, rows * 4), "train", BYTES), 5, "train")
-    assert max(ahead.lengths) == 5
-    for number in range(len(ahead)):
-        assert len(ahead[number]["input_ids"]) == len(ahead[number]["labels"]) == ahead.lengths[number]
-    view = Within(AsRead(View(rows), BYTES, "text"), 5, "train")
-    assert [len(sample["labels"]) for sample in view.__getitems__([0, 1, 2, 5])] == [4, 5, 5, 5]
-    assert view.shuffled(8, 1) == ("an order", None)
-    assert not hasattr(view, "lengths")
-    assert not hasattr(ahead, "shuffled")
 
 
 @pytest.mark.parametrize("make", [chats, lambda: TEXTS])

@@ -11,7 +11,6 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from dist_amp.settings import DataConfig
-from dist_amp.sources.conversations import padded
 from dist_amp.sources.labelled_images import LabelledImages
 from dist_amp.sources.load import load_split
 from dist_amp.sources.packing import Packing
@@ -62,7 +61,7 @@ def images(folder: Path) -> Any:
     return LabelledImages(rows("images", "map", folder), "image", "label", (32, 32), channels=3, classes=10)
 
 
-PAD = partial(padded, pad_id=0)
+PAD = Packing(ROW_TOKENS, "off", "truncate").collate
 KINDS = {
     "arrow": Kind(arrow, default_collate, "arrow", "arrow/*.arrow"),
     "json": Kind(partial(rows, "json", "map"), default_collate, "json", "json/train-*"),

@@ -10,10 +10,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-
 from dist_amp.errors import DataError, Failure, first_line, in_one_line
 from dist_amp.settings import DataConfig
 from dist_amp.sources.load import load_rows, warn
@@ -159,17 +155,3 @@ def rendered(messages: list[Any], tokenizer: Any, **options: Any) -> list[int]:
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many of the first elements are equal."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-def padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[str, Tensor]:
-    """A batch, padded on the right to the longest sample, each [B, T] int64.
-
-    input_ids, attention_mask, labels, and the source_ids of a mixture.
-    """
-    fill = {"input_ids": pad_id, "attention_mask": 0, "labels": NOT_LEARNED, "source_ids": 0}
-    masked = [{**sample, "attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
-    return {
-        name: pad_sequence([sample[name] for sample in masked], batch_first=True, padding_value=value)
-        for name, value in fill.items()
-        if name in masked[0]
-    }

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.runtime.permutation import epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
+from dist_amp.sources.load import warn
 from dist_amp.sources.token_shards import NOT_LEARNED
 
 log = logging.getLogger(__name__)
@@ -57,31 +57,33 @@ class Packing:
             rows.describe(split)
             return rows
         if self.pack == "off" and self.long_documents == "truncate":
-            return documents  # collate truncates what was read
+            return documents  # collate truncates what was read, and what has nothing to learn stays in
         setting = f"data.pack={self.pack}" if self.pack != "off" else f"data.long_documents={self.long_documents}"
         raise ConfigError(
             f"{setting} needs the documents' lengths, which are not known where they are tokenized as they are read "
             "(data.view=parquet); tokenize them first, by python -m dist_amp.tokenize, and set data.path to its folder"
         )
 
-    def collate(self, samples: list[dict[str, Tensor]], pad_id: int = 0) -> dict[str, Any]:
+    def collate(
+        self, samples: list[dict[str, Tensor]], pad_id: int = 0, attention_mask: bool = False
+    ) -> dict[str, Any]:
         """A batch of rows, padded on the right: to `length` if packed, else to the longest.
 
         input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each document and in the
-        padding; source_ids of a mixture; lengths [B]: tokens without padding; counted: how many labels are learned.
+        padding; source_ids of a mixture; tokens: how many there are without padding; counted: how many are learned.
+        attention_mask: whether there is one too, 0 at padding.
         """
-        samples = [{name: column[: self.length] for name, column in sample.items()} for sample in samples]
-        lengths = [len(sample["input_ids"]) for sample in samples]
+        lengths = [min(len(sample["input_ids"]), self.length) for sample in samples]
         width = max(lengths) if self.pack == "off" else self.length
         batch: dict[str, Any] = {}
         for name in samples[0]:
-            columns = [sample[name] for sample in samples]
-            if name == "position_ids":
-                columns = [torch.cat((one, torch.arange(width - len(one)))) for one in columns]
             fill = {"input_ids": pad_id, "labels": NOT_LEARNED}.get(name, 0)
-            batch[name] = pad_sequence([*columns, torch.empty(width, dtype=torch.int64)], True, fill)[:-1]
+            columns = [padded(sample[name], width, None if name == "position_ids" else fill) for sample in samples]
+            batch[name] = torch.stack(columns)
+        if attention_mask:
+            batch["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
         counted = int((batch["labels"][:, 1:] != NOT_LEARNED).sum())
-        return {**batch, "lengths": torch.tensor(lengths), "counted": counted}
+        return {**batch, "tokens": sum(lengths), "counted": counted}
 
 
 class PackedRows:
@@ -92,6 +94,7 @@ class PackedRows:
     where a row holds whole pieces, since there is nothing to predict. Memory: 24 bytes per piece and 16 per row.
 
     lengths: [len] int64, each row's tokens without padding. padding_share: of a row of `length` tokens, on average.
+    left_out: how many documents have nothing to learn within a row's length, if longer ones are truncated.
     Errors: as `Packing.rows`.
     """
 
@@ -107,9 +110,14 @@ class PackedRows:
         if packing.pack == "cut":
             kept = lengths if packing.long_documents == "split" else lengths.clip(max=packing.length)
             self._ends = kept.cumsum()  # of each document, in the joined stream
+            self.left_out = 0
             self.lengths = numpy.full(int(kept.sum()) // packing.length, packing.length)
         else:
             self._pieces = pieces_of(lengths, packing.length, split=packing.long_documents == "split")
+            if packing.long_documents != "split" and hasattr(documents, "firsts"):
+                learned = numpy.asarray(documents.firsts)[self._pieces[0]] < packing.length
+                self._pieces = self._pieces[:, learned]
+            self.left_out = len(documents) - self._pieces.shape[1]
             if packing.pack == "best_fit":
                 self._pieces, self._offsets = fitted(self._pieces, packing.length)
             else:
@@ -172,16 +180,21 @@ class PackedRows:
     def describe(self, split: str) -> None:
         """Log rows, tokens and padding. Errors: DataError if there is no row, or no token counts in any."""
         some = range(0, len(self), max(1, len(self) // LOOKED_AT))
-        counted = [self._counted(index) for index in some]
+        counted, length = [self._counted(index) for index in some], f"{self.packing.length:,}"
         if not any(counted) and not any(map(self._counted, range(len(self)))):
             raise DataError(
-                f"none of the {split} split's {len(self):,} rows has a token that counts (all labels are -100); "
-                "check that the documents are not empty, and that completions or assistant's turns are marked"
+                f"none of the {len(self.documents):,} {split} documents has anything to learn within {length} tokens; "
+                "use longer rows, and check that documents, completions and assistant's turns are not empty"
+            )
+        if self.packing.long_documents != "split" and self.left_out > 0:
+            warn(
+                f"{self.left_out:,} of {len(self.documents):,} {split} documents are left out: within {length} tokens "
+                "they have no answer to learn, because it comes later"
             )
         log.info(
             "data: %s: %s rows of at most %s tokens (data.pack=%s), %s tokens; %.2f %% of the rows are padding, "
             "%.1f %% of the tokens count (in %d rows)",
-            split, f"{len(self):,}", f"{self.packing.length:,}", self.packing.pack, f"{int(self.lengths.sum()):,}",
+            split, f"{len(self):,}", length, self.packing.pack, f"{int(self.lengths.sum()):,}",
             100 * self.padding_share, 100 * sum(counted) / int(self.lengths[some].sum()), len(some),
         )  # fmt: skip
 
@@ -199,6 +212,14 @@ def read_pieces(documents: Any, pieces: list[Piece]) -> list[dict[str, Tensor]]:
         {name: column[start:stop] for name, column in sample.items()}
         for sample, (_, start, stop) in zip(whole, pieces, strict=True)
     ]
+
+
+def padded(column: Tensor, width: int, fill: int | None) -> Tensor:
+    """The column [n], cut or filled on the right to [width]; None: with 0, 1, 2 ..., the positions of the padding."""
+    missing = width - len(column)
+    if missing <= 0:
+        return column[:width]
+    return torch.cat((column, torch.arange(missing) if fill is None else column.new_full((missing,), fill)))
 
 
 def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:

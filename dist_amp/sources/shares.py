@@ -21,15 +21,13 @@ class TokenShares:
         self._total = self._read = numpy.zeros(3 + len(source_names), numpy.int64)
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """Add a batch on the host, of `Packing.collate` or with an attention_mask; returns its tokens, no padding."""
-        labels, sources = batch["labels"], batch.get("source_ids")
-        tokens = int(batch["lengths" if "lengths" in batch else "attention_mask"].sum())
-        counted = labels[:, 1:] != NOT_LEARNED
-        by_source: list[int] = []
-        if self._names and sources is not None:
-            by_source = sources[:, 1:][counted].bincount(minlength=len(self._names)).tolist()
-        self._total = self._total + numpy.array([labels.numel(), tokens, int(counted.sum()), *by_source])
-        return tokens
+        """Add a batch of `Packing.collate`, on the host; returns its tokens without padding."""
+        labels, by_source = batch["labels"], []
+        if self._names:
+            sources = batch["source_ids"][:, 1:][labels[:, 1:] != NOT_LEARNED]
+            by_source = sources.bincount(minlength=len(self._names)).tolist()
+        self._total = self._total + numpy.array([labels.numel(), batch["tokens"], batch["counted"], *by_source])
+        return int(batch["tokens"])
 
     def read(self) -> dict[str, float]:
         """padding_pct: of the places in rows; counted_pct: of the tokens; counted_pct_NAME: of the counted tokens."""

@@ -2,11 +2,9 @@
 
 import hashlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import CHATS, TEXTS, check_rows, encode_row, needed_columns
 from dist_amp.sources.load import load_rows, warn
 from dist_amp.sources.token_shards import FORMAT, NOT_LEARNED, TokenShards, holds_tokens, read_manifest
-from dist_amp.sources.tokenizer import Tokenizer, of_transformers, open_tokenizer
+from dist_amp.sources.tokenizer import Tokenizer, open_tokenizer
 from dist_amp.sources.tokenizing import SHARD_TOKENS, source_fingerprint, tokenize
 
 log = logging.getLogger(__name__)
@@ -53,12 +51,6 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
     folder = cache_folder(rows, tokenizer, data.text_column)
     tokenize(folder, {split: rows}, tokenizer, data.text_column, log.info, data.workers)
     return _opened(folder, split, tokenizer)
-
-
-def documents_within(data: DataConfig, split: str, tokenizer: Any, length: int) -> Any:
-    """`token_documents` of at most `length` tokens, by a tokenizer of transformers. Errors: as there."""
-    documents = token_documents(data, split, of_transformers(tokenizer))
-    return None if documents is None else Within(documents, length, split)
 
 
 def _opened(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards | None:
@@ -110,45 +102,3 @@ class AsRead:
         if not ids:
             raise DataError(f"row {number} has no tokens; remove it, or use dist_amp.tokenize, which leaves it out")
         return {"input_ids": torch.tensor(ids), "labels": torch.tensor([NOT_LEARNED, *labels[1:]])}
-
-
-class Within:
-    """Documents of at most `length` tokens: longer ones are cut, and those without anything to learn left out."""
-
-    shuffled: Callable[..., Any]
-
-    def __init__(self, documents: Any, length: int, split: str):
-        self.documents, self.length, self.vocabulary = documents, length, documents.vocabulary
-        self.fingerprint = f"{documents.fingerprint}, length {length}"
-        self._kept = None
-        if not hasattr(documents, "firsts"):
-            if hasattr(documents, "shuffled"):
-                self.shuffled = documents.shuffled
-            return
-        self._kept = np.flatnonzero(documents.firsts < length)
-        kept, rows = len(self._kept), documents.of.rows
-        if kept == 0:
-            raise DataError(
-                f"none of the {rows} rows has anything to learn within task.args.length={length} tokens; use longer "
-                "samples, and check that the assistant's turns or completions are not empty"
-            )
-        if kept < rows:
-            warn(
-                f"{rows - kept} of {rows} {split} rows are left out: within task.args.length={length} tokens they have "
-                "no answer to learn, because there is none or it comes later"
-            )
-        self.lengths = np.minimum(documents.lengths[self._kept], length)
-
-    def __len__(self) -> int:
-        return len(self.documents) if self._kept is None else len(self._kept)
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return self.__getitems__([number])[0]
-
-    def __getitems__(self, numbers: list[int]) -> list[dict[str, Tensor]]:
-        inner = numbers if self._kept is None else [int(self._kept[number]) for number in numbers]
-        if hasattr(self.documents, "__getitems__"):
-            samples = self.documents.__getitems__(inner)
-        else:
-            samples = [self.documents[number] for number in inner]
-        return [{key: value[: self.length] for key, value in sample.items()} for sample in samples]

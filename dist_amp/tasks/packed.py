@@ -8,12 +8,11 @@ from torch import Tensor
 
 from dist_amp.errors import ConfigError
 from dist_amp.settings import DataConfig
-from dist_amp.sources import conversations
 from dist_amp.sources.mixture import mixed, tables_of
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.shares import TokenShares
 from dist_amp.sources.tokenizer import of_transformers
-from dist_amp.sources.tokens import documents_within, token_documents
+from dist_amp.sources.tokens import token_documents
 
 # A second document's change by other tokens in the first, over the first's own: 0 in Llama, Qwen3, GPT-2, Gemma 3 and
 # Mixtral, in float32 and bf16; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) where it leaks. Measured on tiny ones;
@@ -24,7 +23,7 @@ LEAK = 1e-5
 class TokenRows:
     """The data's side of a task: documents as rows of at most `length` tokens, by a tokenizer of transformers.
 
-    Batch: of `conversations.padded` with data.pack=off, else of `Packing.collate`.
+    Batch: of `Packing.collate`, with an attention_mask if data.pack=off.
     """
 
     def __init__(self, data: DataConfig, length: int, tokenizer: Any):
@@ -35,26 +34,18 @@ class TokenRows:
         self._leak_checked = self.packing.pack != "best_fit"
 
     def build_dataset(self, split: str) -> Any:
-        if self.packing.pack == "off" and self.packing.long_documents == "truncate":
-            return mixed(self.data, split, partial(self.documents_within, split))
         return mixed(self.data, split, partial(self.documents, split), partial(self.packing.rows, split=split))
 
     def documents(self, split: str, data: DataConfig) -> Any:
         return token_documents(data, split, of_transformers(self.tokenizer))
 
-    def documents_within(self, split: str, data: DataConfig) -> Any:
-        return documents_within(data, split, self.tokenizer, self.packing.length)
-
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
-        pad_id = self.tokenizer.pad_token_id or 0
-        if self.packing.pack == "off":
-            return conversations.padded(samples, pad_id)
-        return self.packing.collate(samples, pad_id)
+        return self.packing.collate(samples, self.tokenizer.pad_token_id or 0, self.packing.pack == "off")
 
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["labels"][:, 1:] >= 0).sum()
+    def weight(self, batch: dict[str, Any]) -> int:
+        return batch["counted"]  # type: ignore[no-any-return]
 
-    def tokens(self, batch: dict[str, Tensor]) -> int:
+    def tokens(self, batch: dict[str, Any]) -> int:
         return self.shares.count(batch)
 
     def train_metrics(self, run: Any, report: Any) -> dict[str, float]:
