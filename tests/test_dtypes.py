@@ -41,7 +41,7 @@ def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_floa
     assert row(seen, "blocks.1.up")[1:] == ("Linear", "fp32", "fp32", dtype, dtype)
     assert row(seen, "blocks.2.attention")[4:] == (dtype, dtype)
     assert row(seen, "norm")[4] == "fp32"
-    assert row(seen, "loss_sum")[1:] == ("the task", "uint8", "-", "fp32", "fp32")
+    assert row(seen, "loss_sum")[1:] == ("the task", "int64", "-", "fp32", "fp32")
     assert len(seen.costly) == 3 * 5 + 1  # four matrices and attention per block, and the head
     assert not seen.in_float32
     assert f"autocast to {dtype} on cpu" in seen.text
