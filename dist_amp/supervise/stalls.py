@@ -80,11 +80,16 @@ class Stalls:
             if self._opened == current.number and self._report().waits_in != self._waits_in:
                 self._board.change_round(text, current._replace(phase="over").to_text())
         else:
-            if self._printed == current.number != 0:
-                self._printed = 0
-                waited = time.monotonic() - self._waited_since
-                print(f"the ranks go on: they had waited {waited:.0f} s", file=sys.stderr, flush=True)
+            if self._printed == current.number:
+                self.close()
             self._look(current, text)
+
+    def close(self) -> None:
+        """Say that the ranks go on, if this one has printed which of them was missing."""
+        if self._printed:
+            self._printed = 0
+            waited = time.monotonic() - self._waited_since
+            print(f"the ranks go on: they had waited {waited:.0f} s", file=sys.stderr, flush=True)
 
     def _look(self, current: Round, text: str) -> None:
         """Open a round if this rank has waited for long. Dumps the recorder only while no step is finished."""

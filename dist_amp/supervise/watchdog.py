@@ -86,6 +86,8 @@ class RankWatchdog:
                         self._stalls.poll(stall)
         if event:
             self._respond(event)
+        elif not self._failed.is_set():
+            self._stalls.close()
 
     def _alarm(self) -> str:
         """What this rank notices of others, or of its own collectives on a GPU; "" for nothing."""
