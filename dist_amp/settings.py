@@ -83,7 +83,7 @@ class DataConfig(SourceConfig):
     """A tokenizer's file or folder, a model on the hub, or bytes; auto: the task's own."""
     pack: Literal["auto", "off", "cut", "best_fit"] = "auto"
     """Rows of one length: cut from all documents joined, or best_fit of whole ones that do not see one another; off: a
-    document each, padded; auto: what the task is used to."""
+    document each, padded; auto: the task's default."""
     long_documents: Literal["auto", "split", "truncate", "refuse"] = "auto"
     """Documents longer than a row; auto: split if packed, else truncate."""
     group_by_length: Count | Literal["off"] = "off"

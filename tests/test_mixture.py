@@ -143,10 +143,9 @@ def test_lengths_are_those_of_the_samples_however_they_are_asked_for():
     assert sorted(order.tolist()) == list(range(len(mix)))
 
 
-def test_the_vocabulary_is_the_largest_and_what_a_source_lacks_the_mixture_lacks():
-    assert Mixture({"a": Tokens(6, vocabulary=10), "b": Tokens(4, vocabulary=30)}, [1, 1]).vocabulary == 30
+def test_what_a_source_lacks_the_mixture_lacks():
     mix = Mixture({"a": Tokens(6), "b": Rows(x=torch.arange(4))}, [1, 1])
-    assert not any(hasattr(mix, name) for name in ("fingerprint", "lengths", "vocabulary"))
+    assert not any(hasattr(mix, name) for name in ("fingerprint", "lengths", "pieces"))
     assert mix[1] == {"x": torch.tensor(0)}, "samples without tokens are left as they are"
 
 

@@ -165,10 +165,10 @@ def test_names_of_files_or_folders_tell_the_splits(tmp_path, names):
     assert list(rows_of(tmp_path, "validation")["text"]) == [name for name in names if "train" not in name]
 
 
-def test_where_some_names_tell_no_split_all_files_are_trained_on_but_for_a_part_held_out(tmp_path):
+def test_where_some_names_of_texts_tell_no_split_all_files_are_trained_on_but_for_a_part_held_out(tmp_path):
     for name in ("train", "validation", "values", "more"):
-        (tmp_path / f"{name}.jsonl").write_text(LINES)
-    assert (len(rows_of(tmp_path)), len(rows_of(tmp_path, "validation"))) == (15, 1)
+        (tmp_path / f"{name}.py").write_text("a\nb\n")
+    assert (len(rows_of(tmp_path)), len(rows_of(tmp_path, "validation"))) == (3, 1)
 
 
 def test_hidden_files_and_a_clones_readme_are_no_data(tmp_path):

@@ -19,7 +19,7 @@ from dist_amp.world import World
 # Settings that may differ after a resume: they change where and how fast a run computes, not what.
 FREE_TO_CHANGE = (
     "run.", "eval.", "checkpoint.", "metrics.", "debug.", "data.workers", "data.name", "data.revision", "data.path",
-    "data.format", "data.split", "data.validation_split", "data.validation_fraction", "data.text_column",
+    "data.format", "data.split", "data.validation_split", "data.validation_fraction",
     "data.tokenizer", "data.view", "data.map_up_to_gib", "data.streams", "data.shuffle_groups", "parallel.strategy",
     "parallel.replicas", "parallel.accumulate_reduce", "parallel.activation_checkpointing", "parallel.cpu_offload",
     "compile.", "train.steps", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch_size",

@@ -19,10 +19,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from dist_amp.commands.command_line import Parser, exit_status
+from dist_amp.commands.stopped_early import raise_on_signals
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.runtime.process import configure_logging
-from dist_amp.sources.conversations import CHATS, TEXTS, check_rows
+from dist_amp.sources.conversations import MESSAGES_COLUMN, PROMPT_COLUMN, check_rows
 from dist_amp.sources.load import load_rows
 from dist_amp.sources.token_shards import Manifest, hash_problem, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
@@ -31,7 +32,8 @@ from dist_amp.sources.tokenizing import SHARD_TOKENS, tokenize
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
-    return exit_status(run, argv, "; start the same command again to go on")
+    with raise_on_signals():
+        return exit_status(run, argv, "; start the same command again to go on")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -65,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
     if holds_tokens(data.path):
         raise ConfigError(f"data.path={data.path} holds tokens already; name the rows that they were made of")
     tokenizer = open_tokenizer(data.tokenizer)
-    splits = {split: load_rows(data, split, CHATS, TEXTS) for split in ("train", "validation")}
+    splits = {split: load_rows(data, split, MESSAGES_COLUMN, PROMPT_COLUMN) for split in ("train", "validation")}
     splits = {split: rows for split, rows in splits.items() if rows is not None}
     for rows in splits.values():
         check_rows(rows, data.text_column, tokenizer)

@@ -157,7 +157,7 @@ def _sent(tensor: Tensor) -> Any:
     is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
     if is_plain and tensor.nbytes <= SENT_BY_VALUE and tensor.is_contiguous():
         with suppress(TypeError):  # a dtype that NumPy lacks
-            return torch.from_numpy, (tensor.numpy(),)
+            return torch.from_numpy, (tensor.resolve_conj().resolve_neg().numpy(),)
     return reduce_tensor(tensor)
 
 

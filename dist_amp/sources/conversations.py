@@ -17,14 +17,18 @@ from dist_amp.sources.mixture import source_config, tables_of
 from dist_amp.sources.token_shards import NOT_LEARNED, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import Tokenizer
 
-CHATS, TEXTS, COMPLETIONS = "messages", "prompt", "completion"  # columns of rows in place of data.text_column
+MESSAGES_COLUMN, PROMPT_COLUMN, COMPLETIONS = (
+    "messages",
+    "prompt",
+    "completion",
+)  # columns of rows in place of data.text_column
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")  # a chat template that says what the assistant generates
 
 
 def check_rows(rows: Any, text_column: str, tokenizer: Tokenizer) -> None:
     """Errors: DataError for rows that have none of the forms above, or are chats where there is no chat template."""
     columns = rows.column_names
-    if not {CHATS, text_column} & set(columns) and not {TEXTS, COMPLETIONS} <= set(columns):
+    if not {MESSAGES_COLUMN, text_column} & set(columns) and not {PROMPT_COLUMN, COMPLETIONS} <= set(columns):
         raise DataError(
             f"rows have the columns {', '.join(columns)}; they need messages, or prompt and completion, or "
             f"data.text_column={text_column}: rename the columns, or name another text column"
@@ -39,12 +43,14 @@ def check_rows(rows: Any, text_column: str, tokenizer: Tokenizer) -> None:
 def are_chats(rows: Any) -> bool:
     """Whether rows have messages, not texts."""
     columns = set(rows.column_names)
-    return CHATS in columns or ({TEXTS, COMPLETIONS} <= columns and len(rows) > 0 and isinstance(rows[0][TEXTS], list))
+    return MESSAGES_COLUMN in columns or (
+        {PROMPT_COLUMN, COMPLETIONS} <= columns and len(rows) > 0 and isinstance(rows[0][PROMPT_COLUMN], list)
+    )
 
 
 def needed_columns(rows: Any, text_column: str) -> Any:
     """The rows with those columns alone that `encode` reads: others, such as images, cost time."""
-    needed = (CHATS, TEXTS, COMPLETIONS, text_column)
+    needed = (MESSAGES_COLUMN, PROMPT_COLUMN, COMPLETIONS, text_column)
     return rows.select_columns([column for column in rows.column_names if column in needed])
 
 
@@ -58,7 +64,7 @@ def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
     try:
         if holds_tokens(data.path):
             return any(split.chats for split in read_manifest(Path(data.path)).splits.values())
-        return are_chats(load_rows(data, "train", CHATS, TEXTS))
+        return are_chats(load_rows(data, "train", MESSAGES_COLUMN, PROMPT_COLUMN))
     except Failure as error:
         warn(f"the prompt is rendered as a user's turn, but the rows are not known: {first_line(error)}")
         return True
@@ -76,19 +82,19 @@ def encode_row(number: int, row: dict[str, Any], tokenizer: Tokenizer, text_colu
 
 def encode(row: dict[str, Any], tokenizer: Tokenizer, text_column: str) -> tuple[list[int], list[int]]:
     """(token ids, labels) of one row. A text ends with the tokenizer's end of document, if it has one."""
-    if CHATS in row:
-        return encode_chat(turns(row, CHATS), tokenizer.chat)
-    pair = TEXTS in row and COMPLETIONS in row
-    if pair and isinstance(row[TEXTS], list):
-        asked = turns(row, TEXTS)
+    if MESSAGES_COLUMN in row:
+        return encode_chat(turns(row, MESSAGES_COLUMN), tokenizer.chat)
+    pair = PROMPT_COLUMN in row and COMPLETIONS in row
+    if pair and isinstance(row[PROMPT_COLUMN], list):
+        asked = turns(row, PROMPT_COLUMN)
         return encode_chat(asked + turns(row, COMPLETIONS), tokenizer.chat, learned_from=len(asked))
-    for column in (TEXTS, COMPLETIONS) if pair else (text_column,):
+    for column in (PROMPT_COLUMN, COMPLETIONS) if pair else (text_column,):
         if not isinstance(row[column], str):
             raise DataError(
                 f"the column {column} holds {type(row[column]).__name__}, not text; name a column of text, or remove "
                 "such rows"
             )
-    prompt, text = (row[TEXTS], row[TEXTS] + row[COMPLETIONS]) if pair else ("", row[text_column])
+    prompt, text = (row[PROMPT_COLUMN], row[PROMPT_COLUMN] + row[COMPLETIONS]) if pair else ("", row[text_column])
     ids = tokenizer.encode(text)
     start = common_prefix(ids, tokenizer.encode(prompt)) if prompt else 0
     if tokenizer.end is not None and ids[-1:] != [tokenizer.end]:

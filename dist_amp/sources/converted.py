@@ -1,5 +1,6 @@
 """Files as rows of the `datasets` library, which converts them once into memory-mapped ones in its cache."""
 
+import errno
 import glob
 import json
 import logging
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dist_amp.errors import DataError
+from dist_amp.errors import DataError, Failure
 from dist_amp.settings import SourceConfig
 from dist_amp.sources.files import Files
 
@@ -40,7 +41,7 @@ def from_files(config: SourceConfig, files: Files) -> Any:
     except Exception as error:
         if "ompression type zstd not supported" in str(error):
             fix = "install it with `pip install zstandard`"
-        broken = _first_broken(files) if files.format in LOADERS else ""
+        broken = _first_broken(files) if files.format in LOADERS and not is_full(error) else ""
         which = f": {files.address(broken)}" if broken and broken != config.path else ""
         raise not_loaded(f"data.path={config.path}{which}", error, _place(files, broken) + fix) from error
 
@@ -89,13 +90,27 @@ def _place(files: Files, path: str) -> str:
     return ""
 
 
-def not_loaded(source: str, error: Exception, fix: str) -> DataError:
+def not_loaded(source: str, error: Exception, fix: str) -> Failure:
     """The error in place of one of the library's."""
+    import datasets
+
     cause = error.__cause__ or error  # the library wraps the error in a general one
     text = " ".join(str(cause).split()) or type(cause).__name__
+    if is_full(error):
+        cache = datasets.config.HF_DATASETS_CACHE
+        return Failure(f"{source}: the disk of the cache {cache} is full; make room, or set HF_DATASETS_CACHE")
     if "scripts are no longer supported" in text:  # nor by us: they would run a stranger's code
         fix = "convert it to Parquet elsewhere, with a release of datasets below 4, and set data.path to the files"
     return DataError(f"{source} could not be loaded: {text if len(text) < 400 else f'{text[:400]} ...'}; {fix}")
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a disk without room is the cause."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "Not enough disk space" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager

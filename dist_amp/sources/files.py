@@ -1,5 +1,6 @@
 """The files that `data.path` names, on this machine or at an address that fsspec knows, and how they are read."""
 
+import os
 import posixpath
 import re
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ MARKS = {
     "state.json": "saved",
     "tokens.json": "tokens",
 }
-SPLIT_NAME = re.compile(r"train|test|validation|(?:valid|val|dev)(?![a-z])")
+TOKENS_INDEX = "documents.bin"
+SPLIT_NAME = re.compile(r"(train|test|valid|val|dev)(?:ing|ation)?(?![a-z])")
+SPLITS = {"train": "train", "test": "test", "valid": "validation", "val": "validation", "dev": "validation"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,11 @@ def find_files(config: SourceConfig) -> Files:
         if config.format not in ("auto", folder_format):
             raise _contradicts(config, f"a folder of the format {folder_format}")
         return Files(fs, root, folder_format, {}, 0, rest)
+    if part := next((path for path in found if posixpath.basename(path) == TOKENS_INDEX), ""):
+        raise DataError(
+            f"data.path={config.path} holds tokens without their tokens.json, such as {part}; give the folder that has "
+            "this file, or copy it too"
+        )
     format_, paths = _of_one_format(config, sorted(found), is_folder)
     sizes = [found[path].get("size") for path in paths]  # None where a server does not tell
     if not any(size != 0 for size in sizes):
@@ -103,7 +111,10 @@ def _file_system(path: str) -> tuple[Any, str]:
 
 def _listed(fs: Any, root: str, is_folder: bool) -> dict[str, dict[str, Any]]:
     """{path: what the file system says of it}, without hidden files."""
-    found = fs.find(root, detail=True) if is_folder else fs.glob(root, detail=True)
+    if is_folder:
+        found = _below(root) if "file" in fs.protocol else fs.find(root, detail=True)
+    else:
+        found = fs.glob(root, detail=True)
     if not is_folder and not found and fs.isfile(root):  # a name with [ or *
         return {root: fs.info(root)}
     hidden = re.compile(r"(^|/)\.[^/]")
@@ -112,6 +123,23 @@ def _listed(fs: Any, root: str, is_folder: bool) -> dict[str, dict[str, Any]]:
         for path, info in found.items()
         if info["type"] == "file" and not hidden.search(path[len(root) :] if is_folder else posixpath.basename(path))
     }
+
+
+def _below(root: str) -> dict[str, dict[str, Any]]:
+    """The files below a local folder, those behind symbolic links too, which fsspec leaves out.
+
+    Errors: OSError for a link with a known ending that leads nowhere.
+    """
+    found, seen = {}, set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()  # a link to a folder above
+            continue
+        seen.add(real)
+        for path in (os.path.join(folder, name) for name in files):
+            if _format_of(path) or os.path.exists(path):
+                found[path] = {"type": "file", "size": os.path.getsize(path)}
+    return found
 
 
 def _of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
@@ -158,6 +186,11 @@ def _by_split(paths: list[str], format_: str) -> dict[str, list[str]]:
         named = SPLIT_NAME.fullmatch(folder) if slash else None
         if format_ != "images":  # a picture's own name says nothing of its split
             named = named or SPLIT_NAME.match(posixpath.basename(path))
-        name = named.group() if named else ""
-        splits.setdefault("validation" if name in ("valid", "val", "dev") else name, []).append(path)
+        splits.setdefault(SPLITS[named[1]] if named else "", []).append(path)
+    if "" in splits and splits.keys() > {"", "train"} and format_ not in ("text", "images"):  # those go by anything
+        other = next(path for name, inside in splits.items() if name not in ("", "train") for path in inside)
+        raise DataError(
+            f"{splits[''][0]} names no split, though {other} does, which would be trained on; rename it, or name the "
+            "files in data.path"
+        )
     return splits if "train" in splits and "" not in splits else {"train": paths}

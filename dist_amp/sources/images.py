@@ -29,6 +29,9 @@ def image_rows(files: Files) -> Any:
     class_of = {path: "/".join(posixpath.relpath(path, top or ".").split("/")[below:-1]) for path in paths}
     classes = sorted(set(class_of.values()))
     features = {"image": NamedImage()}
+    if len(classes) > 1 and "" in classes:
+        stray = next(path for path in paths if not class_of[path])
+        raise DataError(f"the image {files.address(stray)} lies in no class's folder, as others do; move or remove it")
     if "" not in classes:
         features["label"] = datasets.ClassLabel(names=classes)
     rows = {}

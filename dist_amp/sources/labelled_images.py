@@ -23,16 +23,21 @@ def labelled_rows(data: DataConfig, split: str, image_column: str, label_column:
         if rows is not None and column not in rows.column_names:
             there = ", ".join(rows.column_names)
             raise DataError(f"task.args.{name}={column} does not exist; the columns are {there}")
-    return rows
+    return None if rows is None else rows.select_columns([image_column, label_column])
 
 
 def class_names(rows: Any, label_column: str) -> Sequence[str]:
     """The names of the classes 0, 1, ...: a ClassLabel's, or the column's texts, sorted; of plain numbers none."""
     if isinstance(rows, list):
         return "0123456789"
-    feature = getattr(rows, "features", {}).get(label_column)
+    feature = (rows.features or {}).get(label_column)  # a Parquet view may know none
     kind = getattr(feature, "dtype", "")
     if kind in ("string", "large_string"):
+        if not hasattr(rows, "unique"):
+            raise DataError(
+                f"the column {label_column} holds texts, which data.view=parquet does not number; use data.view=map, "
+                "or store whole numbers and set task.args.classes"
+            )
         return sorted(set(rows.unique(label_column)) - {None})
     return ("false", "true") if kind == "bool" else getattr(feature, "names", ())
 
@@ -104,7 +109,8 @@ def digits(split: str, image_column: str, label_column: str) -> list[dict[str, A
             "clone's folder, or set data.name or data.path"
         ) from None
     scans = load_digits()
-    order = torch.randperm(len(scans.target), generator=torch.Generator().manual_seed(0)).tolist()
+    rng = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(scans.target), generator=rng, device="cpu").tolist()
     held_out = len(order) // 10
     chosen = order[held_out:] if split == "train" else order[:held_out]
     levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # of 0 to 16

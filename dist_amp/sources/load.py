@@ -5,6 +5,7 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
     Errors: DataError for files, names, splits and columns that do not exist, or can't be read; ConfigError for an
     address or a format that does not fit.
     """
+    if config.path != "off" and config.name != "auto":
+        raise ConfigError(f"data.name={config.name} and data.path={config.path} are two sources; remove one of them")
     if config.path == "off":
         if config.view == "parquet":
             raise ConfigError(
@@ -58,14 +61,14 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
         if files.format == "tokens":
             raise DataError(
                 f"data.path={config.path} holds tokens, and the task reads {' or '.join(('text', *other_columns))}; "
-                "use a task that takes tokens, or set data.path to the files that were tokenised"
+                "use a task that takes tokens, with the folder on this machine, or set data.path to the files of rows"
             )
         everything = _by_row_group(config, files) or from_files(config, files)
     return pick_split(everything, config, split, *other_columns)
 
 
-def _by_row_group(config: DataConfig, files: Files) -> dict[str, ParquetView]:
-    """Every split as a view of its Parquet files; empty if the files are to be converted."""
+def _by_row_group(config: DataConfig, files: Files) -> dict[str, Callable[[], ParquetView]]:
+    """What opens each split as a view of its Parquet files; empty if the files are to be converted."""
     if config.view == "parquet" and files.format != "parquet":
         raise ConfigError(
             f"data.view=parquet, and data.path={config.path} has the format {files.format}; write Parquet files, or "
@@ -74,7 +77,7 @@ def _by_row_group(config: DataConfig, files: Files) -> dict[str, ParquetView]:
     large = config.view == "auto" and files.bytes > config.map_up_to_gib * 2**30
     if files.format != "parquet" or not (large or config.view == "parquet"):
         return {}
-    return {split: open_parquet(files.fs, paths, config) for split, paths in files.splits.items()}
+    return {split: partial(open_parquet, files.fs, paths, config) for split, paths in files.splits.items()}
 
 
 def hide_progress_bars() -> None:
@@ -152,9 +155,10 @@ def pick_split(everything: Any, config: SourceConfig, split: str, *other_columns
     None for the validation part of a single document.
     """
     name, held_out = split_names(list(everything), config)
-    rows = everything[name]
+    rows = everything[held_out if held_out and split == "validation" else name]
+    rows = rows() if callable(rows) else rows  # what opens it: the other split's files are left alone
     if held_out:
-        chosen = rows if split == "train" else everything[held_out]
+        chosen = rows
     elif len(rows) < 2:
         if split == "validation":
             log.info("data: a single document, so none is held out and there is no evaluation")

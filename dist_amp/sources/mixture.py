@@ -29,13 +29,12 @@ class Mixture:
     The n-th draw from a source is its sample n modulo its length. There are as many blocks as it takes to draw every
     sample of every source, so the samples of one source occur equally often, or differ by one.
     A sample with "input_ids" also has "source_ids", int64 of the same shape: its source's index in `sources`.
-    sources: map-style datasets by name, where None takes a count of 0. It has `fingerprint`, `lengths` and `vocabulary`
+    sources: map-style datasets by name, where None takes a count of 0. It has `fingerprint`, `lengths` and `pieces`
     if all sources have them. Errors: ConfigError for a source with an order of its own; DataError for an empty one.
     """
 
     fingerprint: str
     lengths: "Lengths"
-    vocabulary: int
 
     def __init__(self, sources: Mapping[str, Any], counts: Sequence[int]):
         self.names, self.sources = list(sources), list(sources.values())
@@ -53,8 +52,8 @@ class Mixture:
             self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
         if all(hasattr(one, "lengths") for one in drawn.values()):
             self.lengths = Lengths(self)
-        if all(hasattr(one, "vocabulary") for one in drawn.values()):
-            self.vocabulary = max(one.vocabulary for one in drawn.values())
+        if all(hasattr(one, "pieces") for one in drawn.values()):
+            self.pieces = self._pieces
 
     def _sizes_and_counts(self) -> list[tuple[str, int, int]]:
         return list(zip(self.names, self.sizes.tolist(), self.counts.tolist(), strict=True))
@@ -80,6 +79,17 @@ class Mixture:
             places = numpy.flatnonzero(sources == number)
             for place, sample in zip(places, self._read(number, indices[places].tolist()), strict=True):
                 samples[place] = sample
+        return samples
+
+    def _pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[Any]:
+        """Parts of documents: (position, first token, one past its last) each."""
+        sources, indices = self.locate([position for position, _, _ in pieces])
+        samples: list[Any] = [None] * len(pieces)
+        for number in numpy.unique(sources).tolist():
+            places = numpy.flatnonzero(sources == number).tolist()
+            own = [(int(indices[place]), *pieces[place][1:]) for place in places]
+            for place, sample in zip(places, self.sources[number].pieces(own), strict=True):
+                samples[place] = with_source(sample, number)
         return samples
 
     def _read(self, number: int, indices: list[int]) -> list[Any]:
@@ -187,6 +197,8 @@ def mixed(
     """
     tables = tables_of(data)
     if not tables:
+        if data.mix_by != "rows":
+            raise ConfigError(f"data.mix_by={data.mix_by} is for a mixture, and there is no data.sources; remove it")
         documents = build(data)
         return None if documents is None else pack(documents)
     join = data.mix_by == "documents"

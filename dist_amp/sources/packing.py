@@ -39,7 +39,7 @@ class Packing:
 
     @classmethod
     def of(cls, data: DataConfig, length: int, auto: Literal["off", "cut", "best_fit"]) -> "Packing":
-        """As `[data]` says; `auto` is what the task is used to."""
+        """As `[data]` says; `auto` is the task's default."""
         pack = auto if data.pack == "auto" else data.pack
         usual: Literal["split", "truncate"] = "truncate" if pack == "off" else "split"
         return cls(length, pack, usual if data.long_documents == "auto" else data.long_documents)
@@ -54,14 +54,20 @@ class Packing:
             return None
         if hasattr(documents, "lengths"):
             rows = PackedRows(documents, self)
+            if not len(rows) and split == "validation":
+                log.info("data: the held-out documents do not fill one row, so there is no evaluation")
+                return None
             rows.describe(split)
             return rows
         if self.pack == "off" and self.long_documents == "truncate":
             return documents  # collate truncates what was read, and what has nothing to learn stays in
-        setting = f"data.pack={self.pack}" if self.pack != "off" else f"data.long_documents={self.long_documents}"
+        setting, fix = f"data.long_documents={self.long_documents}", "data.long_documents=truncate"
+        if self.pack != "off":
+            setting, fix = f"data.pack={self.pack}", "data.pack=off, a document per row"
         raise ConfigError(
             f"{setting} needs the documents' lengths, which are not known where they are tokenized as they are read "
-            "(data.view=parquet); tokenize them first, by python -m dist_amp.tokenize, and set data.path to its folder"
+            f"(data.view=parquet); use {fix}, or tokenize them first by python -m dist_amp.tokenize, and set data.path "
+            "to its folder"
         )
 
     def collate(
@@ -102,6 +108,8 @@ class PackedRows:
         self.documents = documents
         self.packing = packing
         lengths = numpy.asarray(documents.lengths, dtype=numpy.int64)
+        too_much = (lengths - packing.length).clip(min=0).sum() if packing.long_documents == "truncate" else 0
+        self.cut_off = float(too_much) / max(1, int(lengths.sum()))  # the share of tokens
         if packing.long_documents == "refuse" and (too_long := numpy.flatnonzero(lengths > packing.length)).size:
             raise DataError(
                 f"document {too_long[0]} has {lengths[too_long[0]]:,} tokens, and a row {packing.length:,} "
@@ -131,10 +139,6 @@ class PackedRows:
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.documents.fingerprint} {self.packing} 1".encode()).hexdigest()[:16]
-
-    @property
-    def vocabulary(self) -> int:
-        return int(self.documents.vocabulary)
 
     @property
     def padding_share(self) -> float:
@@ -179,6 +183,12 @@ class PackedRows:
 
     def describe(self, split: str) -> None:
         """Log rows, tokens and padding. Errors: DataError if there is no row, or no token counts in any."""
+        if not len(self) and self.packing.pack == "cut":
+            tokens = int(self._ends[-1]) if len(self._ends) else 0
+            raise DataError(
+                f"the {split} documents have {tokens:,} tokens in all, fewer than one row of {self.packing.length:,}; "
+                "use shorter rows, more data, or data.pack=best_fit"
+            )
         some = range(0, len(self), max(1, len(self) // LOOKED_AT))
         counted, length = [self._counted(index) for index in some], f"{self.packing.length:,}"
         if not any(counted) and not any(map(self._counted, range(len(self)))):
@@ -192,11 +202,16 @@ class PackedRows:
                 "they have no answer to learn, because it comes later"
             )
         log.info(
-            "data: %s: %s rows of at most %s tokens (data.pack=%s), %s tokens; %.2f %% of the rows are padding, "
-            "%.1f %% of the tokens count (in %d rows)",
+            "data: %s: %s rows of at most %s tokens (data.pack=%s), %s tokens; %.2f %% of the places are padding, "
+            "about %.1f %% of the tokens count",
             split, f"{len(self):,}", length, self.packing.pack, f"{int(self.lengths.sum()):,}",
-            100 * self.padding_share, 100 * sum(counted) / int(self.lengths[some].sum()), len(some),
+            100 * self.padding_share, 100 * sum(counted) / int(self.lengths[some].sum()),
         )  # fmt: skip
+        if self.cut_off:
+            log.info(
+                "data: %s: %.1f %% of the tokens are cut off, since documents are longer than a row (%s tokens); use "
+                "longer rows, or data.long_documents=split", split, 100 * self.cut_off, length,
+            )  # fmt: skip
 
     def _counted(self, index: int) -> int:
         return int((self[index]["labels"][1:] != NOT_LEARNED).sum())
@@ -242,6 +257,8 @@ def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
     for first in range(0, count, WINDOW):
         window = pieces[:, order(torch.arange(first, min(first + WINDOW, count))).numpy()]
         rows = best_fit(window[2] - window[1], length)
+        number = torch.arange(int(rows.max()) + 1)  # in random order: the first rows have the longest documents
+        rows = epoch_order("randperm", len(number), SEED, 1 + first)(number).numpy()[rows]
         chosen[:, first : first + WINDOW] = window[:, rows.argsort(kind="stable")]
         counts.append(numpy.bincount(rows))
     return chosen, numpy.concatenate(([0], *counts)).cumsum()

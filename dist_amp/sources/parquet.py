@@ -58,11 +58,11 @@ def read_footer(fs: Any, file: str) -> tuple[NDArray[np.int64], Any, tuple[Any, 
     try:
         with pq.ParquetFile(file, filesystem=fs) as opened:
             schema, metadata = opened.schema_arrow, opened.metadata
-            own = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-            rows = [group.num_rows for group in own]
-            bytes_ = sum(group.total_byte_size for group in own)
+            rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         groups = np.array([(0, number, count) for number, count in enumerate(rows)], np.int64).reshape(-1, 3)
-        return groups, schema, (os.path.basename(file), fs.size(file), bytes_, rows)
+        size = fs.size(file)
+        footer = fs.cat_file(file, size - metadata.serialized_size - 8, size)  # it has each column's sizes and limits
+        return groups, schema, (os.path.basename(file), size, hashlib.sha256(footer).hexdigest())
     except Exception as error:  # file systems raise what they like
         text = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(f"{file} can't be read as Parquet: {text}; download or write it again") from error
@@ -97,7 +97,7 @@ class ParquetView:
         self.column_names: list[str] = schema.names
         self.features: Any = features_of(schema)
         self.fingerprint = fingerprint
-        self._files = Files(fs, files)
+        self._files = OpenFiles(fs, files)
         self._groups = groups
         self._ends = groups[:, 2].cumsum()
         self._streams, self._shuffle_groups = streams, shuffle_groups
@@ -199,7 +199,7 @@ def features_of(schema: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Files:
+class OpenFiles:
     """Files of an fsspec file system."""
 
     fs: Any
@@ -218,7 +218,7 @@ class Files:
 class Reader:
     """Reads rows in one process; keeps the row groups that were used last, as Arrow arrays, and open files."""
 
-    files: Files
+    files: OpenFiles
     columns: list[str]
     most_groups: int
     pid: int = field(default_factory=os.getpid)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
+import torch
+from torch import Tensor
 
 from dist_amp.sources.token_shards import NOT_LEARNED
 
@@ -29,13 +31,14 @@ class TokenShares:
         self._total = self._total + numpy.array([labels.numel(), batch["tokens"], batch["counted"], *by_source])
         return int(batch["tokens"])
 
-    def read(self) -> dict[str, float]:
-        """padding_pct: of the places in rows; counted_pct: of the tokens; counted_pct_NAME: of the counted tokens."""
+    def read(self, world: Any) -> dict[str, Tensor]:
+        """padding_pct: of the places in rows; counted_pct: of the tokens; counted_pct_NAME: of the counted tokens.
+
+        Since the last call, over all ranks of the `World`; scalars on its device, and every rank calls it.
+        """
         total = self._total
-        places, tokens, counted, *by_source = (total - self._read).tolist()
-        self._read = total
-        if not tokens:
-            return {}
+        own, self._read = torch.from_numpy(total - self._read), total
+        places, tokens, counted, *by_source = world.sum(own.to(world.device, torch.float64)).unbind()
         shares = {"padding_pct": 100 * (1 - tokens / places), "counted_pct": 100 * counted / tokens}
         pairs = zip(self._names, by_source, strict=True)
-        return shares | {f"counted_pct_{name}": 100 * part / max(1, counted) for name, part in pairs}
+        return shares | {f"counted_pct_{name}": 100 * part / counted.clamp(min=1) for name, part in pairs}

@@ -2,7 +2,7 @@
 
 FOLDER/tokens.json                 the manifest, written anew after every shard: what it lists is complete
 FOLDER/train/documents.bin         int64 [documents, 3]: first token, tokens, and the first one that counts
-FOLDER/train/tokens_00000.bin      uint16 (uint32 from a vocabulary of 65,537 on): the ids of whole documents
+FOLDER/train/tokens_00000.bin      uint8, uint16 or uint32, as the vocabulary needs: the ids of whole documents
 FOLDER/train/counted_00000.bin     a bit per token (numpy.packbits); not there if all but each first one count
 """
 
@@ -32,7 +32,7 @@ OPEN_SHARDS = 64  # at a time per process: a memory map keeps its file open, and
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """Whole documents of one split, up to the row `end_row` of the source."""
 
     end_row: int
@@ -50,7 +50,7 @@ class Split:
     source: str  # fingerprint of its rows
     rows: int
     chats: bool
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[TokenShard, ...] = ()
 
     @property
     def end_row(self) -> int:
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         content.pop("dtype")
         for name, split in content["splits"].items():
-            shards = tuple(Shard(**shard) for shard in split["shards"])
+            shards = tuple(TokenShard(**shard) for shard in split["shards"])
             content["splits"][name] = Split(split["source"], split["rows"], split["chats"], shards)
         return Manifest(**content)
     except OSError as error:
@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def holds_tokens(path: str) -> bool:
     """Whether it is a folder that dist_amp.tokenize wrote, or began to write."""
-    return (Path(path) / MANIFEST).is_file()
+    return (Path(path.removeprefix("file://")) / MANIFEST).is_file()
 
 
 class TokenShards:

@@ -13,7 +13,7 @@ import xxhash
 
 from dist_amp.errors import DataError, Failure
 from dist_amp.runtime.files import sync_folder
-from dist_amp.sources.token_shards import INDEX, Manifest, Shard, Split, counted_file, tokens_file
+from dist_amp.sources.token_shards import INDEX, Manifest, Split, TokenShard, counted_file, tokens_file
 
 
 class SplitWriter:
@@ -66,7 +66,7 @@ class SplitWriter:
             for name in files:
                 _temporary(inside / name).replace(inside / name)
             sync_folder(inside)
-            shard = Shard(end_row, documents, self._tokens, total, xxhash.xxh3_128_hexdigest(index), hashes)
+            shard = TokenShard(end_row, documents, self._tokens, total, xxhash.xxh3_128_hexdigest(index), hashes)
             split = replace(self.split, shards=(*self.split.shards, shard))
             self.manifest = replace(self.manifest, splits={**self.manifest.splits, self.name: split})
             self.manifest.write(self.folder)

@@ -21,10 +21,10 @@ from dist_amp.runtime.loader import START_ATTEMPTS, START_SECONDS
 from dist_amp.runtime.process import die_with_parent, ignore_stop_signals
 from dist_amp.sources.conversations import are_chats, encode_row, needed_columns
 from dist_amp.sources.token_shards import (
+    MANIFEST,
     NOT_LEARNED,
     Manifest,
     Split,
-    holds_tokens,
     read_manifest,
 )
 from dist_amp.sources.token_writer import SplitWriter, writing
@@ -33,7 +33,7 @@ from dist_amp.sources.tokenizer import Tokenizer
 SHARD_TOKENS = 2**27
 CHUNK_ROWS = 128  # that a worker gets at a time
 SECONDS = 10.0  # between lines of progress where there is no terminal
-Chunk = tuple[int, list[dict[str, Any]]]  # (its first row, the rows)
+Chunk = tuple[int, list[dict[str, Any]], list[int]]  # (its first row, the rows, their numbers in the source)
 Document = tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]  # (row, ids [n], which count [n] bool)
 Say = Callable[[str], None]
 
@@ -77,6 +77,8 @@ def tokenize(
     wanted = Manifest(*facts, splits=made)
     if (there := _begun(folder, wanted)).complete:
         return there
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; give a folder for the tokens")
     lock = FileLock(folder / ".lock")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,10 +104,10 @@ def tokenize(
 
 def _begun(folder: Path, wanted: Manifest) -> Manifest:
     """What is there already, else what is wanted. Errors: ConfigError if it was made from or by something else."""
-    if not holds_tokens(str(folder)):
-        files = folder.iterdir() if folder.is_dir() else []
-        if others := [path.name for path in files if not path.name.startswith(".")]:
-            raise ConfigError(f"{folder} holds other files, such as {others[0]}; give the tokens a folder of their own")
+    names = [path.name for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+    if MANIFEST not in names:  # which is written first: in one listing, as another process may begin at any moment
+        if names:
+            raise ConfigError(f"{folder} holds other files, such as {names[0]}; give the tokens a folder of their own")
         return wanted
     there = read_manifest(folder)
     for (was_one, was), (now_one, now) in zip(_origin(there), _origin(wanted), strict=True):
@@ -123,9 +125,8 @@ def _tokenize_split(
         return manifest
     rows = needed_columns(rows, manifest.text_column)
     writer = SplitWriter(folder, name, manifest)
-    chunks = (
-        (at, rows.__getitems__(list(range(at, min(at + CHUNK_ROWS, end))))) for at in range(begin, end, CHUNK_ROWS)
-    )
+    parts = (range(at, min(at + CHUNK_ROWS, end)) for at in range(begin, end, CHUNK_ROWS))
+    chunks = ((part.start, rows.__getitems__(list(part)), numbers_in_source(rows, part)) for part in parts)
     encode = partial(_encode_chunk, tokenizer=tokenizer, text_column=manifest.text_column)
     some = begin > 0
     try:
@@ -146,10 +147,16 @@ def _tokenize_split(
     return writer.manifest
 
 
+def numbers_in_source(rows: Any, part: range) -> list[int]:
+    """The numbers of these rows before some were held out and the others shuffled, as in the source's files."""
+    chosen = getattr(rows, "_indices", None)  # of a `datasets.Dataset`
+    return list(part) if chosen is None else chosen.column(0).slice(part.start, len(part)).to_pylist()
+
+
 def _encode_chunk(chunk: Chunk, tokenizer: Tokenizer, text_column: str) -> tuple[list[Document], int]:
     """(documents, number of rows): those rows in which something counts."""
     documents = []
-    for number, row in enumerate(chunk[1], chunk[0]):
+    for at, (row, number) in enumerate(zip(*chunk[1:], strict=True), chunk[0]):
         ids, labels = encode_row(number, row, tokenizer, text_column)
         if (largest := max(ids, default=0)) >= tokenizer.vocabulary:  # it would wrap around in the file
             raise DataError(
@@ -159,7 +166,7 @@ def _encode_chunk(chunk: Chunk, tokenizer: Tokenizer, text_column: str) -> tuple
         counted = np.array(labels) != NOT_LEARNED
         counted[:1] = False  # the first is predicted from nothing
         if counted.any():
-            documents.append((number, np.array(ids, np.uint32), counted))
+            documents.append((at, np.array(ids, np.uint32), counted))
     return documents, len(chunk[1])
 
 

@@ -217,8 +217,8 @@ class CausalLM:
     def tokens(self, batch: dict[str, Any]) -> int:
         return self.shares.count(batch) - len(batch["labels"])  # of a row's n tokens n - 1 are predicted
 
-    def train_metrics(self, run: Any, report: Any) -> dict[str, float]:
-        return self.shares.read()
+    def train_metrics(self, run: Any, report: Any) -> dict[str, Tensor]:
+        return self.shares.read(run.world)
 
     def flops_per_item(self, model: nn.Module) -> float:
         """FLOPs of one sample, forward and backward: 3 x 2 per multiply-add, since a product has two gradients.

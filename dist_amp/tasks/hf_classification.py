@@ -10,7 +10,6 @@ from dist_amp.checkpoint.pretrained import load_pretrained
 from dist_amp.config.range import Range
 from dist_amp.settings import DataConfig
 from dist_amp.sources.length_groups import grouped
-from dist_amp.sources.load import load_split
 from dist_amp.tasks import huggingface
 
 MODELS = {"text": AutoModelForSequenceClassification, "image": AutoModelForImageClassification}
@@ -37,8 +36,8 @@ class HFClassification:
         load_pretrained(model, self.folder, fresh_head=True)
 
     def build_dataset(self, split: str) -> Any:
-        rows, column = load_split(self.data, split), self.data.text_column
-        characters = (lambda: [len(text) for text in rows[column]]) if self.of == "text" else None
+        rows, column = huggingface.labelled_rows(self.data, split), self.data.text_column
+        characters = (lambda: [len(text or "") for text in rows[column]]) if self.of == "text" else None
         return grouped(self.data, rows, characters) if split == "train" else rows
 
     def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig
 
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.sources.load import stay_local_without_network
+from dist_amp.settings import DataConfig
+from dist_amp.sources.load import load_split, stay_local_without_network
 
 MAIN_FILE = {AutoConfig: "config.json", AutoTokenizer: "tokenizer.json", AutoImageProcessor: "preprocessor_config.json"}
 FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
@@ -111,9 +112,9 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
     config = opened(AutoConfig, folder, **options)
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if tokenizer is not None and rows is not None:
-        if len(tokenizer) > rows:
+        if (tokens := max(tokenizer.get_vocab().values()) + 1) > rows:  # more than len(tokenizer) if ids have gaps
             raise DataError(
-                f"the tokenizer in {folder} has {len(tokenizer)} tokens and the model's embedding {rows} rows; use the "
+                f"the tokenizer in {folder} has {tokens} tokens and the model's embedding {rows} rows; use the "
                 "model's own tokenizer, or model.resize_token_embeddings and save both"
             )
         config.get_text_config().pad_token_id = tokenizer.pad_token_id  # by which classifiers find the last token
@@ -128,6 +129,14 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
         with suppress(OSError):  # not every model has such a file
             model.generation_config = GenerationConfig.from_pretrained(folder)
     return lora.add_to(model) if lora.rank else model
+
+
+def labelled_rows(data: DataConfig, split: str) -> Any:
+    """The rows that `data` names. Errors: DataError if they have no column "label"."""
+    rows = load_split(data, split)
+    if rows is not None and "label" not in rows.column_names:
+        raise DataError(f"the rows have no column label; the columns are {', '.join(rows.column_names)}: rename one")
+    return rows
 
 
 def labelled(

@@ -1,5 +1,6 @@
 """What packed rows ask of a Hugging Face model: how it is called, and that it tells the documents of a row apart."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -48,14 +49,14 @@ class TokenRows:
     def tokens(self, batch: dict[str, Any]) -> int:
         return self.shares.count(batch)
 
-    def train_metrics(self, run: Any, report: Any) -> dict[str, float]:
+    def train_metrics(self, run: Any, report: Any) -> dict[str, Tensor]:
         """Shares of padding and of what counts; at the first log step also checks that documents are kept apart."""
         if not self._leak_checked:
-            self._leak_checked = True
             batch = run.data.handed_out[0][0]
-            with run.parallel.evaluating():
-                check_documents_apart(run.parallel.module, getattr(batch, "batch", batch)["input_ids"])
-        return self.shares.read()
+            with run.parallel.evaluating(), run.precision.autocast():
+                row = getattr(batch, "batch", batch)["input_ids"][:1]
+                self._leak_checked = documents_are_apart(run.parallel.module, row)
+        return self.shares.read(run.world)
 
 
 def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -66,11 +67,11 @@ def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
 
 
-def check_documents_apart(model: Any, input_ids: Tensor) -> None:
-    """Refuse a model in which a row's second document sees the first.
+def documents_are_apart(model: Any, input_ids: Tensor) -> bool:
+    """Refuse a model in which a row's second document sees the first; False if these logits do not tell.
 
-    The rows' halves [B, T] are taken for two documents: other tokens in the first must leave the second's logits.
-    It takes two forwards, and says nothing of the training mode; `verify` does. Errors: ConfigError.
+    The halves of input_ids [B, T] are taken for two documents: other tokens in the first must leave the second's
+    logits. It takes two forwards, and says nothing of the training mode; `verify` does. Errors: ConfigError.
     """
     half = input_ids.shape[1] // 2
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -80,11 +81,14 @@ def check_documents_apart(model: Any, input_ids: Tensor) -> None:
     a, b = (model(input_ids=ids, position_ids=positions, use_cache=False).logits for ids in (input_ids, changed))
     first, second = (a.float() - b.float()).abs().split((half, input_ids.shape[1] - half), dim=1)
     share = float(second.max() / first.max())
-    if not share <= LEAK:
+    if not math.isfinite(share):  # a head of zeros, or a run that has diverged
+        return False
+    if share > LEAK:
         raise ConfigError(
             f"data.pack=best_fit needs a model that tells packed documents by position_ids: in {type(model).__name__} "
             f"another first document changes the second's logits, {share:.1g} as much as its own; use data.pack=off"
         )
+    return True
 
 
 def check_positions(model: Any, length: int) -> Any:

@@ -98,7 +98,7 @@ class RepeatableTask:
             if have < self._needed:
                 raise DataError(
                     f"the training dataset has {have} samples; the comparison takes {STEPS} steps of "
-                    f"{self._needed // STEPS} = {self._needed}; use more data, or repeat them in build_dataset"
+                    f"{self._needed // STEPS} (not the config's) = {self._needed}; use more data, or shorter rows"
                 )
         return self
 
