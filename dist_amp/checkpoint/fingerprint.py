@@ -5,6 +5,7 @@ import hashlib
 import torch
 
 from dist_amp.data import Batches
+from dist_amp.runtime.loader import read
 from dist_amp.runtime.nested import leaves
 from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
 from dist_amp.world import World
@@ -30,7 +31,7 @@ def dataset_hash(data: Batches) -> str:
     for index in sorted({round(i * (length - 1) / 63) for i in range(64)}):
         seed_all(index)  # the same random augmentations every time
         try:
-            sample = data.fetch.read((index,))
+            sample = read(data.fetch.dataset, (index,))
         except Exception:  # the step that needs the sample raises the error
             sample = ["can't be read"]
         for leaf in leaves(sample):

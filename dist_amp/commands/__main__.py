@@ -12,7 +12,7 @@ COMMANDS = {
     "train": "train a task in this process, or as a rank under torchrun",
     "launch": "train on all GPUs of this machine, or on several machines; torchrun's options",
     "verify": "prove on your task and machine that every way of running computes the same step",
-    "bench": "measure what things cost: overhead, amp, gpu, collectives, checkpoint, tripwires",
+    "bench": "measure what things cost: overhead, amp, gpu, data, collectives, checkpoint ...",
     "plan": "estimate memory and time per rank of a config on a number of GPUs",
     "tokenize": "make tokens of rows ahead of training, as memory-mapped files",
     "export": "write a checkpoint's model as one safetensors file",

@@ -49,7 +49,7 @@ class Fetch:
             # A worker's own random numbers would depend on how many workers there are and when they were started.
             seed_host(seed)
         try:
-            samples = self.read(indices)
+            samples = read(self.dataset, indices)
         except Exception as error:
             return self._unreadable(indices, error)
         if self.augment is not None:
@@ -66,11 +66,6 @@ class Fetch:
                 "all samples the same keys, shapes and types, or the task a collate(samples)"
             )
 
-    def read(self, indices: tuple[int, ...]) -> list[Any]:
-        if hasattr(self.dataset, "__getitems__"):
-            return self.dataset.__getitems__(list(indices))
-        return [self.dataset[index] for index in indices]
-
     def _augmented(self, sample: Any, index: int, augmentation: int) -> Any:
         """The sample, augmented by the task: the same on any rank and in any worker, another in each epoch."""
         assert self.augment is not None
@@ -83,13 +78,20 @@ class Fetch:
         """The error for samples that can't be read; it names the first that can't be read alone."""
         for index in indices:
             try:
-                self.read((index,))
+                read(self.dataset, (index,))
             except Exception as own_error:
                 indices, error = (index,), own_error
                 break
         what = f"{samples_text(indices)} of the {self.split} split could not be read"
         said = str(error) if isinstance(error, DataError) else f"{in_one_line(error)}; fix or remove it"
         return DataError(f"{what}: {said}")
+
+
+def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """The samples of a map-style dataset, all at once if it can."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(list(indices))
+    return [dataset[index] for index in indices]
 
 
 def samples_text(indices: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
+from dist_amp.runtime.loader import read
 from dist_amp.settings import DataConfig
 from dist_amp.sources.load import load_split
 
@@ -65,9 +66,7 @@ class LabelledImages:
         return self._sample(self.rows[index])
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
-        at_once = hasattr(self.rows, "__getitems__")
-        rows = self.rows.__getitems__(indices) if at_once else [self.rows[index] for index in indices]
-        return [self._sample(row) for row in rows]
+        return [self._sample(row) for row in read(self.rows, indices)]
 
     def _sample(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
         value, label = (row[column] for column in self.columns)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
+from dist_amp.runtime.loader import read
 from dist_amp.runtime.permutation import epoch_order, shuffled_order
 from dist_amp.runtime.plan import LOOKED_UP
 from dist_amp.settings import DataConfig
-from dist_amp.sources.mixture import read
 
 SCANNED = 2**20  # lengths at a time
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError, Failure, in_one_line
+from dist_amp.runtime.loader import read
 from dist_amp.settings import DataConfig, MixedSourceConfig, SourceConfig
 
 log = logging.getLogger(__name__)
@@ -273,13 +274,6 @@ def losses_by_source(
         counts = (labels >= 0) & (source_ids == number)
         found[f"loss_{name}"] = (torch.where(counts, losses, 0.0).sum(), counts.sum())
     return found
-
-
-def read(dataset: Any, indices: list[int]) -> list[Any]:
-    """The samples at these indices of a map-style dataset, all at once if it can."""
-    if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(indices)
-    return [dataset[index] for index in indices]
 
 
 def with_source(sample: Any, number: int) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
+from dist_amp.runtime.loader import read
 from dist_amp.runtime.permutation import epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
 from dist_amp.sources.load import warn
@@ -154,8 +155,8 @@ class PackedRows:
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
         plans = [self.pieces(index) for index in indices]
-        read = iter(read_pieces(self.documents, [piece for plan in plans for piece in plan]))
-        return [self._row([next(read) for _ in plan]) for plan in plans]
+        parts = iter(read_pieces(self.documents, [piece for plan in plans for piece in plan]))
+        return [self._row([next(parts) for _ in plan]) for plan in plans]
 
     def pieces(self, index: int) -> list[Piece]:
         """The pieces of a row, in order."""
@@ -221,8 +222,7 @@ def read_pieces(documents: Any, pieces: list[Piece]) -> list[dict[str, Tensor]]:
     """Parts of documents, as samples; a dataset that can read parts has a method `pieces` for it."""
     if hasattr(documents, "pieces"):
         return documents.pieces(pieces)  # type: ignore[no-any-return]
-    numbers = [document for document, _, _ in pieces]
-    whole = documents.__getitems__(numbers) if hasattr(documents, "__getitems__") else [documents[n] for n in numbers]
+    whole = read(documents, [document for document, _, _ in pieces])
     return [
         {name: column[start:stop] for name, column in sample.items()}
         for sample, (_, start, stop) in zip(whole, pieces, strict=True)
