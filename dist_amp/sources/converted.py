@@ -34,7 +34,7 @@ def from_files(config: SourceConfig, files: Files) -> Any:
 
                 return image_rows(files)
             if files.format == "saved":
-                fix = "write the folder anew with save_to_disk, of a Dataset or DatasetDict"
+                fix = "write the folder again with save_to_disk, of a Dataset or DatasetDict"
                 saved = datasets.load_from_disk(files.address(files.root))
                 return saved if isinstance(saved, dict) else datasets.DatasetDict(train=saved)
             return _loaded(files, files.splits)

@@ -1,6 +1,6 @@
 """Files of tokens: documents as ids in memory-mapped shards, a mask of what counts, and the manifest that names them.
 
-FOLDER/tokens.json                 the manifest, written anew after every shard: what it lists is complete
+FOLDER/tokens.json                 the manifest, rewritten after every shard: what it lists is complete
 FOLDER/train/documents.bin         int64 [documents, 3]: first token, tokens, and the first one that counts
 FOLDER/train/tokens_00000.bin      uint8, uint16 or uint32, as the vocabulary needs: the ids of whole documents
 FOLDER/train/counted_00000.bin     a bit per token (numpy.packbits); not there if all but each first one count

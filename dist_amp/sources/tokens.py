@@ -47,8 +47,8 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
         for name in CHOSEN_BEFORE:
             if (value := getattr(data, name)) != getattr(DataConfig, name):
                 raise ConfigError(
-                    f"data.{name}={value} has no effect: data.path={data.path} holds tokens, and dist_amp.tokenize was "
-                    "told what to read; remove it"
+                    f"data.{name}={value} has no effect: data.path={data.path} holds tokens, whose rows "
+                    "dist_amp.tokenize chose; remove it"
                 )
         return _opened(Path(data.path.removeprefix("file://")), split, tokenizer)
     if rows is not None and data.view == "parquet":

@@ -1,4 +1,4 @@
-"""What packed rows ask of a Hugging Face model: how it is called, and that it tells the documents of a row apart."""
+"""What packed rows ask of a Hugging Face model: how it is called, and that it keeps the documents of a row apart."""
 
 import math
 from functools import partial
@@ -61,7 +61,7 @@ class TokenRows:
 
 def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of every token but the first of each row."""
-    # transformers tells packed documents by positions that restart, but not with a mask, even of ones, or a cache.
+    # transformers recognises packed documents by positions that restart, but not with a mask, even of ones, or a cache.
     inputs = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
     output = model(input_ids=batch["input_ids"], **inputs, use_cache=False)
     return output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
@@ -85,7 +85,7 @@ def documents_are_apart(model: Any, input_ids: Tensor) -> bool:
         return False
     if share > LEAK:
         raise ConfigError(
-            f"data.pack=best_fit needs a model that tells packed documents by position_ids: in {type(model).__name__} "
+            f"data.pack=best_fit needs a model that separates documents by position_ids: in {type(model).__name__} "
             f"another first document changes the second's logits, {share:.1g} as much as its own; use data.pack=off"
         )
     return True
