@@ -20,6 +20,7 @@ from dist_amp.config.suggest import nearest_name
 from dist_amp.errors import ConfigError
 from dist_amp.runtime.native_precision import EMULATED, cpu_slowdown
 from dist_amp.settings import Config, ParallelConfig, Strategy
+from dist_amp.sources.load import hide_progress_bars
 from dist_amp.verify.compare import Verdict
 from dist_amp.verify.findings import Finding, inspect_task
 from dist_amp.verify.pace import Pace, in_words, plan
@@ -98,6 +99,8 @@ def _some_of(name: str, known: Sequence[str]) -> Any:
 def verify(argv: Sequence[str], world_sizes: list[int], strategies: list[str], precisions: list[str]) -> int:
     """Print findings and table; return 1 if anything in them fails."""
     began, config = time.perf_counter(), load_config(argv)
+    if not sys.stderr.isatty():
+        hide_progress_bars()
     global_batch = math.lcm(GLOBAL_BATCH, *(12 * n for n in world_sizes))
     reference = Reference(config, locate(config.run).device, global_batch=global_batch)
     sizes = available_world_sizes(world_sizes, reference.device)
