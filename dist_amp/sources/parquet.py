@@ -167,9 +167,10 @@ class ParquetView:
         """
         groups, streams = len(self._groups), self._streams
         if world_size > groups or streams > groups:
+            ranks = f"{world_size} rank{'s' * (world_size > 1)}"
             fix = f"data.streams={fitting_streams(groups, world_size)}, " if world_size <= groups else ""
             raise ConfigError(
-                f"data.streams={streams} on {world_size} ranks needs as many row groups, and there are {groups}; use "
+                f"data.streams={streams} on {ranks} needs as many row groups, and there are {groups}; use "
                 f"{fix}data.view=map, or files with smaller row groups"
             )
         if streams % world_size:
