@@ -2,11 +2,15 @@
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import datasets
 import numpy
@@ -16,6 +20,7 @@ import pytest
 import torch
 from forked import ROOT
 from PIL import Image
+from ranks import on_ranks
 from test_bad_inputs import message_of
 from tiny import Tiny, make_run
 
@@ -134,16 +139,40 @@ def test_of_a_long_document_in_a_mixture_only_the_rows_part_is_read(pack):
     assert sum(one.read for one in sources.values()) <= 11
 
 
+def apart_where(world, of_ranks):
+    """What a rank says of packed documents whose leaked shares are these: apart or not, or the error."""
+    from dist_amp.tasks import packed
+
+    parallel = SimpleNamespace(evaluating=nullcontext, module=None)
+    data = SimpleNamespace(handed_out=[({"input_ids": torch.zeros(1, 8)}, (0,))])
+    run = SimpleNamespace(world=world, data=data, parallel=parallel, precision=SimpleNamespace(autocast=nullcontext))
+    with patch.object(packed, "leaked_share", lambda model, ids: of_ranks[world.rank]):
+        try:
+            return packed.TokenRows._documents_are_apart(None, run)
+        except ConfigError as error:
+            return str(error)
+
+
+def test_whether_documents_leak_is_one_answer_of_all_ranks():
+    pytest.importorskip("transformers")
+    assert on_ranks(2, apart_where, (0.0, 0.0)) == [True, True]
+    assert on_ranks(2, apart_where, (0.0, float("nan"))) == [False, False], "asked again at the next log step"
+    for shares in ((0.0, 0.5), (float("nan"), 0.5)):
+        said = on_ranks(2, apart_where, shares)
+        assert said[0] == said[1]
+        assert "0.5 as much as its own; use data.pack=off" in said[0]
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak(value):
     pytest.importorskip("transformers")
-    from dist_amp.tasks.packed import documents_are_apart
+    from dist_amp.tasks.packed import leaked_share
 
     class Same(torch.nn.Module):
         def forward(self, input_ids, position_ids, use_cache):
             return type("Output", (), {"logits": torch.full((*input_ids.shape, 7), value)})
 
-    assert documents_are_apart(Same(), torch.arange(8)[None]) is False
+    assert not math.isfinite(leaked_share(Same(), torch.arange(8)[None]))
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_a_model_that_leaks_is_refused_at_the_first_log_step(tmp_path, monkeypat
     monkeypatch.setitem(tiny_hf.MODELS, "mamba", (AutoModelForCausalLM, config))
     run = packed_run(World(), write_model(tmp_path, "mamba"))
     (report,) = take_steps(run, 1)
-    with pytest.raises(ConfigError, match=r"data.pack=best_fit needs a model that tells .* use data.pack=off$"):
+    with pytest.raises(ConfigError, match=r"data.pack=best_fit needs a model that separates .* use data.pack=off$"):
         run.task.train_metrics(run, report)
 
 

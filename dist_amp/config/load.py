@@ -101,7 +101,7 @@ def _named(settings: Settings) -> str:
 
 def _sources(settings: Settings) -> tuple[str, ...]:
     """The names of the mixture's sources. Errors: ConfigError for one that is no name."""
-    found = {key: key.removeprefix("data.sources.").partition(".")[0] for key in settings if key.startswith(_SOURCES)}
+    found = {key: key.removeprefix(_SOURCES).partition(".")[0] for key in settings if key.startswith(_SOURCES)}
     for key, name in found.items():
         if not name.isidentifier() or keyword.iskeyword(name):
             raise ConfigError(

@@ -51,12 +51,27 @@ class TokenRows:
 
     def train_metrics(self, run: Any, report: Any) -> dict[str, Tensor]:
         """Shares of padding and of what counts; at the first log step also checks that documents are kept apart."""
-        if not self._leak_checked:
-            batch = run.data.handed_out[0][0]
-            with run.parallel.evaluating(), run.precision.autocast():
-                row = getattr(batch, "batch", batch)["input_ids"][:1]
-                self._leak_checked = documents_are_apart(run.parallel.module, row)
+        self._leak_checked = self._leak_checked or self._documents_are_apart(run)
         return self.shares.read(run.world)
+
+    def _documents_are_apart(self, run: Any) -> bool:
+        """Refuse a model in which documents of a row see one another; False if the logits of a rank do not tell yet.
+
+        Every rank comes to the same answer: one that went on alone would leave the others in a sharded forward.
+        Errors: ConfigError.
+        """
+        batch = run.data.handed_out[0][0]
+        with run.parallel.evaluating(), run.precision.autocast():
+            own = leaked_share(run.parallel.module, getattr(batch, "batch", batch)["input_ids"][:1])
+        shares = [share for (share,) in run.world.gather_numbers([own])]
+        told = [share for share in shares if math.isfinite(share)]  # not a head of zeros, nor a run that has diverged
+        if (worst := max(told, default=0.0)) > LEAK:
+            raise ConfigError(
+                "data.pack=best_fit needs a model that separates documents by position_ids: in "
+                f"{type(run.parallel.module).__name__} another first document changes the second's logits, {worst:.1g} "
+                "as much as its own; use data.pack=off"
+            )
+        return len(told) == len(shares)
 
 
 def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -67,11 +82,11 @@ def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
 
 
-def documents_are_apart(model: Any, input_ids: Tensor) -> bool:
-    """Refuse a model in which a row's second document sees the first; False if these logits do not tell.
+def leaked_share(model: Any, input_ids: Tensor) -> float:
+    """How much other tokens in a row's first document change the second's logits, over how much the first's own.
 
-    The halves of input_ids [B, T] are taken for two documents: other tokens in the first must leave the second's
-    logits. It takes two forwards, and says nothing of the training mode; `verify` does. Errors: ConfigError.
+    The halves of input_ids [B, T] are taken for two documents. It takes two forwards, and says nothing of the training
+    mode; `verify` does. Not finite if the logits do not tell.
     """
     half = input_ids.shape[1] // 2
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -80,15 +95,7 @@ def documents_are_apart(model: Any, input_ids: Tensor) -> bool:
     changed = torch.cat((others[:, :half], input_ids[:, half:]), dim=1)
     a, b = (model(input_ids=ids, position_ids=positions, use_cache=False).logits for ids in (input_ids, changed))
     first, second = (a.float() - b.float()).abs().split((half, input_ids.shape[1] - half), dim=1)
-    share = float(second.max() / first.max())
-    if not math.isfinite(share):  # a head of zeros, or a run that has diverged
-        return False
-    if share > LEAK:
-        raise ConfigError(
-            f"data.pack=best_fit needs a model that separates documents by position_ids: in {type(model).__name__} "
-            f"another first document changes the second's logits, {share:.1g} as much as its own; use data.pack=off"
-        )
-    return True
+    return float(second.max() / first.max())
 
 
 def check_positions(model: Any, length: int) -> Any:

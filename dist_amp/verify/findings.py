@@ -60,10 +60,9 @@ def inspect_task(reference: Reference) -> list[Finding]:
     if error:
         text = f"two identical runs differ by rounding ({error:.1e}, first in {where})"
         findings.append(Finding(f"{text}; run.deterministic=true makes them equal"))
-    if (
-        leak := Finding(*leaks(reference, len(samples)))
-    ).text:  # in training mode, so before batch statistics are left out
-        findings.append(leak)
+    text, fails = leaks(reference, len(samples))  # in training mode, so before batch statistics are left out
+    if text:
+        findings.append(Finding(text, fails))
     findings += [*_random(reference, samples), *_sums(reference, samples), *_weights(reference, samples)]
     return [*findings, *_half_loss(reference, samples), *_unused(first)]
 
