@@ -349,7 +349,7 @@ def test_a_saved_folder_that_is_damaged_or_of_another_kind_is_refused(tmp_path):
     (tmp_path / "half/state.json").unlink()
     for folder, said in {"cut": "Expected to", "half": "neither a `Dataset` directory"}.items():
         message = message_of(65, rows_of, tmp_path / folder)
-        assert_says(message, f"data.path={tmp_path}/{folder} could not be loaded: ", said, "anew with save_to_disk")
+        assert_says(message, f"data.path={tmp_path}/{folder} could not be loaded: ", said, "again with save_to_disk")
 
 
 def test_tokens_are_refused_where_rows_are_read(tmp_path):
