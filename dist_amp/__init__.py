@@ -1,8 +1,11 @@
-"""dist_amp: a distributed mixed-precision training template. Start reading at step.py, then train.py."""
+"""dist_amp: a distributed mixed-precision training template. Start reading at step.py, then
+train.py.
+"""
 
 from pathlib import Path
 
 __version__ = "0.1.0"
 
-# So that `python -m dist_amp.export` runs commands/export.py, and `python -m dist_amp` lists the commands.
+# So that `python -m dist_amp.export` runs commands/export.py, and `python -m dist_amp` lists the
+# commands.
 __path__.append(str(Path(__file__).parent / "commands"))

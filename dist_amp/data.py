@@ -1,68 +1,93 @@
-"""Data: a dataset's samples as this rank's micro-batches, in an order that is a pure function of seed and position.
+"""Data: a dataset's samples as this rank's micro-batches, in an order that is a pure function of
+seed and position.
 
-The samples of all epochs form one sequence. A step takes the next `global_batch_size` of them, or what is left of the
-epoch, and shards them over ranks and micro-batches (runtime/plan.py): the step's set of samples is the same at every
-world size, and resuming needs one number, how many samples were consumed.
+The samples of all epochs form one sequence. A step takes the next `global_batch_size` of them, or
+what is left of the epoch, and shards them over ranks and micro-batches (loading/plan.py): the
+step's set of samples is the same at every world size, and resuming needs one number, how many
+samples were consumed.
 """
 
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from dist_amp.clock import PhaseClock
 from dist_amp.config.validate import check_length
+from dist_amp.distributed.random_state import seed_all
 from dist_amp.errors import DataError
-from dist_amp.runtime.clock import PhaseClock
-from dist_amp.runtime.loader import Fetch, load
-from dist_amp.runtime.nested import to_device
-from dist_amp.runtime.permutation import shuffled_order
-from dist_amp.runtime.plan import Plan, Shard
-from dist_amp.runtime.prefetch import Copies, Fetched
-from dist_amp.runtime.random_state import seed_all
+from dist_amp.loading.loader import Fetch, load
+from dist_amp.loading.nested import tensors, to_device
+from dist_amp.loading.order import shuffled_order
+from dist_amp.loading.plan import Plan, Shard
 from dist_amp.settings import DataConfig
-from dist_amp.sources.length_groups import grouped
 from dist_amp.task import Task
 from dist_amp.world import World
 
 
 class Padding:
-    """A micro-batch that counts for nothing: for a rank with no sample left, so that all ranks run the same steps."""
+    """A micro-batch that counts for nothing: for a rank with no sample left, so that all ranks run
+    the same steps.
+    """
 
     def __init__(self, batch: Any):
         self.batch = batch
 
 
-class Batches:
-    """This rank's micro-batches, one list per step, on the device. Iterate it; set `position` first to resume.
+@dataclass(frozen=True)
+class Step:
+    """One step's micro-batches on the device, or on their way there until `arrived`."""
 
-    `items` and `tokens` add up what was yielded; `handed_out` is the last step's micro-batches with their samples'
-    indices. clock: of the loop, which spends its time here as "data".
+    batches: list[Any]
+    shards: list[Shard]
+    position: int  # samples consumed after the step
+    items: int
+    tokens: int
+    arrived: Any  # a CUDA event; None on a CPU
+
+
+class Batches:
+    """This rank's micro-batches, one list per step, on the device. Iterate it; set `position` first
+    to resume.
+
+    `items` and `tokens` add up what was yielded; `last_step` is the last step's micro-batches with
+    their samples' indices. clock: of the loop, which spends its time here as "data".
     """
 
     def __init__(
-        self, dataset: Any, task: Task, plan: Plan, workers: int, device: torch.device, split: str = "training",
+        self,
+        dataset: Any,
+        task: Task,
+        plan: Plan,
+        workers: int,
+        device: torch.device,
+        *,
+        split: str = "training",
         clock: PhaseClock | None = None,
-    ):  # fmt: skip
+    ):
         self.plan = plan
         self.position = 0  # samples consumed by the steps that were yielded
         self.device = device
         self.items = 0
         self.tokens = 0
-        self._clock = clock or PhaseClock()
-        self.handed_out: list[tuple[Any, tuple[int, ...]]] = []
+        self.last_step: list[tuple[Any, tuple[int, ...]]] = []
         self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
         self.fetch = Fetch(dataset, task, split)
         self.split = split
         self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
-        self._count_tokens = getattr(task, "tokens", None) if split == "training" else None
+        self._clock = clock or PhaseClock()
+        self._count_tokens: Callable[[Any], int] = lambda batch: 0
+        if split == "training" and hasattr(task, "tokens"):
+            self._count_tokens = task.tokens
         self._workers = workers
-        self._copies = Copies(device)
-        self._ahead: Future[Fetched] | None = None  # the step after the one handed out
+        self._copies = DeviceCopies(device)
+        self._ahead: Future[Step] | None = None  # the step after the one yielded last
         self._batches: Iterator[Any] | None = None
         self._steps: Iterator[tuple[int, list[Shard]]] = iter(())
 
@@ -70,21 +95,24 @@ class Batches:
         return self
 
     def __next__(self) -> list[Any]:
-        fetched = self._ahead.result() if self._ahead is not None else self._fetch()
-        self._ahead = None
-        self.position = fetched.position
-        self.items += fetched.items
-        self.tokens += fetched.tokens
-        batches = zip(self._copies.hand_out(fetched.copied), fetched.shards, strict=True)
-        step = [(batch if shard.counts else Padding(batch), shard.indices) for batch, shard in batches]
-        self.handed_out = step
-        return [batch for batch, _ in step]
+        if self._ahead is not None:
+            step = self._ahead.result()
+            self._ahead = None
+        else:
+            step = self._fetch()
+        self._copies.wait_for(step)
+        self.position = step.position
+        self.items += step.items
+        self.tokens += step.tokens
+        self.last_step = paired(step.batches, step.shards)
+        return [batch for batch, _ in self.last_step]
 
     def prefetch(self) -> None:
-        """Fetch the next step and start its copy, while a GPU computes this one: call it after `train_step`.
+        """Fetch the next step and start its copy, while a GPU computes this one: call it after
+        `train_step`.
 
-        Does nothing on a CPU, or without workers: samples read in this process may draw from its random generators.
-        An error is raised by the step's own `next`.
+        Does nothing on a CPU, or without workers: samples read in this process may draw from its
+        random generators. An error is raised by the step's own `next`.
         """
         if self.device.type == "cpu" or not self._workers or self._ahead is not None:
             return
@@ -94,24 +122,29 @@ class Batches:
         except Exception as error:
             self._ahead.set_exception(error)
 
-    def _fetch(self) -> Fetched:
+    def _fetch(self) -> Step:
         """Wait for the next step's micro-batches, and start their copy."""
         if self._batches is None:
             self._open(limit=None)
         position, shards = next(self._steps)
         with self._clock.phase("data"):
-            batches = [self.receive() for _ in shards]
-        real = [(batch, shard) for batch, shard in zip(batches, shards, strict=True) if shard.counts]
-        items = sum(len(shard.indices) for _, shard in real)
-        tokens = sum(self._count_tokens(batch) for batch, _ in real) if self._count_tokens else 0
-        return Fetched(position, shards, self._copies.start(batches), items, tokens)
+            batches = [self._receive() for _ in shards]
+        items = 0
+        tokens = 0
+        for batch, shard in zip(batches, shards, strict=True):
+            if shard.counts:
+                items += len(shard.indices)
+                tokens += self._count_tokens(batch)
+        moved, arrived = self._copies.start(batches)
+        return Step(moved, shards, position, items, tokens, arrived)
 
-    def receive(self) -> Any:
+    def _receive(self) -> Any:
         """Wait for the next micro-batch. Errors: DataError for a sample that can't be read."""
         assert self._batches is not None
         try:
             return self._checked(next(self._batches))
-        except (OSError, EOFError):  # a worker died as it sent: the signal that reports it raises the better error
+        except (OSError, EOFError):
+            # A worker died while sending: the signal that reports it raises the better error.
             time.sleep(1)
             raise
 
@@ -121,54 +154,147 @@ class Batches:
         return batch
 
     def one_epoch(self, limit: int | Literal["all"]) -> Iterator[list[Any]]:
-        """The steps of the first epoch, at most `limit` of them: for evaluation, in the same order each time."""
+        """The steps of the first epoch, at most `limit` of them: for evaluation, in the same order
+        each time.
+        """
         steps = math.ceil(self.plan.length / self.plan.global_batch_size)
-        steps = steps if limit == "all" else min(limit, steps)
+        if limit != "all":
+            steps = min(limit, steps)
         self.position = 0
         self._open(steps)
         try:
             for _ in range(steps):
                 yield next(self)
-            self.handed_out = []
+            self.last_step = []
         finally:
             self.close()
 
     def at(self, position: int) -> list[tuple[Any, tuple[int, ...]]]:
-        """The micro-batches of the step that begins at `position`, with their samples' indices, fetched here again.
+        """The micro-batches of the step that begins at `position`, with their samples' indices,
+        fetched here again.
 
-        The running loader and the counts are left alone; random augmentations draw from this process's generators.
+        The running loader and the counts are left alone; random augmentations draw from this
+        process's generators.
         """
         _, shards = next(self.plan.steps(position))
-        step = []
-        for shard, request in zip(shards, self.plan.requests(position, 1), strict=True):
+        batches = []
+        for request in self.plan.requests(position, 1):
             if self._workers:
                 seed_all(request.seed)  # as the worker did
-            batch = to_device(self._checked(self.fetch[request]), self.device)
-            step.append((batch if shard.counts else Padding(batch), shard.indices))
-        return step
+            batches.append(to_device(self._checked(self.fetch[request]), self.device))
+        return paired(batches, shards)
 
     def _open(self, limit: int | None) -> None:
         """Start loading from `position`, for at most `limit` steps."""
-        self._steps, self._ahead = self.plan.steps(self.position), None
-        requests = partial(self.plan.requests, self.position, limit)
-        pin_memory = self.device.type == "cuda"
-        self._batches, close = load(self.fetch, requests, self._workers, pin_memory, self.plan.seed, self.plan.rank)
-        self.close = weakref.finalize(self, close)  # also at exit: workers ignore the SIGTERM that Python sends
+        self._steps = self.plan.steps(self.position)
+        self._ahead = None
+        self._batches, close = load(
+            self.fetch,
+            partial(self.plan.requests, self.position, limit),
+            workers=self._workers,
+            pin_memory=self.device.type == "cuda",
+            seed=self.plan.seed,
+            rank=self.plan.rank,
+        )
+        # Also at exit: workers ignore the SIGTERM that Python sends.
+        self.close = weakref.finalize(self, close)
+
+
+def paired(batches: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[Any, tuple[int, ...]]]:
+    """The micro-batches with their samples' indices; those that don't count as Padding."""
+    pairs = []
+    for batch, shard in zip(batches, shards, strict=True):
+        if not shard.counts:
+            batch = Padding(batch)
+        pairs.append((batch, shard.indices))
+    return pairs
+
+
+class DeviceCopies:
+    """Copies micro-batches to a GPU on a stream of their own, while it computes; on a CPU it only
+    moves what is elsewhere.
+
+    `start` a step's copy, then `wait_for` it before its use, in turn. Starting waits until the
+    device has finished the step before the one used last, so that no more than two steps'
+    micro-batches are in its memory, however far the host could run ahead. cuda: torch.cuda, or what
+    stands in for it in a test.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda):
+        self._device = device
+        self._cuda = cuda
+        self._stream: Any = None
+        self._before_last_step: Any = None  # an event on the compute stream, ahead of its kernels
+
+    def start(self, batches: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Queue the copies: (micro-batches, the event of their arrival; None on a CPU).
+
+        Errors: DataError for what can't be moved.
+        """
+        if self._device.type == "cpu":
+            return [to_device(batch, self._device) for batch in batches], None
+        if self._stream is None:
+            self._stream = self._cuda.Stream(self._device)
+        if self._before_last_step is not None:
+            self._before_last_step.synchronize()
+        with self._cuda.stream(self._stream):
+            moved = [to_device(batch, self._device) for batch in batches]
+            arrived = self._cuda.Event()
+            arrived.record(self._stream)
+        return moved, arrived
+
+    def wait_for(self, step: Step) -> None:
+        """Let kernels on the current stream from here on wait for the step's copies."""
+        if step.arrived is None:
+            return
+        compute = self._cuda.current_stream(self._device)
+        # blocking: waiting for it takes no CPU time from other threads.
+        self._before_last_step = self._cuda.Event(blocking=True)
+        self._before_last_step.record(compute)
+        compute.wait_event(step.arrived)
+        for tensor in tensors(step.batches):
+            if tensor.device.type == self._device.type:
+                # Else the next copy could be given its memory while kernels read it.
+                tensor.record_stream(compute)
 
 
 def build_batches(
-    config: DataConfig, task: Task, dataset: Any, micro_batch_size: int, accumulation_steps: int, seed: int,
+    config: DataConfig,
+    task: Task,
+    dataset: Any,
     world: World,
-) -> Batches:  # fmt: skip
+    *,
+    micro_batch_size: int,
+    accumulation_steps: int,
+    seed: int,
+) -> Batches:
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
+    length = 0
+    if dataset is not None:
+        length = len(dataset)
+    check_length(length, micro_batch_size, accumulation_steps, world)
+    if config.group_by_length != "off":
+        from dist_amp.loading.length_groups import grouped
+
+        dataset = grouped(config, dataset)
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
-    check_length(length := len(() if dataset is None else dataset), micro_batch_size, accumulation_steps, world)
-    dataset = grouped(config, dataset)
-    order, own_order = shuffled_order(length) if config.shuffle else "dataset", None
-    if config.shuffle and hasattr(dataset, "shuffled"):  # see sources/: such as row groups read by one rank each
-        order, own_order = dataset.shuffled(global_batch_size, world.world_size)
-    ranks = (world.world_size, world.rank)
-    plan = Plan(length, global_batch_size, micro_batch_size, *ranks, seed, order, config.drop_last, own_order)
+    order: str = "dataset"
+    dataset_order = None
+    if config.shuffle:
+        order = shuffled_order(length)
+        if hasattr(dataset, "shuffled"):  # an order of its own, such as Parquet by row group
+            order, dataset_order = dataset.shuffled(global_batch_size, world.world_size)
+    plan = Plan(
+        length=length,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        world_size=world.world_size,
+        rank=world.rank,
+        seed=seed,
+        order=order,
+        drop_last=config.drop_last,
+        dataset_order=dataset_order,
+    )
     return Batches(dataset, task, plan, config.workers, world.device, clock=world.clock)
 
 
@@ -178,6 +304,13 @@ def build_validation(
     """The held-out batches, in the dataset's order; None where the task holds nothing out."""
     if dataset is None or len(dataset) == 0:
         return None
-    window = micro_batch_size * world.world_size
-    plan = Plan(len(dataset), window, micro_batch_size, world.world_size, world.rank, seed=0, order="dataset")
+    plan = Plan(
+        length=len(dataset),
+        global_batch_size=micro_batch_size * world.world_size,
+        micro_batch_size=micro_batch_size,
+        world_size=world.world_size,
+        rank=world.rank,
+        seed=0,
+        order="dataset",
+    )
     return Batches(dataset, task, plan, config.workers, world.device, split="validation")

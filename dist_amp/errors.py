@@ -1,16 +1,23 @@
-"""The errors that end a run, their exit statuses, and the facts and the one line that describe an error."""
+"""The errors that end a run, their exit statuses, and the facts and the one line that describe an
+error.
+"""
 
+import difflib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be started again (EX_TEMPFAIL)
+SAVED_AND_STOPPED = (
+    75  # exit status: stopped by a signal, saved, may be started again (EX_TEMPFAIL)
+)
 
 
 class Failure(Exception):
-    """Something the user can fix; its message is one line that names the value, the rule and the fix."""
+    """Something the user can fix; its message is one line that names the value, the rule and the
+    fix.
+    """
 
     exit_code = 1
 
@@ -33,7 +40,8 @@ class NumericsError(Failure):
 
 @contextmanager
 def error_context(**facts: Any) -> Iterator[None]:
-    """Attach facts to any error that leaves this block, for the code that explains it: see `context_of`.
+    """Attach facts to any error that leaves this block, for the code that explains it: see
+    `context_of`.
 
     Nested blocks add up; of two values the innermost stays. Also works as a decorator.
     """
@@ -60,8 +68,15 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's type, its first line, and where it was raised: outside of installed packages, if anywhere."""
+    """The error's type, its first line, and where it was raised: outside of installed packages, if
+    anywhere.
+    """
     places = list(traceback.extract_tb(error.__traceback__))
     places = [place for place in places if "-packages" not in place.filename] or places
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return f"{type(error).__name__}: {first_line(error)}{where}"
+
+
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Did you mean: the known name most similar to `name`, at least `cutoff` of 1; "" for none."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")

@@ -1,7 +1,8 @@
 """The optimizer: parameter groups, and the learning-rate schedule by applied step.
 
-A step is applied or skipped. A skipped step changes nothing: not parameters, moments, learning rate or the count of
-applied steps. Precision's scaler decides which; the counts are kept on the device, so that no step waits for it.
+A step is applied or skipped. A skipped step changes nothing: not parameters, moments, learning rate
+or the count of applied steps. The scaler decides which; the counts are kept on the device, so that
+no step waits for it.
 """
 
 import math
@@ -12,118 +13,208 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dist_amp.fast.fused import optimizer_class, takes_device_lr, takes_grad_scale
-from dist_amp.optimizers.groups import check_keys, options_of, split_for_muon, task_factor, task_groups, task_optimizer
-from dist_amp.optimizers.muon import Muon
+from dist_amp.precision import takes_grad_scale
 from dist_amp.settings import OptimConfig
 
+# The share of train.steps at their end in which wsd decays. Source: Hägele et al. 2024,
+# arXiv:2405.18392.
+DECAY_RATIO = 0.2
 
-def learning_rate(config: OptimConfig, applied_steps: int, total_steps: int, task: Any = None) -> float:
+
+def learning_rate(
+    config: OptimConfig, applied_steps: int, total_steps: int, task: Any = None
+) -> float:
     """The learning rate of the step that follows `applied_steps` applied ones."""
     if hasattr(task, "schedule"):
+        from dist_amp.optimizers.groups import task_factor
+
         return config.lr * task_factor(task, applied_steps)
     if applied_steps < config.warmup_steps:
         return config.lr * (applied_steps + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return config.lr
-    stable = total_steps - round(config.decay_ratio * total_steps) if config.schedule == "wsd" else 0
-    start = max(config.warmup_steps, stable)  # of the decay
-    progress = max(0, applied_steps - start) / max(1, total_steps - start)
-    left = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+    decay_start = config.warmup_steps
+    if config.schedule == "wsd":
+        decay_steps = round(DECAY_RATIO * total_steps)
+        decay_start = max(config.warmup_steps, total_steps - decay_steps)
+    progress = max(0, applied_steps - decay_start) / max(1, total_steps - decay_start)
+    remaining = 1 - progress
+    if config.schedule == "cosine":
+        remaining = (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (biases, norms) do not. For muon, hidden matrices are a group of their own."""
+    """Matrices decay; vectors (biases, norms) do not."""
+    if config.name == "muon":
+        from dist_amp.optimizers.muon import muon_groups
+
+        return muon_groups(model, config.weight_decay)
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"name": "matrices", "params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"name": "vectors", "params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"name": "matrices", "params": matrices, "weight_decay": config.weight_decay},
+        {"name": "vectors", "params": vectors, "weight_decay": 0.0},
     ]
-    groups = split_for_muon(groups, model) if config.name == "muon" else groups
     return [group for group in groups if group["params"]]
 
 
-# The settings that each optimizer takes besides lr.
-OPTIONS = {"adamw": ("betas", "eps", "fused"), "sgd": ("momentum",), "muon": ("betas", "eps", "momentum", "fused")}
-
-
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, task: Any = None, say: Callable[[str], object] = str
+    model: nn.Module,
+    config: OptimConfig,
+    task: Any = None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> Optimizer:
-    """The task's optimizer, or the one that optim.name says. Build it after sharding, which replaces the parameters.
+    """The task's optimizer, or the one that optim.name names.
 
-    Of the task it uses groups(model) and optimizer(groups, lr), if there are such methods. Errors: ConfigError.
+    Build it after sharding, which replaces the parameters. Of the task it uses groups(model) and
+    optimizer(groups, lr), if there are such methods. Errors: ConfigError.
     """
-    groups = task_groups(task, model, config) if hasattr(task, "groups") else parameter_groups(model, config)
+    groups = parameter_groups(model, config)
+    if hasattr(task, "groups"):
+        from dist_amp.optimizers.groups import task_groups
+
+        groups = task_groups(task, model, config)
     given = [dict(group) for group in groups]  # before the optimizer adds its defaults
     if hasattr(task, "optimizer"):
+        from dist_amp.optimizers.groups import task_optimizer
+        from dist_amp.optimizers.sharded import step_on_shards
+
         optimizer = task_optimizer(task, groups, config.lr, model)
+        if not skips_by_itself(optimizer):
+            step_on_shards(optimizer)
     else:
-        kind = Muon if config.name == "muon" else optimizer_class(config.name, config.fused, groups)
-        optimizer = kind(groups, lr=config.lr, **{name: getattr(config, name) for name in OPTIONS[config.name]})
-    check_keys(given, optimizer)
+        optimizer = named_optimizer(config, groups)
+    if hasattr(task, "groups"):
+        from dist_amp.optimizers.groups import check_keys
+
+        check_keys(given, optimizer)
+
+    from dist_amp.optimizers.groups import refuse_changed_options
+
+    refuse_changed_options(optimizer)
+    if not skips_by_itself(optimizer):
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     if config.fused and not takes_grad_scale(optimizer):
         name = type(optimizer).__name__
-        say(f"optimizer {name}: steps by unscale_, clip_grad_norm_ and step, with two host reads per step")
+        say(
+            f"optimizer {name}: steps by unscale_, clip_grad_norm_ and step, with two host reads "
+            "per step"
+        )
     return optimizer
+
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer that takes grad_scale and found_inf can be trusted with them.
+
+    Not if a subclass replaces the step of a fused one, since it may ignore both; nor torch's fused
+    SGD, which leaves its momentum uninitialised if the first step is skipped.
+    """
+    kind = type(optimizer)
+    if not takes_grad_scale(optimizer) or kind is torch.optim.SGD:
+        return False
+    if "_step_supports_amp_scaling" in vars(kind):
+        return True
+    return kind.step.__module__.startswith("torch.optim.")
+
+
+def named_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    """The optimizer that optim.name names."""
+    if config.name == "muon":
+        from dist_amp.optimizers.muon import Muon
+
+        return Muon(
+            groups,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            momentum=config.momentum,
+            fused=config.fused,
+        )
+    if config.name == "sgd":
+        from dist_amp.optimizers.sgd import build_sgd
+
+        return build_sgd(groups, config)
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused
+    )
 
 
 class Schedule:
     """The learning rate by applied steps, and the steps' counts, all on the device.
 
-    applied_steps, skipped_steps, skips_in_a_row: scalar int64. lr: the next step's learning rate, last_lr: the last
-    step's; scalar float32. A group's rate is lr times its lr_scale.
+    applied_steps, skipped_steps, skips_in_a_row: scalar int64. lr: the next step's learning rate,
+    last_lr: the last step's; scalar float32. A group's rate is lr times its lr_scale.
     """
 
     def __init__(
-        self, config: OptimConfig, optimizer: Optimizer, total_steps: int, device: torch.device, task: Any = None
+        self,
+        config: OptimConfig,
+        optimizer: Optimizer,
+        total_steps: int,
+        device: torch.device,
+        task: Any = None,
     ):
         self._optimizer = optimizer
-        self.options_at_start = options_of(optimizer)
-        self._device_lr = takes_device_lr(optimizer)  # fused kernels read the rate on the device
         self.counters = torch.zeros(3, dtype=torch.int64, device=device)
         self.applied_steps, self.skipped_steps, self.skips_in_a_row = self.counters.unbind()
-        # Constants on the device: a number from the host costs each operation more than the operation itself.
-        self._if_applied, self._if_skipped, self._keeps = torch.tensor(
-            [[1, 0, 0], [0, 1, 1], [1, 1, 0]], device=device
-        ).unbind()
         # A table: the formula stays plain Python, and looking a rate up needs no host.
         rates = [learning_rate(config, step, total_steps, task) for step in range(total_steps + 1)]
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
-        self.lr, self.last_lr = self._rates[0].clone(), self._rates[0].clone()
+        self.lr = self._rates[0].clone()
+        self.last_lr = self._rates[0].clone()
         scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
-        self._scales = torch.tensor(scales, device=device) if set(scales) != {1.0} else None
-        self._group_rates = self.lr.expand(len(scales)) if self._scales is None else self.lr * self._scales
+        self._scales = torch.tensor(scales, device=device)
+        self._is_scaled = set(scales) != {1.0}
+        self._group_rates = self.lr.expand(len(scales))
+        if self._is_scaled:
+            self._group_rates = self.lr * self._scales
+        # On the device, since numbers from the host cost more than what is computed with them.
+        self._if_applied = torch.tensor([1, 0, 0], device=device)
+        self._kept_if_applied = torch.tensor([1, 1, 0], device=device)
+        self._if_skipped = torch.tensor([0, 1, 1], device=device)
+        # Fused kernels read the rate on the device.
+        self._on_device = takes_grad_scale(optimizer) and (
+            isinstance(optimizer, torch.optim.Adam) or hasattr(optimizer, "takes_device_lr")
+        )
         self.bind()
 
-    @torch.no_grad()
     def step(self, applied: Tensor) -> None:
-        """Count a step, and look up the next one's learning rate: the same one again if this was skipped."""
+        """Count a step, and look up the next one's learning rate: the same if this was skipped."""
+        if_applied = torch.addcmul(self._if_applied, self.counters, self._kept_if_applied)
+        if_skipped = self.counters + self._if_skipped
         applied = applied.to(self.counters.device)
-        moved_on = torch.addcmul(self._if_applied, self.counters, self._keeps)
-        torch.where(applied, moved_on, self.counters + self._if_skipped, out=self.counters)
+        torch.where(applied, if_applied, if_skipped, out=self.counters)
         self.last_lr.copy_(self.lr)
         self._look_up()
-        if not self._device_lr:
+        if not self._on_device:
             self.bind()
 
     def _look_up(self) -> None:
-        torch.take(self._rates, self.applied_steps.clamp(max=len(self._rates) - 1), out=self.lr)
-        if self._scales is not None:
+        last = len(self._rates) - 1
+        torch.take(self._rates, self.applied_steps.clamp(max=last), out=self.lr)
+        if self._is_scaled:
             torch.mul(self.lr, self._scales, out=self._group_rates)
 
     def bind(self) -> None:
-        """Give the optimizer's groups the live rates: loading a checkpoint leaves them tensors of their own."""
-        rates = self._group_rates.unbind() if self._device_lr else self._group_rates.tolist()
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor) and not self._device_lr:  # torchao's optimizers keep a tensor
-                group["lr"].fill_(rate)
-            else:
+        """Give the groups the live rates: loading a checkpoint leaves them tensors of their own."""
+        if self._on_device:
+            for group, rate in zip(
+                self._optimizer.param_groups, self._group_rates.unbind(), strict=True
+            ):
                 group["lr"] = rate
+            return
+        for group, number in zip(
+            self._optimizer.param_groups, self._group_rates.tolist(), strict=True
+        ):
+            if isinstance(group["lr"], Tensor):  # torchao's optimizers keep a tensor
+                group["lr"].fill_(number)
+            else:
+                group["lr"] = number
 
     def load_counters(self, counters: Tensor) -> None:
-        """Go on from a checkpoint's counters."""
+        """Continue from a checkpoint's counters."""
         self.counters.copy_(counters)
         self._look_up()
         self.bind()

@@ -1,39 +1,56 @@
-"""A run: everything that training needs, assembled from one config; for the main job, scripts and notebooks."""
+"""A run: everything that training needs, assembled from one config; for the main job, scripts and
+notebooks.
+"""
 
-from contextlib import AbstractContextManager
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dist_amp.checkpoint.compatibility import check_config
-from dist_amp.checkpoint.frozen import FrozenBase
-from dist_amp.checkpoint.resume import checkpoint_to_resume
-from dist_amp.checkpoint.state import load
-from dist_amp.config.auto import pick_blocks, pick_cast, pick_strategy, units_of
-from dist_amp.config.load import defaults_of, load_config, to_toml
-from dist_amp.config.task_class import build_split, build_task, check_model, find_task
-from dist_amp.config.validate import accumulation_steps, check_parallel
+from dist_amp.config.auto import accumulation_steps, pick_cast, pick_strategy
+from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.task_class import build_task
+from dist_amp.config.validate import check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
-from dist_amp.errors import error_context
-from dist_amp.fast.compile import check_compile, prepare_blocks
+from dist_amp.distributed.process import set_determinism
+from dist_amp.distributed.random_state import seed_all
+from dist_amp.errors import ConfigError, error_context
 from dist_amp.optim import Schedule, build_optimizer
-from dist_amp.optimizers.ema import Ema
-from dist_amp.parallel import LossNormalizer, Parallel, build_parallel
+from dist_amp.parallel import Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
-from dist_amp.runtime.initial_weights import build_on_ranks
-from dist_amp.runtime.meta import load_parameters
-from dist_amp.runtime.parameter_dtype import to_float32
-from dist_amp.runtime.process import set_determinism
-from dist_amp.runtime.random_state import seed_all
-from dist_amp.runtime.run_folder import run_folder
-from dist_amp.settings import Config, Strategy
-from dist_amp.task import Task
+from dist_amp.settings import Config, RunConfig, Strategy
+from dist_amp.task import Task, build_split, built_model, check_model
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
 
 __all__ = ["Run", "build_run", "load_config"]
+
+
+class ExtraState(Protocol):
+    """What an optional feature keeps beside the parameters, such as a moving average of them.
+
+    tensors: saved in checkpoints under the feature's name in `Run.extra_states`, and restored.
+    """
+
+    tensors: dict[str, Tensor]
+
+    def after_step(self, applied: Tensor) -> None:
+        """Called after each step; applied: scalar bool on the device."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The context of an evaluation."""
+
+    def start(self, step: int) -> str:
+        """Called in place of restoring from a checkpoint without it; returns what to report."""
 
 
 @dataclass
@@ -46,15 +63,15 @@ class Run:
     task: Task
     precision: Precision
     parallel: Parallel
-    frozen: FrozenBase
-    normalizer: LossNormalizer
     scaler: Scaler
     clip: Clip
     optimizer: torch.optim.Optimizer
     schedule: Schedule
+    extra_states: dict[str, ExtraState]
     data: Batches
     validation: Batches | None
     metrics: Metrics
+    frozen: Any = None  # a FrozenBase, where some parameters are not trained
     step: int = 0
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
@@ -68,80 +85,205 @@ class Run:
         """The model to call: wrapped or sharded."""
         return self.parallel.model
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients, equal on all ranks."""
+        with ExitStack() as contexts:
+            contexts.enter_context(self.parallel.evaluating())
+            for extra in self.extra_states.values():
+                contexts.enter_context(extra.evaluating())
+            yield
 
-def build_run(config: Config, world: World | None = None, task: Task | None = None) -> Run:
-    """Assemble a run, resumed if there is something to resume; it writes nothing to disk.
 
-    world: from `world.start`; without one, the process group that exists already, or this process alone.
-    task: an object in place of `task.target`.
+def build_run(
+    config: Config, world: World | None = None, task: Task | None = None, resumes: bool = False
+) -> Run:
+    """Assemble a run at step 0; it writes nothing to disk. `checkpoint.resume.resume` resumes it.
+
+    world: from `world.start`; without one, the process group that exists already, or this process
+    alone. task: an object in place of `task.target`. resumes: a checkpoint is loaded next, so
+    weights are neither drawn nor read from the task's files.
     """
     world = locate(config.run) if world is None else world
     set_determinism(config.run.deterministic)
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     micro_batches = accumulation_steps(config.train, world.world_size)
     folder = run_folder(config.run, world)
-    checkpoint = checkpoint_to_resume(config.run.resume, folder, world)
-    if checkpoint is not None:
-        samples = config.train.micro_batch_size * micro_batches * world.world_size
-        own_schedule = hasattr(task or find_task(config.task.target), "schedule")
-        check_config(checkpoint, to_toml(config), samples, world, defaults_of(config), own_schedule)
     task = build_task(config.task, config.data) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere
-    precision, parallel = build_model(config, task, world, checkpoint is not None)
-    load_parameters(task, parallel.module, world, resumes=checkpoint is not None)
+    precision, parallel = build_model(config, task, world, resumes)
     seed_all(config.run.seed)  # ranks that did not draw the weights are equal to rank 0 again
-    scaler = Scaler(config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device)
+    scaler = Scaler(
+        config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device
+    )
     with model_context(parallel.module, parallel.strategy):
         optimizer = build_optimizer(parallel.module, config.optim, task, world.say)
-        parallel.ema = Ema(parallel.module, config.optim.ema) if config.optim.ema != "off" else None
+        extra_states: dict[str, ExtraState] = {}
+        if config.optim.ema != "off":
+            from dist_amp.optimizers.ema import Ema
+
+            extra_states["ema"] = Ema(parallel.module, config.optim.ema)
     schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device, task)
     data, validation = build_data(config, task, micro_batches, world)
 
     seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
     clip = Clip(config.train.clip_by, config.train.clip_limit)
-    normalizer, metrics = LossNormalizer(world, parallel.carrier), Metrics(config.metrics, world, clip)
     run = Run(
-        config, world, folder, task, precision, parallel, FrozenBase(parallel), normalizer, scaler, clip, optimizer,
-        schedule, data, validation, metrics,
-    )  # fmt: skip
-    if checkpoint is not None:
-        with model_context(parallel.module, parallel.strategy):
-            load(run, checkpoint)
-        run.resumed_from_step, run.resumed_from = run.step, checkpoint
+        config=config,
+        world=world,
+        folder=folder,
+        task=task,
+        precision=precision,
+        parallel=parallel,
+        scaler=scaler,
+        clip=clip,
+        optimizer=optimizer,
+        schedule=schedule,
+        extra_states=extra_states,
+        data=data,
+        validation=validation,
+        metrics=Metrics(world, clip),
+    )
+    if any(not p.requires_grad for p in parallel.module.parameters()):
+        from dist_amp.scaling.frozen import FrozenBase
+
+        run.frozen = FrozenBase(parallel.module, world, parallel.replicas)
     return run
 
 
 def model_context(module: nn.Module, strategy: Strategy) -> AbstractContextManager[None]:
-    """What an error in this block has to do with: where memory runs out, it says how much the model will take."""
+    """What an error in this block has to do with: where memory runs out, it says how much the model
+    will take.
+    """
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     parameters = sum(p.numel() for p in module.parameters())
     return error_context(parameters=parameters, trained=trained, strategy=strategy)
 
 
-def build_model(config: Config, task: Task, world: World, resumes: bool) -> tuple[Precision, Parallel]:
-    """The task's model in its precision, laid out over the ranks. resumes: a checkpoint is loaded next."""
-    module = build_on_ranks(task, config.parallel.strategy, world, resumes)
-    if converted := to_float32(module, frozen_too=not config.precision.use_amp):
-        world.say(converted)
+def initial_module(config: Config, task: Task, world: World, resumes: bool) -> nn.Module:
+    """The task's model in training mode and float32, on the meta device if it is filled later.
+
+    resumes: a checkpoint is loaded next.
+    """
+    strategy = config.parallel.strategy
+    may_shard = strategy in ("fsdp", "hsdp") or (strategy == "auto" and world.device.type == "cuda")
+    if hasattr(task, "load"):
+        from dist_amp.scaling.meta import build_module
+
+        module = build_module(task)
+    elif world.world_size > 1 and may_shard:
+        from dist_amp.scaling.initial_weights import build_on_ranks
+
+        module = build_on_ranks(task, strategy, world, resumes)
+    else:
+        module = built_model(task)
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors):
+        from dist_amp.scaling.parameters import to_float32
+
+        if converted := to_float32(module, frozen_too=not config.precision.use_amp):
+            world.say(converted)
+    return module
+
+
+def build_model(
+    config: Config, task: Task, world: World, resumes: bool
+) -> tuple[Precision, Parallel]:
+    """The task's model in its precision, laid out over the ranks. resumes: as for `build_run`."""
+    module = initial_module(config, task, world, resumes)
     strategy = pick_strategy(config.parallel, module, world)
+    sharded = strategy in ("fsdp", "hsdp")
     check_model(module, strategy)
     cast = pick_cast(config.precision, strategy, module, world)
     check_parallel(config.parallel, strategy, cast, world)
-    check_compile(config.compile, strategy, accumulation_steps(config.train, world.world_size), world)
-    precision = build_precision(cast, strategy in ("fsdp", "hsdp"), world)
-    blocks = pick_blocks(config, strategy, task, module, world)
-    prepare_blocks(config.compile, config.parallel.activation_checkpointing, module, blocks, world, task)
-    units = units_of(task, module, blocks)
+    precision = build_precision(cast, sharded, world)
+    blocks: list[nn.Module] = []
+    units: list[nn.Module] = []
+    uses_blocks = sharded
+    if config.compile.blocks or config.compile.mode != "default":
+        from dist_amp.scaling.compile import check_compile
+
+        micro_batches = accumulation_steps(config.train, world.world_size)
+        check_compile(config.compile, strategy, micro_batches, world)
+        uses_blocks = uses_blocks or bool(config.compile.blocks)
+    if config.parallel.activation_checkpointing != "none":
+        uses_blocks = True
+    if uses_blocks:
+        from dist_amp.scaling.blocks import pick_blocks, units_of
+
+        blocks = pick_blocks(strategy, task, module, world)
+        units = units_of(task, module, blocks)
+    # Both change only a block's forward, and come before FSDP2's hooks, which go around it.
+    if config.parallel.activation_checkpointing != "none":
+        from dist_amp.scaling.activation_checkpointing import checkpoint_activations
+
+        checkpoint_activations(config.parallel.activation_checkpointing, blocks)
+    if config.compile.blocks or hasattr(task.loss_sum, "as_written"):
+        from dist_amp.scaling.compile import compile_blocks
+
+        compile_blocks(config.compile, module, blocks, world, task)
     with model_context(module, strategy):
-        return precision, build_parallel(config.parallel, strategy, module, units, precision, world)
+        parallel = build_parallel(config.parallel, strategy, module, units, precision, world)
+    # FSDP2's internals are patched only for a task that says that it needs it.
+    skips_blocks = sharded and getattr(task, "ranks_skip_blocks", False)
+    if sharded:
+        from dist_amp.scaling.block_calls import BlockCalls
+
+        BlockCalls(module, units, world.rank, in_order=not skips_blocks)
+    if skips_blocks or (sharded and not hasattr(module, "set_reduce_scatter_unused_params")):
+        from dist_amp.scaling.skipped_blocks import ReduceEveryBlock
+
+        ReduceEveryBlock(module)
+    if hasattr(task, "load"):
+        from dist_amp.scaling.meta import load_parameters
+
+        load_parameters(task, module, world, resumes)
+    return precision, parallel
 
 
-def build_data(config: Config, task: Task, micro_batches: int, world: World) -> tuple[Batches, Batches | None]:
+def build_data(
+    config: Config, task: Task, micro_batches: int, world: World
+) -> tuple[Batches, Batches | None]:
     """(training batches, validation batches or None)."""
     size = config.train.micro_batch_size
     data = build_batches(
-        config.data, task, build_split(task, "train", world), size, micro_batches, config.run.seed, world
+        config.data,
+        task,
+        build_split(task, "train", world),
+        world,
+        micro_batch_size=size,
+        accumulation_steps=micro_batches,
+        seed=config.run.seed,
     )
     held_out = build_split(task, "validation", world) if config.eval.every != "off" else None
     return data, build_validation(config.data, task, held_out, size, world)
+
+
+def run_folder(config: RunConfig, world: World) -> Path:
+    """The path of the run's folder, the same on every rank; a torchrun restart gets that of its
+    first attempt.
+    """
+    if not config.dir:
+        raise ConfigError("run.dir is empty; give a folder's path, or auto")
+    if config.dir != "auto":
+        return Path(config.dir)
+    name = hashlib.sha256(_launch_id().encode()).hexdigest()[:6]
+    earlier = sorted(Path("runs").glob(f"*-{name}"))
+    fresh = Path("runs") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{name}"
+    return Path(world.from_main(str(earlier[-1] if earlier else fresh)))
+
+
+def _launch_id() -> str:
+    """An identifier shared by all attempts of one launch and by no other launch.
+
+    Under torchrun: its agent's process and start time, because the agent outlives its workers.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+    agent = os.getppid()
+    try:
+        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # /proc exists only on Linux
+        started = ""
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {started}"

@@ -1,7 +1,7 @@
-"""One optimizer step, from micro-batches to the applied or skipped update; and its counterpart without gradients.
+"""One optimizer step, from micro-batches to the applied or skipped update; and the evaluation.
 
-Words: a micro-batch is one forward and backward; a step is one optimizer step from `accumulation_steps` of them, fewer
-where an epoch ends; a step is applied or skipped.
+Words: a micro-batch is one forward and backward; a step is one optimizer step from
+`accumulation_steps` of them, fewer where an epoch ends; a step is applied or skipped.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,100 +10,126 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_amp.config.task_class import as_scalar, check_loss, check_model_use, check_weight
 from dist_amp.data import Padding
 from dist_amp.errors import DataError, add_context, error_context
 from dist_amp.run import Run
-from dist_amp.task import Task
-from dist_amp.telemetry.async_copy import StepReport
-from dist_amp.telemetry.weighted_means import WeightedMeans
+from dist_amp.task import Task, as_scalar, check_loss, check_model_use, check_weight
+from dist_amp.telemetry.step_report import StepReport
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
-    """Apply one optimizer step from this rank's micro-batches, or skip it on all ranks; with optim.fused nothing waits.
+    """Apply one optimizer step from this rank's micro-batches, or skip it on all ranks.
 
-    Every rank calls it with equally many micro-batches; `Padding` counts for nothing. Apart from the loss normalizer
-    and the norm that all ranks agree on, these are the lines of torch's AMP tutorial.
+    Nothing here waits for the device (with optim.fused). Every rank calls it with equally many
+    micro-batches; `Padding` counts for nothing.
     """
-    run.normalizer.begin(total_weight(run.task, micro_batches, run.world.device))
+    clock = run.world.clock
+    # A mean of means is biased when masks or tails are uneven: divide once, by the weight of all
+    # ranks and micro-batches. The sum over ranks overlaps the first forward.
+    weight = weight_of(run.task, micro_batches, run.world.device)
+    total_weight = run.parallel.sum_over_ranks(weight)
     losses = []
-    with run.precision.cast_weights_once(len(micro_batches), run.parallel.sharded):
+    with run.precision.cast_once(len(micro_batches)):
         for is_last, batch in mark_last(micro_batches):
-            with run.parallel.gradient_sync(is_last):  # DDP's no_sync, FSDP2's set_requires_gradient_sync
-                run.world.clock.enter("forward")
+            # DDP's no_sync, or FSDP2's set_requires_gradient_sync, until the last one.
+            with run.parallel.gradient_sync(is_last):
+                clock.enter("forward")
                 with run.precision.autocast():
                     loss = loss_of(run.task, run.model, batch, run.world.device)
                 losses.append(loss.detach())
-                loss = run.normalizer.normalize(loss, is_last)
-                run.world.clock.enter("backward")
+                # Gradients are averaged over ranks, so this divides by the mean weight of a rank.
+                loss = loss / total_weight.mean()
+                clock.enter("backward")
                 run.scaler.scale(loss).backward()
-    run.world.clock.enter("optimizer")
-    norm = run.parallel.global_grad_norm(run.normalizer, run.scaler)
-    norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.normalizer.correction, run.clip)
+    clock.enter("optimizer")
+    norm = run.parallel.global_grad_norm()
+    norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.schedule.step(run.scaler.applied)
-    run.optimizer.zero_grad(set_to_none=True)
-    if run.parallel.ema is not None:
-        run.parallel.ema.update(run.scaler.applied)
-    run.world.clock.enter("other")
+    run.parallel.zero_grad()
+    for extra in run.extra_states.values():
+        extra.after_step(run.scaler.applied)
+    clock.enter("other")
     run.step += 1
-    return StepReport(losses, run.normalizer.weight, norm, run.scaler.applied)
+    return StepReport(losses, total_weight.total, norm, run.scaler.applied)
 
 
 @error_context(evaluation=True)
 def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
-    """The held-out loss, and the task's own metrics: weighted means over all ranks, equal on every rank.
+    """The validation loss and the task's metrics: weighted means, equal on every rank.
 
-    Empty where the task holds nothing out, and where `stop`, called between batches, returned True on every rank.
+    Empty where the task has no validation split, and where `stop`, called between batches,
+    returned True on every rank.
     """
     if run.validation is None:
         return {}
+    from dist_amp.telemetry.weighted_means import WeightedMeans
+
     metrics = getattr(run.task, "metrics", None)
     means = WeightedMeans(run.world)
-    with run.world.clock.hold("evaluation"), run.parallel.evaluating():
+    with run.world.clock.hold("evaluation"), run.evaluating():
         for micro_batches in run.validation.one_epoch(run.config.eval.batches):
             if stop is not None and stop():
                 return {}
             for batch in micro_batches:
-                content, counts = (batch.batch, 0.0) if isinstance(batch, Padding) else (batch, 1.0)
+                content = batch
+                counts = 1.0
+                if isinstance(batch, Padding):
+                    content = batch.batch
+                    counts = 0.0
                 with run.precision.autocast(), error_context(batch=batch):
-                    values = means.checked(metrics(run.parallel.module, content)) if metrics else {}
+                    values = {}
+                    if metrics is not None:
+                        values = means.checked(metrics(run.parallel.module, content))
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                     means.add(values, run.task.weight(content), counts)
     return means.over_all_ranks()
 
 
-def total_weight(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
-    """What this rank's micro-batches count for: scalar float32 on the device; plain numbers reach it without a copy."""
+def weight_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
+    """The weight of this rank's micro-batches: scalar float32 on the device."""
     if not micro_batches:
-        raise DataError("train_step got no micro-batches; give it those of one step, as next(run.data) returns them")
-    weights = []
+        raise DataError(
+            "train_step got no micro-batches; give it those of one step, as next(run.data) returns "
+            "them"
+        )
+    number = 0.0
+    tensors = []
     for batch in micro_batches:
-        if not isinstance(batch, Padding):
-            try:
-                weights.append(check_weight(task.weight(batch)))
-            except BaseException as error:
-                add_context(error, batch=batch)
-                raise
-    total = torch.full((), float(sum(w for w in weights if not isinstance(w, Tensor))), device=device)
-    for weight in weights:
+        if isinstance(batch, Padding):
+            continue
+        try:
+            weight = check_weight(task.weight(batch))
+        except BaseException as error:
+            add_context(error, batch=batch)
+            raise
         if isinstance(weight, Tensor):
-            total += as_scalar(weight, "weight() returned", device)
+            tensors.append(weight)
+        else:
+            number += float(weight)
+    total = torch.full((), number, device=device)
+    for weight in tensors:
+        total += as_scalar(weight, "weight() returned", device)
     return total
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> Tensor:
-    """The task's loss sum of a micro-batch, checked by what the host knows of it; 0 times the loss for padding."""
+    """The loss sum of a micro-batch, checked without a host read; padding gives 0 times a loss."""
     padding = isinstance(batch, Padding)
+    content = batch
+    if padding:
+        content = batch.batch
     try:
-        loss = check_loss(task.loss_sum(model, batch.batch if padding else batch), device)
+        loss = check_loss(task.loss_sum(model, content), device)
     except BaseException as error:  # a context manager would cost each micro-batch a microsecond
         add_context(error, batch=batch)
         check_model_use(error)
         raise
-    return loss * 0.0 if padding else loss
+    if padding:
+        return loss * 0.0
+    return loss
 
 
 def mark_last(items: Sequence[Any]) -> Iterator[tuple[bool, Any]]:

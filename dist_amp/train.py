@@ -1,111 +1,149 @@
-"""The main job: torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE.toml ...] [--section.key VALUE ...]
+"""The main job: torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE.toml ...]
+[--section.key VALUE ...]
 
-Train the task for train.steps steps; evaluate, save and report on the way; leave RUN/summary.json behind.
+Train the task for train.steps steps; evaluate, save and report on the way; leave RUN/summary.json
+behind.
 """
 
-import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
+from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.saver import Saver
-from dist_amp.checkpoint.state import restore_point
-from dist_amp.config.load import load_config, show_if_asked, to_toml
-from dist_amp.diagnostics.consistency import Consistency
-from dist_amp.diagnostics.first_steps import FirstSteps
-from dist_amp.diagnostics.limits import Limits
-from dist_amp.diagnostics.numerics import Numerics
-from dist_amp.diagnostics.profiling import Profile, check_debug, memory_history
-from dist_amp.diagnostics.replay import NonfiniteReplay
-from dist_amp.diagnostics.slow_ranks import SlowRanks
+from dist_amp.checkpoint.state import load
+from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import Failure
-from dist_amp.run import Run, build_run
-from dist_amp.runtime.garbage import scheduled_garbage
-from dist_amp.runtime.run_folder import run_folder
+from dist_amp.run import Run, build_run, run_folder
+from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise import preflight
-from dist_amp.supervise.callbacks import Callbacks, train_metrics
 from dist_amp.supervise.failure import report_failure, supervised
-from dist_amp.supervise.lifecycle import close_run, is_finished, open_run
-from dist_amp.supervise.signals import AgreedStop
-from dist_amp.telemetry.health import Health
-from dist_amp.telemetry.observer import Observer
-from dist_amp.world import start
+from dist_amp.supervise.lifecycle import Job, close_run, is_finished, make_folder, open_run
+from dist_amp.supervise.stop import AgreedStop
+from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.world import World, start
 
 
-def observers_of(run: Run) -> tuple[Observer, ...]:
-    """What watches the run from beside the loop, in order. To delete a feature, delete its file and its entry here."""
-    nonfinite = NonfiniteReplay(run)
-    # Consistency first: the others assume that all ranks skipped the same steps.
-    checks = Consistency(run), nonfinite, Limits(run, nonfinite), FirstSteps(run)
-    return *checks, Numerics(run), Profile(run), SlowRanks(run), Health(run.world, run.metrics.add)
+def observers_of(run: Run, stop: AgreedStop) -> list[Observer]:
+    """What watches the run from beside the loop, in order."""
+    observers: list[Observer] = []
+    from dist_amp.telemetry.console import Console
+
+    scale = run.scaler.scale_tensor.item()
+    observers.append(Console(run.metrics, run.step, run.config.train.steps, scale))
+    # Before the others, which assume that all ranks skipped the same steps.
+    from dist_amp.diagnostics.consistency import Consistency
+
+    observers.append(Consistency(run))
+    from dist_amp.diagnostics.limits import FirstSteps, Limits
+
+    limits = Limits(run)
+    if run.config.debug.nonfinite != "off":
+        from dist_amp.diagnostics.replay import NonfiniteReplay
+
+        nonfinite = NonfiniteReplay(run)
+        limits.first_nonfinite = nonfinite.where
+        observers.append(nonfinite)
+    observers += [limits, FirstSteps(run)]
+    if run.config.debug.numerics or run.config.parallel.param_dtype == "bf16":
+        from dist_amp.diagnostics.numerics import Numerics
+
+        observers.append(Numerics(run))
+    if run.config.debug.profile != "off":
+        from dist_amp.diagnostics.profiling import Profile
+
+        observers.append(Profile(run))
+    from dist_amp.diagnostics.slow_ranks import SlowRanks
+
+    observers.append(SlowRanks(run))
+    from dist_amp.telemetry.health import Health
+
+    observers.append(Health(run.metrics))
+    if hasattr(run.task, "sample"):
+        from dist_amp.supervise.sampling import Sampling
+
+        observers.append(Sampling(run))
+    from dist_amp.supervise.callbacks import Callbacks
+
+    observers.append(Callbacks(run, stop))
+    from dist_amp.supervise.garbage import ScheduledGarbage
+
+    observers.append(ScheduledGarbage(run))
+    return observers
 
 
 def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
     """Take the remaining steps. Every rank takes the same path through this loop."""
-    config, last = run.config, run.config.train.steps
+    config = run.config
+    saver = Saver(run)
+    observers = [*observers_of(run, stop), saver]
     with ExitStack() as contexts:
-        saver = Saver(run)
-        observers = tuple(map(contexts.enter_context, (*observers_of(run), Callbacks(run, stop), saver)))
-        collect_garbage = contexts.enter_context(scheduled_garbage(config.train.gc_every))
+        for observer in observers:
+            contexts.enter_context(observer)
         stopping = stop.poll_now()  # a signal in the warm-up
-        if not stopping and run.step and evaluation_is_due(run):  # the run was stopped before or in its evaluation
-            stopping = run_evaluation(run, stop, observers, collect_garbage)
-        while not stopping and run.step < last:
+        if run.step and evaluation_is_due(run) and not stopping:
+            stopping = run_evaluation(run, stop, observers)  # it was stopped before or in this one
+        while run.step < config.train.steps and not stopping:
             micro_batches = next(run.data)
             if any(observer.reads_before_step for observer in observers):
                 read_metrics(run, observers)
             for observer in observers:
                 observer.before_step(micro_batches)
             report = train_step(run, micro_batches)
-            if run.step < last:
+            is_last = run.step == config.train.steps
+            if not is_last:
                 run.data.prefetch()
             run.metrics.record(report)
             for observer in observers:
                 observer.after_step(report, micro_batches)
             stopping = stop.poll()
-            read_metrics(run, observers)  # of the step before, if it was a log step: they have arrived by now
-            if is_due(config.metrics.log_every, run):
-                run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
-            saves, evaluates = is_due(config.checkpoint.every, run), evaluation_is_due(run)
-            if stopping or saves or evaluates or run.step == last:
-                read_metrics(run, observers)  # what waits for the device anyway, or is kept, comes after the checks
+            # Of the step before, if it was a log step: they have arrived by now.
+            read_metrics(run, observers)
+            logs = is_due(config.metrics.log_every, run)
+            saves = is_due(config.checkpoint.every, run)
+            evaluates = evaluation_is_due(run)
+            if logs:
+                begin_metrics(run, report)
+            # What waits for the device anyway, or is kept, comes after the checks.
+            if stopping or saves or evaluates or is_last:
+                read_metrics(run, observers)
             if evaluates and not stopping:
-                stopping = run_evaluation(run, stop, observers, collect_garbage)
-            if stop.by_task and not is_due(config.metrics.log_every, run):
-                run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
+                stopping = run_evaluation(run, stop, observers)
+            if stop.by_task and not logs:
+                begin_metrics(run, report)
                 read_metrics(run, observers)
             if saves and not stopping:
-                saver.save(wait=run.step == last)
-            collect_garbage(run.step)
+                saver.save(wait=is_last)
         if stopping and config.checkpoint.every != "off":
             saver.save(wait=True)
     return "preempted" if stopping and not stop.by_task else "completed"
 
 
 def is_due(every: int | Literal["off"], run: Run) -> bool:
-    """Whether something that happens every so many steps, and at the last one, happens after this step."""
+    """Whether something that happens every so many steps, and at the last one, happens after this
+    step.
+    """
     return every != "off" and (run.step % every == 0 or run.step == run.config.train.steps)
 
 
 def evaluation_is_due(run: Run) -> bool:
-    return run.validation is not None and is_due(run.config.eval.every, run) and run.metrics.evaluated_step < run.step
+    if run.validation is None or run.metrics.evaluated_step == run.step:
+        return False
+    return is_due(run.config.eval.every, run)
 
 
-def run_evaluation(
-    run: Run, stop: AgreedStop, observers: Sequence[Observer], collect_garbage: Callable[[int], None]
-) -> bool:
-    """Evaluate and write the values; return whether to stop: a run that a stop interrupted here evaluates again."""
+def run_evaluation(run: Run, stop: AgreedStop, observers: Sequence[Observer]) -> bool:
+    """Evaluate and write the values; return whether to stop: a run that a stop interrupted here
+    evaluates again.
+    """
     with run.world.clock.hold("evaluation"):
-        rewind, batches = restore_point(run), itertools.count(1)
-
-        def interrupted() -> bool:
-            collect_garbage(next(batches))
-            return stop.poll("evaluation")
-
-        values = evaluate(run, interrupted)
+        for observer in observers:
+            observer.before_evaluation()
+        rewind = run.parallel.restore_point()
+        values = evaluate(run, partial(stop.poll, "evaluation"))
         if stop.agreed:
             rewind()
             return True
@@ -115,41 +153,75 @@ def run_evaluation(
     return hasattr(run.task, "on_evaluation") and stop.poll_now()
 
 
+def begin_metrics(run: Run, report: StepReport) -> None:
+    """Start copying the metrics of a log step to the host."""
+    of_task = {}
+    if hasattr(run.task, "train_metrics"):
+        from dist_amp.supervise.callbacks import train_metrics
+
+        of_task = train_metrics(run, report)
+    run.metrics.begin(run.step, run.schedule, run.scaler, run.data, of_task)
+
+
 def read_metrics(run: Run, observers: Sequence[Observer]) -> None:
     """Read, write and check the metrics of a log step, if there are any pending."""
     if (row := run.metrics.read()) is not None:
-        run.metrics.write(row, run.config.train.steps)
+        run.metrics.write(row)
         for observer in observers:
             observer.on_log(row)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status. A process group that exists already is used and left as it is."""
+    """Run the command line; return the exit status. A process group that exists already is used and
+    left as it is.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
+        from dist_amp.config.help import show_if_asked
+
         if show_if_asked(argv, "python -m dist_amp.train", __doc__):
             return 0
         config = load_config(argv)
-        preflight.check_restarts()
-        preflight.die_with_torchrun()
+        from dist_amp.supervise.preflight import check_launch
+
+        check_launch()
         with start(config.run) as world, supervised(config, world) as job:
-            preflight.check_ranks_agree(config.task.target, to_toml(config), world)  # the rest needs equal ones
-            check_debug(config.debug, world)
-            folder = job.folder = run_folder(config.run, world)
-            config = replace(config, run=replace(config.run, dir=str(folder)))
-            preflight.make_folder(folder, config, world)
-            recording = memory_history(config.debug, folder, world)
-            # From here on a signal stops the run after a step; one that comes earlier, before the first step.
-            with preflight.only_live_run(folder, world), recording, AgreedStop(world) as stop:
-                run = job.run = build_run(config, world)
-                if is_finished(run):
-                    return 0
-                open_run(run)
-                return close_run(run, stop, train(run, stop))
+            return run_job(config, world, job)
     except Failure as error:  # before this process joined the others
         return report_failure(error, None)[0]
     except SystemExit as reported:
         return int(reported.code or 0)
+
+
+def run_job(config: Config, world: World, job: Job) -> int:
+    """Build the run, train it and leave its summary; return the exit status."""
+    with ExitStack() as contexts:
+        from dist_amp.supervise.preflight import check_ranks_agree
+
+        check_ranks_agree(config.task.target, to_toml(config), world)
+        folder = run_folder(config.run, world)
+        job.folder = folder
+        config = replace(config, run=replace(config.run, dir=str(folder)))
+        make_folder(folder, config, world)
+        from dist_amp.supervise.preflight import only_live_run
+
+        contexts.enter_context(only_live_run(folder, world))
+        if config.debug.profile != "off":
+            from dist_amp.diagnostics.profiling import memory_history
+
+            contexts.enter_context(memory_history(folder, world))
+        # From here on a signal stops the run after a step; one that comes earlier, before the
+        # first step.
+        stop = contexts.enter_context(AgreedStop(world))
+        checkpoint = checkpoint_to_resume(config, folder, world)
+        run = build_run(config, world, resumes=checkpoint is not None)
+        if checkpoint is not None:
+            load(run, checkpoint)
+        job.run = run
+        if is_finished(run):
+            return 0
+        open_run(run)
+        return close_run(run, stop, train(run, stop))
 
 
 if __name__ == "__main__":

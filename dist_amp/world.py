@@ -1,8 +1,11 @@
-"""The ranks of a job: who this process is, its device, the process groups, and what the hosts tell each other.
+"""The ranks of a job: who this process is, its device, the process groups, and what the hosts tell
+each other.
 
-Words as torchrun defines them: rank, local_rank, world_size. Nothing here knows about models or data.
+Words as torchrun defines them: rank, local_rank, world_size. Nothing here knows about models or
+data.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dist_amp.fast.process_group import A_DAY, abort_process_groups, all_gather_single, make_mesh, without_timeout
-from dist_amp.runtime.clock import PhaseClock, waits_for_ranks
-from dist_amp.runtime.environment import place_of
-from dist_amp.runtime.process import configure_logging, raise_open_files
-from dist_amp.runtime.rendezvous import join, join_until_exit
-from dist_amp.runtime.terminal import in_colour
+from dist_amp.clock import PhaseClock
+from dist_amp.distributed.environment import place_of
+from dist_amp.distributed.process import configure_logging
 from dist_amp.settings import RunConfig
+
+COLOURS = {"red": 31, "yellow": 33}
+
+# torch's name for it before 2.13, which warns there.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,8 @@ class World:
     device: torch.device = torch.device("cpu")
     # A gloo group for what the hosts agree on (stop, paths): it never waits for the device.
     control: dist.ProcessGroup | None = field(default=None, compare=False)
-    # A gloo group for the thread that saves while training continues, and for no other: on a shared one the two would
-    # wait for each other.
+    # A gloo group for the thread that saves while training continues, and for no other: on a shared
+    # one the two would wait for each other.
     background: dist.ProcessGroup | None = field(default=None, compare=False)
     _meshes: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False)
 
@@ -60,98 +65,131 @@ class World:
         if self.is_main:
             print(in_colour("warning:", "yellow", sys.stderr), text, file=sys.stderr, flush=True)
 
-    @waits_for_ranks
     def barrier(self) -> None:
         if self.control is not None:
-            dist.barrier(group=self.control)
+            with self.clock.phase("communication"):
+                dist.barrier(group=self.control)
 
-    @waits_for_ranks
     def from_main(self, value: str) -> str:
         """Rank 0's value, on every rank."""
         box = [value]
         if self.control is not None:
-            dist.broadcast_object_list(box, src=0, group=self.control)
+            with self.clock.phase("communication"):
+                dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    @waits_for_ranks
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, on every rank, in the order of the ranks."""
         texts = [text] * self.world_size
         if self.control is not None:
-            dist.all_gather_object(texts, text, group=self.control)
+            with self.clock.phase("communication"):
+                dist.all_gather_object(texts, text, group=self.control)
         return texts
 
     def gather_numbers(self, row: list[float]) -> list[list[float]]:
-        """Each rank's numbers, on the host of every rank, in the order of the ranks; all give equally many."""
+        """Each rank's numbers, equally many, on every rank's host, in the order of the ranks."""
         return self.gather(torch.tensor(row, dtype=torch.float64)).numpy().tolist()
 
-    @waits_for_ranks
     def gather(self, row: Tensor) -> Tensor:
-        """[...] on each rank -> [world_size, ...] on every rank, on the device or the host as the row is."""
-        rows = row.new_empty(self.world_size, *row.shape)
+        """[...] on each rank -> [world_size, ...] on every rank, on the row's device."""
         if self.control is None or not row.numel():
-            return rows.copy_(row)
-        all_gather_single(rows.view(-1), row.reshape(-1), group=None if row.is_cuda else self.control)
+            return row.expand(self.world_size, *row.shape).clone()
+        rows = row.new_empty(self.world_size, *row.shape)
+        group: dist.ProcessGroup | None = self.control
+        if row.is_cuda:
+            group = None
+        with self.clock.phase("communication"):
+            all_gather_single(rows.view(-1), row.reshape(-1), group=group)
         return rows
 
-    @waits_for_ranks
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks of a tensor on the device, on every rank; the tensor itself is left as it is."""
+        """The sum over all ranks of a tensor on the device, on every rank, as a new tensor."""
         if self.world_size == 1:
             return tensor
         total = tensor.clone()
-        dist.all_reduce(total)
+        with self.clock.phase("communication"):
+            dist.all_reduce(total)
         return total
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """All ranks in a grid; made once per shape, since its groups cost threads and sockets."""
         if (shape, names) not in self._meshes:
+            from dist_amp.distributed.process_group import make_mesh
+
             self._meshes[shape, names] = make_mesh(self.device.type, shape, names)
         return self._meshes[shape, names]
 
     def wait_long(self) -> None:
         """A barrier without the timeout of a collective: making a cache may take hours."""
-        with without_timeout(self.control):
-            self.barrier()
+        if self.control is not None:
+            from dist_amp.distributed.process_group import without_timeout
+
+            with without_timeout(self.control):
+                self.barrier()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; an ordinary tensor as it is."""
+    if hasattr(tensor, "to_local"):
+        return tensor.to_local()
+    return tensor
 
 
 def locate(config: RunConfig) -> World:
-    """This process's World: alone, or in the process group that exists already; every rank calls it."""
-    world = World(*place_of(config))
+    """This process's World, alone or among ranks; every rank calls it.
+
+    A process group that exists already is used; a script under torchrun joins one until it exits.
+    """
+    place = place_of(config)
+    world = World(*place)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if world.world_size == 1:
         return world
-    if not dist.is_initialized():  # a script under torchrun
-        join_until_exit(place_of(config), config.timeout_seconds)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_seconds), group_desc="control")
+    from dist_amp.distributed.process_group import A_DAY, join_until_exit
+    from dist_amp.distributed.rendezvous import raise_open_files
+
+    raise_open_files(world.world_size)
+    if not dist.is_initialized():
+        join_until_exit(place, config.timeout_seconds)
+    timeout = timedelta(seconds=config.timeout_seconds)
+    control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     # No timeout: a large checkpoint takes the slowest rank as long as it takes.
     return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=A_DAY))
 
 
 @contextmanager
 def start(config: RunConfig) -> Iterator[World]:
-    """Join the other ranks for the length of a with-block; whatever happens in it, leave nothing running.
+    """Join the other ranks for the length of a with-block; whatever happens in it, leave nothing
+    running.
 
-    One process needs no process group and gets none; one that exists already is used and left as it was.
+    One process needs no process group and gets none; one that exists already is used, and kept.
     """
     place = place_of(config)
     configure_logging(place.rank)
-    raise_open_files(place.world_size)
-    on_gpu, ours = place.device.type == "cuda", not dist.is_initialized() and place.world_size > 1
-    if ours:
-        join(place, config.timeout_seconds)
+    if place.world_size == 1 or dist.is_initialized():
+        yield locate(config)
+        return
+    from dist_amp.distributed.process_group import abort_process_groups, join
+
+    join(place, config.timeout_seconds)
+    failed = True
     try:
         world = locate(config)
         yield world
-        # FSDP2 over gloo aborts at exit if a rank tears down while another is still in a collective.
-        # Measured without the barrier: 8 of 24 two-rank runs; with it: none.
+        # FSDP2 over gloo aborts at exit if a rank tears down while another is still in a
+        # collective. Measured without the barrier: 8 of 24 two-rank runs; with it: none.
         world.barrier()
-    except BaseException:
-        if ours and on_gpu:
-            abort_process_groups()  # destroying would wait for collectives that never end
-            ours = False
-        raise
+        failed = False
     finally:
-        if ours:
+        if failed and place.device.type == "cuda":
+            abort_process_groups()  # destroying would wait for collectives that never end
+        else:
             dist.destroy_process_group()
+
+
+def in_colour(text: str, colour: str, stream: Any) -> str:
+    """The text, coloured if the stream is a terminal; not where NO_COLOR is set (no-color.org)."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\033[{COLOURS[colour]}m{text}\033[0m"

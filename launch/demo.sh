@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # This machine's native precision, unless "$@" or the environment choose one: emulated bf16 makes the demo 10 times slower.
-ask='import sys; from dist_amp.runtime.native_precision import suggestion; print(suggestion(sys.argv[1:]))'
+ask='import sys; from dist_amp.config.native_precision import suggestion; print(suggestion(sys.argv[1:]))'
 answer="$("$PYTHON" -c "$ask" "$@")"
 read -r dtype reason <<<"$answer"
 precision=()

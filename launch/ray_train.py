@@ -1,9 +1,11 @@
-"""Train with Ray Train: python launch/ray_train.py [--workers N] [--restarts N] [--section.key VALUE ...]
+"""Train with Ray Train: python launch/ray_train.py [--workers N] [--restarts N] [--section.key
+VALUE ...]
 
-Each worker is a rank that runs dist_amp.train, on this machine or on a cluster made by `ray start`. All machines need
-this checkout and the working directory at the same path, and run.dir on a shared disk. To change: --workers (default 2;
-one GPU each, if there are any), --restarts (how often Ray may restart from the newest checkpoint when workers or nodes
-are lost), and in ScalingConfig a worker's other resources, such as CPU cores.
+Each worker is a rank that runs dist_amp.train, on this machine or on a cluster made by `ray start`.
+All machines need this checkout and the working directory at the same path, and run.dir on a shared
+disk. To change: --workers (default 2; one GPU each, if there are any), --restarts (how often Ray
+may restart from the newest checkpoint when workers or nodes are lost), and in ScalingConfig a
+worker's other resources, such as CPU cores.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import sys
 
 from dist_amp.config.load import load_config
 from dist_amp.errors import Failure
-from dist_amp.runtime.run_folder import run_folder
+from dist_amp.run import run_folder
 from dist_amp.train import main
 from dist_amp.world import World
 
@@ -27,7 +29,9 @@ except ImportError as error:
 def rank(job: dict) -> None:  # what a worker runs, in Ray's process group
     os.chdir(job["directory"])  # Ray changes it, and settings may have relative paths
     if status := main(job["words"]):
-        raise RuntimeError(f"dist_amp.train ended with status {status}; it says why above, and in the run's folder")
+        raise RuntimeError(
+            f"dist_amp.train ended with status {status}; it says why above, and in the run's folder"
+        )
 
 
 parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
@@ -38,17 +42,32 @@ sys.path.insert(0, os.getcwd())  # as python -m does: for my_file:MyTask
 try:
     config = load_config(words)  # reports a mistake before Ray starts anything
     settings = {name: value for name, value in os.environ.items() if name.startswith("DIST_AMP_")}
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(
+        os.environ
+    ):
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # GPU memory fragments less
-    ray.init(runtime_env={"env_vars": settings | {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}})  # or it prints twice
+    ray.init(
+        runtime_env={"env_vars": settings | {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}}
+    )  # or it prints twice
     kind = "GPU" if config.run.device != "cpu" and "GPU" in ray.cluster_resources() else "CPU"
-    if not (have := int(ray.cluster_resources()[kind])) >= given.workers > 0:  # Ray would wait forever
-        sys.exit(f"error: --workers={given.workers} must be between 1 and {have}, the {kind}s of Ray's cluster")
+    if (
+        not (have := int(ray.cluster_resources()[kind])) >= given.workers > 0
+    ):  # Ray would wait forever
+        sys.exit(
+            f"error: --workers={given.workers} must be between 1 and {have}, the {kind}s of Ray's "
+            "cluster"
+        )
     folder = str(run_folder(config.run, World()).absolute())  # one for all restarts
     job = {"words": [*words, "--run.dir", folder], "directory": os.getcwd()}
-    backend = TorchConfig("cpu:gloo,cuda:nccl" if kind == "GPU" else "gloo", timeout_s=int(config.run.timeout_seconds))
+    backend = TorchConfig(
+        "cpu:gloo,cuda:nccl" if kind == "GPU" else "gloo", timeout_s=int(config.run.timeout_seconds)
+    )
     scaling = ScalingConfig(num_workers=given.workers, use_gpu=kind == "GPU")
-    where = RunConfig(storage_path=f"{folder}/ray", failure_config=FailureConfig(max_failures=given.restarts))
-    TorchTrainer(rank, train_loop_config=job, torch_config=backend, scaling_config=scaling, run_config=where).fit()
+    where = RunConfig(
+        storage_path=f"{folder}/ray", failure_config=FailureConfig(max_failures=given.restarts)
+    )
+    TorchTrainer(
+        rank, train_loop_config=job, torch_config=backend, scaling_config=scaling, run_config=where
+    ).fit()
 except (Failure, TrainingFailedError) as error:
     sys.exit(f"error: {error}")

@@ -1,6 +1,7 @@
-"""TensorBoard in a real browser: Debian's Chromium, by Playwright. It makes the pictures in docs/images, too:
+"""TensorBoard in a real browser: Debian's Chromium, by Playwright. It makes the pictures in
+docs/images, too:
 
-python tests/browser.py RUN docs/images/tensorboard.png     # the pinned charts of a run, as its `watch` line has them
+python tests/browser.py RUN docs/images/tensorboard.png  # the pinned charts of a run
 """
 
 import json
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from dist_amp.telemetry.tensorboard_view import pinned_url
 
 CHROMIUM = shutil.which("chromium") or ""
-MILLISECONDS = 120_000  # for anything to appear: TensorBoard starts in 5 s, and a busy machine takes far longer
+MILLISECONDS = 120_000  # for anything to appear: TensorBoard starts in 5 s on a quiet machine
 PINNED = "metrics-pinned-view card-view"
 
 
@@ -28,11 +29,15 @@ def tensorboard(logdir, runs=1):
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", "0"]
     log = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        address = next(found[1] for line in log.stderr if (found := re.search(r" at (http://\S+)", line)))
+        address = next(
+            found[1] for line in log.stderr if (found := re.search(r" at (http://\S+)", line))
+        )
         port = urlsplit(address).port
         deadline = time.monotonic() + MILLISECONDS / 1000
         while len(data(port, "timeseries/tags")["scalars"]["runTagInfo"]) < runs:
-            assert time.monotonic() < deadline, f"TensorBoard shows fewer than {runs} runs of {logdir}"
+            assert time.monotonic() < deadline, (
+                f"TensorBoard shows fewer than {runs} runs of {logdir}"
+            )
             time.sleep(0.5)
         yield port
     finally:
@@ -42,7 +47,9 @@ def tensorboard(logdir, runs=1):
 
 def data(port, path):
     """What TensorBoard's own data endpoint answers."""
-    with urllib.request.urlopen(f"http://localhost:{port}/data/plugin/{path}", timeout=60) as answer:
+    with urllib.request.urlopen(
+        f"http://localhost:{port}/data/plugin/{path}", timeout=60
+    ) as answer:
         return json.load(answer)
 
 
@@ -52,7 +59,9 @@ def browser(width=1500, height=1000):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
         page = chromium.new_page(viewport={"width": width, "height": height})
         page.set_default_timeout(MILLISECONDS)
         yield page
@@ -66,7 +75,8 @@ def open_pinned(page, port, has_tokens=True):
     if page.get_by_label("Close side pane").count():
         page.get_by_label("Close side pane").click()
     page.wait_for_function(
-        "selector => [...document.querySelectorAll(selector)].every(card => !card.querySelector('mat-spinner'))",
+        "selector => [...document.querySelectorAll(selector)].every(card => "
+        "!card.querySelector('mat-spinner'))",
         arg=PINNED,
     )
     colours = colours_of_runs(page).values()
@@ -79,7 +89,9 @@ def open_pinned(page, port, has_tokens=True):
 
 
 def shows(element, colour):
-    """Whether an element of the page has a pixel of a colour (red, green, blue), or almost: edges are smoothed."""
+    """Whether an element of the page has a pixel of a colour (red, green, blue), or almost: edges
+    are smoothed.
+    """
     from PIL import Image
 
     image = Image.open(BytesIO(element.screenshot())).convert("RGB")
@@ -91,7 +103,8 @@ def colours_of_runs(page):
     """{run: (red, green, blue)}, as the list of runs shows them."""
     rows = page.evaluate(
         """() => [...document.querySelectorAll('runs-data-table tb-data-table-content-row')].map(
-            row => [row.innerText.trim(), getComputedStyle(row.querySelector('.run-color-swatch')).backgroundColor])"""
+            row => [row.innerText.trim(),
+                    getComputedStyle(row.querySelector('.run-color-swatch')).backgroundColor])"""
     )
     return {name: tuple(map(int, re.findall(r"\d+", colour)[:3])) for name, colour in rows}
 

@@ -1,8 +1,10 @@
-"""Break a real run in every way we know, and see that nothing is lost: bash launch/chaos.sh [--quick] [NAME ...]
+"""Break a real run in every way we know, and see that nothing is lost: bash launch/chaos.sh
+[--quick] [NAME ...]
 
-Every trial starts the main job by torchrun, breaks it, lets it go on, and compares what it ends with to a run that was
-left alone: every tensor of the last checkpoint bit by bit, with every rank's generators, and every logged figure that
-is not a time. The last lines are a table of what was tried, how often, and how it went.
+Every trial starts the main job by torchrun, breaks it, lets it go on, and compares what it ends
+with to a run that was left alone: every tensor of the last checkpoint bit by bit, with every rank's
+generators, and every logged figure that is not a time. The last lines are a table of what was
+tried, how often, and how it went.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dist_amp.checkpoint.format import all_checkpoints, integrity_error, read_manifest
 from dist_amp.checkpoint.reader import Reader, read_into
-from dist_amp.checkpoint.resume import checkpoint_to_resume
+from dist_amp.checkpoint.resume import newest_checkpoint
 from dist_amp.world import World
 
 TESTS = Path(__file__).parent
@@ -58,7 +60,12 @@ class Process:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}", **(environ or {})},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+                **(environ or {}),
+            },
         )
         self.lines: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -73,7 +80,9 @@ class Process:
         return "\n".join(line for _, line in self.lines)
 
     def wait_for(self, begins: str, count: int = 1, seconds: float = 300) -> float:
-        """When the `count`-th line with such a beginning came; the limit only ends a trial that hangs."""
+        """When the `count`-th line with such a beginning came; the limit only ends a trial that
+        hangs.
+        """
         deadline = time.monotonic() + seconds
         while True:
             times = [at for at, line in self.lines if line.startswith(begins)]
@@ -93,9 +102,28 @@ class Process:
 class Job(Process):
     """A run of the main job by torchrun."""
 
-    def __init__(self, folder: Path, words: dict, ranks: int = 2, restarts: int = 0, environ: dict | None = None):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--signals-to-handle", SIGNALS]
+    def __init__(
+        self,
+        folder: Path,
+        words: dict,
+        ranks: int = 2,
+        restarts: int = 0,
+        environ: dict | None = None,
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+        ]
+        command += [
+            f"--nproc_per_node={ranks}",
+            f"--max-restarts={restarts}",
+            "--signals-to-handle",
+            SIGNALS,
+        ]
         self.folder, self.run, self.ranks = folder, folder / words["run.dir"], ranks
         super().__init__(
             [*command, "-m", "dist_amp.train", *as_options(words)],
@@ -160,8 +188,13 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, by its name."""
     reader = Reader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
-    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "tensors alone"
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), (
+        "tensors alone"
+    )
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+    }
     read_into(tensors, reader)
     return tensors
 
@@ -181,7 +214,9 @@ def differences(run: Path, other: Path) -> list[str]:
         found.append(f"{ends[0].name} and {ends[1].name}")
     a, b = map(tensors_of, ends)
     found += [
-        name for name in sorted(a.keys() | b.keys()) if name not in a or name not in b or not same(a[name], b[name])
+        name
+        for name in sorted(a.keys() | b.keys())
+        if name not in a or name not in b or not same(a[name], b[name])
     ]
     for line, (one, two) in enumerate(zip(figures_of(run), figures_of(other), strict=False)):
         found += [
@@ -220,7 +255,9 @@ class Row:
 
 
 class Chaos:
-    """Trials in folders of their own; `through` keeps the runs that were left alone, to compare with."""
+    """Trials in folders of their own; `through` keeps the runs that were left alone, to compare
+    with.
+    """
 
     def __init__(self, root: Path, seed: int, **words):
         self.root = root
@@ -235,7 +272,14 @@ class Chaos:
         folder.mkdir(parents=True)
         return folder
 
-    def job(self, ranks: int = 2, restarts: int = 0, environ: dict | None = None, folder: Path | None = None, **words):
+    def job(
+        self,
+        ranks: int = 2,
+        restarts: int = 0,
+        environ: dict | None = None,
+        folder: Path | None = None,
+        **words,
+    ):
         return Job(folder or self.new_folder(), self.words | words, ranks, restarts, environ)
 
     def through(self, ranks: int = 2, **words) -> Path:
@@ -261,12 +305,18 @@ class Chaos:
         return differences(job.run, self.through(job.ranks, **words))
 
 
-def sigkills(chaos: Chaos, kills: int, cells=(("ddp", "fp16"), ("ddp", "bf16"), ("fsdp", "fp16"), ("fsdp", "bf16"))):
+def sigkills(
+    chaos: Chaos,
+    kills: int,
+    cells=(("ddp", "fp16"), ("ddp", "bf16"), ("fsdp", "fp16"), ("fsdp", "bf16")),
+):
     """SIGKILL of a random rank at random times; torchrun starts all again."""
     for number, (strategy, dtype) in enumerate(cells):
         words = {**LAYOUTS[strategy], "precision.dtype": dtype, "train.steps": 60 + 50 * kills}
         words["data.workers"] = 2 * (number % 2)
-        row = Row(f"SIGKILL of a rank, {strategy} {dtype}, {words['data.workers']} workers", tried=kills)
+        row = Row(
+            f"SIGKILL of a rank, {strategy} {dtype}, {words['data.workers']} workers", tried=kills
+        )
         job, seconds, first_time = chaos.job(restarts=5 * kills, **words), [], 0
         for _ in range(kills):
             job.wait_for("step", count=1 + sum(line.startswith("step") for _, line in job.lines))
@@ -284,8 +334,8 @@ def sigkills(chaos: Chaos, kills: int, cells=(("ddp", "fp16"), ("ddp", "bf16"), 
         row.good = kills if not troubles else 0
         row.troubles = troubles[:5]
         row.note = (
-            f"bit-identical end; next step after {statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s "
-            f"(most); first restart good {first_time} of {kills}"
+            f"bit-identical end; next step after {statistics.median(seconds):.1f} s (median), "
+            f"{max(seconds):.1f} s (most); first restart good {first_time} of {kills}"
         )
         yield row
 
@@ -326,7 +376,8 @@ def flips(chaos: Chaos, bits: int, cuts: int):
                 refused = integrity_error(newest)
                 with redirect_stderr(StringIO()):
                     falls_back = (
-                        number % 50 or checkpoint_to_resume("auto", folder, World()) == all_checkpoints(folder)[-2]
+                        number % 50
+                        or newest_checkpoint("auto", folder, World()) == all_checkpoints(folder)[-2]
                     )
             row.add([] if refused and falls_back else [f"{path.name} {number}"])
         yield row
@@ -369,10 +420,19 @@ def signals(chaos: Chaos, numbers=("SIGTERM", "SIGUSR1"), targets=("torchrun", "
             phases=("training", "evaluation", "warm-up")):  # fmt: skip
     """Signals that ask a run to stop: one agreed step, saved, and then on as if nothing had been."""
     for number in numbers:
-        row = Row(f"{number} to {', '.join(targets)}; in {', '.join(phases)}", note="steps after the signal: ")
+        row = Row(
+            f"{number} to {', '.join(targets)}; in {', '.join(phases)}",
+            note="steps after the signal: ",
+        )
         most = 0
         for target, worker, phase in ((t, w, p) for t in targets for w in workers for p in phases):
-            environ = {"WARM_UP": "1.5"} if phase == "warm-up" else {"EVALUATION": "3"} if phase == "evaluation" else {}
+            environ = (
+                {"WARM_UP": "1.5"}
+                if phase == "warm-up"
+                else {"EVALUATION": "3"}
+                if phase == "evaluation"
+                else {}
+            )
             job = chaos.job(environ=environ, **{"data.workers": worker})
             begins = {
                 "warm-up": "warming up",
@@ -383,14 +443,20 @@ def signals(chaos: Chaos, numbers=("SIGTERM", "SIGUSR1"), targets=("torchrun", "
             job.wait_for(begins)
             time.sleep(0.3 if phase == "evaluation" else 0.0)
             ranks = list(job.rank_processes().values())
-            pids = {"torchrun": [job.process.pid], "one rank": [chaos.random.choice(ranks)], "all ranks": ranks}[target]
+            pids = {
+                "torchrun": [job.process.pid],
+                "one rank": [chaos.random.choice(ranks)],
+                "all ranks": ranks,
+            }[target]
             # A step's line comes a step later, unless an evaluation follows.
             seen = sum(line.startswith("step") for _, line in job.lines) + (phase == "training")
             for pid in pids:
                 os.kill(pid, getattr(signal, number))
             job.end()
             where = f"{number} to {target} in {phase}, {worker} workers"
-            stopped = job.summary if (job.run / "summary.json").exists() else {"stopped_by": "no summary"}
+            stopped = (
+                job.summary if (job.run / "summary.json").exists() else {"stopped_by": "no summary"}
+            )
             if stopped["stopped_by"] != "preempted" or stopped["exit_code"] != 75:
                 row.add([f"{where}: {stopped}\n{job.text[-2000:]}"])
                 continue
@@ -399,7 +465,8 @@ def signals(chaos: Chaos, numbers=("SIGTERM", "SIGUSR1"), targets=("torchrun", "
             saved = all_checkpoints(job.run)[-1].name == f"step_{stopped['steps']:08d}"
             again = chaos.finish(job, **{"data.workers": worker})
             troubles = chaos.compare(again)
-            # The ranks exchange the stop about once a second, and at most after as many steps again.
+            # The ranks exchange the stop about once a second, and at most after as many steps
+            # again.
             if not saved or more > 2 + seen:
                 troubles.append(f"{where}: {more} more steps, saved {saved}")
             row.add([f"{where}: {trouble}" for trouble in troubles])
@@ -454,7 +521,10 @@ def disks(chaos: Chaos):
         row.add(chaos.compare(job, **{"train.steps": 120}))
         row.note = "a checkpoint was refused, and its lines were written later"
     yield row
-    row = Row("a read-only folder, from the start or in the midst: its path, and on from the last checkpoint")
+    row = Row(
+        "a read-only folder, from the start or in the midst: its path, and on from the last "
+        "checkpoint"
+    )
     folder = chaos.new_folder()
     (folder / "run").mkdir()
     with small_disk(folder / "run", "ro"):
@@ -466,16 +536,25 @@ def disks(chaos: Chaos):
     time.sleep(0.5)
     with small_disk(folder / "run" / "checkpoints", "ro"):
         status = job.end()
-        said = "could not be written: rank 0: Read-only file system" in job.text and "rank 0: Traceback" not in job.text
-    newest = int(all_checkpoints(job.run)[-1].name.removeprefix("step_"))  # of before it turned read-only
+        said = (
+            "could not be written: rank 0: Read-only file system" in job.text
+            and "rank 0: Traceback" not in job.text
+        )
+    newest = int(
+        all_checkpoints(job.run)[-1].name.removeprefix("step_")
+    )  # of before it turned read-only
     again = chaos.finish(job)
-    resumed = 0 < newest < chaos.words["train.steps"] and f"resumed from step {newest}\n" in again.text
+    resumed = (
+        0 < newest < chaos.words["train.steps"] and f"resumed from step {newest}\n" in again.text
+    )
     row.add(([] if status and said and resumed else [job.text[-2000:]]) + chaos.compare(again))
     yield row
 
 
 def hangs(chaos: Chaos, timeout: float = 10.0):
-    """A rank that hangs, and one that is stopped: named; the job ends by itself, and goes on when started again."""
+    """A rank that hangs, and one that is stopped: named; the job ends by itself, and goes on when
+    started again.
+    """
     for what in ("hangs in the loss", "is stopped by SIGSTOP"):
         row = Row(f"a rank that {what}: named, and the job ends")
         environ = {"HANG_AT": "30:1"} if "loss" in what else {}
@@ -486,9 +565,13 @@ def hangs(chaos: Chaos, timeout: float = 10.0):
             os.kill(job.rank_processes()[1], signal.SIGSTOP)
         job.end()
         took = time.monotonic() - began
-        named = "rank 1" in job.text and ("loss_sum" in job.text if environ else "stopped" in job.text)
+        named = "rank 1" in job.text and (
+            "loss_sum" in job.text if environ else "stopped" in job.text
+        )
         again = chaos.finish(job)
-        row.add(([] if named and job.process.returncode else [job.text[-3000:]]) + chaos.compare(again))
+        row.add(
+            ([] if named and job.process.returncode else [job.text[-3000:]]) + chaos.compare(again)
+        )
         row.note = f"{took:.1f} s with run.timeout_seconds={timeout:g}"
         yield row
 
@@ -540,7 +623,9 @@ LONG: dict[str, Callable] = {
 }
 QUICK: dict[str, Callable] = {
     "sigkills": lambda chaos: sigkills(chaos, 2, [("fsdp", "fp16")]),
-    "points": lambda chaos: points(chaos, ["in the midst of a shard", "before the rename"], ["ddp"]),
+    "points": lambda chaos: points(
+        chaos, ["in the midst of a shard", "before the rename"], ["ddp"]
+    ),
     "flips": lambda chaos: flips(chaos, 100, 50),
     "signals": lambda chaos: signals(chaos, ["SIGUSR1"], ["torchrun"], [2], ["evaluation"]),
     "hangs": hangs,
@@ -551,16 +636,24 @@ QUICK: dict[str, Callable] = {
 def table(rows: list[Row]) -> str:
     lines = [f"{'good':>9}  what was done, and what came of it"]
     for row in rows:
-        lines.append(f"{row.good:>4}/{row.tried:<4}  {row.what}" + (f" ({row.note})" if row.note else ""))
+        lines.append(
+            f"{row.good:>4}/{row.tried:<4}  {row.what}" + (f" ({row.note})" if row.note else "")
+        )
         lines += [f"           wrong: {trouble}" for trouble in row.troubles]
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(LONG)}; all without one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"which of {', '.join(LONG)}; all without one"
+    )
     parser.add_argument("--quick", action="store_true", help="a few trials of each")
-    parser.add_argument("--seed", type=int, default=int(time.time()) % 10_000, help="of victims, times and bits")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()) % 10_000, help="of victims, times and bits"
+    )
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in LONG]:
         parser.error(f"unknown name {unknown[0]}; there are {', '.join(LONG)}")
@@ -568,14 +661,20 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
         chaos = Chaos(Path(folder), given.seed)
-        print(f"chaos: seed {given.seed}, torch {torch.__version__}, {os.cpu_count()} cores", flush=True)
+        print(
+            f"chaos: seed {given.seed}, torch {torch.__version__}, {os.cpu_count()} cores",
+            flush=True,
+        )
         for name, trials in chosen.items():
             if given.names and name not in given.names:
                 continue
             began = time.monotonic()
             for row in trials(chaos):
                 rows.append(row)
-                print(table([row]).partition("\n")[2] + f"  [{time.monotonic() - began:.0f} s]", flush=True)
+                print(
+                    table([row]).partition("\n")[2] + f"  [{time.monotonic() - began:.0f} s]",
+                    flush=True,
+                )
     print("\n" + table(rows))
     return int(any(row.good < row.tried for row in rows))
 

@@ -1,6 +1,9 @@
-"""What every test gets: a clean environment, the `launch` fixture; and the choice of a sample of the slow tests."""
+"""What every test gets: a clean environment, the `launch` fixture; and the choice of a sample of
+the slow tests.
+"""
 
 import hashlib
+import logging
 import os
 import shlex
 
@@ -10,13 +13,17 @@ from forked import ROOT as ROOT
 from forked import TESTS as TESTS
 from forked import Launch
 
-torch.set_num_threads(1)  # two threads that wait for each other on a busy core take ten times as long
+torch.set_num_threads(
+    1
+)  # two threads that wait for each other on a busy core take ten times as long
 
 ENGINES = {
     *("test_browser", "test_container", "test_kubernetes", "test_launch"),
     *("test_optim", "test_ray", "test_slurm", "test_trackers"),
 }
-"""What runs the files of launch/. DIST_AMP_ENGINES=required, as .ci/run sets it: a skipped test in these has failed."""
+"""What runs the files of launch/. DIST_AMP_ENGINES=required, as .ci/run sets it: a skipped test in
+these has failed.
+"""
 REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
 
 
@@ -28,13 +35,22 @@ def pytest_addoption(parser):
         metavar="N",
         help="with -m slow: run N of the slow tests (below 1: that share of them), and all that are marked `engine`",
     )
-    group.addoption("--slow-seed", default="", metavar="TEXT", help="what chooses them: a commit's hash, for instance")
+    group.addoption(
+        "--slow-seed",
+        default="",
+        metavar="TEXT",
+        help="what chooses them: a commit's hash, for instance",
+    )
 
 
 def sample_of(tests, amount, seed):
-    """`amount` of the tests (a share, if below 1), whatever their order: those whose hash with the seed is lowest."""
+    """`amount` of the tests (a share, if below 1), whatever their order: those whose hash with the
+    seed is lowest.
+    """
     count = round(amount * len(tests)) if amount < 1 else int(amount)
-    return sorted(tests, key=lambda test: hashlib.sha256(f"{seed} {test}".encode()).digest())[:count]
+    return sorted(tests, key=lambda test: hashlib.sha256(f"{seed} {test}".encode()).digest())[
+        :count
+    ]
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -42,7 +58,11 @@ def pytest_collection_modifyitems(config, items):
     amount = config.getoption("slow_sample")
     if amount is None:
         return
-    slow = [item.nodeid for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("engine")]
+    slow = [
+        item.nodeid
+        for item in items
+        if item.get_closest_marker("slow") and not item.get_closest_marker("engine")
+    ]
     left_out = set(slow) - set(sample_of(slow, amount, config.getoption("slow_seed")))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
@@ -53,12 +73,17 @@ def pytest_report_collectionfinish(config, items):
         return []
     seed = shlex.quote(config.getoption("slow_seed"))
     again = f"bash launch/test.sh -m slow --slow-sample {amount:g} --slow-seed {seed}"
-    lines = [f"{len(items)} tests, chosen by: {again}", "one of them again: bash launch/test.sh -m slow NAME"]
+    lines = [
+        f"{len(items)} tests, chosen by: {again}",
+        "one of them again: bash launch/test.sh -m slow NAME",
+    ]
     return [*lines, *(f"  {shlex.quote(item.nodeid)}" for item in items)]
 
 
 def pytest_runtest_protocol(item):
-    torch.set_num_threads(1)  # a test before it may have left another number, with which sums round differently
+    torch.set_num_threads(
+        1
+    )  # a test before it may have left another number, with which sums round differently
     os.environ.pop("DIST_AMP_ENGINES", None)  # it is no setting of what the tests launch
 
 
@@ -66,7 +91,10 @@ def pytest_runtest_protocol(item):
 def pytest_runtest_makereport(item):
     report = yield
     if REQUIRED and report.skipped and item.path.stem in ENGINES:
-        report.outcome, report.longrepr = "failed", f"DIST_AMP_ENGINES=required, and skipped: {report.longrepr[2]}"
+        report.outcome, report.longrepr = (
+            "failed",
+            f"DIST_AMP_ENGINES=required, and skipped: {report.longrepr[2]}",
+        )
     return report
 
 
@@ -80,7 +108,9 @@ def pytest_terminal_summary(terminalreporter):
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         lines = [line for name, line in getattr(report, "user_properties", []) if name == "said"]
         if lines and report.when == "call":
-            terminalreporter.write_line("\n".join([f"{report.nodeid}:", *(f"  {line}" for line in lines)]))
+            terminalreporter.write_line(
+                "\n".join([f"{report.nodeid}:", *(f"  {line}" for line in lines)])
+            )
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +118,14 @@ def clean_environment(monkeypatch):
     for name in list(os.environ):
         if name.startswith("DIST_AMP_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def fresh_log():
+    """A main job that ran in this process has set up the log of its rank."""
+    log = logging.getLogger("dist_amp")
+    log.handlers.clear()
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

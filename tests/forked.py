@@ -1,7 +1,8 @@
-"""Start the main job in a fork of a process that has imported torch: 0.5 s of processor time instead of 5.
+"""Start the main job in a fork of a process that has imported torch: 0.5 s of processor time
+instead of 5.
 
-A real process with its own exit status, output and signals; only the interpreter's start and the imports are left out.
-Tests in which those matter ask the `launch` fixture for a fresh process.
+A real process with its own exit status, output and signals; only the interpreter's start and the
+imports are left out. Tests in which those matter ask the `launch` fixture for a fresh process.
 """
 
 import importlib
@@ -19,18 +20,28 @@ ROOT = TESTS.parent
 
 context = multiprocessing.get_context("forkserver")
 # What a run imports later is imported once, in the server.
-PRELOADED = ["dist_amp.train", "torch.utils.tensorboard", "torch._inductor.config", "tyro._cli", "pytest"]
+PRELOADED = [
+    "dist_amp.train",
+    "torch.utils.tensorboard",
+    "torch._inductor.config",
+    "tyro._cli",
+    "pytest",
+]
 context.set_forkserver_preload(PRELOADED)
 
 
 class Forked:
     """`python -m MODULE ARGS` in `folder`, with the methods of subprocess.Popen that the tests use."""
 
-    def __init__(self, args: list[str], folder: Path, environ: dict[str, str], module: str = "dist_amp.train"):
+    def __init__(
+        self, args: list[str], folder: Path, environ: dict[str, str], module: str = "dist_amp.train"
+    ):
         self.args = args
         self.returncode: int | None = None
         self._output = Path(tempfile.mkdtemp(prefix="forked"))
-        self._process = context.Process(target=_main, args=(module, args, folder, environ, self._output))
+        self._process = context.Process(
+            target=_main, args=(module, args, folder, environ, self._output)
+        )
         self._process.start()
         self.pid = self._process.pid
 
@@ -58,16 +69,22 @@ class Forked:
         self._process.kill()
 
 
-def _main(module: str, args: list[str], folder: Path, environ: dict[str, str], output: Path) -> None:
+def _main(
+    module: str, args: list[str], folder: Path, environ: dict[str, str], output: Path
+) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT), number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+    )
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
     sys.path[:0] = [str(folder), *environ.get("PYTHONPATH", "").split(os.pathsep)]
     sys.argv = [module, *args]
-    multiprocessing.set_start_method("fork", force=True)  # loader workers: their parent is this process, not the server
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # loader workers: their parent is this process, not the server
 
     import torch
 
@@ -81,25 +98,47 @@ def _main(module: str, args: list[str], folder: Path, environ: dict[str, str], o
 class Launch:
     """launch(ranks, "--key", "value", ...): a real run of the main job in a folder.
 
-    ranks=0 is `python -m dist_amp.train`, forked from a process that has its imports (see forked.py) unless fresh=True;
-    above that, torchrun. Returns the finished process: returncode, stdout, stderr. `launch.start` returns it while it
-    runs. `launch.each` and `launch.start_each` fork the ranks without torchrun, with the variables that every launcher
-    sets, and return a list with one entry per rank: a twentieth of torchrun's processor time.
+    ranks=0 is `python -m dist_amp.train`, forked from a process that has its imports (see
+    forked.py) unless fresh=True; above that, torchrun. Returns the finished process: returncode,
+    stdout, stderr. `launch.start` returns it while it runs. `launch.each` and `launch.start_each`
+    fork the ranks without torchrun, with the variables that every launcher sets, and return a list
+    with one entry per rank: a twentieth of torchrun's processor time.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def __call__(self, ranks: int, *args: object, timeout: float = 300, **options) -> subprocess.CompletedProcess:
+    def __call__(
+        self, ranks: int, *args: object, timeout: float = 300, **options
+    ) -> subprocess.CompletedProcess:
         return finish(self.start(ranks, *args, **options), timeout)
 
-    def start(self, ranks: int, *args: object, fresh: bool = False, torchrun: tuple[str, ...] = (), **environment: str):
+    def start(
+        self,
+        ranks: int,
+        *args: object,
+        fresh: bool = False,
+        torchrun: tuple[str, ...] = (),
+        **environment: str,
+    ):
         words, environ = list(map(str, args)), self.environ(environment)
         if ranks == 0 and not fresh:
             return Forked(words, self.folder, environ)
-        alone = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}"]
+        alone = [
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+            f"--nproc_per_node={ranks}",
+        ]
         return subprocess.Popen(
-            [sys.executable, *(["-m", *alone, *torchrun] if ranks else []), "-m", "dist_amp.train", *words],
+            [
+                sys.executable,
+                *(["-m", *alone, *torchrun] if ranks else []),
+                "-m",
+                "dist_amp.train",
+                *words,
+            ],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -108,8 +147,12 @@ class Launch:
         )
 
     def module(self, module: str, *args: object, timeout: float = 300, **environment: str):
-        """`python -m MODULE ARGS`, forked, of a module with a main() that returns the exit status; or a script.py."""
-        return finish(Forked(list(map(str, args)), self.folder, self.environ(environment), module), timeout)
+        """`python -m MODULE ARGS`, forked, of a module with a main() that returns the exit status;
+        or a script.py.
+        """
+        return finish(
+            Forked(list(map(str, args)), self.folder, self.environ(environment), module), timeout
+        )
 
     def environ(self, more: dict[str, str]) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **more}
@@ -127,7 +170,10 @@ class Launch:
             port = free.getsockname()[1]
         world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": str(port), **environment}  # fmt: skip
-        return [self.start(0, *args, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
+        return [
+            self.start(0, *args, RANK=str(rank), LOCAL_RANK=str(rank), **world)
+            for rank in range(ranks)
+        ]
 
 
 def finish(process, timeout: float) -> subprocess.CompletedProcess:

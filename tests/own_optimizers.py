@@ -42,7 +42,9 @@ def adamw_8bit(groups, lr):
 
     class AdamW8bit(torchao.optim.AdamW8bit):
         def step(self, closure=None):
-            with torch.compiler.set_stance("force_eager"):  # it compiles its step, which takes half a minute
+            with torch.compiler.set_stance(
+                "force_eager"
+            ):  # it compiles its step, which takes half a minute
                 return super().step(closure)
 
     return AdamW8bit(groups, lr=lr, block_size=32)
@@ -55,7 +57,9 @@ MAKERS = {
     "counting": Counting,
     "nesterov": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
     "adamw_8bit": adamw_8bit,
-    "nadam": lambda groups, lr: torch.optim.NAdam(groups, lr=lr),  # its state starts at other numbers than zero
+    "nadam": lambda groups, lr: torch.optim.NAdam(
+        groups, lr=lr
+    ),  # its state starts at other numbers than zero
     "rprop": lambda groups, lr: torch.optim.Rprop(groups, lr=lr),
     "fused adamw": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, fused=True),
     "fused sgd": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True),
@@ -65,7 +69,9 @@ MAKERS = {
 class Own(Tiny):
     """Its optimizer is the one of that name. bad: rows of the dataset whose gradients are infinite."""
 
-    def __init__(self, kind: str = "lion", bad: tuple[int, ...] = (), width: int = 8, samples: int = 64):
+    def __init__(
+        self, kind: str = "lion", bad: tuple[int, ...] = (), width: int = 8, samples: int = 64
+    ):
         super().__init__(samples=samples)
         self.kind = kind
         self.bad = bad
@@ -73,7 +79,9 @@ class Own(Tiny):
 
     def build_model(self):
         width = self.width
-        layers = [nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in ((8, width), (width, width))]
+        layers = [
+            nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in ((8, width), (width, width))
+        ]
         return nn.Sequential(*layers, nn.Linear(width, 1))
 
     def build_dataset(self, split) -> Rows:

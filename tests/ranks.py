@@ -1,8 +1,10 @@
-"""Run a function on N real ranks: processes that share a gloo process group, kept for the whole test session.
+"""Run a function on N real ranks: processes that share a gloo process group, kept for the whole
+test session.
 
     results = on_ranks(2, my_function, argument)   # my_function(world, argument) on each rank -> [result, result]
 
-Starting a rank costs seconds and a call to one that runs costs nothing, so the matrix of cells stays affordable.
+Starting a rank costs seconds and a call to one that runs costs nothing, so the matrix of cells
+stays affordable.
 """
 
 import atexit
@@ -36,13 +38,17 @@ class Ranks:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float
+    ) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((function, args))
         results = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(timeout_seconds):
-                raise RankFailed(f"rank {rank} gave no answer to {function.__name__} within {timeout_seconds} s")
+                raise RankFailed(
+                    f"rank {rank} gave no answer to {function.__name__} within {timeout_seconds} s"
+                )
             results.append(pipe.recv())
         failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
         if failed:
@@ -55,8 +61,12 @@ class Ranks:
             process.join()
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300) -> list[Any]:
-    """Call function(world, *args) on `size` ranks at once; return what each returned, in the order of the ranks."""
+def on_ranks(
+    size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300
+) -> list[Any]:
+    """Call function(world, *args) on `size` ranks at once; return what each returned, in the order
+    of the ranks.
+    """
     if size not in _pools:
         _pools[size] = Ranks(size)
         atexit.register(_pools[size].stop)
@@ -74,17 +84,24 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     from dist_amp.settings import RunConfig
     from dist_amp.world import locate
 
-    # Loader workers end when their parent does, and a forkserver's children have the server for a parent.
+    # Loader workers end when their parent does, and a forkserver's children have the server for a
+    # parent.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=30),
         )
     world = locate(RunConfig())
     while True:
         function, args = pipe.recv()
-        torch.set_num_threads(1)  # the call before may have left another number, with which sums round differently
+        torch.set_num_threads(
+            1
+        )  # the call before may have left another number, with which sums round differently
         try:
             pipe.send((True, function(world, *args)))
         except BaseException:

@@ -1,7 +1,9 @@
-"""The task that chaos.py breaks: random numbers in every forward, a row that overflows, and ways to die on demand.
+"""The task that chaos.py breaks: random numbers in every forward, a row that overflows, and ways to
+die on demand.
 
-The environment says how: DIE_AT=point:step:rank kills that rank's process at that point of that step's checkpoint, in
-torchrun's first attempt alone; HANG_AT, RAISE_AT=step:rank hang or raise in the loss; WARM_UP, EVALUATION are seconds.
+The environment says how: DIE_AT=point:step:rank kills that rank's process at that point of that
+step's checkpoint, in torchrun's first attempt alone; HANG_AT, RAISE_AT=step:rank hang or raise in
+the loss; WARM_UP, EVALUATION are seconds.
 """
 
 import os
@@ -16,15 +18,21 @@ FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 class Restless(Overflow):
-    """Steps of some 20 ms; about one step in an epoch of sixteen is skipped by all, because of a row of one rank."""
+    """Steps of some 20 ms; about one step in an epoch of sixteen is skipped by all, because of a
+    row of one rank.
+    """
 
     def __init__(self, seconds: float = 0.005, batch_norm: bool = True):
         super().__init__(bad=(3,), samples=128)
         self.seconds = seconds
-        self.norm = nn.BatchNorm1d if batch_norm else nn.LayerNorm  # FSDP's policy refuses batch statistics
+        self.norm = (
+            nn.BatchNorm1d if batch_norm else nn.LayerNorm
+        )  # FSDP's policy refuses batch statistics
 
     def build_model(self):
-        return nn.Sequential(nn.Linear(8, 16), self.norm(16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
+        return nn.Sequential(
+            nn.Linear(8, 16), self.norm(16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)
+        )
 
     def build_dataset(self, split):
         if split == "train":
@@ -63,7 +71,6 @@ def die_at(point, step):
     import shutil
 
     from dist_amp.checkpoint import saver as checkpoint
-    from dist_amp.checkpoint import writer as checkpoint_writing
 
     def dying(module, name, after=False, calls=1, when=lambda *args: True):
         real, seen = getattr(module, name), []
@@ -88,16 +95,24 @@ def die_at(point, step):
 
     writer = dcp.FileSystemWriter
     points = {
-        "before it is taken": (checkpoint, "take_snapshot", {"when": lambda run, **_: run.step == step}),
+        "before it is taken": (
+            checkpoint,
+            "take_snapshot",
+            {"when": lambda run, **_: run.step == step},
+        ),
         "before the first byte": (checkpoint, "write", {"when": of_the_step}),
         "before this rank's shard": (writer, "write_data", {"when": of_the_step}),
         "after this rank's shard": (writer, "write_data", {"when": of_the_step, "after": True}),
         "before the metadata": (writer, "finish", {"when": of_the_step}),
-        "before the hashes": (checkpoint_writing, "hash_files", {"calls": step // STEPS_BETWEEN}),
-        "before the manifest": (checkpoint_writing, "publish", {"when": of_the_step}),
+        "before the hashes": (checkpoint, "hash_files", {"calls": step // STEPS_BETWEEN}),
+        "before the manifest": (checkpoint, "publish", {"when": of_the_step}),
         "before the rename": (os, "rename", {"when": whole_folder}),
         "after the rename": (os, "rename", {"when": whole_folder, "after": True}),
-        "while an old one is removed": (shutil, "rmtree", {"when": lambda path, *_, **__: "/step_" in str(path)}),
+        "while an old one is removed": (
+            shutil,
+            "rmtree",
+            {"when": lambda path, *_, **__: "/step_" in str(path)},
+        ),
     }
     if point == "in the midst of a shard":
         # Between the two writes of one tensor of this step's shard.

@@ -1,4 +1,4 @@
-"""A task whose steps take 20 ms on every rank, and twice that in one phase of one rank. Not a test."""
+"""A task whose steps take 20 ms on every rank, and twice that in one phase of one rank."""
 
 import os
 import time

@@ -1,8 +1,10 @@
 """Compiled blocks, recomputed blocks and a loss in chunks give the same gradients."""
 
 import pickle
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics.nonfinite import find_nonfinite
 from dist_amp.errors import ConfigError
-from dist_amp.fast.compile import as_compiled_so_far, check_compile
-from dist_amp.runtime import recompute
+from dist_amp.scaling import activation_checkpointing as recompute
+from dist_amp.scaling.compile import as_compiled_so_far, check_compile
 from dist_amp.settings import CompileConfig, DataConfig
 from dist_amp.step import loss_of
 from dist_amp.tasks.causal_lm import CausalLM
@@ -29,8 +31,9 @@ from dist_amp.world import World
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
 FP32, BF16 = ["--use_amp", "false"], ["--precision.dtype", "bf16"]
-# Traces and cuts graphs as inductor does, and runs them with torch's own kernels: seconds, not minutes.
-COMPILED = ["--compile.blocks", "true", "--compile.backend", "aot_eager"]
+# Traces and cuts graphs as inductor does, and runs them with torch's own kernels: seconds, not
+# minutes.
+COMPILED = ["--compile.blocks", "true", "--compile.mode", "aot_eager"]
 INDUCTOR = ["--compile.blocks", "true"]
 FULL = ["--parallel.activation_checkpointing", "full"]
 SELECTIVE = ["--parallel.activation_checkpointing", "selective"]
@@ -67,7 +70,9 @@ class Bytes(CausalLM):
 
 
 def bytes_run(world, task, *words):
-    return make_run(world, task, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2, *words)
+    return make_run(
+        world, task, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2, *words
+    )
 
 
 def gradients(world, task, words):
@@ -80,11 +85,15 @@ def gradients(world, task, words):
 
 @cache
 def plain_gradients(strategy, precision):
-    return on_ranks(LAYOUTS[strategy], gradients, Bytes(), ["--parallel.strategy", strategy, *precision])[0]
+    return on_ranks(
+        LAYOUTS[strategy], gradients, Bytes(), ["--parallel.strategy", strategy, *precision]
+    )[0]
 
 
 def errors(strategy, task, words, plain_task=None, plain_words=()):
-    """By how much each step's gradients differ from those without the settings, relative to the largest."""
+    """By how much each step's gradients differ from those without the settings, relative to the
+    largest.
+    """
     layout, ranks = ["--parallel.strategy", strategy], LAYOUTS[strategy]
     precision = BF16 if BF16[1] in words else FP32
     changed = on_ranks(ranks, gradients, task, [*layout, *words], timeout_seconds=3600)[0]
@@ -95,8 +104,8 @@ def errors(strategy, task, words, plain_task=None, plain_words=()):
     return [relative_error(mine, true) for mine, true in zip(changed, plain, strict=True)]
 
 
-# The same operations on the same numbers: what is recomputed, or traced and run by torch's kernels, is equal in its
-# bits. A loss in chunks is the same sum in another order: some roundings of 2^-24.
+# The same operations on the same numbers: what is recomputed, or traced and run by torch's kernels,
+# is equal in its bits. A loss in chunks is the same sum in another order: some roundings of 2^-24.
 SETTINGS = {
     "compiled": ("off", COMPILED, 0.0),
     "full": ("off", FULL, 0.0),
@@ -108,7 +117,10 @@ SETTINGS = {
 }
 
 
-QUICK = {("all", "fsdp"), *((name, "fsdp") for name in ("full", "selective", "every_second", "chunked"))}
+QUICK = {
+    ("all", "fsdp"),
+    *((name, "fsdp") for name in ("full", "selective", "every_second", "chunked")),
+}
 
 
 def cells(names, strategies, quick=QUICK):
@@ -124,28 +136,37 @@ def test_each_setting_and_all_together_give_the_gradients_of_none_in_float32(nam
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), cells(["full", "selective", "chunked", "all"], ["ddp", "fsdp"], {("all", "fsdp")})
+    ("name", "strategy"),
+    cells(["full", "selective", "chunked", "all"], ["ddp", "fsdp"], {("all", "fsdp")}),
 )
 def test_they_do_in_bf16_within_its_rounding(name, strategy):
     chunk, words, bound = SETTINGS[name]
-    # The head's gradient is then a sum of one bf16 matrix per chunk, and each partial sum is rounded by 2^-9 of it.
+    # The head's gradient is then a sum of one bf16 matrix per chunk, and each partial sum is
+    # rounded by 2^-9 of it.
     chunks = 2 * -(-TOKENS // CHUNK)
-    assert max(errors(strategy, Bytes(chunk), [*BF16, *words])) <= (chunks * 2**-9 if bound else 0.0)
+    assert max(errors(strategy, Bytes(chunk), [*BF16, *words])) <= (
+        chunks * 2**-9 if bound else 0.0
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", LAYOUTS)
-@pytest.mark.parametrize("more", [[], FULL, SELECTIVE], ids=["compiled", "and_recomputed", "and_in_part"])
+@pytest.mark.parametrize(
+    "more", [[], FULL, SELECTIVE], ids=["compiled", "and_recomputed", "and_in_part"]
+)
 def test_inductors_code_gives_the_gradients_of_none(strategy, more):
-    # Its kernels sum in another order, and fused ones keep float32 where bf16 would be rounded to in between: in bf16
-    # both are about as far from float32, so from one another at most twice as far as plain bf16 is.
+    # Its kernels sum in another order, and fused ones keep float32 where bf16 would be rounded to
+    # in between: in bf16 both are about as far from float32, so from one another at most twice as
+    # far as plain bf16 is.
     assert max(errors(strategy, Bytes(), [*FP32, *INDUCTOR, *more])) < 1e-6
     plain, truth = (plain_gradients(strategy, tuple(precision)) for precision in (BF16, FP32))
     bound = 2 * max(relative_error(a, b) for a, b in zip(plain, truth, strict=True))
     assert max(errors(strategy, Bytes(), [*BF16, *INDUCTOR, *more])) < bound < 0.05
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["as_written", "compiled"])
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["as_written", "compiled"]
+)
 @pytest.mark.parametrize("setting", [FULL, SELECTIVE], ids=["full", "selective"])
 def test_what_is_recomputed_draws_the_same_dropout(setting, more):
     task = Bytes(dropout=0.5)
@@ -176,9 +197,12 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "rows"), [("off", TOKENS), (CHUNK, CHUNK), pytest.param(1000, TOKENS, marks=pytest.mark.slow)]
+    ("chunk", "rows"),
+    [("off", TOKENS), (CHUNK, CHUNK), pytest.param(1000, TOKENS, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("precision", [FP32, pytest.param(BF16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [FP32, pytest.param(BF16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
 def test_no_more_logits_than_a_chunks_exist_at_any_time(chunk, rows, precision):
     run = bytes_run(World(), Bytes(chunk), *precision)
     with Largest() as largest:
@@ -186,7 +210,9 @@ def test_no_more_logits_than_a_chunks_exist_at_any_time(chunk, rows, precision):
         with run.parallel.evaluating(), run.precision.autocast():
             run.task.metrics(run.model, next(run.data)[0])
     assert largest.rows == rows
-    assert run.model(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 256), "a sample still gets logits"
+    assert run.model(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 256), (
+        "a sample still gets logits"
+    )
 
 
 def kept_for_backward(*words):
@@ -205,15 +231,23 @@ def kept_for_backward(*words):
 
 
 def test_what_is_recomputed_is_not_kept():
-    none, half, full = kept_for_backward(), kept_for_backward(*EVERY_SECOND), kept_for_backward(*FULL)
+    none, half, full = (
+        kept_for_backward(),
+        kept_for_backward(*EVERY_SECOND),
+        kept_for_backward(*FULL),
+    )
     outside = full / none  # what embedding, head and loss keep, and the blocks' inputs
     assert outside < 0.5
-    assert full + 0.4 * (none - full) < half < full + 0.6 * (none - full), "half of the blocks keep all"
+    assert full + 0.4 * (none - full) < half < full + 0.6 * (none - full), (
+        "half of the blocks keep all"
+    )
 
 
 def test_an_evaluation_recomputes_nothing(monkeypatch):
     run = bytes_run(World(), Bytes(), *FULL)
-    monkeypatch.setattr(recompute, "checkpoint", lambda *args, **kwargs: pytest.fail("an evaluation pays for it"))
+    monkeypatch.setattr(
+        recompute, "checkpoint", lambda *args, **kwargs: pytest.fail("an evaluation pays for it")
+    )
     with run.parallel.evaluating():
         run.task.loss_sum(run.model, next(run.data)[0])
 
@@ -221,12 +255,16 @@ def test_an_evaluation_recomputes_nothing(monkeypatch):
 def test_names_stay_as_the_task_has_them():
     plain, changed = bytes_run(World(), Bytes()), bytes_run(World(), Bytes(), *FULL, *COMPILED)
     assert list(changed.model.state_dict()) == list(plain.model.state_dict())
-    assert [name for name, _ in changed.model.named_modules()] == [name for name, _ in plain.model.named_modules()]
+    assert [name for name, _ in changed.model.named_modules()] == [
+        name for name, _ in plain.model.named_modules()
+    ]
     assert str(changed.model) == str(plain.model)
 
 
 def compilations(world, words):
-    """How many graphs there are after training; evaluations; smaller batches; all of it and a sample once more."""
+    """How many graphs there are after training; evaluations; smaller batches; all of it and a
+    sample once more.
+    """
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
@@ -277,37 +315,32 @@ class InParts(Tiny):
         return nn.Sequential(nn.Linear(8, 8), Branching(8, 8), Branching(8, 8), nn.Linear(8, 1))
 
 
+@pytest.mark.bad_input("a block that is not one graph")
 def test_a_block_that_is_not_one_graph_is_compiled_in_parts_and_said_once(capsys):
     take_steps(make_run(World(), InParts(), *FP32, *COMPILED), 2)
     said = capsys.readouterr().err
     assert said.count("warning: ") == 1
     assert "warning: 1 is not one graph: Data-dependent branching at test_blocks.py, line " in said
-    assert "`if x.sum() > 0:`; from now on blocks are compiled in parts (compile.fullgraph=auto)" in said
-    take_steps(make_run(World(), InParts(), *FP32, *COMPILED, "--compile.fullgraph", "false"), 2)
-    assert not capsys.readouterr().err
-
-
-def test_a_block_that_is_not_one_graph_is_refused_where_it_must_be(capsys):
-    run = make_run(World(), InParts(), *COMPILED, "--compile.fullgraph", "true")
-    with pytest.raises(ConfigError, match=r"fullgraph=true: 1 is not one graph: Data-dependent .*fullgraph=auto$"):
-        take_steps(run, 1)
+    assert "`if x.sum() > 0:`; from now on blocks are compiled in parts" in said
 
 
 def run_many_shapes(*words):
-    run = make_run(World(), Tiny(depth=1), *FP32, *COMPILED, "--compile.backend", "eager", *words)
+    run = make_run(World(), Tiny(depth=1), *FP32, *COMPILED, "--compile.mode", "eager", *words)
     for rows in range(2, 20):
         run.model(torch.randn(rows, 8)).sum().backward()
 
 
+@pytest.mark.bad_input("too many different shapes to compile")
 def test_shapes_without_end_stop_being_compiled_with_a_warning(capsys):
     run_many_shapes()
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(said) == 1
-    assert "0 got more than 16 shapes, or values that it depends on: try compile.dynamic=true; from" in said[0]
-    run_many_shapes("--compile.dynamic", "true", "--compile.fullgraph", "true")
+    assert (
+        "0 got more than 16 shapes, or values that it depends on: try compile.blocks=dynamic; from"
+        in said[0]
+    )
+    run_many_shapes("--compile.blocks", "dynamic")
     assert "warning: " not in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="0 got more than 16 shapes"):
-        run_many_shapes("--compile.fullgraph", "true")
 
 
 class LogOf(nn.Linear):
@@ -335,7 +368,9 @@ def first_fault(world, words):
     run = make_run(world, Spoilt(), *FP32, *words)
     take_steps(run, 1)  # it is compiled by now
     with run.parallel.gradient_sync(True):
-        return find_nonfinite(run.task, run.parallel.module, next(run.data)[0], torch.ones(()), run.precision)
+        return find_nonfinite(
+            run.task, run.parallel.module, next(run.data)[0], torch.ones(()), run.precision
+        )
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
@@ -347,7 +382,9 @@ def test_a_replay_sees_into_compiled_and_recomputed_blocks(strategy):
 
 def test_anomaly_detection_works_with_both():
     try:
-        take_steps(bytes_run(World(), Bytes(CHUNK), *COMPILED, *FULL, "--debug.detect_anomaly", "true"), 1)
+        take_steps(
+            bytes_run(World(), Bytes(CHUNK), *COMPILED, *FULL, "--debug.detect_anomaly", "true"), 1
+        )
     finally:
         torch.autograd.set_detect_anomaly(False)
 
@@ -395,7 +432,9 @@ def gathers(world, words):
     return counts
 
 
-@pytest.mark.parametrize("words", [[], [*FULL, *COMPILED]], ids=["as_written", "compiled_and_recomputed"])
+@pytest.mark.parametrize(
+    "words", [[], [*FULL, *COMPILED]], ids=["as_written", "compiled_and_recomputed"]
+)
 def test_neither_the_root_with_its_head_nor_the_last_block_is_gathered_again_in_backward(words):
     # Four blocks and the root; what is recomputed is whole by then.
     assert on_ranks(2, gathers, words) == [[(5, 3), (5, 3)]] * 2
@@ -413,60 +452,96 @@ class NoBlocks(Tiny):
         return nn.Linear(8, 1)
 
 
+@pytest.mark.bad_input(
+    "activation checkpointing of more blocks than the model has, or of a model without blocks"
+)
+@pytest.mark.bad_input("an unknown `compile.mode`")
 @pytest.mark.parametrize(
     ("task", "words", "said"),
     [
-        (Bytes(), ["--parallel.activation_checkpointing", 4], "=4 is more than the model's 3 blocks; use 1 to 3, or"),
-        (NoBlocks(), FULL, "=full: the model has no blocks; add `def blocks(self, model)` to the task, or use none"),
-        (Tiny(), ["--parallel.activation_checkpointing", 0], "activation_checkpointing=0 on the command line must be"),
+        (
+            Bytes(),
+            ["--parallel.activation_checkpointing", 4],
+            "=4 is more than the model's 3 blocks; use 1 to 3, or",
+        ),
+        (
+            NoBlocks(),
+            FULL,
+            "=full: the model has no blocks; add `def blocks(self, model)` to the task, or use "
+            "none",
+        ),
+        (
+            Tiny(),
+            ["--parallel.activation_checkpointing", 0],
+            "activation_checkpointing=0 on the command line must be",
+        ),
         (
             Tiny(),
             ["--parallel.activation_checkpointing", "half"],
             "is not a whole number or one of none, full, selective",
         ),
-        (Tiny(), ["--compile.mode", "fast"], "compile.mode=fast on the command line is not one of default, reduce-"),
-        (Tiny(), ["--compile.fullgraph", "maybe"], "fullgraph=maybe on the command line is not true or false or"),
-        (Tiny(), [*INDUCTOR, "--compile.backend", "inducter"], "=inducter is unknown to torch"),
-        (Tiny(), [*INDUCTOR, "--compile.backend", "nvcc"], "; use one of "),
-        (Tiny(), [*COMPILED, "--compile.mode", "max-autotune"], "max-autotune is inductor's, and compile.backend=aot"),
+        (
+            Tiny(),
+            ["--compile.mode", "fast"],
+            "compile.mode=fast on the command line is not one of default, reduce-",
+        ),
+        (
+            Tiny(),
+            ["--compile.blocks", "maybe"],
+            "blocks=maybe on the command line is not true or false or",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_one_line(task, words, said):
     assert said in refusal(task, *words)
 
 
+@pytest.mark.bad_input("a `loss_chunk` that is not a number of tokens")
 @pytest.mark.parametrize("chunk", [0, -1, 2.5, "none"])
 def test_a_chunk_that_is_no_number_of_tokens_is_refused(chunk):
-    with pytest.raises(ConfigError, match=r"task.args.loss_chunk=\S+ on the command line (must be at least 1|is not)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"task.args.loss_chunk=\S+ on the command line (must be at least 1|is not)",
+    ):
         load_config(["--task.args.loss_chunk", str(chunk)], environ={})
 
 
-def test_a_backend_whose_package_is_missing_is_refused_when_it_compiles():
-    words = [*INDUCTOR, "--compile.backend", "tvm"]
-    said = refusal(Tiny(), *words, steps=1)
-    assert "compile.backend=tvm can't compile 0: " in said
-    assert "tvm" in said.partition(": ")[2]
+@pytest.mark.bad_input("a block that the compiler's backend fails on")
+def test_a_backend_that_fails_is_named_with_the_block():
+    def fails(graph, inputs):
+        raise ValueError("no kernel")
+
+    with compiled_by(fails):
+        said = refusal(Tiny(), *COMPILED, steps=1)
+    assert "compile.mode=aot_eager can't compile 0: " in said
+    assert "no kernel" in said
 
 
+@pytest.mark.bad_input("inductor without a C++ compiler, or without Triton on a GPU")
 def test_inductor_without_a_compiler_is_refused_at_the_start():
     from torch._inductor import config as inductor
 
     with inductor.patch("cpp.cxx", ("no-such-compiler",)):
         text = refusal(Tiny(), *INDUCTOR)
-    assert "compile.backend=inductor needs a C++ compiler on a CPU" in text
-    assert "use compile.backend=aot_eager (no faster than without) or compile.blocks=false" in text
+    assert "compile.mode=default needs a C++ compiler on a CPU" in text
+    assert "use compile.mode=aot_eager (no faster than without) or compile.blocks=false" in text
 
 
 def test_inductor_on_a_gpu_without_triton_is_refused_at_the_start(monkeypatch):
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     with pytest.raises(ConfigError, match="needs Triton on a GPU; install"):
-        check_compile(CompileConfig(blocks=True), "single", 1, World(device=torch.device("cuda", 0)))
+        check_compile(
+            CompileConfig(blocks=True), "single", 1, World(device=torch.device("cuda", 0))
+        )
 
 
+@pytest.mark.bad_input("CUDA graphs (`compile.mode`) with parameters that FSDP gathers")
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graphs_of_gathered_parameters_are_refused(mode):
-    with pytest.raises(ConfigError, match=f"mode={mode} replays CUDA graphs, .* fsdp gathers them anew each time"):
+    with pytest.raises(
+        ConfigError, match=f"mode={mode} replays CUDA graphs, .* fsdp gathers them anew each time"
+    ):
         check_compile(CompileConfig(blocks=True, mode=mode), "fsdp", 1, World())
 
 
@@ -477,7 +552,7 @@ def test_settings_without_effect_get_a_warning(capsys):
     out, err = capsys.readouterr()
     assert "the settings of [compile] have no effect: compile.blocks=false compiles nothing" in err
     assert "compile.mode=reduce-overhead has no effect on a CPU" in err
-    assert "aot_eager compiles the whole model, which has no blocks, in the first step" in out
+    assert "compile.blocks=true: the whole model, which has no blocks, will be compiled" in out
 
 
 class Shared(Tiny):
@@ -499,9 +574,19 @@ class Misfit(Tiny):
 def test_a_block_that_is_used_twice_is_wrapped_once_and_its_own_mistakes_are_its_own():
     run = make_run(World(), Shared(), *FULL, *COMPILED)
     take_steps(run, 2)
-    assert not hasattr(run.model[0].forward.__wrapped__.__wrapped__, "__wrapped__"), "compiled, recomputed, no more"
+    assert not hasattr(run.model[0].forward.__wrapped__.__wrapped__, "__wrapped__"), (
+        "compiled, recomputed, no more"
+    )
     with pytest.raises(RuntimeError, match="same reduction dim"):
         take_steps(make_run(World(), Misfit(), *COMPILED), 1)
+
+
+@contextmanager
+def compiled_by(backend):
+    """A context in which torch.compile uses this backend."""
+    real = torch.compile
+    with patch.object(torch, "compile", lambda f, **more: real(f, **{**more, "backend": backend})):
+        yield
 
 
 def graphs_of(task, *words):
@@ -509,15 +594,14 @@ def graphs_of(task, *words):
     graphs = []
 
     def backend(graph, inputs):
-        graphs.append(" ".join(str(node.target) for node in graph.graph.nodes if node.op != "placeholder"))
+        graphs.append(
+            " ".join(str(node.target) for node in graph.graph.nodes if node.op != "placeholder")
+        )
         return graph.forward
 
-    torch._dynamo.register_backend(name="recording", compiler_fn=backend)
-    try:
-        run = bytes_run(World(), task, "--compile.blocks", "true", "--compile.backend", "recording", *words)
+    with compiled_by(backend):
+        run = bytes_run(World(), task, *COMPILED, *words)
         take_steps(run, 1)
-    finally:
-        del torch._dynamo.backends.registry._COMPILER_FNS["recording"]
     return graphs
 
 

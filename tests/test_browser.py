@@ -4,16 +4,26 @@ import json
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, PINNED, browser, colours_of_runs, data, open_pinned, shows, tensorboard
+from browser import (
+    CHROMIUM,
+    PINNED,
+    browser,
+    colours_of_runs,
+    data,
+    open_pinned,
+    shows,
+    tensorboard,
+)
 from forked import Launch
 
-from dist_amp.telemetry.tags import describe
-from dist_amp.telemetry.tensorboard_view import main_tags
+from dist_amp.telemetry.tensorboard_view import describe, main_tags
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.engine,
-    pytest.mark.skipif(not CHROMIUM, reason="needs chromium: bash tests/engines.sh installs it on Debian"),
+    pytest.mark.skipif(
+        not CHROMIUM, reason="needs chromium: bash tests/engines.sh installs it on Debian"
+    ),
 ]
 
 RANKS = ["rank00000", "rank00001"]
@@ -49,7 +59,10 @@ def test_the_watch_lines_address_opens_six_pinned_charts_with_a_line_of_each_ran
         assert list(colours) == RANKS
         assert len(set(colours.values())) == 2, "a colour per rank"
         charts = dict(zip(titles, page.locator(f"{PINNED} line-chart canvas").all(), strict=True))
-        for title, chart in charts.items():  # lines of the same value hide one another, and memory's never are
+        for (
+            title,
+            chart,
+        ) in charts.items():  # lines of the same value hide one another, and memory's never are
             seen = [shows(chart, colour) for colour in colours.values()]
             assert all(seen) if title == "memory/peak_GiB" else any(seen), title
         for title in ("throughput/tokens_per_second", "memory/peak_GiB", "time/step_seconds"):
@@ -63,14 +76,18 @@ def test_its_data_endpoints_have_every_ranks_tags_and_describe_them(port, runs):
     assert sorted(tags["runTagInfo"]) == RANKS
     logged = next(line for line in lines if "train/loss" in line)
     assert set(logged["ranks"][1]) <= set(tags["runTagInfo"][RANKS[1]])
-    assert set(logged) - {"step", "ranks", "spent_seconds", "unix_time"} <= set(tags["runTagInfo"][RANKS[0]])
+    assert set(logged) - {"step", "ranks", "spent_seconds", "unix_time"} <= set(
+        tags["runTagInfo"][RANKS[0]]
+    )
     for tag in tags["runTagInfo"][RANKS[0]]:
         unit, _, meaning = describe(tag).partition(": ")
         assert unit in tags["tagDescriptions"][tag], tag
         assert meaning
     points = data(port, f"scalars/scalars?run={RANKS[0]}&tag=train/loss")
     assert [(step, value) for _, step, value in points] == [
-        (line["step"], pytest.approx(line["train/loss"], rel=1e-6)) for line in lines if "train/loss" in line
+        (line["step"], pytest.approx(line["train/loss"], rel=1e-6))
+        for line in lines
+        if "train/loss" in line
     ], "each once: the descriptions are no points of their own"
 
 
@@ -111,7 +128,11 @@ def test_two_runs_have_a_colour_each(runs):
 def test_tensorboard_listens_on_loopback_alone(port):
     rows = [line.split() for name in ("tcp", "tcp6") if (table := Path("/proc/net", name)).exists()
             for line in table.read_text().splitlines()[1:]]  # fmt: skip
-    listening = [row[1].split(":") for row in rows if row[3] == "0A"]  # the state LISTEN; source: proc_net_tcp
+    listening = [
+        row[1].split(":") for row in rows if row[3] == "0A"
+    ]  # the state LISTEN; source: proc_net_tcp
     addresses = {address for address, its_port in listening if int(its_port, 16) == port}
     assert addresses
-    assert addresses <= {"0100007F", "00000000000000000000000001000000"}, "127.0.0.1 and ::1, in the host's byte order"
+    assert addresses <= {"0100007F", "00000000000000000000000001000000"}, (
+        "127.0.0.1 and ::1, in the host's byte order"
+    )

@@ -1,4 +1,6 @@
-"""The task's callbacks in the main job: they see each step and evaluation, and may end the run; its own metrics."""
+"""The task's callbacks in the main job: they see each step and evaluation, and may end the run; its
+own metrics.
+"""
 
 import json
 import math
@@ -14,21 +16,25 @@ from tiny import Tiny, log, make_run, take_steps
 
 from dist_amp import task
 from dist_amp.checkpoint.format import all_checkpoints
-from dist_amp.runtime.task_calls import OPTIONAL, misspelt_methods
-from dist_amp.supervise.callbacks import Callbacks, train_metrics
-from dist_amp.supervise.signals import AgreedStop
+from dist_amp.errors import DataError
+from dist_amp.supervise.callbacks import OPTIONAL, Callbacks, misspelt_methods, train_metrics
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.hf_classification import HFClassification
 from dist_amp.tasks.sinusoid import Sinusoid
-from dist_amp.telemetry.async_copy import StepReport
+from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
 
 class Watched(Tiny):
-    """stop_at: the step after which on_step says "stop", on rank `stop_rank`; patience: steps without a better loss."""
+    """stop_at: the step after which on_step says "stop", on rank `stop_rank`; patience: steps
+    without a better loss.
+    """
 
-    def __init__(self, stop_at: int = 0, stop_rank: int = 0, patience: int = 0, answer: str = "stop"):
+    def __init__(
+        self, stop_at: int = 0, stop_rank: int = 0, patience: int = 0, answer: str = "stop"
+    ):
         super().__init__()
         self.stop_at = stop_at
         self.stop_rank = stop_rank
@@ -43,21 +49,17 @@ class Watched(Tiny):
         return None
 
     def on_evaluation(self, run, values):
-        print(f"on_evaluation {run.step} on rank {run.world.rank}: {sorted(values)} {values == run.metrics.evaluation}")
+        print(
+            f"on_evaluation {run.step} on rank {run.world.rank}: {sorted(values)} "
+            f"{values == run.metrics.evaluation}"
+        )
         return "stop" if self.patience and run.step >= self.patience else None
 
 
-SMALL = [
-    "--task.target",
-    "test_callbacks:Watched",
-    "--train.micro_batch_size",
-    2,
-    "--train.steps",
-    12,
-    "--run.dir",
-    "run",
-]
-SMALL += ["--metrics.log_every", 5, "--eval.every", 4, "--checkpoint.every", 6]
+SMALL = """
+    --task.target test_callbacks:Watched --train.micro_batch_size 2 --train.steps 12 --run.dir run
+    --metrics.log_every 5 --eval.every 4 --checkpoint.every 6
+""".split()
 
 
 def summary_of(folder):
@@ -73,63 +75,47 @@ def rows_of(folder):
     return [line for line in lines if "train/loss" in line]
 
 
-def started(launch, ranks, *words):
-    """(outputs, exit statuses) of a run on so many ranks."""
-    done = launch.each(ranks, *SMALL, *words) if ranks > 1 else [launch(0, *SMALL, *words)]
-    return [one.stdout for one in done], [one.returncode for one in done], "".join(one.stderr for one in done)
+def started(launch, *words):
+    """The outputs of a run on two ranks."""
+    done = launch.each(2, *SMALL, *words)
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    return [one.stdout for one in done]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_callbacks_are_called_on_every_rank_after_each_step_and_evaluation(launch, tmp_path, ranks):
-    outputs, statuses, errors = started(launch, ranks)
-    assert set(statuses) == {0}, errors
-    for rank, text in enumerate(outputs):
-        lines = [line for line in text.splitlines() if line.startswith("on_")]
-        assert [line for line in lines if "on_step" in line] == [
-            f"on_step {n} on rank {rank}: True" for n in range(1, 13)
-        ]
-        assert [line for line in lines if "evaluation" in line] == [
-            f"on_evaluation {n} on rank {rank}: ['loss'] True" for n in (4, 8, 12)
-        ]
-        assert lines.index(f"on_step 4 on rank {rank}: True") + 1 == lines.index(
-            f"on_evaluation 4 on rank {rank}: ['loss'] True"
-        )
-    assert (summary_of(tmp_path)["stopped_by"], summary_of(tmp_path)["cause"]) == ("completed", "")
-
-
-@pytest.mark.parametrize(("ranks", "stop_rank"), [(1, 0), (2, 1)])
-def test_a_step_callback_that_says_stop_on_any_rank_ends_the_run_saved_and_completed(
-    launch, tmp_path, ranks, stop_rank
+def test_callbacks_are_called_on_every_rank_and_one_that_says_stop_on_any_ends_the_run(
+    launch, tmp_path
 ):
-    words = ["--task.args.stop_at", 7, "--task.args.stop_rank", stop_rank]
-    outputs, statuses, errors = started(launch, ranks, *words)
-    assert set(statuses) == {0}, errors
-    cause = f'on_step(run, report) returned "stop" on rank {stop_rank} after step 7'
+    words = ["--task.args.stop_at", 7, "--task.args.stop_rank", 1]
+    outputs = started(launch, *words)
+    for rank, text in enumerate(outputs):
+        assert [line for line in text.splitlines() if line.startswith("on_")] == [
+            *(f"on_step {n} on rank {rank}: True" for n in range(1, 5)),
+            f"on_evaluation 4 on rank {rank}: ['loss'] True",
+            *(f"on_step {n} on rank {rank}: True" for n in range(5, 9)),
+        ]
+    cause = 'on_step(run, report) returned "stop" on rank 1 after step 7'
     summary = summary_of(tmp_path)
     # One more step, on any number of ranks: what the ranks tell each other overlaps it.
-    expected = {"stopped_by": "completed", "exit_code": 0, "cause": cause, "steps": 8, "applied_steps": 8}
+    expected = {"stopped_by": "completed", "exit_code": 0, "cause": cause, "steps": 8}
     assert {key: summary[key] for key in expected} == expected
+    assert summary["applied_steps"] == 8
     assert f"ended after step 8 of 12: the task's {cause}\n" in outputs[0]
     assert "done: 8 steps (8 applied, 0 skipped), loss " in outputs[0]
     assert steps_of(tmp_path) == ["step_00000006", "step_00000008"]
     assert [row["step"] for row in rows_of(tmp_path)] == [5, 8]
     before = rows_of(tmp_path)
-    outputs, statuses, errors = started(launch, ranks, *words)
-    assert set(statuses) == {0}, errors
-    assert (
-        f"run is finished: it ended after 8 of train.steps=12, because the task's {cause}; to go on, st" in outputs[0]
-    )
+    again = started(launch, *words)[0]
+    finished = f"run is finished: it ended after 8 of train.steps=12, because the task's {cause};"
+    assert f"{finished} to go on, st" in again
     assert (rows_of(tmp_path), summary_of(tmp_path)) == (before, summary)
-    more = ["--run.dir", "new", "--run.resume", "run"]
-    outputs, statuses, errors = started(launch, ranks, *words, *more)
-    assert set(statuses) == {0}, errors
-    assert "step     12/12" in outputs[0]
+    assert "step     12/12" in started(launch, *words, "--run.dir", "new", "--run.resume", "run")[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_callback_ends_the_run_at_its_own_step(launch, tmp_path, ranks):
-    _, statuses, errors = started(launch, ranks, "--task.args.patience", 7)
-    assert set(statuses) == {0}, errors
+def test_an_evaluation_callback_ends_the_run_at_its_own_step(launch, tmp_path):
+    outputs = started(launch, "--task.args.patience", 7)
+    for rank, text in enumerate(outputs):
+        evaluations = [line for line in text.splitlines() if line.startswith("on_evaluation")]
+        assert evaluations == [f"on_evaluation {n} on rank {rank}: ['loss'] True" for n in (4, 8)]
     summary = summary_of(tmp_path)
     assert (summary["steps"], summary["stopped_by"]) == (8, "completed")
     assert summary["cause"] == 'on_evaluation(run, values) returned "stop" on rank 0 after step 8'
@@ -148,49 +134,43 @@ def test_a_signal_counts_more_than_the_tasks_wish():
     assert not stop.by_task
 
 
-@pytest.mark.parametrize(
-    ("method", "body", "said"),
-    [
-        ("on_step(self, run, report)", "return 3", "the task's on_step(run, report) returned 3 after step 1; return N"),
-        (
-            "on_step(self, run, report)",
-            "return True",
-            "on_step(run, report) returned True after step 1; return None or",
-        ),
-        (
-            "on_evaluation(self, run, values)",
-            'return "halt"',
-            "on_evaluation(run, values) returned 'halt' after step 2",
-        ),
-        (
-            "on_step(self, run, report)",
-            "{}['key']",
-            "the task's on_step(run, report) failed after step 1: KeyError: 'key' (odd.py, line 5); fix it",
-        ),
-        (
-            "train_metrics(self, run, report)",
-            "return 3",
-            "train_metrics(run, report) returned int; return a dict of num",
-        ),
-        (
-            "train_metrics(self, run, report)",
-            "return {'lr': 1}",
-            "gave lr, but train/lr is the run's own; give it anot",
-        ),
-        ("train_metrics(self, run, report)", "return {'a': 'b'}", "gave a='b'; give a number or a scalar tensor"),
-        (
-            "train_metrics(self, run, report)",
-            "return {'a': report.norm.expand(3)}",
-            "gave a a tensor of shape [3], not",
-        ),
-    ],
-)
-def test_a_callback_that_fails_or_returns_something_else_is_refused_as_the_tasks(launch, tmp_path, method, body, said):
-    (tmp_path / "odd.py").write_text(f"from tiny import Tiny\n\nclass Odd(Tiny):\n    def {method}:\n        {body}\n")
-    done = launch(0, *SMALL, "--task.target", "odd:Odd", "--train.steps", 2, "--metrics.log_every", 1)
+ODD = [
+    ("on_step", "return 3", "the task's on_step(run, report) returned 3 after step 1; return None"),
+    ("on_step", "return True", "on_step(run, report) returned True after step 1; return None or"),
+    ("on_evaluation", 'return "halt"', "on_evaluation(run, values) returned 'halt' after step 1"),
+    ("train_metrics", "return 3", "train_metrics(run, report) returned int; return a dict of num"),
+    ("train_metrics", "return {'lr': 1}", "gave lr, but train/lr is the run's own; give it anot"),
+    ("train_metrics", "return {'a': 'b'}", "gave a='b'; give a number or a scalar tensor"),
+    ("train_metrics", "return {'a': report.norm.expand(3)}", "gave a a tensor of shape [3], not"),
+]
+
+
+@pytest.mark.bad_input("a callback or `train_metrics` that fails, or returns something else")
+def test_a_callback_that_returns_something_else_is_refused():
+    for method, body, said in ODD:
+        made = {}
+        exec(f"def {method}(self, run, report):\n    {body}", made)
+        run = make_run(World(), type("Odd", (Tiny,), {method: made[method]})())
+        report = take_steps(run, 1)[0]
+        callbacks = Callbacks(run, AgreedStop(World()))
+        calls = {
+            "on_step": lambda: callbacks.after_step(report, []),  # noqa: B023
+            "on_evaluation": callbacks.after_evaluation,
+            "train_metrics": lambda: train_metrics(run, report),  # noqa: B023
+        }
+        with pytest.raises(DataError) as error:
+            calls[method]()
+        assert said in str(error.value)
+
+
+@pytest.mark.bad_input("a callback or `train_metrics` that fails, or returns something else")
+def test_a_callback_that_fails_is_one_line_with_the_status_of_wrong_data(launch, tmp_path):
+    text = "from tiny import Tiny\n\nclass Odd(Tiny):\n    def on_step(self, run, report):\n"
+    (tmp_path / "odd.py").write_text(f"{text}        {{}}['key']\n")
+    done = launch(0, *SMALL, "--task.target", "odd:Odd")
     assert done.returncode == 65
-    assert "error: " in done.stderr.splitlines()[-1]
-    assert said in done.stderr.splitlines()[-1]
+    said = "the task's on_step(run, report) failed after step 1: KeyError: 'key' (odd.py, line 5);"
+    assert f"error: {said} fix it" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
@@ -205,16 +185,16 @@ class Measures(Tiny):
 def scalars_of(folder, rank):
     events = EventAccumulator(str(folder / f"run/tensorboard/rank{rank:05d}"))
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
-def test_the_tasks_own_metrics_are_written_by_every_rank_at_log_steps(launch, tmp_path, ranks, strategy):
-    words = ["--task.target", "test_callbacks:Measures", "--parallel.strategy", strategy]
-    _, statuses, errors = started(launch, ranks, *words)
-    assert set(statuses) == {0}, errors
+def test_the_tasks_metrics_are_written_by_every_rank_at_log_steps(launch, tmp_path):
+    started(launch, "--task.target", "test_callbacks:Measures", "--parallel.strategy", "fsdp")
     norms = []
-    for rank in range(ranks):
+    for rank in range(2):
         scalars = scalars_of(tmp_path, rank)
         assert scalars["train/rank"] == [(5, rank), (10, rank), (12, rank)]
         assert [step for step, _ in scalars["train/loss_per_rank"]] == [5, 10, 12]
@@ -250,7 +230,9 @@ def test_metrics_that_are_not_finite_are_written_as_such():
 
 def test_the_metrics_that_the_recipes_show_compare_with_the_runs_own():
     page = (ROOT / "docs/recipes.md").read_text()
-    (example,) = re.findall(r"^    def train_metrics.*?^        }\n", page, re.DOTALL | re.MULTILINE)
+    (example,) = re.findall(
+        r"^    def train_metrics.*?^        }\n", page, re.DOTALL | re.MULTILINE
+    )
     shown = {}
     exec(textwrap.dedent(example), shown)
     task = type("Shown", (Tiny,), {"train_metrics": shown["train_metrics"]})()
@@ -259,11 +241,6 @@ def test_the_metrics_that_the_recipes_show_compare_with_the_runs_own():
     values = train_metrics(run, report)
     assert values["train/clipped"] == 1
     assert values["train/loss_of_this_rank"] == report.loss_sum / report.weight
-
-
-def test_a_task_without_callbacks_has_none():
-    run = make_run(World(), Tiny())
-    assert train_metrics(run, take_steps(run, 1)[0]) == {}
 
 
 # Optional methods by name.
@@ -305,13 +282,20 @@ class Helpers(Tiny):
         return 0
 
 
+@pytest.mark.bad_input(
+    "a method of the task whose name is almost an optional one's, which nothing calls"
+)
 def test_a_method_that_looks_like_a_misspelt_optional_one_is_warned_of(capsys):
     run = make_run(World(), Misspelt())
     capsys.readouterr()
     Callbacks(run, AgreedStop(World()))
     assert capsys.readouterr().err.splitlines() == [
         f"warning: nothing calls the task's method {name}; if it is meant for {near}, rename it"
-        for name, near in [("on_eval", "on_evaluation"), ("sheduler", "schedule"), ("train_metric", "train_metrics")]
+        for name, near in [
+            ("on_eval", "on_evaluation"),
+            ("sheduler", "schedule"),
+            ("train_metric", "train_metrics"),
+        ]
     ]
 
 
@@ -331,8 +315,12 @@ class Evaluated(Tiny):
         pass
 
 
+@pytest.mark.bad_input("an `on_evaluation` where nothing is evaluated")
 def test_an_on_evaluation_that_nothing_calls_is_warned_of(capsys):
     run = make_run(World(), Evaluated(), "--eval.every", "off")
     with AgreedStop(World()) as stop:
         Callbacks(run, stop)
-    assert "warning: the task's on_evaluation is never called, because nothing is evaluated" in capsys.readouterr().err
+    assert (
+        "warning: the task's on_evaluation is never called, because nothing is evaluated"
+        in capsys.readouterr().err
+    )

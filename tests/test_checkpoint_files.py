@@ -1,4 +1,6 @@
-"""A checkpoint is valid or rejected: damage anywhere is detected, and a hostile checkpoint runs no code."""
+"""A checkpoint is valid or rejected: damage anywhere is detected, and a hostile checkpoint runs no
+code.
+"""
 
 import io
 import json
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
-from dist_amp.checkpoint import writer as checkpoint_writing
+from dist_amp.checkpoint import saver as checkpoint_writing
 from dist_amp.checkpoint.format import (
     Manifest,
     all_checkpoints,
@@ -28,10 +30,9 @@ from dist_amp.checkpoint.format import (
     quarantine_after,
     read_manifest,
 )
-from dist_amp.checkpoint.plans import Writer
 from dist_amp.checkpoint.reader import Reader, read_into
-from dist_amp.checkpoint.resume import checkpoint_to_resume
-from dist_amp.checkpoint.saver import Saver, save
+from dist_amp.checkpoint.resume import newest_checkpoint
+from dist_amp.checkpoint.saver import Saver, Writer, save
 from dist_amp.errors import DataError, Failure
 from dist_amp.world import World
 
@@ -54,7 +55,9 @@ def seal_again(checkpoint, **changes):
     manifest = read_manifest(checkpoint) if not changes.pop("blank", False) else None
     content = json.loads((checkpoint / "manifest.json").read_text())
     content.pop("xxh3")
-    content["files"] = hash_files(path for path in checkpoint.iterdir() if path.name != "manifest.json")
+    content["files"] = hash_files(
+        path for path in checkpoint.iterdir() if path.name != "manifest.json"
+    )
     assert manifest is None or manifest.step == content["step"]
     (checkpoint / "manifest.json").write_text(Manifest(**(content | changes)).to_text())
 
@@ -64,19 +67,27 @@ def test_a_checkpoint_lists_all_its_files_with_sizes_and_hashes(tmp_path):
     manifest = read_manifest(newest)
     assert manifest.files.keys() == {path.name for path in newest.iterdir()} - {"manifest.json"}
     assert manifest.files == hash_files(newest / name for name in manifest.files)
-    assert (manifest.step, manifest.samples, manifest.world_size, manifest.strategy) == (2, 8, 1, "single")
+    assert (manifest.step, manifest.samples, manifest.world_size, manifest.strategy) == (
+        2,
+        8,
+        1,
+        "single",
+    )
     assert manifest.versions["torch"] == torch.__version__
     assert not integrity_error(newest)
     assert not list(tmp_path.glob("checkpoints/.*")), "nothing half written is left"
 
 
+@pytest.mark.bad_input("a shard that is truncated, flipped or missing")
+@pytest.mark.bad_input("metadata, manifest or a rank's state corrupt or missing")
+@pytest.mark.bad_input("a symbolic link in place of a checkpoint's file")
 @pytest.mark.parametrize("spoil", ["flip", "cut", "remove", "folder", "link"])
 def test_damage_to_any_file_is_refused_and_the_one_before_is_resumed(tmp_path, capsys, spoil):
     numbers = random.Random(0)
     newest = two_checkpoints(tmp_path)[-1]
     for path in sorted(newest.iterdir()):
         content = path.read_bytes()
-        for _ in range(20 if spoil in ("flip", "cut") else 1):
+        for _ in range(5 if spoil in ("flip", "cut") else 1):
             path.unlink()
             if spoil == "flip":
                 bit = numbers.randrange(8 * len(content))
@@ -90,16 +101,20 @@ def test_damage_to_any_file_is_refused_and_the_one_before_is_resumed(tmp_path, c
             elif spoil == "link":
                 (tmp_path / "elsewhere").write_bytes(content)
                 path.symlink_to(tmp_path / "elsewhere")
-            assert (path.name == "manifest.json" and spoil == "link") or path.name in integrity_error(newest), path.name
+            assert (
+                path.name == "manifest.json" and spoil == "link"
+            ) or path.name in integrity_error(newest), path.name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             path.write_bytes(content)
     (newest / "__0_0.distcp").unlink()
     assert resumed(tmp_path).step == 1
     assert (
-        "__0_0.distcp can't be read (No such file or directory); using step_00000001 instead" in capsys.readouterr().err
+        "__0_0.distcp can't be read (No such file or directory); using step_00000001 instead"
+        in capsys.readouterr().err
     )
 
 
+@pytest.mark.bad_input("checkpoints exist, but none is valid")
 def test_checkpoints_of_which_none_is_valid_stop_the_run_with_each_reason(tmp_path):
     older, newer = two_checkpoints(tmp_path)
     (older / "manifest.json").unlink()
@@ -113,12 +128,17 @@ def test_checkpoints_of_which_none_is_valid_stop_the_run_with_each_reason(tmp_pa
     assert error.value.exit_code == 65
 
 
+@pytest.mark.bad_input("a newer format version")
 def test_a_newer_format_is_refused_with_both_versions(tmp_path):
     newest = two_checkpoints(tmp_path)[-1]
     seal_again(newest, format=2)
-    assert integrity_error(newest) == "its format is 2, this version reads up to 1; use a newer dist_amp"
+    assert (
+        integrity_error(newest)
+        == "its format is 2, this version reads up to 1; use a newer dist_amp"
+    )
 
 
+@pytest.mark.bad_input("a manifest path that is absolute or has `..`")
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", "a/b"])
 def test_a_manifest_that_lists_what_lies_elsewhere_is_refused(tmp_path, name):
     newest = two_checkpoints(tmp_path)[-1]
@@ -126,7 +146,10 @@ def test_a_manifest_that_lists_what_lies_elsewhere_is_refused(tmp_path, name):
     content.pop("xxh3")
     content["files"][name] = {"bytes": 1, "xxh3": "0"}
     (newest / "manifest.json").write_text(Manifest(**content).to_text())
-    assert integrity_error(newest) == f"manifest.json lists {name!r}, which is not the name of a file in this folder"
+    assert (
+        integrity_error(newest)
+        == f"manifest.json lists {name!r}, which is not the name of a file in this folder"
+    )
 
 
 class Payload:
@@ -139,13 +162,16 @@ class Payload:
         return os.mkdir, (str(self.mark),)
 
 
+@pytest.mark.bad_input("a pickle payload in a checkpoint")
 def test_a_payload_in_the_metadata_is_refused_and_not_run(tmp_path):
     newest, mark = two_checkpoints(tmp_path / "run")[-1], tmp_path / "was run"
     metadata = pickle.loads((newest / ".metadata").read_bytes())
     for hostile in (Payload(mark), [metadata, Payload(mark)]):
         (newest / ".metadata").write_bytes(pickle.dumps(hostile))
         seal_again(newest)
-        with pytest.raises(DataError, match="is rejected: .metadata asks for posix.mkdir, .* nothing was run"):
+        with pytest.raises(
+            DataError, match="is rejected: .metadata asks for posix.mkdir, .* nothing was run"
+        ):
             resumed(tmp_path / "run")
     metadata.planner_data = Payload(mark)
     (newest / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -169,7 +195,10 @@ def test_an_enums_member_is_read_in_every_release_of_python_and_no_other_attribu
     newest = two_checkpoints(tmp_path)[-1]
     metadata = pickle.loads((newest / ".metadata").read_bytes())
     properties = metadata.state_dict_metadata["counters"].properties
-    plain = {slot: getattr(properties, slot) for slot in ("dtype", "layout", "requires_grad", "pin_memory")}
+    plain = {
+        slot: getattr(properties, slot)
+        for slot in ("dtype", "layout", "requires_grad", "pin_memory")
+    }
 
     def write(member):
         class State:
@@ -182,7 +211,11 @@ def test_an_enums_member_is_read_in_every_release_of_python_and_no_other_attribu
 
     write(Enum(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
     assert resumed(tmp_path).step == 2
-    for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Manifest, "to_text"), (torch.Size, "numel")):
+    for owner, name in (
+        (_MEM_FORMAT_ENCODING, "__init__"),
+        (Manifest, "to_text"),
+        (torch.Size, "numel"),
+    ):
         write(Enum(owner, name))
         with pytest.raises(DataError, match="is rejected: .metadata asks for"):
             resumed(tmp_path)
@@ -226,25 +259,34 @@ def test_a_payload_in_an_entry_of_bytes_is_refused_and_not_run(tmp_path):
     seal_again(newest)
     with pytest.raises(DataError, match="can't be loaded|is rejected"):
         resumed(tmp_path / "run")
-    state = {"counters": "not a tensor"}  # torch's planner unpickles for such an entry whatever it finds
+    state = {
+        "counters": "not a tensor"
+    }  # torch's planner unpickles for such an entry whatever it finds
     with pytest.raises(BaseException, match="(?s)weights_only"):
         read_into(state, Reader(newest))
     assert not mark.exists()
 
 
+@pytest.mark.bad_input("a `.metadata` that points outside its folder")
 def test_metadata_that_points_out_of_the_folder_is_refused(tmp_path):
     newest = two_checkpoints(tmp_path / "run")[-1]
     metadata, index = shard_entry(newest, "counters")
     metadata.storage_data[index].relative_path = "../step_00000001/__0_0.distcp"
     (newest / ".metadata").write_bytes(pickle.dumps(metadata))
     seal_again(newest)
-    with pytest.raises(DataError, match="points to '../step_00000001/__0_0.distcp', which the manifest does not list"):
+    with pytest.raises(
+        DataError,
+        match="points to '../step_00000001/__0_0.distcp', which the manifest does not list",
+    ):
         resumed(tmp_path / "run")
 
 
 def test_nothing_but_tensors_is_written(tmp_path):
     newest = two_checkpoints(tmp_path)[-1]
-    kinds = {type(e).__name__ for e in pickle.loads((newest / ".metadata").read_bytes()).state_dict_metadata.values()}
+    kinds = {
+        type(e).__name__
+        for e in pickle.loads((newest / ".metadata").read_bytes()).state_dict_metadata.values()
+    }
     assert kinds == {"TensorStorageMetadata"}
 
 
@@ -265,7 +307,7 @@ def test_rejected_checkpoints_are_quarantined_and_their_steps_saved_again(tmp_pa
     assert [path.name for path in quarantine_after(tmp_path, run.step)] == ["refused_step_00000002"]
     take_steps(run, 1)
     save(run)
-    assert checkpoint_to_resume("auto", tmp_path, World()).name == "step_00000002"
+    assert newest_checkpoint("auto", tmp_path, World()).name == "step_00000002"
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
         "refused_step_00000002", "step_00000001", "step_00000002"]  # fmt: skip
 
@@ -279,8 +321,12 @@ def test_a_step_that_is_saved_already_is_not_written_again(tmp_path):
 
 
 def full_disk_on_rank_1(world, folder, on_failure):
-    """Two background saves of which the first finds no space on rank 1: the errors, and the checkpoints written."""
-    run = make_run(world, Tiny(), *settings(folder, "fsdp", "fp32", "--checkpoint.on_failure", on_failure))
+    """Two background saves of which the first finds no space on rank 1: the errors, and the
+    checkpoints written.
+    """
+    run = make_run(
+        world, Tiny(), *settings(folder, "fsdp", "fp32", "--checkpoint.on_failure", on_failure)
+    )
 
     class Full(Writer):
         def write_data(self, plan, planner):
@@ -305,18 +351,23 @@ def full_disk_on_rank_1(world, folder, on_failure):
     return errors, [path.name for path in folder.glob("checkpoints/*")]
 
 
-@pytest.mark.parametrize("on_failure", ["go_on", "stop"])
+@pytest.mark.bad_input("no space, or quota, while saving")
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
 def test_a_failed_background_save_is_known_to_all_ranks(tmp_path, on_failure):
     for errors, kept in on_ranks(2, full_disk_on_rank_1, tmp_path, on_failure):
-        if on_failure == "go_on":
+        if on_failure == "continue":
             assert (errors, kept) == ([], ["step_00000002"])
         else:
             assert kept == []
-            assert "step_00000001 could not be written: rank 1: No space left on device (" in errors[0]
+            assert (
+                "step_00000001 could not be written: rank 1: No space left on device (" in errors[0]
+            )
 
 
 def saves_in_a_row(world, folder):
-    """Five saves at once, each while the one before is under way; which were ever written at one time."""
+    """Five saves at once, each while the one before is under way; which were ever written at one
+    time.
+    """
     run = make_run(world, Tiny(), *settings(folder, "ddp", "fp32", "--checkpoint.keep", 9))
     real, under_way, most = checkpoint_writing.write_tensors, [], []
 
@@ -347,7 +398,9 @@ def test_no_two_saves_overlap_and_the_last_one_is_waited_for(tmp_path):
 
 def what_is_saved_while_training_goes_on(world, folder):
     runs = [
-        make_run(world, Tiny(), *settings(folder / name, "fsdp", "fp16", "--checkpoint.async_save", name))
+        make_run(
+            world, Tiny(), *settings(folder / name, "fsdp", "fp16", "--checkpoint.async_save", name)
+        )
         for name in ("true", "false")
     ]
     for run in runs:
@@ -355,10 +408,28 @@ def what_is_saved_while_training_goes_on(world, folder):
             take_steps(run, 3)
             saver.save(wait=False)
             take_steps(run, 4)
-    checkpoints = [all_checkpoints(folder / name)[0] for name in ("true", "false")]
-    return [read_manifest(path).files["__0_0.distcp"]["xxh3"] for path in checkpoints]
+    in_background, at_once = (all_checkpoints(folder / name)[0] for name in ("true", "false"))
+    return content_of(in_background), content_of(at_once)
+
+
+def content_of(checkpoint):
+    """Every tensor in it, whole, but for measured times."""
+    reader = Reader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if name != "interval"
+    }
+    read_into(tensors, reader)
+    return tensors
 
 
 def test_a_background_save_holds_the_state_of_its_step_whatever_training_does_meanwhile(tmp_path):
     for one, other in on_ranks(2, what_is_saved_while_training_goes_on, tmp_path):
-        assert one == other
+        assert one.keys() == other.keys()
+        assert [
+            name
+            for name in one
+            if not torch.equal(one[name].nan_to_num(), other[name].nan_to_num())
+        ] == []

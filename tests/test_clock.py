@@ -1,4 +1,6 @@
-"""A rank's time is split into phases that add up: its own, its waits for other ranks, and what interrupts the steps."""
+"""A rank's time is split into phases that add up: its own, its waits for other ranks, and what
+interrupts the steps.
+"""
 
 import time
 from contextlib import ExitStack
@@ -9,8 +11,8 @@ import torch
 from ranks import on_ranks
 from tiny import Tiny, log, make_run, take_steps
 
-from dist_amp.runtime import clock as clocks
-from dist_amp.runtime.clock import OWN_PHASES, PHASES, STEP_PHASES, PhaseClock
+from dist_amp import clock as clocks
+from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES, PhaseClock
 from dist_amp.world import World
 
 
@@ -108,7 +110,9 @@ def on_gpu(at, monkeypatch):
     return PhaseClock(torch.device("cuda"))
 
 
-def test_on_a_gpu_a_lap_is_read_from_events_once_the_device_has_passed_them(on_gpu, at, monkeypatch):
+def test_on_a_gpu_a_lap_is_read_from_events_once_the_device_has_passed_them(
+    on_gpu, at, monkeypatch
+):
     monkeypatch.setattr(FakeEvent, "reached", -1.0)
     on_gpu.enter("forward")
     at.now = 2.0
@@ -116,20 +120,23 @@ def test_on_a_gpu_a_lap_is_read_from_events_once_the_device_has_passed_them(on_g
     at.now = 5.0
     lap = on_gpu.lap()
     monkeypatch.setattr(FakeEvent, "reached", 5.0)
-    assert {phase: value for phase, value in lap.seconds().items() if value} == {"forward": 2.0, "backward": 3.0}
+    assert {phase: value for phase, value in lap.seconds().items() if value} == {
+        "forward": 2.0,
+        "backward": 3.0,
+    }
 
 
 def test_a_loop_that_never_logs_keeps_a_limited_number_of_events(on_gpu, at):
-    for step in range(20 * clocks.MANY_EVENTS):
+    for step in range(3 * clocks.MANY_MARKS):
         at.now = float(step)
-        on_gpu.enter("forward" if step % 2 else "backward")
-    assert len(on_gpu._marks) <= clocks.MANY_EVENTS
+        on_gpu.enter(("forward", "backward")[step % 2])
+    assert len(on_gpu._lap._marks) <= clocks.MANY_MARKS
     assert sum(on_gpu.lap().seconds().values()) == pytest.approx(at.now)
 
 
 def test_events_that_the_device_has_not_passed_are_never_read(on_gpu, at, monkeypatch):
     monkeypatch.setattr(FakeEvent, "reached", 10.0)
-    for step in range(2 * clocks.MANY_EVENTS):
+    for step in range(2 * clocks.MANY_MARKS):
         at.now = float(step)
         on_gpu.enter("forward")
     assert sum(on_gpu.so_far().values()) == pytest.approx(10.0)
@@ -148,7 +155,14 @@ class SleepsInForward(Tiny):
 
 
 def split(world, strategy, accumulation):
-    words = ("--parallel.strategy", strategy, "--train.accumulation_steps", accumulation, "--use_amp", "false")
+    words = (
+        "--parallel.strategy",
+        strategy,
+        "--train.accumulation_steps",
+        accumulation,
+        "--use_amp",
+        "false",
+    )
     run = make_run(world, SleepsInForward(world.rank), *words)
     take_steps(run, 2)  # DDP makes its buckets anew
     world.barrier()
@@ -160,8 +174,7 @@ def split(world, strategy, accumulation):
     return whole, phases
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "accumulation"), [("ddp", 2), ("fsdp", 1)])
 def test_a_slow_ranks_time_is_its_forward_and_the_other_rank_waits(strategy, accumulation):
     (whole, quick), (_, slow) = on_ranks(2, split, strategy, accumulation)
     slept = 0.05 * 3 * accumulation
@@ -185,7 +198,7 @@ def parameters_of(world, named):
     """Of a small model after two steps, with or without FSDP2's private names."""
     from unittest.mock import patch
 
-    from dist_amp.fast import communication_time
+    from dist_amp.scaling import communication_time
 
     without = (
         patch.object(communication_time, "WAITS", ("renamed",)),
@@ -204,23 +217,31 @@ def test_steps_are_the_same_where_torch_has_other_private_names():
 
 
 def waits_of_a_group(on_gpu):
-    from dist_amp.fast import communication_time
-    from dist_amp.fast.communication_time import WAITS, time_gathers
+    from dist_amp.scaling import communication_time
+    from dist_amp.scaling.communication_time import WAITS, time_gathers
 
     group = SimpleNamespace(**dict.fromkeys(WAITS, lambda: None))
     before = dict(vars(group))
-    model = SimpleNamespace(modules=list)
+    model = SimpleNamespace()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communication_time, "FSDPModule", SimpleNamespace)
         patch.setattr(communication_time, "groups_of", lambda unit: [group])
-        model.modules = lambda: [SimpleNamespace(_get_fsdp_state=None)]
+        patch.setattr(communication_time, "fsdp_units", lambda model: [None])
         time_gathers(model, SimpleNamespace(on_gpu=on_gpu))
     return [name for name in WAITS if getattr(group, name) is not before[name]]
 
 
 def test_on_a_gpu_what_only_queues_a_gather_is_no_wait_and_what_waits_for_a_reduction_is():
-    assert waits_of_a_group(on_gpu=False) == ["unshard", "wait_for_unshard", "post_backward", "finalize_backward"]
-    assert waits_of_a_group(on_gpu=True) == ["wait_for_unshard", "post_backward", "finalize_backward"]
+    assert waits_of_a_group(on_gpu=False) == [
+        "unshard",
+        "wait_for_unshard",
+        "post_backward",
+        "finalize_backward",
+    ]
+    assert waits_of_a_group(on_gpu=True) == [
+        "wait_for_unshard",
+        "post_backward",
+        "finalize_backward",
+    ]
 
 
 def test_a_failed_device_is_not_asked_for_times(on_gpu, at, monkeypatch):

@@ -1,4 +1,6 @@
-"""Every config runs as it is: three steps on the number of ranks in its first line, made small enough for a CPU."""
+"""Every config runs as it is: three steps on the number of ranks in its first line, made small
+enough for a CPU.
+"""
 
 import json
 import re
@@ -7,7 +9,8 @@ from pathlib import Path
 import pytest
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-# Only sizes are reduced, so that two cores without half-precision instructions can run it; never the way of running.
+# Only sizes are reduced, so that two cores without half-precision instructions can run it; never
+# the way of running.
 SMALL = ["--train.steps", "3", "--train.micro_batch_size", "2", "--eval.batches", "1",
          "--metrics.log_every", "1"]  # fmt: skip
 GPT = ["--task.args.context", "32", "--task.args.width", "32", "--task.args.sample_bytes", "8"]
@@ -19,11 +22,17 @@ REDUCED = {
     "hf_finetune": ["--task.args.sample_tokens", "3"],
 }  # fmt: skip
 
-QUICK = ("debug", "demo", "fsdp_bf16")  # one of each number of ranks and strategy; the others are slow tests
+QUICK = (
+    "debug",
+    "demo",
+    "fsdp_bf16",
+)  # one of each number of ranks and strategy; the others are slow tests
 
 
 def stated_ranks(path):
-    """The ranks in the file's first line: torchrun --nproc_per_node=N, python -m (0), or the demo's 2."""
+    """The ranks in the file's first line: torchrun --nproc_per_node=N, python -m (0), or the demo's
+    2.
+    """
     first = path.read_text().splitlines()[0]
     if match := re.search(r"--nproc_per_node=(\d+)", first):
         return int(match[1])

@@ -1,43 +1,49 @@
-"""What rank 0 prints: a line per log step, with the time left; on a terminal one line, updated in place."""
+"""What rank 0 prints: a line per log step, with the time left; on a terminal a progress bar."""
 
+import fcntl
 import io
 import json
+import math
 import os
 import pty
 import re
 import select
+import struct
 import subprocess
 import sys
+import termios
 
 import numpy as np
-import pytest
 from forked import ROOT, TESTS
 
 from dist_amp.errors import Failure
-from dist_amp.runtime.terminal import in_colour
+from dist_amp.precision import Clip
 from dist_amp.supervise.failure import report_failure
 from dist_amp.telemetry import console as consoles
-from dist_amp.telemetry.console import Console, columns, duration, fitted, power_of_two
+from dist_amp.telemetry.console import Console, columns, duration, power_of_two
 from dist_amp.telemetry.log_row import RANK_METRICS, LogRow
+from dist_amp.telemetry.metrics import Metrics
+from dist_amp.world import World, in_colour
 
 
 def row(step=5, ranks=2, **values):
-    usual = {"steps": 5.0, "applied_in_interval": 5.0, "loss_sum": 3.0, "weight_sum": 4.0, "grad_norm": 0.5, "lr": 1e-3,
-             "loss_scale": 1.0, "forward": 1.0, "items": 10.0, "peak_bytes": 2.0**20}  # fmt: skip
+    usual = {"steps": 5.0, "applied_in_interval": 5.0, "forward": 1.0, "items": 10.0}
+    usual |= {"loss_sum": 3.0, "weight_sum": 4.0, "grad_norm": 0.5, "lr": 1e-3}
+    usual |= {"loss_scale": 1.0, "peak_bytes": 2.0**20}
     every = {**dict.fromkeys(RANK_METRICS, 0.0), **usual, **values}
     return LogRow(step, np.array([[every[name] for name in RANK_METRICS]] * ranks))
 
 
 def test_a_log_interval_in_columns():
-    assert columns(row(), 1.0) == ["loss 1.5000", "grad_norm 0.5", "lr 1.00e-03", "items/s 20", "peak 1 MiB"]
+    usual = ["loss 1.5000", "grad_norm 0.5", "lr 1.00e-03", "items/s 20", "peak 1 MiB"]
+    assert columns(row(), 1.0) == usual
+    assert columns(row(tokens=100.0), 1.0) == [*usual[:-1], "tokens/s 200", usual[-1]]
+    assert columns(row(loss_scale=2.0**16), 2.0**16)[1] == "scale 2^16"
+    assert columns(row(loss_scale=2.0**17), 2.0**16)[1] == "scale 2^16 -> 2^17"
+    assert power_of_two(3.0) == "3"
 
 
-def test_there_is_a_tokens_column_only_where_there_are_tokens():
-    assert "tokens/s" not in " ".join(columns(row(), 1.0))
-    assert "tokens/s 200" in columns(row(tokens=100.0), 1.0)
-
-
-def test_skipped_steps_are_said_with_the_reason_and_the_scale_in_place_of_nan():
+def test_skipped_steps_are_shown_with_the_reason_and_the_scale_and_no_nan():
     skipped = row(
         applied_in_interval=0.0,
         skipped_in_interval=5.0,
@@ -49,42 +55,28 @@ def test_skipped_steps_are_said_with_the_reason_and_the_scale_in_place_of_nan():
     assert columns(skipped, 2.0**40)[0] == "skipped 5 (fp16 overflow), scale 2^40 -> 2^35"
     assert "nan" not in " ".join(columns(skipped, 2.0**40))
     some = row(applied_in_interval=3.0, skipped_in_interval=2.0, loss_scale=2.0**38)
-    assert columns(some, 2.0**40)[:2] == ["loss 1.5000", "skipped 2 (fp16 overflow), scale 2^40 -> 2^38"]
+    expected = ["loss 1.5000", "skipped 2 (fp16 overflow), scale 2^40 -> 2^38"]
+    assert columns(some, 2.0**40)[:2] == expected
     bf16 = row(applied_in_interval=4.0, skipped_in_interval=1.0, grad_norm=np.inf)
     assert columns(bf16, 1.0)[:2] == ["loss 1.5000", "skipped 1 (gradients not finite)"]
 
 
-def test_the_scale_is_shown_while_there_is_one():
-    assert "scale 2^16" in columns(row(loss_scale=2.0**16), 2.0**16)
-    assert "scale 2^16 -> 2^17" in columns(row(loss_scale=2.0**17), 2.0**16)
-    assert power_of_two(3.0) == "3"
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (72, "1:12"), (3600, "1:00:00"), (100_000, "27:46:40")])
-def test_durations(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_the_last_columns_are_dropped_to_fit_the_width():
-    parts = ["step 5/10", "loss 1.5000", "peak 1 MiB"]
-    assert fitted(parts, 80) == "step 5/10  loss 1.5000  peak 1 MiB"
-    assert fitted(parts, 25) == "step 5/10  loss 1.5000"
-    assert fitted(parts, 12) == "step 5/10"
-    assert fitted(parts, 4) == "step"
+def test_durations():
+    texts = {5: "0:05", 72: "1:12", 3600: "1:00:00", 100_000: "27:46:40"}
+    assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
 def test_a_line_in_a_pipe_has_elapsed_and_remaining_time(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(consoles.time, "monotonic", lambda: now[0])
-    console = Console(0, 20, 1.0)
-    console.log(row(step=0))
-    for _ in range(5):
-        now[0] += 2.0
-        console.count_step()
-    console.log(row(step=5))
-    first, line = capsys.readouterr().out.splitlines()
+    console = Console(Metrics(World(), Clip("off", math.inf)), 0, 20, 1.0)
+    for step in (0, 5, 10):
+        console.on_log(row(step=step))
+        now[0] += 40.0 if step == 0 else 10.0
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("step      0/20   0%  0:00  loss"), "no step has been timed yet"
-    assert line.startswith("step      5/20  25%  0:10 eta 0:30  loss 1.5000")
+    assert second.startswith("step      5/20  25%  0:40 eta 2:00  loss 1.5000")
+    assert third.startswith("step     10/20  50%  0:50 eta 0:20"), "without the first interval"
 
 
 class Terminal(io.StringIO):
@@ -103,17 +95,20 @@ def test_colour_is_for_terminals_alone(monkeypatch):
 
 def on_a_terminal(folder, width, *words):
     """What a run writes to a terminal of that width: (exit status, text)."""
-    ours, theirs = pty.openpty()
+    ours, of_run = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as screen:
-        import fcntl
-        import struct
-        import termios
-
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "dist_amp.train", "--task.target", "tiny:Tiny", *map(str, words)]
-        process = subprocess.Popen(command, cwd=folder, stdout=theirs, stderr=theirs, env=environ)
-        os.close(theirs)
+        fcntl.ioctl(of_run, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+        environ = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{TESTS}",
+            "TERM": "xterm",
+            "OMP_NUM_THREADS": "1",
+            "TQDM_DISABLE": "1",  # what a user set for other programs
+        }
+        command = [sys.executable, "-m", "dist_amp.train", "--task.target", "tiny:Tiny"]
+        command += map(str, words)
+        process = subprocess.Popen(command, cwd=folder, stdout=of_run, stderr=of_run, env=environ)
+        os.close(of_run)
         text = b""
         while select.select([screen], [], [], 120)[0]:
             try:
@@ -123,29 +118,23 @@ def on_a_terminal(folder, width, *words):
         return process.wait(60), text.decode()
 
 
-def test_on_a_terminal_one_line_is_updated_and_what_is_printed_stays_above_it(tmp_path):
-    status, text = on_a_terminal(tmp_path, 60, "--train.steps", 6, "--metrics.log_every", 2, "--eval.every", 3)
-    assert status == 0
+def test_on_a_terminal_one_bar_is_updated_and_what_is_printed_stays_above_it(tmp_path):
+    words = ("--train.steps", 6, "--metrics.log_every", 2, "--eval.every", 3)
+    status, text = on_a_terminal(tmp_path, 70, *words)
+    assert status == 0, text
     drawn = [part for part in re.split(r"[\r\n]+", text) if part.startswith("step ")]
     assert any("6/6 100%" in part for part in drawn)
-    assert max(map(len, drawn)) < 60
+    assert max(map(len, drawn)) <= 70
     lines = text.replace("\r\n", "\n").split("\n")
     screen = [line.rstrip().split("\r")[-1].rstrip() for line in lines]  # what is left of each line
     assert [line.split()[1] for line in screen if line.startswith("eval ")] == ["3", "6"]
-    assert sum(line.startswith("step ") for line in screen) == 1, "the last one is left"
-    assert screen.index(next(line for line in screen if line.startswith("step "))) < screen.index(
-        next(line for line in screen if line.startswith("done: 6 steps"))
-    )
-
-
-def test_a_disabled_tqdm_of_ones_own_does_not_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    status, text = on_a_terminal(tmp_path, 80, "--train.steps", 2, "--eval.every", "off")
-    assert status == 0, text
+    (bar,) = [number for number, line in enumerate(screen) if line.startswith("step ")]
+    assert screen[bar + 1 :], "the last one is left, above the summary"
+    assert any(line.startswith("done: 6 steps") for line in screen[bar:])
 
 
 def test_on_a_terminal_an_error_is_the_last_thing_on_the_screen(tmp_path):
-    words = ("--train.max_skips_in_a_row", 2, "--metrics.log_every", 2, "--optim.lr", "1e30", "--train.steps", 50)
+    words = ("--train.max_skips_in_a_row", 2, "--metrics.log_every", 2, "--train.steps", 50)
     status, text = on_a_terminal(tmp_path, 200, "--task.target", "tiny:AlwaysNan", *words)
     assert status == 70, text
     last = text.replace("\r\n", "\n").rstrip().split("\n")[-1]

@@ -1,7 +1,8 @@
-"""The image: built for real from the Dockerfile, on a base of Debian's own packages, and used as its user.
+"""The image: built for real from the Dockerfile, on a base of Debian's own packages, and used as
+its user.
 
-No registry of images is asked: mmdebstrap makes the base. Of this machine the build gets what its own pip is told:
-which index, which certificates.
+No registry of images is asked: mmdebstrap makes the base. Of this machine the build gets what its
+own pip is told: which index, which certificates.
 """
 
 import ast
@@ -35,7 +36,13 @@ needs_an_engine = pytest.mark.skipif(
 def run(*command, timeout=900, **options):
     """The finished process; what it says is in stdout, errors too."""
     words = [str(word) for word in command]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": timeout, **options}
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "timeout": timeout,
+        **options,
+    }
     return subprocess.run(words, check=False, **options)
 
 
@@ -48,19 +55,25 @@ def linter(name):
 
 
 def of_this_machines_pip(folder):
-    """Options that show a build what this machine's pip is told: a pip.conf, and the files and folders it names."""
+    """Options that show a build what this machine's pip is told: a pip.conf, and the files and
+    folders it names.
+    """
     listed = run(sys.executable, "-m", "pip", "config", "list").stdout
     told = dict(re.findall(r"^global\.([\w-]+)=(.*)$", listed, re.M))
     told |= dict(re.findall(r"^:env:\.([\w-]+)=(.*)$", listed, re.M))  # the environment wins
     settings = {key: str(ast.literal_eval(value)) for key, value in told.items()}
-    (folder / "pip.conf").write_text("[global]\n" + "".join(f"{key} = {text}\n" for key, text in settings.items()))
+    (folder / "pip.conf").write_text(
+        "[global]\n" + "".join(f"{key} = {text}\n" for key, text in settings.items())
+    )
     mounts = {folder / "pip.conf": "/etc/pip.conf"}
     for word in " ".join(settings.values()).split():
         path = Path(word.removeprefix("file://"))
         path = path.parent if path.name == "simple" else path  # an index links to files beside it
         if path.is_absolute() and path.exists():
             mounts[path] = path
-    return [word for source, target in mounts.items() for word in ("--volume", f"{source}:{target}:ro")]
+    return [
+        word for source, target in mounts.items() for word in ("--volume", f"{source}:{target}:ro")
+    ]
 
 
 class Engine:
@@ -69,7 +82,14 @@ class Engine:
     def __init__(self, folder):
         self.folder = folder
         self.context = folder / "context"
-        self.options = ["--root", folder / "store", "--runroot", folder / "run", "--storage-driver", "overlay"]
+        self.options = [
+            "--root",
+            folder / "store",
+            "--runroot",
+            folder / "run",
+            "--storage-driver",
+            "overlay",
+        ]
         if self("info").returncode != 0:  # on an overlay already: slower, but works everywhere
             self.options[-1] = "vfs"
         self.pip = of_this_machines_pip(folder)
@@ -83,7 +103,9 @@ class Engine:
 
     @contextmanager
     def container(self, runs=None):
-        """What runs a command in a new container, with a folder of this machine mounted where it keeps its runs."""
+        """What runs a command in a new container, with a folder of this machine mounted where it
+        keeps its runs.
+        """
         name = self("from", "dist_amp", stderr=subprocess.DEVNULL).stdout.strip()
         mounted = ["--volume", f"{runs}:/app/runs"] if runs else []
         try:
@@ -116,21 +138,33 @@ def make_base(engine):
     """This machine's release of Debian, with Python, and with a user 1000 as Ubuntu has one."""
     folder = engine.folder / "base"
     folder.mkdir()
-    codename = re.search(r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.M).group(1)
+    codename = re.search(
+        r"^VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text(), re.M
+    ).group(1)
     sources = [Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list")]
     source = next(path for path in sources if path.exists())
     wanted = "--include=python3-venv,ca-certificates"
     made = run("mmdebstrap", "--variant=minbase", wanted, codename, folder / "base.tar", source)
     assert made.returncode == 0, made.stdout
-    (folder / "Dockerfile").write_text("FROM scratch\nADD base.tar /\nRUN useradd --uid 1000 --create-home ubuntu\n")
+    (folder / "Dockerfile").write_text(
+        "FROM scratch\nADD base.tar /\nRUN useradd --uid 1000 --create-home ubuntu\n"
+    )
     assert engine("build", *ISOLATION, "--tag", "base", folder).returncode == 0
 
 
 def make_context(engine):
     """A copy of the project, with what a folder gathers in use and .dockerignore should leave out."""
-    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info"
+    )
     shutil.copytree(ROOT, engine.context, ignore=left_out)
-    for name in (".venv/bin/python", "runs/old/summary.json", ".env", "dist_amp/__pycache__/step.pyc", ".git/HEAD"):
+    for name in (
+        ".venv/bin/python",
+        "runs/old/summary.json",
+        ".env",
+        "dist_amp/__pycache__/step.pyc",
+        ".git/HEAD",
+    ):
         path = engine.context / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("not for an image")
@@ -179,7 +213,10 @@ def test_the_compose_files_ports_are_this_machines_alone_and_its_services_share_
 
 def test_a_run_that_compose_stops_may_save_before_docker_kills_it():
     train = COMPOSE["services"]["train"]
-    assert (train["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], train["stop_grace_period"]) == ("110", "2m")
+    assert (train["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], train["stop_grace_period"]) == (
+        "110",
+        "2m",
+    )
 
 
 def test_the_dockerfile_names_no_host_and_checks_no_health():
@@ -190,7 +227,15 @@ def test_the_dockerfile_names_no_host_and_checks_no_health():
 
 def test_the_image_has_what_a_gpu_node_needs_besides_the_wheels():
     text = (ROOT / "Dockerfile").read_text()
-    for package in ("gcc", "numactl", "rdma-core", "libibverbs1", "ibverbs-providers", "librdmacm1", "iproute2"):
+    for package in (
+        "gcc",
+        "numactl",
+        "rdma-core",
+        "libibverbs1",
+        "ibverbs-providers",
+        "librdmacm1",
+        "iproute2",
+    ):
         assert re.search(rf"^    .*\b{package}\b", text, re.M), package
 
 
@@ -203,9 +248,9 @@ def test_the_image_holds_the_project_and_nothing_of_this_machine(engine):
     listed = engine.inside(
         "sh",
         "-c",
-        "id -u; stat -c %u runs; command -v ip; command -v gcc; command -v numactl; "
-        "ldconfig -p | grep -c -E 'lib(ibverbs|rdmacm|mlx5)'; ls -A . runs; find . -name __pycache__; "
-        "cat /etc/pip.conf",
+        "id -u; stat -c %u runs; command -v ip; command -v gcc; command -v numactl; ldconfig -p | "
+        "grep -c -E 'lib(ibverbs|rdmacm|mlx5)'; ls -A . runs; find . -name __pycache__; cat "
+        "/etc/pip.conf",
     ).stdout
     user, owner, ip, compiler, numactl, rdma, *names = listed.splitlines()
     assert (user, owner) == ("1000", "1000")
@@ -232,7 +277,9 @@ def test_tests_pass_inside(engine):
 @needs_an_engine
 def test_two_ranks_train_inside_and_tensorboard_shows_them_by_the_commands_of_compose(engine, runs):
     command = COMPOSE["services"]["train"]["command"]
-    done = engine.inside(*command, "--train.steps", "4", "--eval.batches", "1", "--metrics.log_every", "1", runs=runs)
+    done = engine.inside(
+        *command, "--train.steps", "4", "--eval.batches", "1", "--metrics.log_every", "1", runs=runs
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     summary = json.loads((runs / "demo/summary.json").read_text())
     assert (summary["stopped_by"], summary["world_size"], summary["steps"]) == ("completed", 2, 4)
@@ -242,12 +289,17 @@ def test_two_ranks_train_inside_and_tensorboard_shows_them_by_the_commands_of_co
         port = free.getsockname()[1]
     with engine.container(runs) as enter:
         command = [*enter, *COMPOSE["services"]["tensorboard"]["command"], "--port", port]
-        board = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        board = subprocess.Popen(
+            [str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             shown, deadline = [], time.monotonic() + 300
             while not shown and time.monotonic() < deadline:
                 time.sleep(0.5)
-                with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs") as answer:
+                with (
+                    suppress(OSError),
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs") as answer,
+                ):
                     shown = sorted(json.loads(answer.read()))
             assert shown == ["demo/tensorboard/rank00000", "demo/tensorboard/rank00001"]
         finally:
@@ -262,10 +314,13 @@ def descendants(pid):
     return [process for child in below for process in (*descendants(child), child)]
 
 
+@pytest.mark.bad_input("a volume that the image's user can't write to")
 @pytest.mark.slow
 @needs_an_engine
 def test_a_volume_that_the_images_user_may_not_write_is_named(engine, tmp_path):
-    done = engine.inside("python", "-m", "dist_amp.train", "--run.dir", "runs/mine", runs=tmp_path)  # root's
+    done = engine.inside(
+        "python", "-m", "dist_amp.train", "--run.dir", "runs/mine", runs=tmp_path
+    )  # root's
     assert done.returncode != 0
     last = "error: run.dir=runs/mine can't be written (Permission denied); choose another with --run.dir"
     assert last in done.stdout.splitlines()
@@ -279,10 +334,15 @@ def test_an_edited_source_file_builds_no_package_anew(engine):
     again = engine.build("localhost/base", tag="edited")
     assert again.returncode == 0
     said = again.stdout.split("STEP ")
-    built = [step.split(": ", 1)[1].splitlines()[0] for step in said if ": " in step and "Using cache" not in step]
+    built = [
+        step.split(": ", 1)[1].splitlines()[0]
+        for step in said
+        if ": " in step and "Using cache" not in step
+    ]
     assert not [step for step in built if step.startswith("RUN")], built
 
 
+@pytest.mark.bad_input("a base image whose Python is too old")
 @pytest.mark.slow
 @needs_an_engine
 def test_a_base_whose_python_is_too_old_stops_the_build_with_a_clear_line(engine, tmp_path):
@@ -291,18 +351,23 @@ def test_a_base_whose_python_is_too_old_stops_the_build_with_a_clear_line(engine
         'exec(sys.argv[2])\' "$@"\n'
     )
     (tmp_path / "python3").chmod(0o755)
-    (tmp_path / "Dockerfile").write_text("FROM localhost/base\nCOPY python3 /usr/local/bin/python3\n")
+    (tmp_path / "Dockerfile").write_text(
+        "FROM localhost/base\nCOPY python3 /usr/local/bin/python3\n"
+    )
     assert engine("build", *ISOLATION, "--tag", "old", tmp_path).returncode == 0
     refused = engine.build("localhost/old", tag="never")
     assert refused.returncode != 0
-    assert "error: BASE has Python 3.9.2, and dist_amp needs 3.11 or newer; give another by --build-arg BASE=" in (
-        refused.stdout.splitlines()
+    assert (
+        "error: BASE has Python 3.9.2, and dist_amp needs 3.11 or newer; give another by "
+        "--build-arg BASE=" in (refused.stdout.splitlines())
     )
 
 
 @pytest.mark.slow
 @needs_an_engine
 def test_torch_comes_from_the_index_that_is_given(engine):
-    refused = engine.build("localhost/base", "--build-arg", "TORCH_INDEX=file:///of/another/build", tag="never")
+    refused = engine.build(
+        "localhost/base", "--build-arg", "TORCH_INDEX=file:///of/another/build", tag="never"
+    )
     assert refused.returncode != 0
     assert re.search(r"^Looking in indexes: file:///of/another/build", refused.stdout, re.M)

@@ -1,4 +1,6 @@
-"""The order of samples is a pure function of seed and position, the same set per step at every world size."""
+"""The order of samples is a pure function of seed and position, the same set per step at every
+world size.
+"""
 
 import multiprocessing
 import time
@@ -12,10 +14,10 @@ from torch import nn
 
 from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
-from dist_amp.runtime import loader
-from dist_amp.runtime.nested import to_device
-from dist_amp.runtime.permutation import epoch_order
-from dist_amp.runtime.plan import Plan, shard_step
+from dist_amp.loading import loader
+from dist_amp.loading.nested import to_device
+from dist_amp.loading.order import epoch_order
+from dist_amp.loading.plan import Plan, shard_step
 from dist_amp.supervise.lifecycle import open_run
 from dist_amp.world import World
 
@@ -32,15 +34,24 @@ def plan(length=23, ranks=1, rank=0, micro_batch=2, accumulation=1, seed=0, orde
 
 
 def batches(plan, workers=0):
-    return Batches(Numbered().build_dataset(plan.length), Numbered(), plan, workers, torch.device("cpu"))
+    return Batches(
+        Numbered().build_dataset(plan.length), Numbered(), plan, workers, torch.device("cpu")
+    )
 
 
 def samples_of_steps(ranks, micro_batch, accumulation, steps):
     """The sorted samples that count, step by step, over all ranks."""
-    per_rank = [batches(plan(64 + 23, ranks, rank, micro_batch, accumulation)) for rank in range(ranks)]
+    per_rank = [
+        batches(plan(64 + 23, ranks, rank, micro_batch, accumulation)) for rank in range(ranks)
+    ]
     taken = []
     for _ in range(steps):
-        parts = [batch["index"] for one in per_rank for batch in next(one) if not isinstance(batch, Padding)]
+        parts = [
+            batch["index"]
+            for one in per_rank
+            for batch in next(one)
+            if not isinstance(batch, Padding)
+        ]
         taken.append(sorted(torch.cat(parts).tolist()))
     return taken
 
@@ -54,7 +65,9 @@ def test_a_step_takes_the_same_samples_at_every_world_size():
 def test_every_epoch_takes_every_sample_once_in_another_order():
     length = 23
     one = batches(plan(length, micro_batch=5))
-    epochs = [torch.cat([batch["index"] for _ in range(5) for batch in next(one)]) for _ in range(2)]
+    epochs = [
+        torch.cat([batch["index"] for _ in range(5) for batch in next(one)]) for _ in range(2)
+    ]
     assert all(sorted(epoch.tolist()) == list(range(length)) for epoch in epochs)
     assert not torch.equal(*epochs)
     assert one.position == 2 * length
@@ -63,7 +76,9 @@ def test_every_epoch_takes_every_sample_once_in_another_order():
 def test_another_seed_gives_another_order_and_no_shuffle_the_datasets_own():
     everywhere = torch.arange(50)
     for order in ("randperm", "feistel"):
-        assert not torch.equal(epoch_order(order, 50, 0, 0)(everywhere), epoch_order(order, 50, 1, 0)(everywhere))
+        assert not torch.equal(
+            epoch_order(order, 50, 0, 0)(everywhere), epoch_order(order, 50, 1, 0)(everywhere)
+        )
     assert torch.equal(epoch_order("dataset", 50, 1, 3)(everywhere), everywhere)
 
 
@@ -90,20 +105,30 @@ def test_the_end_of_an_epoch_is_split_evenly_and_padded_where_a_rank_has_none():
     assert sizes(2, ranks=4, micro_batch=2) == [[2], [0], [0], [0]]
     assert sizes(9, ranks=2, micro_batch=4) == [[2, 3], [2, 2]]
     padding = shard_step(range(10, 13), 4, 4, rank=3)
-    assert [(share.indices, share.counts) for share in padding] == [((10, 11), False)], "batch norm takes it too"
+    assert [(share.indices, share.counts) for share in padding] == [((10, 11), False)], (
+        "batch norm takes it too"
+    )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_no_micro_batch_has_one_sample_where_samples_can_be_split_otherwise(ranks):
     for micro_batch in range(1, 9):
         for length in range(1, 3 * ranks * micro_batch + 1):
             shares = [shard_step(range(length), ranks, micro_batch, rank) for rank in range(ranks)]
             assert len({len(rank) for rank in shares}) == 1, "every rank takes part equally often"
-            taken = [index for rank in shares for share in rank if share.counts for index in share.indices]
+            taken = [
+                index
+                for rank in shares
+                for share in rank
+                if share.counts
+                for index in share.indices
+            ]
             assert sorted(taken) == list(range(length))
             counts = [len(share.indices) for rank in shares for share in rank]
             assert max(counts) <= micro_batch
-            single = [count for rank in sizes(length, ranks, micro_batch) for count in rank].count(1)
+            single = [count for rank in sizes(length, ranks, micro_batch) for count in rank].count(
+                1
+            )
             possible = length > 1 and micro_batch > 1 and not (micro_batch == 2 and length % 2)
             assert not (single and possible)
             assert not (1 in counts and possible), "nor has the padding"
@@ -114,7 +139,10 @@ def test_full_micro_batches_are_split_round_robin():
         window, size = list(range(100, 100 + ranks * micro_batch * count)), ranks * micro_batch
         for rank in range(ranks):
             shares = shard_step(window, ranks, micro_batch, rank)
-            expected = [tuple(window[start : start + size][rank::ranks]) for start in range(0, len(window), size)]
+            expected = [
+                tuple(window[start : start + size][rank::ranks])
+                for start in range(0, len(window), size)
+            ]
             assert [share.indices for share in shares] == expected
             assert all(share.counts for share in shares)
 
@@ -130,7 +158,9 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step_and_nothing_else():
     one, whole = dropping(1, 0, 8, 1), batches(plan(23, 1, 0, 8, 1))
     steps = [next(one)[0]["index"].tolist() for _ in range(4)]
     assert [len(step) for step in steps] == [8] * 4
-    assert steps == [step for step in (next(whole)[0]["index"].tolist() for _ in range(6)) if len(step) == 8]
+    assert steps == [
+        step for step in (next(whole)[0]["index"].tolist() for _ in range(6)) if len(step) == 8
+    ]
     assert one.position == 23 + 16
 
 
@@ -152,7 +182,15 @@ class BatchNormed(Tiny):
 
 
 def norms_of_an_epoch(world, samples, words):
-    run = make_run(world, BatchNormed(samples=samples), "--use_amp", "false", "--train.micro_batch_size", 4, *words)
+    run = make_run(
+        world,
+        BatchNormed(samples=samples),
+        "--use_amp",
+        "false",
+        "--train.micro_batch_size",
+        4,
+        *words,
+    )
     return len([report.norm.item() for report in take_steps(run, 3)])
 
 
@@ -167,6 +205,7 @@ def test_batch_norm_trains_through_a_remainder_of_one_sample_if_it_is_dropped():
     assert norms_of_an_epoch(World(), 9, ["--data.drop_last", "true"]) == 3
 
 
+@pytest.mark.bad_input("batch norm and an epoch whose last step is not full")
 @pytest.mark.parametrize(
     ("samples", "words", "said"),
     [
@@ -179,7 +218,9 @@ def test_batch_norm_trains_through_a_remainder_of_one_sample_if_it_is_dropped():
     ],
     ids=["one_sample", "fewer", "full_micro_batches", "dropped", "never_reached"],
 )  # fmt: skip
-def test_batch_norm_at_the_end_of_an_epoch_is_warned_about_with_the_numbers(samples, words, said, capsys, tmp_path):
+def test_batch_norm_at_the_end_of_an_epoch_is_warned_about_with_the_numbers(
+    samples, words, said, capsys, tmp_path
+):
     sizes = ["--train.micro_batch_size", 4, "--train.accumulation_steps", 2, "--run.dir", tmp_path]
     open_run(make_run(World(), BatchNormed(samples=samples), *sizes, *words))
     warnings = [line for line in capsys.readouterr().err.splitlines() if "batch norm" in line]
@@ -222,17 +263,34 @@ def test_an_empty_dataset_is_refused():
     assert error.value.exit_code == 65
 
 
+@pytest.mark.bad_input("dataset empty, absent, or smaller than a global batch")
 def test_a_dataset_smaller_than_one_global_batch_is_refused_with_both_sizes():
-    with pytest.raises(DataError, match=r"has 20 samples, fewer than one global batch of 24 = micro_batch_size 8 x 1 "):
+    with pytest.raises(
+        DataError,
+        match=r"has 20 samples, fewer than one global batch of 24 = micro_batch_size 8 x 1 ",
+    ):
         make_run(World(), Tiny(samples=20), "--train.accumulation_steps", 3)
 
 
+@pytest.mark.bad_input(
+    "`data.path`, `data.name` or another setting of what to read, for a task that does not take "
+    "the `data` section"
+)
 def test_settings_of_data_that_the_task_does_not_take_are_warned_of_by_name(tmp_path, capsys):
-    words = ["--data.path", "rows.jsonl", "--data.sources.wiki.weight", 2, "--data.workers", 0, "--run.dir", tmp_path]
+    words = [
+        "--data.path",
+        "rows.jsonl",
+        "--data.sources.wiki.weight",
+        2,
+        "--data.workers",
+        0,
+        "--run.dir",
+        tmp_path,
+    ]
     open_run(make_run(World(), Tiny(), *words))
     assert (
-        "warning: data.path=rows.jsonl, data.sources.wiki: nothing reads this, because Tiny's constructor has no "
-        "parameter `data`; add one"
+        "warning: data.path=rows.jsonl, data.sources.wiki: nothing reads this, because Tiny's "
+        "constructor has no parameter `data`; add one"
     ) in capsys.readouterr().err
     open_run(make_run(World(), Tiny(), "--data.drop_last", "true", "--run.dir", tmp_path))
     assert "nothing reads this" not in capsys.readouterr().err
@@ -244,14 +302,17 @@ def test_a_dataset_that_only_streams_is_refused():
             return iter(range(10))
 
     with pytest.raises(
-        DataError, match=r"build_dataset\('train'\) returned a range_iterator, not samples by number; return a"
+        DataError,
+        match=r"build_dataset\('train'\) returned a range_iterator, not samples by number; return a",
     ):
         make_run(World(), Streaming())
 
 
 def padded_step(world):
     """A window of one micro-batch in a world of two: rank 1 has nothing of its own."""
-    run = make_run(world, Tiny(samples=9), "--train.micro_batch_size", 4, "--parallel.strategy", "fsdp")
+    run = make_run(
+        world, Tiny(samples=9), "--train.micro_batch_size", 4, "--parallel.strategy", "fsdp"
+    )
     next(run.data)
     last = next(run.data)
     return [isinstance(batch, Padding) for batch in last], run.data.items
@@ -264,7 +325,9 @@ def test_padding_counts_for_no_item():
 def test_batches_of_any_mapping_are_moved():
     from collections import UserDict
 
-    moved = to_device(UserDict(x=torch.zeros(2), names=["a"], pair=(torch.ones(1), 3)), torch.device("meta"))
+    moved = to_device(
+        UserDict(x=torch.zeros(2), names=["a"], pair=(torch.ones(1), 3)), torch.device("meta")
+    )
     assert moved["x"].device.type == moved["pair"][0].device.type == "meta"
     assert (moved["names"], moved["pair"][1]) == (["a"], 3)
 
@@ -276,6 +339,7 @@ def test_random_augmentations_differ_from_epoch_to_epoch():
     run.data.close()
 
 
+@pytest.mark.bad_input("loader workers that do not start")
 @pytest.mark.parametrize("stuck", [1, 9])
 def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, stuck):
     real, semaphore, attempts = loader._start_worker, multiprocessing.Semaphore, []
@@ -296,21 +360,24 @@ def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, 
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     run = make_run(World(), Tiny(), "--data.workers", 1)
     if stuck > 3:
-        with pytest.raises(DataError, match="rank 0: the loader workers do not start; use data.workers=0"):
+        with pytest.raises(
+            DataError, match="rank 0: the loader workers do not start; use data.workers=0"
+        ):
             next(run.data)
         assert len(attempts) == 3
     else:
         expected = next(run.data.plan.requests(0, 1)).indices
         assert len(next(run.data)) == 1
-        assert [indices for _, indices in run.data.handed_out] == [expected]
+        assert [indices for _, indices in run.data.last_step] == [expected]
         first = make_run(World(), Tiny(), "--data.workers", 0)
-        assert torch.equal(run.data.handed_out[0][0]["x"], next(first.data)[0]["x"]), (
+        assert torch.equal(run.data.last_step[0][0]["x"], next(first.data)[0]["x"]), (
             "no sample was lost with the attempt"
         )
         assert len(attempts) == 2
         run.data.close()
 
 
+@pytest.mark.bad_input("a `build_dataset` that returns a text or a dict (of splits)")
 @pytest.mark.parametrize("dataset", ["a text", {"train": [1, 2]}])
 def test_a_dataset_that_is_a_text_or_a_dict_is_refused(dataset):
     class Wrong(Tiny):
@@ -318,39 +385,7 @@ def test_a_dataset_that_is_a_text_or_a_dict_is_refused(dataset):
             return dataset
 
     with pytest.raises(
-        DataError, match=f"returned a {type(dataset).__name__}, not samples by number; return a map-style"
+        DataError,
+        match=f"returned a {type(dataset).__name__}, not samples by number; return a map-style",
     ):
         make_run(World(), Wrong())
-
-
-class ManyTensors(Numbered):
-    """Small tensors, which a worker sends by value, and others."""
-
-    def collate(self, samples):
-        index = torch.stack([sample["index"] for sample in samples])
-        shared = index.float()
-        return {
-            "large": index.repeat(2**14), "small": index, "scalar": index.sum(), "bool": index > 3, "empty": index[:0],
-            "bf16": index.bfloat16(), "columns": index.repeat(3, 1).t(), "twice": (shared, shared), "text": ["a"],
-            "grad": index.double().requires_grad_(),
-        }  # fmt: skip
-
-
-def test_a_worker_sends_every_tensor_as_it_was_collated():
-    task, one = ManyTensors(), plan(16, micro_batch=8)
-    received = {}
-    for workers in (0, 1):
-        samples = Batches(task.build_dataset(16), task, one, workers, torch.device("cpu"))
-        (received[workers],) = next(samples)
-        samples.close()
-    for name, tensor in received[0].items():
-        sent = received[1][name]
-        if isinstance(tensor, torch.Tensor):
-            assert torch.equal(sent, tensor), name
-            assert (sent.dtype, sent.stride(), sent.requires_grad) == (
-                tensor.dtype, tensor.stride(), tensor.requires_grad), name  # fmt: skip
-            assert sent.is_shared() == (name in ("large", "bf16", "columns", "grad")), name
-    first, second = received[1]["twice"]
-    assert first is second
-    first.add_(1)  # writable
-    assert torch.equal(first, received[0]["twice"][0] + 1)

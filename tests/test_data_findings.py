@@ -1,4 +1,6 @@
-"""What users ran into: each of these once read the wrong rows, hung, or said something that did not help."""
+"""What users ran into: each of these once read the wrong rows, hung, or said something that did not
+help.
+"""
 
 import errno
 import json
@@ -7,13 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import datasets
-import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -30,8 +32,7 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources import converted, parquet
 from dist_amp.sources.labelled_images import LabelledImages, class_names, labelled_rows
 from dist_amp.sources.load import load_rows, load_split
-from dist_amp.sources.mixture import Mixture, mixed
-from dist_amp.sources.packing import PackedRows, Packing
+from dist_amp.sources.packing import Packing
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokenizing import tokenize
 from dist_amp.sources.tokens import token_documents
@@ -42,7 +43,9 @@ BYTES = open_tokenizer("bytes")
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache") / "datasets")
+    monkeypatch.setattr(
+        datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache") / "datasets"
+    )
 
 
 def write_texts(path, texts):
@@ -56,14 +59,22 @@ def write_parquet(path, columns, group=4):
     return str(path)
 
 
-def test_row_groups_are_read_once_by_a_run_that_tokenizes_them_as_they_are_read(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "train.parquet", {"text": [f"row {n}" for n in range(128)], "other": range(128)})
+def test_row_groups_are_read_once_by_a_run_that_tokenizes_them_as_they_are_read(
+    tmp_path, monkeypatch
+):
+    path = write_parquet(
+        tmp_path / "train.parquet", {"text": [f"row {n}" for n in range(128)], "other": range(128)}
+    )
     write_parquet(tmp_path / "validation.parquet", {"text": ["held out"], "other": [0]})
-    documents = token_documents(DataConfig(path=os.path.dirname(path), view="parquet", streams=8), "train", BYTES)
+    documents = token_documents(
+        DataConfig(path=os.path.dirname(path), view="parquet", streams=8), "train", BYTES
+    )
     _, order = documents.shuffled(8, 1)
     reads, real = [], parquet.Reader._read
     monkeypatch.setattr(
-        parquet.Reader, "_read", lambda reader, file, group: reads.append(group) or real(reader, file, group)
+        parquet.Reader,
+        "_read",
+        lambda reader, file, group: reads.append(group) or real(reader, file, group),
     )
     positions = order(0, 0)(torch.arange(128)).tolist()
     for first in range(0, 128, 8):
@@ -74,7 +85,11 @@ def test_row_groups_are_read_once_by_a_run_that_tokenizes_them_as_they_are_read(
 class Conjugated(Tiny):
     def collate(self, samples):
         batch = torch.utils.data.default_collate(samples)
-        return {**batch, "conjugated": torch.complex(batch["x"], batch["x"]).conj(), "negative": batch["x"]._neg_view()}
+        return {
+            **batch,
+            "conjugated": torch.complex(batch["x"], batch["x"]).conj(),
+            "negative": batch["x"]._neg_view(),
+        }
 
 
 def test_a_worker_sends_conjugated_and_negated_views(tmp_path):
@@ -96,77 +111,56 @@ def images_in_parquet(path, labels):
 def test_images_are_read_from_a_parquet_view_that_knows_nothing_of_pictures(tmp_path):
     data = images_in_parquet(tmp_path / "a.parquet", [0, 1, 2] * 8)
     rows = labelled_rows(data, "train", "image", "label")
-    samples = LabelledImages(rows, "image", "label", (8, 8), 1, 3, class_names(rows, "label"))
+    samples = LabelledImages(rows, ("image", "label"), (8, 8), 1, 3, class_names(rows, "label"))
     assert samples[0]["image"].shape == (1, 8, 8)
     assert sorted({int(samples[number]["label"]) for number in range(len(samples))}) == [0, 1, 2]
 
 
+@pytest.mark.bad_input("text labels of images in a Parquet view")
 def test_text_labels_of_a_parquet_view_are_refused_with_what_to_use(tmp_path):
     table = datasets.Dataset.from_dict({"image": [b""] * 16, "label": ["cat", "dog"] * 8})
     table.to_parquet(tmp_path / "a.parquet", batch_size=4)
-    rows = labelled_rows(DataConfig(path=str(tmp_path / "a.parquet"), view="parquet"), "train", "image", "label")
+    rows = labelled_rows(
+        DataConfig(path=str(tmp_path / "a.parquet"), view="parquet"), "train", "image", "label"
+    )
     assert "use data.view=map, or store whole numbers" in message_of(65, class_names, rows, "label")
 
 
-class Pieces:
-    """Documents that can be read in parts; counts the tokens that were."""
+def documents_apart(world, cases):
+    """What a rank says of packed documents with these leaked shares per rank, or the error."""
+    from dist_amp.tasks import hf_causal_lm
 
-    fingerprint, read = "pieces", 0
-
-    def __init__(self, count, tokens):
-        self.lengths = numpy.full(count, tokens)
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def pieces(self, pieces):
-        found = []
-        for document, first, last in pieces:
-            self.read += last - first
-            found.append(
-                {"input_ids": torch.arange(first, last) + 1000 * document, "labels": torch.arange(first, last)}
-            )
-        return found
-
-
-@pytest.mark.parametrize("pack", ["cut", "best_fit"])
-def test_of_a_long_document_in_a_mixture_only_the_rows_part_is_read(pack):
-    sources = {"a": Pieces(2, 5000), "b": Pieces(2, 5000)}
-    rows = PackedRows(Mixture(sources, [1, 1]), Packing(10, pack, "split"))
-    row = rows[17]
-    assert len(row["input_ids"]) == 10
-    assert len(set(row["source_ids"].tolist())) == 1
-    assert sum(one.read for one in sources.values()) <= 11
-
-
-def apart_where(world, of_ranks):
-    """What a rank says of packed documents whose leaked shares are these: apart or not, or the error."""
-    from dist_amp.tasks import packed
-
-    parallel = SimpleNamespace(evaluating=nullcontext, module=None)
-    data = SimpleNamespace(handed_out=[({"input_ids": torch.zeros(1, 8)}, (0,))])
-    run = SimpleNamespace(world=world, data=data, parallel=parallel, precision=SimpleNamespace(autocast=nullcontext))
-    with patch.object(packed, "leaked_share", lambda model, ids: of_ranks[world.rank]):
-        try:
-            return packed.TokenRows._documents_are_apart(None, run)
-        except ConfigError as error:
-            return str(error)
+    parallel = SimpleNamespace(module=None)
+    data = SimpleNamespace(last_step=[({"input_ids": torch.zeros(1, 8)}, (0,))])
+    precision = SimpleNamespace(autocast=nullcontext)
+    run = SimpleNamespace(
+        world=world, data=data, parallel=parallel, precision=precision, evaluating=nullcontext
+    )
+    answers = []
+    for shares in cases:
+        share = shares[world.rank]
+        with patch.object(hf_causal_lm, "leaked_share", lambda model, ids, share=share: share):
+            try:
+                answers.append(hf_causal_lm.documents_are_apart(run))
+            except ConfigError as error:
+                answers.append(str(error))
+    return answers
 
 
 def test_whether_documents_leak_is_one_answer_of_all_ranks():
     pytest.importorskip("transformers")
-    assert on_ranks(2, apart_where, (0.0, 0.0)) == [True, True]
-    assert on_ranks(2, apart_where, (0.0, float("nan"))) == [False, False], "asked again at the next log step"
-    for shares in ((0.0, 0.5), (float("nan"), 0.5)):
-        said = on_ranks(2, apart_where, shares)
-        assert said[0] == said[1]
-        assert "0.5 as much as its own; use data.pack=off" in said[0]
+    nan = float("nan")
+    cases = [(0.0, 0.0), (0.0, nan), (0.0, 0.5), (nan, 0.5)]
+    answers, others = on_ranks(2, documents_apart, cases)
+    assert answers == others
+    assert answers[:2] == [True, False], "asked again at the next log step"
+    assert all("0.5 as much as its own; use data.pack=off" in said for said in answers[2:])
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak(value):
     pytest.importorskip("transformers")
-    from dist_amp.tasks.packed import leaked_share
+    from dist_amp.tasks.hf_causal_lm import leaked_share
 
     class Same(torch.nn.Module):
         def forward(self, input_ids, position_ids, use_cache):
@@ -192,6 +186,7 @@ def test_only_a_whole_word_names_a_split(names, splits, tmp_path):
     assert {split: len(paths) for split, paths in found.splits.items()} == splits
 
 
+@pytest.mark.bad_input("a folder in which one file names no split, and others do")
 def test_a_file_that_names_no_split_beside_others_that_do_is_refused(tmp_path):
     for name in ("train", "test", "extra"):
         write_texts(tmp_path / f"{name}.jsonl", ["a", "b"])
@@ -204,11 +199,14 @@ def test_values_that_change_in_place_change_a_parquet_views_fingerprint(tmp_path
     prints = []
     for word in ("aaaa", "bbbb"):
         write_parquet(tmp_path / "a.parquet", {"text": [word] * 16})
-        prints.append((load_rows(data, "train").fingerprint, (tmp_path / "a.parquet").stat().st_size))
+        prints.append(
+            (load_rows(data, "train").fingerprint, (tmp_path / "a.parquet").stat().st_size)
+        )
     assert prints[0][1] == prints[1][1]
     assert prints[0][0] != prints[1][0]
 
 
+@pytest.mark.bad_input("a symbolic link to data that leads nowhere")
 def test_files_behind_symbolic_links_are_read_and_a_link_to_nothing_is_named(tmp_path):
     write_texts(tmp_path / "real/b.jsonl", ["b"] * 20)
     write_texts(tmp_path / "data/a.jsonl", ["a"] * 10)
@@ -217,9 +215,12 @@ def test_files_behind_symbolic_links_are_read_and_a_link_to_nothing_is_named(tmp
     rows = load_rows(DataConfig(path=str(tmp_path / "data"), validation_split="train"), "train")
     assert sorted(rows["text"]) == ["a"] * 10 + ["b"] * 20
     (tmp_path / "data/gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
-    assert "gone.jsonl" in message_of(65, load_rows, DataConfig(path=str(tmp_path / "data")), "train")
+    assert "gone.jsonl" in message_of(
+        65, load_rows, DataConfig(path=str(tmp_path / "data")), "train"
+    )
 
 
+@pytest.mark.bad_input("`data.text_column`, `data.split` or `data.view` for a folder of tokens")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -229,34 +230,39 @@ def test_files_behind_symbolic_links_are_read_and_a_link_to_nothing_is_named(tmp
     ],
 )
 def test_settings_of_rows_are_refused_for_tokens(words, said, tmp_path):
-    tokenize(tmp_path / "tokens", {"train": datasets.Dataset.from_dict({"text": ["one"]})}, BYTES, "text", print)
+    tokenize(
+        tmp_path / "tokens",
+        {"train": datasets.Dataset.from_dict({"text": ["one"]})},
+        BYTES,
+        "text",
+        print,
+    )
     data = load_config(["--data.path", str(tmp_path / "tokens"), *words], {}).data
     assert said in message_of(64, token_documents, data, "train", BYTES)
 
 
-def test_two_sources_at_once_and_a_mixtures_setting_without_one_are_refused(tmp_path):
+@pytest.mark.bad_input("`data.name` beside `data.path`")
+def test_two_sources_at_once_are_refused(tmp_path):
     path = write_texts(tmp_path / "a.jsonl", ["a", "b"])
-    assert "are two sources; remove one" in message_of(64, load_split, DataConfig(path=path, name="user/name"), "train")
-    assert "data.mix_by=documents is for a mixture" in message_of(
-        64, mixed, DataConfig(mix_by="documents"), "train", list
+    assert "are two sources; remove one" in message_of(
+        64, load_split, DataConfig(path=path, name="user/name"), "train"
     )
-
-
-def test_the_same_rows_may_be_trained_and_evaluated_on(tmp_path):
-    data = DataConfig(path=write_texts(tmp_path / "a.jsonl", ["one", "two"]), validation_split="train")
-    train, held_out = (token_documents(data, split, BYTES) for split in ("train", "validation"))
-    assert len(train) == len(held_out) == 2
 
 
 def test_a_row_that_can_not_be_encoded_is_named_by_its_number_in_the_file(tmp_path):
     rows = ["text"] * 40
     rows[31] = None
-    data = DataConfig(path=write_texts(tmp_path / "a.jsonl", rows), validation_fraction=0.01)
-    assert message_of(65, token_documents, data, "train", BYTES).startswith("row 31: the column text")
+    data = DataConfig(path=write_texts(tmp_path / "a.jsonl", rows), validation_split=0.01)
+    assert message_of(65, token_documents, data, "train", BYTES).startswith(
+        "row 31: the column text"
+    )
 
 
+@pytest.mark.bad_input("documents that do not fill one row")
 def test_data_that_do_not_fill_one_row_are_refused_with_their_size(tmp_path):
-    data = DataConfig(path=write_texts(tmp_path / "a.jsonl", ["abc", "abd", "e" * 40]), validation_fraction=0.1)
+    data = DataConfig(
+        path=write_texts(tmp_path / "a.jsonl", ["abc", "abd", "e" * 40]), validation_split=0.1
+    )
     pack = partial(Packing(100, "cut", "split").rows)
     documents = token_documents(data, "train", BYTES)
     said = message_of(65, pack, documents, "train")
@@ -264,11 +270,12 @@ def test_data_that_do_not_fill_one_row_are_refused_with_their_size(tmp_path):
     assert pack(token_documents(data, "validation", BYTES), "validation") is None
 
 
+@pytest.mark.bad_input("a full disk under the cache of `datasets`")
 def test_a_full_disk_is_named_with_the_cache_and_not_with_a_file(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(converted, "_loaded", full)
+    monkeypatch.setattr(converted, "convert", full)
     path = write_texts(tmp_path / "a.jsonl", ["a", "b"])
     with pytest.raises(
         Failure, match="the disk of the cache .* is full; make room, or set HF_DATASETS_CACHE"
@@ -277,43 +284,52 @@ def test_a_full_disk_is_named_with_the_cache_and_not_with_a_file(tmp_path, monke
     assert caught.value.exit_code == 1
 
 
+@pytest.mark.bad_input("SIGTERM while `tokenize` works")
 def test_tokenize_ends_by_sigterm_in_one_line_that_says_how_to_go_on(tmp_path):
     path = write_texts(tmp_path / "a.jsonl", [f"text {n}" * 50 for n in range(60_000)])
-    words = ["--data.path", path, "--data.tokenizer", "bytes", "--out", str(tmp_path / "out"), "--workers", "0"]
+    words = [
+        *f"--data.path {path} --data.tokenizer bytes".split(),
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "0",
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dist_amp.tokenize", *words, "--shard_tokens", "1000000"], cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "dist_amp.tokenize", *words, "--shard_tokens", "1000000"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while process.poll() is None and not list(tmp_path.glob("out/train/*")):
-        pass
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate()
     assert process.returncode == 1, said
-    assert said.strip().splitlines()[-1] == "error: stopped by SIGTERM; start the same command again to go on"
+    assert (
+        said.strip().splitlines()[-1]
+        == "error: stopped by SIGTERM; start the same command again to continue"
+    )
 
 
+@pytest.mark.bad_input("tokens without `tokens.json`, or `--out` that is a file")
 def test_tokens_without_their_manifest_are_named_and_a_file_is_no_folder_for_them(tmp_path):
     rows = {"train": datasets.Dataset.from_dict({"text": ["one"]})}
     tokenize(tmp_path / "tokens", rows, BYTES, "text", print)
     (tmp_path / "tokens/tokens.json").unlink()
     data = DataConfig(path=str(tmp_path / "tokens"))
-    assert "holds tokens without their tokens.json" in message_of(65, token_documents, data, "train", BYTES)
+    assert "holds tokens without their tokens.json" in message_of(
+        65, token_documents, data, "train", BYTES
+    )
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is a file; give a folder"):
         tokenize(tmp_path / "file", rows, BYTES, "text", print)
 
 
+@pytest.mark.bad_input("an image beside the folders of classes")
 def test_a_stray_image_beside_class_folders_is_named(tmp_path):
     for name in ("cat/1.png", "dog/2.png", "stray.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("L", (4, 4)).save(tmp_path / name)
     with pytest.raises(DataError, match=r"stray.png lies in no class's folder"):
         load_split(DataConfig(path=str(tmp_path)), "train", "image")
-
-
-def test_rows_with_several_documents_are_not_all_at_the_end():
-    documents = Pieces(200, 10)
-    documents.lengths = numpy.array([90] * 100 + [10] * 100)
-    rows = PackedRows(documents, Packing(90, "best_fit", "split"))
-    packed = [number for number in range(len(rows)) if len(rows.pieces(number)) > 1]
-    assert packed[0] < len(rows) / 2

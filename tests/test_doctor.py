@@ -1,4 +1,6 @@
-"""The doctor: a line per check with its fix, whatever the machine lacks, and ranks that are slow are named."""
+"""The doctor: a line per check with its fix, whatever the machine lacks, and ranks that are slow
+are named.
+"""
 
 import json
 import os
@@ -17,7 +19,7 @@ import torch
 from forked import ROOT, Forked, finish
 from ranks import on_ranks
 
-from dist_amp.commands import doctor, doctor_machine, doctor_ranks, doctor_report
+from dist_amp.commands import doctor, doctor_machine, doctor_ranks
 from dist_amp.commands.doctor_machine import Check, guarded, machine_checks
 
 usage = namedtuple("usage", "total used free")
@@ -27,7 +29,13 @@ usage = namedtuple("usage", "total used free")
 def alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor_machine, "cpu_slowdown", {"bf16": 0.9, "fp16": 14.0}.__getitem__)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -52,13 +60,17 @@ def test_every_check_is_one_aligned_line_and_the_last_line_counts_them(capsys):
 def test_json_is_one_object_with_the_same_checks(capsys):
     assert doctor.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [check["name"] for check in found["checks"]] == [check.name for check in machine_checks(1)]
+    assert [check["name"] for check in found["checks"]] == [
+        check.name for check in machine_checks(1)
+    ]
     assert found["ok"] + found["warn"] == len(found["checks"])
     assert (found["ranks"], found["fail"]) == (1, 0)
 
 
 def test_a_failed_check_ends_with_status_1_and_shows_its_fix(capsys, monkeypatch):
-    monkeypatch.setattr(doctor_machine, "version", lambda name: {"torch": "2.10.0+cu126"}.get(name, "99.0"))
+    monkeypatch.setattr(
+        doctor_machine, "version", lambda name: {"torch": "2.10.0+cu126"}.get(name, "99.0")
+    )
     assert doctor.main([]) == 1
     out = capsys.readouterr().out
     assert "fail  torch " in out
@@ -66,9 +78,12 @@ def test_a_failed_check_ends_with_status_1_and_shows_its_fix(capsys, monkeypatch
     assert out.splitlines()[-1].endswith("1 fail: fix what failed before you train")
 
 
+@pytest.mark.bad_input("`doctor`: a check that fails itself")
 def test_a_check_that_fails_itself_is_a_line(capsys, monkeypatch):
     monkeypatch.setattr(socket, "create_server", lambda *_: 1 / 0)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (_ for _ in ()).throw(OSError("no limits here")))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda _: (_ for _ in ()).throw(OSError("no limits here"))
+    )
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "can't be checked (ZeroDivisionError: division by zero)" in out
@@ -88,6 +103,7 @@ def test_a_package_that_cannot_be_imported_is_a_line():
     assert done.stdout.endswith("); pip install -e . -c launch/constraints.txt\n")
 
 
+@pytest.mark.bad_input("`doctor`: a package that is missing, too old, or can't be imported")
 def test_a_missing_package_names_the_command_that_installs_it(monkeypatch):
     real = doctor_machine.version
 
@@ -120,9 +136,12 @@ def test_packages_that_are_not_the_pinned_releases_are_listed(monkeypatch, tmp_p
 # --- devices
 
 
+@pytest.mark.bad_input("`doctor`: GPUs that torch can't use, or has no code for; no NCCL")
 def test_gpus_that_torch_cannot_use_fail_with_the_reason_and_the_fix(monkeypatch):
     monkeypatch.setattr(
-        doctor_machine, "why_unused", lambda: "this machine has 8 NVIDIA GPUs, and their driver 525 ..."
+        doctor_machine,
+        "why_unused",
+        lambda: "this machine has 8 NVIDIA GPUs, and their driver 525 ...",
     )
     assert only(doctor_machine.gpus()) == Check(
         "gpu", "fail", "this machine has 8 NVIDIA GPUs, and their driver 525 ..."
@@ -131,7 +150,9 @@ def test_gpus_that_torch_cannot_use_fail_with_the_reason_and_the_fix(monkeypatch
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """two_gpus(capability, driver): a machine with two GPUs that are equal, and torch for CUDA 12.6."""
+    """two_gpus(capability, driver): a machine with two GPUs that are equal, and torch for CUDA
+    12.6.
+    """
 
     def make(capability, driver=560, name="Fake GPU"):
         properties = namedtuple("properties", "total_memory major minor")(80 * 2**30, *capability)
@@ -150,7 +171,9 @@ def test_gpus_are_counted_and_their_driver_is_compared_with_the_build(two_gpus):
     two_gpus((9, 0))
     gpu, driver = doctor_machine.gpus()
     assert gpu == Check("gpu", "ok", "2 x Fake GPU, 80 GiB, sm_90")
-    assert driver == Check("driver", "ok", "560; torch is built for CUDA 12.6, which needs 525 or newer")
+    assert driver == Check(
+        "driver", "ok", "560; torch is built for CUDA 12.6, which needs 525 or newer"
+    )
     two_gpus((9, 0), driver=470)
     assert doctor_machine.gpus()[1].status == "warn"
 
@@ -183,7 +206,9 @@ def test_what_a_gpu_computes_natively_is_said_per_dtype(two_gpus, capability, st
     two_gpus(capability)
     gpu, cpu = doctor_machine.precisions()
     assert (gpu.status, gpu.found) == (status, text)
-    assert cpu == Check("precision", "ok", "bf16 native, fp16 emulated (14x slower), fp8 none on the CPU")
+    assert cpu == Check(
+        "precision", "ok", "bf16 native, fp16 emulated (14x slower), fp8 none on the CPU"
+    )
 
 
 def test_a_cpu_that_emulates_bf16_is_a_warning_where_it_trains(monkeypatch):
@@ -195,6 +220,7 @@ def test_a_cpu_that_emulates_bf16_is_a_warning_where_it_trains(monkeypatch):
 # --- network, limits, folders
 
 
+@pytest.mark.bad_input("`doctor`: a host name that does not resolve")
 @pytest.mark.parametrize("why", ["unknown", "silent"])
 def test_a_host_name_that_does_not_resolve_warns_that_torchrun_may_hang(monkeypatch, why):
     def getaddrinfo(*_):
@@ -206,10 +232,13 @@ def test_a_host_name_that_does_not_resolve_warns_that_torchrun_may_hang(monkeypa
     monkeypatch.setattr(doctor_machine, "RESOLVE_SECONDS", 0.1)
     check = only(doctor_machine.hostname())
     assert check.status == "warn"
-    assert ("Name or service not known" if why == "unknown" else "no answer within 0.1 s") in check.found
+    assert (
+        "Name or service not known" if why == "unknown" else "no answer within 0.1 s"
+    ) in check.found
     assert "torchrun --local-addr 127.0.0.1" in check.fix
 
 
+@pytest.mark.bad_input("`doctor`: a MASTER_PORT that is in use, or is none")
 def test_a_master_port_that_is_in_use_fails_and_a_launchers_own_does_not(monkeypatch):
     with socket.create_server(("", 0)) as other:
         monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
@@ -224,6 +253,7 @@ def test_a_master_port_that_is_in_use_fails_and_a_launchers_own_does_not(monkeyp
     assert only(doctor_machine.ports()).found == "MASTER_PORT='seven' is no port"
 
 
+@pytest.mark.bad_input("`doctor`: little shared memory")
 def test_a_small_or_missing_dev_shm_names_what_raises_it(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(64 * 2**20, 0, 64 * 2**20))
     check = only(doctor_machine.shared_memory(tmp_path))
@@ -233,6 +263,7 @@ def test_a_small_or_missing_dev_shm_names_what_raises_it(monkeypatch, tmp_path):
     assert only(doctor_machine.shared_memory(tmp_path / "none")).status == "fail"
 
 
+@pytest.mark.bad_input("`doctor`: too few open files for the ranks")
 @pytest.mark.parametrize(
     ("hard", "ranks", "status", "text"),
     [
@@ -243,13 +274,16 @@ def test_a_small_or_missing_dev_shm_names_what_raises_it(monkeypatch, tmp_path):
         (resource.RLIM_INFINITY, 10_000, "ok", "no limit"),
     ],
 )
-def test_the_limit_of_open_files_says_for_how_many_ranks_it_suffices(monkeypatch, hard, ranks, status, text):
+def test_the_limit_of_open_files_says_for_how_many_ranks_it_suffices(
+    monkeypatch, hard, ranks, status, text
+):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
     check = only(doctor_machine.open_files(ranks))
     assert (check.status, check.found) == (status, text)
     assert ("ulimit -Hn" in check.fix) == (status != "ok")
 
 
+@pytest.mark.bad_input("`doctor`: a folder that can't be written, or a full disk")
 def test_a_folder_that_cannot_be_written_fails_and_a_full_one_warns(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
@@ -257,7 +291,10 @@ def test_a_folder_that_cannot_be_written_fails_and_a_full_one_warns(monkeypatch,
     assert runs.found.startswith(f"{tmp_path}/runs is writable, ")
     assert not (tmp_path / "runs").exists(), "it leaves nothing behind"
     assert cache == Check(
-        "data cache", "fail", f"{tmp_path}/file can't be written (Not a directory)", "choose another by HF_HOME"
+        "data cache",
+        "fail",
+        f"{tmp_path}/file can't be written (Not a directory)",
+        "choose another by HF_HOME",
     )
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 2**30))
     runs, _, _ = doctor_machine.folders()
@@ -269,7 +306,10 @@ def test_a_folder_that_cannot_be_written_fails_and_a_full_one_warns(monkeypatch,
 
 def test_what_is_ok_everywhere_is_said_once_and_what_fails_on_some_machines_with_their_names():
     fine, slow = Check("memory", "ok", "20 GiB"), Check("/dev/shm", "warn", "0.06 GiB", "raise it")
-    machines = [("a", [fine, Check("/dev/shm", "ok", "9 GiB")]), ("b", [Check("memory", "ok", "21 GiB"), slow])]
+    machines = [
+        ("a", [fine, Check("/dev/shm", "ok", "9 GiB")]),
+        ("b", [Check("memory", "ok", "21 GiB"), slow]),
+    ]
     found = doctor_ranks.merged([*machines, ("c", [fine, slow])])
     assert [(check.title, check.status, check.found) for check in found] == [
         ("memory", "ok", "20 GiB; ok on 2 more machines"),
@@ -292,7 +332,9 @@ def test_an_environment_at_odds_with_itself_is_a_failed_check(capsys, monkeypatc
 
 def test_a_rank_whose_products_are_slow_is_named_with_its_host_and_factor():
     hosts = ["a"] * 4 + ["b"] * 4
-    assert only(doctor_ranks.judge_rates([1.0, 0.9, 1.1, 0.95] * 2, hosts, "bfloat16")).status == "ok"
+    assert (
+        only(doctor_ranks.judge_rates([1.0, 0.9, 1.1, 0.95] * 2, hosts, "bfloat16")).status == "ok"
+    )
     check = only(doctor_ranks.judge_rates([1.0] * 6 + [0.5, 1.0], hosts, "bfloat16"))
     assert check.status == "warn"
     assert check.found.endswith(": rank 6 on b is 2.0x slower")
@@ -325,6 +367,7 @@ def rank_2_is_slow(world):
         torch.mm = real
 
 
+@pytest.mark.bad_input("`doctor`: a slow rank or link")
 def test_four_ranks_agree_on_what_they_measure_and_name_the_slow_one():
     found = on_ranks(4, rank_2_is_slow)
     assert found.count(found[0]) == 4
@@ -358,9 +401,19 @@ def test_two_ranks_are_started_and_rank_0_prints(launch, tmp_path):
     """As torchrun does, with the variables that every launcher sets."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     ranks = [
-        Forked(["--json"], tmp_path, launch.environ({**world, "RANK": str(r), "LOCAL_RANK": str(r)}), "dist_amp.doctor")
+        Forked(
+            ["--json"],
+            tmp_path,
+            launch.environ({**world, "RANK": str(r), "LOCAL_RANK": str(r)}),
+            "dist_amp.doctor",
+        )
         for r in range(2)
     ]
     first, second = (finish(rank, 300) for rank in ranks)
@@ -368,11 +421,19 @@ def test_two_ranks_are_started_and_rank_0_prints(launch, tmp_path):
     assert second.stdout == ""
     found = json.loads(first.stdout)
     assert found["ranks"] == 2
-    assert [check["name"] for check in found["checks"]][-4:] == ["same code", "all-reduce", "links", "matmul"]
+    assert [check["name"] for check in found["checks"]][-4:] == [
+        "same code",
+        "all-reduce",
+        "links",
+        "matmul",
+    ]
 
 
+@pytest.mark.bad_input(
+    "`doctor`: ranks that do not find one another, or differ in code or versions"
+)
 def test_ranks_that_do_not_find_one_another_are_a_failed_check(monkeypatch, capsys):
-    monkeypatch.setattr(doctor_report, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "JOIN_SECONDS", 0.2)
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": "9"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)

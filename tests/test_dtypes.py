@@ -12,11 +12,13 @@ from dist_amp.config.load import load_config
 from dist_amp.verify.dtypes import dtype_report
 from dist_amp.world import World
 
-TINY_GPT = ["--task.args.width", 16, "--task.args.context", 8, "--task.args.layers", 3, "--train.micro_batch_size", 2]
+TINY_GPT = (
+    "--task.args.width 16 --task.args.context 8 --task.args.layers 3 --train.micro_batch_size 2"
+)
 
 
-def report(*words, task=None):
-    return dtype_report(load_config([str(word) for word in words], environ={}), World(), task)
+def report(words="", task=None):
+    return dtype_report(load_config(words.split(), environ={}), World(), task)
 
 
 def row(report, path):
@@ -31,12 +33,12 @@ def names(operations):
 def gpt(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text("def sum(a, b): return a + b\n" * 200)
-    return [*TINY_GPT, "--data.path", folder / "a.txt"]
+    return f"{TINY_GPT} --data.path {folder}/a.txt"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_float32(gpt, dtype):
-    seen = report(*gpt, "--precision.dtype", dtype)
+    seen = report(f"{gpt} --precision.dtype {dtype}")
     assert row(seen, "embedding")[2:] == ("int64", "fp32", "fp32", "fp32")
     assert row(seen, "blocks.1.up")[1:] == ("Linear", "fp32", "fp32", dtype, dtype)
     assert row(seen, "blocks.2.attention")[4:] == (dtype, dtype)
@@ -45,11 +47,13 @@ def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_floa
     assert len(seen.costly) == 3 * 5 + 1  # four matrices and attention per block, and the head
     assert not seen.in_float32
     assert f"autocast to {dtype} on cpu" in seen.text
-    assert f"All 16 costly operations (products, convolutions, attention) run in {dtype}." in seen.text
+    assert (
+        f"All 16 costly operations (products, convolutions, attention) run in {dtype}." in seen.text
+    )
 
 
 def test_flops_are_counted_from_the_shapes(gpt):
-    seen = report(*gpt)
+    seen = report(gpt)
     samples, context, width = 2, 8, 16
     matrices = 3 * (4 + 8) * width**2 + 256 * width  # qkv and out, up and down; the head
     attention = 3 * 2 * context * width  # scores and mixtures, per token
@@ -57,7 +61,7 @@ def test_flops_are_counted_from_the_shapes(gpt):
 
 
 def test_the_table_is_aligned_narrow_and_has_equal_layers_in_one_line(gpt):
-    lines = report(*gpt).text.splitlines()
+    lines = report(gpt).text.splitlines()
     assert max(map(len, lines)) <= 120
     first = next(number for number, line in enumerate(lines) if line.startswith("module"))
     rows = lines[first : lines.index("", first)]
@@ -68,8 +72,10 @@ def test_the_table_is_aligned_narrow_and_has_equal_layers_in_one_line(gpt):
 
 
 def test_a_convolution_net_in_fp16():
-    words = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--task.args.size", 16, "--task.args.crop", 8]
-    seen = report(*words, "--task.args.width", 8, "--task.args.crops", 8, "--precision.dtype", "fp16")
+    seen = report(
+        "--task.target dist_amp.tasks.sinusoid:Sinusoid --task.args.size 16 --task.args.crop 8 "
+        "--task.args.width 8 --task.args.crops 8 --precision.dtype fp16"
+    )
     assert [operation.name for operation, _ in seen.costly] == ["convolution"] * 4
     assert row(seen, "0.0")[2:] == ("fp32", "fp32", "fp16", "fp16")
     assert "1-2.0" in seen.text
@@ -77,7 +83,7 @@ def test_a_convolution_net_in_fp16():
 
 
 def test_without_mixed_precision_all_is_float32_by_request(gpt):
-    seen = report(*gpt, "--use_amp", "false")
+    seen = report(f"{gpt} --use_amp false")
     assert {row.computed for row in seen.rows} == {"fp32"}
     assert not seen.in_float32
     assert "precision.use_amp=false: all is computed in float32, by request" in seen.text
@@ -106,15 +112,17 @@ class CarefulTask(Tiny):
 
 
 def test_a_product_where_autocast_is_off_is_flagged_with_its_share_of_the_flops():
-    seen = report("--precision.dtype", "bf16", task=CarefulTask())
+    seen = report("--precision.dtype bf16", task=CarefulTask())
     assert names(seen.in_float32) == {("head", "addmm", "fp32 x fp32")}
-    assert "1 of 3 costly operations stays in float32 (60 % of the forward's FLOPs):" in seen.text  # 24 of 8+8+24
+    assert (
+        "1 of 3 costly operations stays in float32 (60 % of the forward's FLOPs):" in seen.text
+    )  # 24 of 8+8+24
     assert "  head (Linear): addmm fp32 x fp32, 60 %" in seen.text
     assert "autocast(enabled=False)" in seen.text
 
 
 def test_a_module_that_is_called_twice_shows_both_dtypes_and_one_never_called_is_listed():
-    seen = report("--precision.dtype", "bf16", task=CarefulTask())
+    seen = report("--precision.dtype bf16", task=CarefulTask())
     assert row(seen, "body").inputs == "fp32 bf16"
     assert seen.never_called == [(f"spare.{number}", "Linear") for number in range(3)]
     assert "Never called:\n  spare.0-2 (Linear)" in seen.text
@@ -153,14 +161,16 @@ class LibraryTask(Tiny):
         return Library()
 
     def build_dataset(self, split):
-        return Rows(ids=torch.zeros(16, 4, dtype=torch.long), mask=torch.ones(16, 4, dtype=torch.bool))
+        return Rows(
+            ids=torch.zeros(16, 4, dtype=torch.long), mask=torch.ones(16, 4, dtype=torch.bool)
+        )
 
     def loss_sum(self, model, batch):
         return model(**batch).logits.float().sum()
 
 
 def test_nested_keyword_inputs_and_nested_outputs_are_recorded():
-    seen = report("--precision.dtype", "bf16", task=LibraryTask())
+    seen = report("--precision.dtype bf16", task=LibraryTask())
     assert row(seen, "scorer")[1:] == ("Scorer", "fp32 bool", "fp32", "bf16", "bf16 fp32 bool")
     assert names(seen.costly) == {("scorer", "bmm", "bf16 x bf16")}
 
@@ -172,10 +182,10 @@ class HalfSum(Tiny):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_loss_that_is_summed_in_half_precision_is_flagged(dtype):
-    seen = report("--precision.dtype", dtype, task=HalfSum())
+    seen = report(f"--precision.dtype {dtype}", task=HalfSum())
     assert names(seen.half_sums) == {("loss_sum", "mean", dtype)}
     assert f"  loss_sum (the task): mean of {dtype}" in seen.text
-    assert not report("--precision.dtype", dtype, task=Tiny()).half_sums
+    assert not report(f"--precision.dtype {dtype}", task=Tiny()).half_sums
 
 
 def test_a_loss_that_a_run_would_reject_is_named():
@@ -184,9 +194,9 @@ def test_a_loss_that_a_run_would_reject_is_named():
 
 
 def test_the_report_says_whether_a_sharded_run_casts_by_policy():
-    assert "FSDP's policy" in report("--parallel.strategy", "fsdp", task=Tiny()).text
-    for words in (["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"], ["--parallel.strategy", "ddp"]):
-        assert "FSDP's policy" not in report(*words, task=Tiny()).text
+    assert "FSDP's policy" in report("--parallel.strategy fsdp", Tiny()).text
+    for words in ("fsdp --precision.cast_by autocast", "ddp"):
+        assert "FSDP's policy" not in report(f"--parallel.strategy {words}", Tiny()).text
 
 
 class Attending(Tiny):
@@ -203,5 +213,5 @@ class Attending(Tiny):
 
 
 def test_attention_counts_as_one_operation_wherever_it_runs():
-    seen = report("--precision.dtype", "bf16", task=Attending())
+    seen = report("--precision.dtype bf16", task=Attending())
     assert names(seen.in_float32) == {("loss_sum", "attention", "fp32 x fp32 x fp32")}

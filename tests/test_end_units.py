@@ -1,4 +1,6 @@
-"""A task may make its embedding and head units of FSDP2 of their own; without that, they may be used in any way."""
+"""A task may make its embedding and head units of FSDP2 of their own; without that, they may be
+used in any way.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.collectives import Counting
 from dist_amp.checkpoint.saver import save
-from dist_amp.config.auto import units_of
 from dist_amp.errors import DataError
-from dist_amp.verify.collectives import Counting
+from dist_amp.scaling.blocks import units_of
 
 VOCABULARY, WIDTH = 64, 16
 
@@ -48,7 +50,9 @@ def direct(model, x):
 
 
 def chunked(model, x):
-    return torch.cat([checkpoint(model.head, part, use_reentrant=False) for part in x.split(3, dim=1)], 1)
+    return torch.cat(
+        [checkpoint(model.head, part, use_reentrant=False) for part in x.split(3, dim=1)], 1
+    )
 
 
 def by_the_embedding(model, x):
@@ -75,18 +79,23 @@ class Task:
         return [getattr(model, name) for name in self.names]
 
     def build_dataset(self, split):
-        return Rows(tokens=torch.randint(0, VOCABULARY, (64, 9), generator=torch.Generator().manual_seed(1)))
+        return Rows(
+            tokens=torch.randint(0, VOCABULARY, (64, 9), generator=torch.Generator().manual_seed(1))
+        )
 
     def loss_sum(self, model, batch):
         logits = model(batch["tokens"][:, :-1]).float()
-        return F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="sum"
+        )
 
     def weight(self, batch):
         return batch["tokens"][:, 1:].numel()
 
 
 BOTH = ("embedding", "head")
-FEW = ["--use_amp", "false", "--optim.lr", 0.01, "--train.global_batch_size", 16, "--train.micro_batch_size", 4]
+FEW = ["--use_amp", "false", "--optim.lr", 0.01, "--train.global_batch_size", 16]
+FEW += ["--train.micro_batch_size", 4]
 
 
 def trained(world, task, strategy, *words):
@@ -125,7 +134,9 @@ class Reductions(Counting):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         before = self.collectives.copy()
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.sizes += [one.bytes_in for one in self.collectives - before if one.kind == "reduce_scatter"]
+        self.sizes += [
+            one.bytes_in for one in self.collectives - before if one.kind == "reduce_scatter"
+        ]
         return result
 
 
@@ -135,7 +146,9 @@ def reductions(world, task):
     take_steps(run, 1)
     with Reductions() as counting:
         take_steps(run, 1)
-    names = [name for name, part in run.parallel.module.named_modules() if isinstance(part, FSDPModule)]
+    names = [
+        name for name, part in run.parallel.module.named_modules() if isinstance(part, FSDPModule)
+    ]
     return counting.sizes, names
 
 
@@ -149,6 +162,9 @@ def test_a_head_that_is_a_unit_is_reduced_before_the_blocks_and_else_after_them(
     assert names == ["", "layers.0", "layers.1", "layers.2"]
 
 
+@pytest.mark.bad_input(
+    "a task's `units(model)` that are not in the model, lie in a block, or are tied to the rest"
+)
 def test_units_that_can_not_be_are_refused_by_name():
     def refused(change, *names):
         model = Text(called)
@@ -160,14 +176,18 @@ def test_units_that_can_not_be_are_refused_by_name():
 
     tie = refused(lambda model: setattr(model.head, "weight", model.embedding.weight), "head")
     assert "a Linear that shares the parameter embedding.weight with other modules" in tie
-    assert "a Linear that lies in a block" in refused(lambda model: setattr(model, "head", model.layers[0]), "head")
+    assert "a Linear that lies in a block" in refused(
+        lambda model: setattr(model, "head", model.layers[0]), "head"
+    )
     assert "a Linear that is not in the model" in refused(
         lambda model: model.__dict__.update(other=nn.Linear(2, 2)), "other"
     )
 
 
 def evaluated_and_saved(world, folder):
-    run = make_run(world, Task(called, BOTH), "--parallel.strategy", "fsdp", "--run.dir", folder, *FEW)
+    run = make_run(
+        world, Task(called, BOTH), "--parallel.strategy", "fsdp", "--run.dir", folder, *FEW
+    )
     take_steps(run, 1)
     with run.parallel.evaluating():
         run.model(next(run.data)[0]["tokens"])

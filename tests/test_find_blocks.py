@@ -1,4 +1,6 @@
-"""The blocks of a model that names none: its repeated layers, those of every stack, and never one inside another."""
+"""The blocks of a model that names none: its repeated layers, those of every stack, and never one
+inside another.
+"""
 
 import re
 
@@ -6,21 +8,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import on_ranks
-from tiny import Rows, make_run, take_steps
+from tiny import Rows, Tiny, make_run, take_steps
 from torch import nn
 
-from dist_amp.config.auto import find_blocks, pick_blocks
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import CompileConfig, Config, ParallelConfig
+from dist_amp.scaling.blocks import pick_blocks
+from dist_amp.scaling.find_blocks import find_blocks
 from dist_amp.world import World
 
-TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 TWO_STACKS = {
     "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
-IMAGE = {key: TEXT[key] for key in TEXT if key != "vocab_size"} | {"image_size": 16, "patch_size": 8}
+IMAGE = {key: TEXT[key] for key in TEXT if key != "vocab_size"} | {
+    "image_size": 16,
+    "patch_size": 8,
+}
 EXPERTS = {**TEXT, "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": None}
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
 
@@ -76,9 +88,9 @@ def assert_none_is_nested(blocks):
         assert not inside & set(blocks)
 
 
-def said_of(model, capsys, task=None, config=None, strategy="fsdp"):
+def said_of(model, capsys, task=None):
     """(what is said, what is warned about) when the blocks of the model are picked."""
-    pick_blocks(config or Config(), strategy, task or Unnamed(), model, World(world_size=2))
+    pick_blocks("fsdp", task or Unnamed(), model, World(world_size=2))
     return capsys.readouterr()
 
 
@@ -94,14 +106,20 @@ def test_every_repeated_layer_of_a_model_of_transformers_is_a_block(name, capsys
     assert kinds(blocks) == expected
     assert_none_is_nested(blocks)
     sizes = {path: p.numel() for path, p in model.named_parameters()}
-    share = 100 * sum(size for path, size in sizes.items() if re.search(pattern, path)) / sum(sizes.values())
+    share = (
+        100
+        * sum(size for path, size in sizes.items() if re.search(pattern, path))
+        / sum(sizes.values())
+    )
     counts = ", ".join(f"{count} x {kind}" for kind, count in expected.items())
     assert f"blocks: {counts}, {share:.0f} % of parameters\n" in said_of(model, capsys).out
 
 
 def test_the_layers_of_a_model_with_adapters_are_its_blocks():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    model = peft.get_peft_model(
+        build("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+    )
     assert kinds(find_blocks(model)) == {"LlamaDecoderLayer": 2}
 
 
@@ -117,7 +135,9 @@ def test_blocks_come_in_the_order_in_which_they_run(name):
 
 
 def blocks_before_and_after_sharding(world):
-    run = make_run(world, Tokens("t5"), "--parallel.strategy", "fsdp", "--train.micro_batch_size", 2)
+    run = make_run(
+        world, Tokens("t5"), "--parallel.strategy", "fsdp", "--train.micro_batch_size", 2
+    )
     return len(find_blocks(run.task.build_model())), len(find_blocks(run.parallel.module))
 
 
@@ -129,7 +149,9 @@ def test_a_sharded_model_has_the_same_blocks():
 class Block(nn.Module):
     def __init__(self, width=8):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.inner = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         return x + self.inner(x)
@@ -149,7 +171,9 @@ class Experts(nn.Module):
 
     def forward(self, x):
         shares = self.router(x).softmax(-1).unbind(-1)
-        return sum(share[..., None] * expert(x) for share, expert in zip(shares, self.experts, strict=True))
+        return sum(
+            share[..., None] * expert(x) for share, expert in zip(shares, self.experts, strict=True)
+        )
 
 
 class Stage(nn.Module):
@@ -214,22 +238,22 @@ def test_a_layer_that_runs_twice_is_one_block():
     assert find_blocks(model) == [layer, model[1]]
 
 
-def test_blocks_are_said_where_a_setting_makes_use_of_them(capsys):
-    model = nn.Sequential(*repeat(Block, 3))
-    line = "blocks: 3 x Block, 100 % of parameters\n"
-    assert said_of(model, capsys) == (line, "")
-    assert said_of(model, capsys, strategy="ddp") == ("", "")
-    compiled = Config(compile=CompileConfig(blocks=True))
-    assert said_of(model, capsys, config=compiled, strategy="ddp") == (line, "")
-    recomputed = Config(parallel=ParallelConfig(activation_checkpointing=2))
-    assert said_of(model, capsys, config=recomputed, strategy="single") == (line, "")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], False), (["--parallel.activation_checkpointing", 2], True), (COMPILED, True)],
+)
+def test_blocks_are_printed_where_a_setting_makes_use_of_them(capsys, words, said):
+    make_run(World(), Tiny(), *words)
+    assert ("blocks: 2 x Sequential, 94 % of parameters\n" in capsys.readouterr().out) == said
 
 
 class Mixture(nn.Module):
     def __init__(self, experts):
         super().__init__()
         self.router = nn.Linear(8, experts)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(experts))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(experts)
+        )
 
     def forward(self, x):
         return x
@@ -248,33 +272,42 @@ class Named:
         return self.named
 
 
+@pytest.mark.bad_input("blocks that hold less than half of the parameters")
 def test_blocks_that_hold_less_than_half_of_the_parameters_get_a_warning_with_what_to_do(capsys):
     model = nn.Sequential(nn.Embedding(1000, 8), *repeat(Block, 2))
     out, err = said_of(model, capsys)
     assert out == "blocks: 2 x Block, 12 % of parameters\n"
     assert err == (
-        "warning: the blocks that were found hold 12 % of the parameters, and not 0.weight, the largest; name "
-        "the model's layers by `def blocks(self, model)` in the task\n"
+        "warning: the blocks that were found hold 12 % of the parameters, and not 0.weight, the "
+        "largest; name the model's layers by `def blocks(self, model)` in the task\n"
     )
     assert not said_of(model, capsys, Named(model[1])).err, "the task's own choice"
 
 
+@pytest.mark.bad_input("`blocks(model)` that names what is not in the model")
 def test_blocks_that_are_not_in_the_model_are_refused():
     model = nn.Sequential(Block(), Block())
     with pytest.raises(
-        DataError, match=r"blocks\(model\) returned a Block that is not in the model; return modules of"
+        DataError,
+        match=r"blocks\(model\) returned a Block that is not in the model; return modules of",
     ):
-        pick_blocks(Config(), "single", Named(model[0], Block()), model, World())
+        pick_blocks("single", Named(model[0], Block()), model, World())
     with pytest.raises(DataError, match=r"blocks\(model\) returned a str that is not in the model"):
-        pick_blocks(Config(), "single", Named("0"), model, World())
+        pick_blocks("single", Named("0"), model, World())
 
 
+@pytest.mark.bad_input(
+    "a block that shares a parameter with the rest of the model, under fsdp or hsdp"
+)
 def test_a_named_block_that_shares_a_parameter_with_the_rest_can_not_be_sharded():
     model = nn.Sequential(nn.Embedding(16, 8), Block(), nn.Linear(8, 16, bias=False))
     model[2].weight = model[0].weight
-    with pytest.raises(ConfigError, match=r"the parameter 0.weight is also used outside of its block, and fsdp can't"):
-        pick_blocks(Config(), "fsdp", Named(model[0], model[1]), model, World(world_size=2))
-    assert pick_blocks(Config(), "ddp", Named(model[0]), model, World(world_size=2)) == [model[0]]
+    with pytest.raises(
+        ConfigError,
+        match=r"the parameter 0.weight is also used outside of its block, and fsdp can't",
+    ):
+        pick_blocks("fsdp", Named(model[0], model[1]), model, World(world_size=2))
+    assert pick_blocks("ddp", Named(model[0]), model, World(world_size=2)) == [model[0]]
 
 
 class Tokens:
@@ -300,20 +333,25 @@ class Tokens:
         tokens = batch["tokens"]
         more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
         logits = model(input_ids=tokens, **more).logits.float()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        return F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        )
 
     def weight(self, batch):
         return batch["tokens"][:, 1:].numel()
 
 
 def norms_of_two_steps(world, name, adapters, words):
-    run = make_run(world, Tokens(name, adapters), "--use_amp", "false", "--train.global_batch_size", 4, *words)
+    run = make_run(
+        world, Tokens(name, adapters), "--use_amp", "false", "--train.global_batch_size", 4, *words
+    )
     run.model.eval()  # without dropout
     return [report.norm.item() for report in take_steps(run, 2)]
 
 
 @pytest.mark.parametrize(
-    ("name", "adapters"), [("llama", False), ("llama", True), ("t5", False), ("bart", False), ("mixtral", False)]
+    ("name", "adapters"),
+    [("llama", True), ("t5", False), ("mixtral", False)],
 )
 def test_models_of_transformers_train_in_these_blocks_as_they_do_whole(name, adapters):
     pytest.importorskip("peft")

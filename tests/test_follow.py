@@ -1,6 +1,7 @@
-"""`python -m dist_amp.follow`: every line reaches the tracker once, whatever is killed. The tracker is a fake here."""
+"""`python -m dist_amp.follow`: every line reaches the tracker once, whatever is killed. The tracker
+is a fake here.
+"""
 
-import fcntl
 import json
 import math
 import multiprocessing
@@ -15,6 +16,7 @@ from written_run import WrittenRun
 
 from dist_amp.commands import follow, followed_run, trackers
 from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.files import only_process
 
 
 class Killed(BaseException):
@@ -22,19 +24,25 @@ class Killed(BaseException):
 
 
 class Fake:
-    """A tracker that keeps all runs in `runs` by id, and dies at `dies_at` = (number, before or after it has it)."""
+    """A tracker that keeps all runs in `runs` by id, and dies at `dies_at` = (number, before or
+    after it has it).
+    """
 
     project_variable, where = "FAKE_PROJECT", "a fake"
     can_be_asked = writes_within_a_second = True
 
     def __init__(self, project, id, name, config):
-        self.run = self.runs.setdefault(id, {"project": project, "config": config, "lines": [], "ends": []})
+        self.run = self.runs.setdefault(
+            id, {"project": project, "config": config, "lines": [], "ends": []}
+        )
 
     def last_steps(self):
         if not self.can_be_asked:
             return None
         return {
-            "ranks" if tag.startswith("rank0") else tag: step for _, step, line in self.run["lines"] for tag in line
+            "ranks" if tag.startswith("rank0") else tag: step
+            for _, step, line in self.run["lines"]
+            for tag in line
         }
 
     def log(self, number, step, values):
@@ -114,7 +122,11 @@ def test_a_live_run_is_sent_as_it_comes_and_its_summary_at_the_end(run, runs):
         (3, 3, {"eval/loss": 0.25}),
     ]
     ((step, summary, values, sample),) = sent["ends"]
-    assert (step, values, sample) == (20, {"summary/steps": 20.0, "summary/final_loss": 0.5}, "def f(x):")
+    assert (step, values, sample) == (
+        20,
+        {"summary/steps": 20.0, "summary/final_loss": 0.5},
+        "def f(x):",
+    )
     assert summary["ranks"] == [{"rank": 0}]
 
 
@@ -130,7 +142,9 @@ def test_afterwards_it_goes_on_in_the_same_run_and_sends_nothing_twice(run, runs
     assert "1 lines" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seen", [5, 12, 15])  # the last step that was sent when the run was killed at 15
+@pytest.mark.parametrize(
+    "seen", [5, 12, 15]
+)  # the last step that was sent when the run was killed at 15
 def test_of_a_resumed_run_each_step_is_sent_once_and_none_is_lost(run, runs, seen):
     def killed_and_resumed_from_step_10():
         run.take(*range(seen + 1, 16))
@@ -140,11 +154,17 @@ def test_of_a_resumed_run_each_step_is_sent_once_and_none_is_lost(run, runs, see
     run.take(*range(1, seen + 1))
     run.follow(killed_and_resumed_from_step_10, lambda: run.take(*range(14, 21)), run.end)
     assert steps_of(the_only(runs)) == list(range(1, 21))
-    assert steps_of(the_only(runs), "train/new") == [11, 12, 13], "a tag that the first attempt did not have"
+    assert steps_of(the_only(runs), "train/new") == [11, 12, 13], (
+        "a tag that the first attempt did not have"
+    )
 
 
-@pytest.mark.parametrize("dies_at", [(number, when) for number in (0, 1, 4) for when in ("before", "after")])
-def test_a_follower_that_is_killed_goes_on_without_a_gap_or_a_repetition(run, runs, monkeypatch, dies_at):
+@pytest.mark.parametrize(
+    "dies_at", [(number, when) for number in (0, 1, 4) for when in ("before", "after")]
+)
+def test_a_follower_that_is_killed_goes_on_without_a_gap_or_a_repetition(
+    run, runs, monkeypatch, dies_at
+):
     monkeypatch.setattr(Fake, "dies_at", dies_at)
     run.take(1, 2)
     with pytest.raises(Killed):
@@ -152,9 +172,15 @@ def test_a_follower_that_is_killed_goes_on_without_a_gap_or_a_repetition(run, ru
     monkeypatch.setattr(Fake, "dies_at", None)
     run.end()
     run.follow()
-    assert sorted(set(steps_of(the_only(runs)))) == list(range(1, max(steps_of(the_only(runs))) + 1))
-    assert len(steps_of(the_only(runs))) == len(set(steps_of(the_only(runs)))), steps_of(the_only(runs))
-    assert len(the_only(runs)["lines"]) == len((run.folder / "metrics.jsonl").read_text().splitlines())
+    assert sorted(set(steps_of(the_only(runs)))) == list(
+        range(1, max(steps_of(the_only(runs))) + 1)
+    )
+    assert len(steps_of(the_only(runs))) == len(set(steps_of(the_only(runs)))), steps_of(
+        the_only(runs)
+    )
+    assert len(the_only(runs)["lines"]) == len(
+        (run.folder / "metrics.jsonl").read_text().splitlines()
+    )
 
 
 def test_a_tracker_that_keeps_lines_in_memory_gets_all_since_it_was_closed_under_the_same_numbers(
@@ -172,7 +198,12 @@ def test_a_tracker_that_keeps_lines_in_memory_gets_all_since_it_was_closed_under
     monkeypatch.setattr(Fake, "dies_at", None)
     run.end()
     run.follow()
-    assert [(number, step) for number, step, _ in the_only(runs)["lines"]] == [(2, 3), (3, 4), (4, 5), (5, 6)]
+    assert [(number, step) for number, step, _ in the_only(runs)["lines"]] == [
+        (2, 3),
+        (3, 4),
+        (4, 5),
+        (5, 6),
+    ]
 
 
 def test_a_run_that_starts_again_from_step_0_is_a_new_run_in_the_tracker(run, runs, capsys):
@@ -188,7 +219,9 @@ def test_a_run_that_starts_again_from_step_0_is_a_new_run_in_the_tracker(run, ru
     assert "has started again from step 0: this is a new run in fake" in capsys.readouterr().out
 
 
-def test_lines_read_while_the_run_starts_again_are_not_taken_for_the_first_attempts(run, runs, monkeypatch):
+def test_lines_read_while_the_run_starts_again_are_not_taken_for_the_first_attempts(
+    run, runs, monkeypatch
+):
     read = followed_run.MetricsFile.read
 
     def read_late(self):
@@ -219,11 +252,22 @@ def test_a_tag_that_is_written_ahead_of_the_metrics_of_the_step_before_costs_nei
     run.log.append({"step": 3, "numerics/underflow": 0.1})
     run.take(2, 3)
     run.follow(once=True)
-    assert (steps_of(the_only(runs)), steps_of(the_only(runs), "numerics/underflow")) == ([1, 2, 3], [3])
+    assert (steps_of(the_only(runs)), steps_of(the_only(runs), "numerics/underflow")) == (
+        [1, 2, 3],
+        [3],
+    )
 
 
 def test_values_that_are_not_finite_and_names_that_trackers_refuse(run, runs):
-    run.log.append({"step": 1, "train/loss": math.nan, "amp/loss_scale": math.inf, "numerics/a[0]=b": 1.0, "what": "x"})
+    run.log.append(
+        {
+            "step": 1,
+            "train/loss": math.nan,
+            "amp/loss_scale": math.inf,
+            "numerics/a[0]=b": 1.0,
+            "what": "x",
+        }
+    )
     run.follow(once=True)
     ((_, _, values),) = the_only(runs)["lines"]
     assert math.isnan(values.pop("train/loss"))
@@ -282,7 +326,9 @@ def error_of(capsys):
     return line
 
 
-def test_a_signal_stops_it_after_the_line_and_the_next_start_goes_on(run, runs, monkeypatch, capsys):
+def test_a_signal_stops_it_after_the_line_and_the_next_start_goes_on(
+    run, runs, monkeypatch, capsys
+):
     log = Fake.log
 
     def interrupted(self, number, step, values):
@@ -294,7 +340,9 @@ def test_a_signal_stops_it_after_the_line_and_the_next_start_goes_on(run, runs, 
     run.take(1, 2, 3)
     run.end()
     assert command(run.folder, "--to", "fake") == 75
-    assert "stopped after 2 lines; start the same command again to go on" in capsys.readouterr().out
+    assert (
+        "stopped after 2 lines; start the same command again to continue" in capsys.readouterr().out
+    )
     assert (steps_of(the_only(runs)), the_only(runs)["ends"]) == ([1, 2], [])
     assert command(run.folder, "--to", "fake") == 0
     assert steps_of(the_only(runs)) == [1, 2, 3]
@@ -308,15 +356,22 @@ def test_the_project_is_the_options_or_the_trackers_own_variables(run, runs, mon
     assert the_only(runs)["project"] == "mine"
 
 
+@pytest.mark.bad_input("`follow` on a folder that is no run")
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("")
     assert command(tmp_path, "--to", "fake") == DataError.exit_code
-    assert f"{tmp_path} is not a run's folder: it has no config.toml; give the folder that" in error_of(capsys)
+    assert (
+        f"{tmp_path} is not a run's folder: it has no config.toml; give the folder that"
+        in error_of(capsys)
+    )
     assert command(tmp_path / "notes.txt", "--to", "fake") == DataError.exit_code
     assert "is not a run's folder" in error_of(capsys)
 
 
-def test_a_run_that_does_not_exist_is_waited_for_and_then_refused(tmp_path, monkeypatch, capsys, runs):
+@pytest.mark.bad_input("`follow` on a run that does not exist")
+def test_a_run_that_does_not_exist_is_waited_for_and_then_refused(
+    tmp_path, monkeypatch, capsys, runs
+):
     folder = tmp_path / "run"
     assert command(folder, "--to", "fake", "--once") == DataError.exit_code
     assert error_of(capsys) == f"error: {folder} does not exist; start the run, or check the path"
@@ -331,15 +386,24 @@ def test_a_run_that_does_not_exist_is_waited_for_and_then_refused(tmp_path, monk
     assert not started.is_set()
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(run, monkeypatch, capsys):
+@pytest.mark.bad_input("`follow` to a tracker that is not installed")
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    run, monkeypatch, capsys
+):
     monkeypatch.setattr(
-        trackers.importlib, "import_module", lambda name: exec(f"raise ModuleNotFoundError(name='{name}')")
+        trackers.importlib,
+        "import_module",
+        lambda name: exec(f"raise ModuleNotFoundError(name='{name}')"),
     )
     for name in ("wandb", "trackio", "mlflow"):
         assert command(run.folder, "--to", name) == ConfigError.exit_code
-        assert error_of(capsys) == f"error: {name} is not installed; pip install -e '.[{name}]' in the clone's folder"
+        assert (
+            error_of(capsys)
+            == f"error: {name} is not installed; pip install -e '.[{name}]' in the clone's folder"
+        )
 
 
+@pytest.mark.bad_input("a tracker that fails, in a request or at the start")
 def test_what_a_tracker_raises_is_one_line_that_says_how_to_go_on(run, monkeypatch, capsys):
     def log(self, *line):
         raise RuntimeError("API request failed: 500\nsome page")
@@ -347,16 +411,19 @@ def test_what_a_tracker_raises_is_one_line_that_says_how_to_go_on(run, monkeypat
     monkeypatch.setattr(Fake, "log", log)
     run.take(1)
     assert command(run.folder, "--to", "fake", "--once") == Failure.exit_code
-    assert error_of(capsys) == "error: fake: API request failed: 500; start the same command again to go on"
+    assert (
+        error_of(capsys)
+        == "error: fake: API request failed: 500; start the same command again to continue"
+    )
 
 
 def _holds(path, ready, done):
-    with path.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
+    with only_process(path):
         ready.set()
         done.wait()
 
 
+@pytest.mark.bad_input("two `follow` of one run to one tracker")
 def test_a_second_follower_to_the_same_tracker_is_refused(run, capsys):
     context = multiprocessing.get_context("fork")
     ready, done = context.Event(), context.Event()
@@ -370,6 +437,7 @@ def test_a_second_follower_to_the_same_tracker_is_refused(run, capsys):
     assert command(run.folder, "--to", "fake", "--once") == 0
 
 
+@pytest.mark.bad_input("a `follow_TRACKER.json` that is damaged")
 def test_a_damaged_note_of_what_was_sent_is_refused(run, capsys):
     note = run.folder / "follow_fake.json"
     for text in ("", "{", '{"id": "x"}', "[]"):
@@ -378,6 +446,7 @@ def test_a_damaged_note_of_what_was_sent_is_refused(run, capsys):
         assert "remove it to send the run again, as a new one" in error_of(capsys)
 
 
+@pytest.mark.bad_input("a run's folder in which `follow` can't write")
 def test_a_note_of_what_was_sent_that_can_not_be_written_ends_it(run, runs, monkeypatch, capsys):
     def full(path, text):
         raise OSError(28, "No space left on device")
@@ -385,19 +454,29 @@ def test_a_note_of_what_was_sent_that_can_not_be_written_ends_it(run, runs, monk
     monkeypatch.setattr(follow, "write_durably", full)
     run.take(1)
     assert command(run.folder, "--to", "fake", "--once") == Failure.exit_code
-    assert "follow_fake.json can't be written (No space left on device), and it has to keep" in error_of(capsys)
+    assert (
+        "follow_fake.json can't be written (No space left on device), and it has to keep"
+        in error_of(capsys)
+    )
     assert not runs, "nothing was sent"
 
 
+@pytest.mark.bad_input(
+    "`follow` to another project than before, or to a tracker that has lost the run"
+)
 def test_another_project_or_a_tracker_that_has_lost_the_run_is_refused(run, runs, capsys):
     run.take(1)
     assert command(run.folder, "--to", "fake", "--once") == 0
     run.take(2)
-    assert command(run.folder, "--to", "fake", "--once", "--project", "other") == ConfigError.exit_code
+    assert (
+        command(run.folder, "--to", "fake", "--once", "--project", "other") == ConfigError.exit_code
+    )
     assert "--project other: this run goes to dist_amp; leave the option out" in error_of(capsys)
     runs.clear()
     assert command(run.folder, "--to", "fake", "--once") == ConfigError.exit_code
-    assert "to which 1 lines were sent; set its server or folder as before, or remove" in error_of(capsys)
+    assert "to which 1 lines were sent; set its server or folder as before, or remove" in error_of(
+        capsys
+    )
 
 
 def test_the_documents_name_every_tracker():

@@ -7,14 +7,14 @@ from test_checkpoint import settings
 from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.checkpoint.frozen import checksum, checksums
 from dist_amp.checkpoint.reader import Reader
 from dist_amp.checkpoint.saver import save
 from dist_amp.checkpoint.weights import load_weights
 from dist_amp.config.auto import pick_strategy
 from dist_amp.errors import DataError
+from dist_amp.scaling.frozen import checksum
 from dist_amp.settings import ParallelConfig
-from dist_amp.telemetry.summary import print_banner
+from dist_amp.supervise.lifecycle import print_banner
 from dist_amp.world import World
 
 
@@ -48,12 +48,22 @@ class AdapterTask(Tiny):
 def stored(folder):
     """{name: shape} of the model's entries in a checkpoint."""
     entries = Reader(folder).read_metadata().state_dict_metadata
-    return {name: list(entry.size) for name, entry in entries.items() if name.startswith(("model.", "frozen"))}
+    return {
+        name: list(entry.size)
+        for name, entry in entries.items()
+        if name.startswith(("model.", "frozen"))
+    }
 
 
 def trained_run(world, folder, strategy, steps, *words, task=None, saves=True):
-    """A run that goes on from its folder's checkpoint if it has one; the parameters after so many steps in all."""
-    run = make_run(world, task or AdapterTask(), *settings(folder, strategy, "fp32", "--run.resume", "auto", *words))
+    """A run that goes on from its folder's checkpoint if it has one; the parameters after so many
+    steps in all.
+    """
+    run = make_run(
+        world,
+        task or AdapterTask(),
+        *settings(folder, strategy, "fp32", "--run.resume", "auto", *words),
+    )
     take_steps(run, steps - run.step)
     if saves:
         save(run)
@@ -64,16 +74,23 @@ def size_of(folder):
     return sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
 
-def test_a_checkpoint_of_an_adapter_holds_the_trained_parameters_and_one_number_per_frozen_one(tmp_path):
+def test_a_checkpoint_of_an_adapter_holds_the_trained_parameters_and_one_number_per_frozen_one(
+    tmp_path,
+):
     trained_run(World(), tmp_path / "a", "single", 1, task=AdapterTask(width=1024))
     trained_run(World(), tmp_path / "b", "single", 1, task=AdapterTask(width=1024, freeze=False))
     adapter, full = (tmp_path / name / "checkpoints/step_00000001" for name in "ab")
-    assert stored(adapter) == {"model.adapter.weight": [1, 1024], "model.adapter.bias": [1], "frozen": [3]}
+    assert stored(adapter) == {
+        "model.adapter.weight": [1, 1024],
+        "model.adapter.bias": [1],
+        "frozen": [3],
+    }
     assert size_of(adapter) < 0.02 * size_of(full)
 
 
-@pytest.mark.parametrize(("first", "then"), [((1, "single"), (2, "fsdp")), ((2, "fsdp"), (2, "ddp")),
-                                             ((2, "ddp"), (1, "single")), ((4, "hsdp"), (2, "fsdp"))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "then"), [((2, "fsdp"), (1, "single")), ((4, "hsdp"), (2, "ddp"))]
+)
 def test_an_adapter_survives_another_strategy_and_number_of_ranks(tmp_path, first, then):
     whole = trained_run(World(), tmp_path / "whole", "single", 4, "--train.global_batch_size", 16,
                         "--train.accumulation_steps", "auto")  # fmt: skip
@@ -88,20 +105,26 @@ def test_an_adapter_survives_another_strategy_and_number_of_ranks(tmp_path, firs
 def test_the_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     whole = on_ranks(2, trained_run, tmp_path / "whole", "fsdp", 4)
     on_ranks(2, trained_run, tmp_path / "parts", "fsdp", 2)
-    for ours, theirs in zip(on_ranks(2, trained_run, tmp_path / "parts", "fsdp", 4), whole, strict=True):
+    for ours, theirs in zip(
+        on_ranks(2, trained_run, tmp_path / "parts", "fsdp", 4), whole, strict=True
+    ):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.bad_input("a checkpoint of an adapter resumed or exported on another frozen base")
 def test_another_base_is_refused_by_name(tmp_path):
     trained_run(World(), tmp_path, "single", 1)
     with pytest.raises(DataError) as error:
         trained_run(World(), tmp_path, "single", 2, task=AdapterTask(base=1e-3))
-    assert "was trained on another frozen base.weight (1 such), which it does not contain" in str(error.value)
+    assert "was trained on another frozen base.weight (1 such), which it does not contain" in str(
+        error.value
+    )
     torch.manual_seed(0)  # run.seed
     with pytest.raises(DataError, match="another frozen base.weight"):
         load_weights(AdapterTask(base=1e-3).build_model(), tmp_path / "checkpoints/step_00000001")
 
 
+@pytest.mark.bad_input("a checkpoint with another number of frozen parameters")
 def test_another_number_of_frozen_parameters_is_refused_with_both(tmp_path):
     trained_run(World(), tmp_path, "single", 1)
     with pytest.raises(DataError, match="3 parameters were frozen there and 0 are here"):
@@ -117,7 +140,9 @@ def test_a_checkpoint_that_has_all_parameters_is_resumed_with_some_of_them_froze
 
 
 class Teacher(AdapterTask):
-    """A frozen teacher that follows the model, changed behind autograd's back as such code often does."""
+    """A frozen teacher that follows the model, changed behind autograd's back as such code often
+    does.
+    """
 
     def loss_sum(self, model, batch):
         module = getattr(model, "module", model)
@@ -135,7 +160,8 @@ def test_a_frozen_parameter_that_changes_during_training_is_saved_and_restored(t
 
 
 def checksums_of(world, strategy, dtype):
-    return checksums(make_run(world, AdapterTask(dtype=dtype), "--parallel.strategy", strategy).parallel).tolist()
+    run = make_run(world, AdapterTask(dtype=dtype), "--parallel.strategy", strategy)
+    return run.frozen.checksums().tolist()
 
 
 def test_checksums_are_equal_on_every_strategy_and_number_of_ranks():
@@ -148,7 +174,11 @@ def test_a_checksum_depends_on_each_value_and_not_on_the_dtype_that_holds_it():
     tensor = torch.randn(3000).bfloat16()
     other = tensor.clone()
     other[1234] *= -1
-    assert checksum(tensor) == checksum(tensor.float()) == checksum(tensor[:100]) + checksum(tensor[100:])
+    assert (
+        checksum(tensor)
+        == checksum(tensor.float())
+        == checksum(tensor[:100]) + checksum(tensor[100:])
+    )
     assert checksum(tensor) != checksum(other)
     assert checksum(torch.arange(5)) != checksum(torch.arange(1, 6))
 
@@ -160,4 +190,6 @@ def test_the_banner_says_how_many_parameters_are_trained(capsys):
 
 def test_strategy_auto_counts_gradients_and_moments_of_trained_parameters_alone(capsys):
     pick_strategy(ParallelConfig(), Adapted(4096, 0.0), World(world_size=2))
-    assert "(0.06 GiB)" in capsys.readouterr().out  # 16.8 million frozen ones of 4 bytes, and few that are trained
+    assert (
+        "(0.06 GiB)" in capsys.readouterr().out
+    )  # 16.8 million frozen ones of 4 bytes, and few that are trained

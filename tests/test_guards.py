@@ -1,4 +1,6 @@
-"""One live run per folder, no orphans, enough disk, equal ranks, and one line that names a dead or hanging rank."""
+"""One live run per folder, no orphans, enough disk, equal ranks, and one line that names a dead or
+hanging rank.
+"""
 
 import errno
 import os
@@ -12,6 +14,7 @@ import datasets
 import forked
 import pytest
 import torch
+import torch.distributed as dist
 from chaos import children, is_there
 from ranks import on_ranks
 from test_train import TINY, wait_for
@@ -21,14 +24,19 @@ from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
 from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, Failure
-from dist_amp.runtime.files import write_durably
+from dist_amp.files import write_durably
 from dist_amp.supervise import preflight as guards
 from dist_amp.supervise import watchdog
 from dist_amp.supervise.explain import explain_disk
-from dist_amp.supervise.job import Supervised
-from dist_amp.supervise.liveness import Process
-from dist_amp.supervise.preflight import check_free_space, check_ranks_agree, check_restarts, only_live_run
-from dist_amp.supervise.watchdog import RankWatchdog
+from dist_amp.supervise.lifecycle import Job
+from dist_amp.supervise.preflight import (
+    check_free_space,
+    check_launch,
+    check_ranks_agree,
+    only_live_run,
+)
+from dist_amp.supervise.rank_reports import Process
+from dist_amp.supervise.watchdog import Watchdog
 from dist_amp.world import World
 
 
@@ -38,13 +46,19 @@ def hold(folder, held):
         time.sleep(3600)
 
 
-def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_run_is_not(tmp_path, monkeypatch):
+@pytest.mark.bad_input("run folder in use by a live run")
+def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_run_is_not(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(guards, "LOCK_SECONDS", 0.5)
     here, there = forked.context.Pipe()
     holder = forked.context.Process(target=hold, args=(tmp_path, there))
     holder.start()
     assert here.recv() == "held"
-    with pytest.raises(Failure, match=f"in use by a live run .process {holder.pid} on {platform.node()}.; stop that"):
+    with pytest.raises(
+        Failure,
+        match=f"in use by a live run .process {holder.pid} on {platform.node()}.; stop that",
+    ):
         only_live_run(tmp_path, World()).__enter__()
     holder.kill()
     holder.join()
@@ -53,7 +67,9 @@ def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_ru
 
 
 @pytest.mark.slow
-def test_a_second_run_in_a_live_runs_folder_is_refused_and_the_first_goes_on(launch, tmp_path, monkeypatch):
+def test_a_second_run_in_a_live_runs_folder_is_refused_and_the_first_goes_on(
+    launch, tmp_path, monkeypatch
+):
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "600", "--run.dir", "run"]
     first = launch.start(0, *words)
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
@@ -73,7 +89,15 @@ def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
         "from tiny import Slow\nfrom torch.utils.data._utils import worker\n\n"
         "worker.MP_STATUS_CHECK_INTERVAL = 3600.0\n"
     )
-    words = [*TINY, "--task.target", "unchecked:Slow", "--train.steps", "600", "--data.workers", "2"]
+    words = [
+        *TINY,
+        "--task.target",
+        "unchecked:Slow",
+        "--train.steps",
+        "600",
+        "--data.workers",
+        "2",
+    ]
     run = launch.start(0, *words, "--run.dir", "run")
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
     workers = children(run.pid)
@@ -83,14 +107,17 @@ def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
     wait_for(lambda: not any(map(is_there, workers)), "the end of the workers")
 
 
+@pytest.mark.bad_input("restarts requested with a rendezvous store that all attempts share")
 def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_variable(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(ConfigError, match="max-restarts=3 .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") as error:
-        check_restarts()
+    with pytest.raises(
+        ConfigError, match="max-restarts=3 .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    ) as error:
+        check_launch()
     assert error.value.exit_code == 64
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    check_restarts()
+    check_launch()
 
 
 def difference_of_ranks(world, differs=None):
@@ -99,11 +126,16 @@ def difference_of_ranks(world, differs=None):
     if world.rank == 1 and differs == "a setting":
         text = text.replace("lr = 0.0003", "lr = 0.001")
     if world.rank == 1 and differs == "per-machine settings":
-        text = text.replace("workers = 0", "workers = 2").replace('path = "/disk"', 'path = "/scratch"')
+        text = text.replace("workers = 0", "workers = 2").replace(
+            'path = "/disk"', 'path = "/scratch"'
+        )
     if world.rank == 1 and differs == "data":
         text = text.replace('path = "/disk"', 'path = "off"')
     if world.rank == 1 and differs == "a file":
-        changed = guards.code_hashes("tiny:Tiny") | {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
+        changed = guards.code_hashes("tiny:Tiny") | {
+            "dist_amp/step.py": "0123abcd",
+            "own.py": "89abcdef",
+        }
         guards.code_hashes, real = lambda target: changed, guards.code_hashes
     try:
         check_ranks_agree("tiny:Tiny", text, world)
@@ -124,6 +156,7 @@ def test_per_machine_settings_do_not_change_the_results():
     assert all(name.startswith(FREE_TO_CHANGE) for name in guards.PER_MACHINE)
 
 
+@pytest.mark.bad_input("nodes with different code, config or versions")
 @pytest.mark.parametrize(
     ("differs", "what"),
     [
@@ -137,9 +170,15 @@ def test_per_machine_settings_do_not_change_the_results():
     ],
 )
 def test_ranks_with_other_code_or_settings_get_each_difference_with_both_values(differs, what):
-    what = what.replace("HOST", platform.node()).replace("MINE", guards.code_hashes("tiny:Tiny")["dist_amp/step.py"])
-    expected = f"the ranks differ: {what}; start all of them with the same code, versions and settings "
-    assert on_ranks(4, difference_of_ranks, differs) == [f"{expected}(environment, config files)"] * 4
+    what = what.replace("HOST", platform.node()).replace(
+        "MINE", guards.code_hashes("tiny:Tiny")["dist_amp/step.py"]
+    )
+    expected = (
+        f"the ranks differ: {what}; start all of them with the same code, versions and settings "
+    )
+    assert (
+        on_ranks(4, difference_of_ranks, differs) == [f"{expected}(environment, config files)"] * 4
+    )
 
 
 def test_the_users_task_file_and_the_versions_are_compared():
@@ -156,19 +195,28 @@ def test_hidden_files_of_editors_and_notebooks_are_not_compared(tmp_path, monkey
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setattr(guards, "__file__", str(tmp_path / "supervise" / "preflight.py"))
-    assert set(guards.code_hashes("tiny:Tiny")) == {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
+    assert set(guards.code_hashes("tiny:Tiny")) == {
+        "dist_amp/step.py",
+        "dist_amp/tasks/own.py",
+        "tiny.py",
+    }
 
 
-def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes(tmp_path, monkeypatch):
+@pytest.mark.bad_input("too little disk space for the coming checkpoints")
+def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes(
+    tmp_path, monkeypatch
+):
     run = make_run(World(), Tiny(), "--run.dir", tmp_path, "--checkpoint.every", 1)
-    size = 3 * 4 * sum(p.numel() for p in run.model.parameters()) + 4 * len(list(run.model.parameters()))
+    size = 3 * 4 * sum(p.numel() for p in run.model.parameters())
     usage = namedtuple("usage", "total used free")
     for free, fits in ((4 * size, True), (4 * size - 1, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(0, 0, free))
         if fits:
             check_free_space(run)
         else:
-            with pytest.raises(Failure, match=r"0.00 GiB free, .*4 of .* 0 exist.; free some, or lower") as error:
+            with pytest.raises(
+                Failure, match=r"0.00 GiB free, .*4 of .* 0 exist.; free some, or lower"
+            ) as error:
                 check_free_space(run)
             assert error.value.exit_code == 1
     take_steps(run, 1)
@@ -176,7 +224,9 @@ def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes
     check_free_space(run)  # one of the four exists
 
 
-@pytest.mark.parametrize(("number", "word"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only")])
+@pytest.mark.parametrize(
+    ("number", "word"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only")]
+)
 def test_a_full_or_read_only_disk_is_one_line_with_the_path(tmp_path, number, word):
     error = explain_disk(OSError(number, os.strerror(number), "run/summary.json"), tmp_path)
     assert isinstance(error, Failure)
@@ -202,11 +252,15 @@ def test_a_durable_write_replaces_a_file_or_leaves_it_as_it_was(tmp_path, monkey
 
 def watchdog_of(world, end=None, seconds=300.0):
     config = load_config(["--run.timeout_seconds", str(seconds)], environ={})
-    return RankWatchdog(Supervised(config, world), end)
+    job = Job(config, world)
+    job.store = job.store or dist.HashStore()
+    return Watchdog(job, end)
 
 
 def what_ranks_say(world, of_rank_1, error):
-    """What rank 0 reports of a failed collective, if rank 1 failed by itself, waited too, or is silent."""
+    """What rank 0 reports of a failed collective, if rank 1 failed by itself, waited too, or is
+    silent.
+    """
     watchdog.ANSWER_SECONDS = 1.0 if of_rank_1 == "silent" else 100.0
     ranks = watchdog_of(world)
     if of_rank_1 == "silent" and world.rank == 1:
@@ -218,16 +272,21 @@ def what_ranks_say(world, of_rank_1, error):
     elif of_rank_1 != "silent":
         ranks.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
     world.barrier()
-    ranks.close()
+    ranks.__exit__()
     return report
 
 
+@pytest.mark.bad_input("a rank that is killed, without restarts")
 @pytest.mark.parametrize(
     ("of_rank_1", "error", "said"),
     [
         ("failed", "[gloo] Connection closed by peer", "[gloo] Connection closed by peer"),
         ("waited", "[gloo] Timed out waiting 5000ms", "[gloo] Timed out waiting 5000ms"),
-        ("silent", "[gloo] Connection closed by peer", "rank 1 (process {pid} on {host}) died without an error"),
+        (
+            "silent",
+            "[gloo] Connection closed by peer",
+            "rank 1 (process {pid} on {host}) died without an error",
+        ),
     ],
 )
 def test_a_failed_collective_names_the_rank_that_does_not_answer_unless_another_failed_by_itself(
@@ -238,18 +297,22 @@ def test_a_failed_collective_names_the_rank_that_does_not_answer_unless_another_
     assert report.startswith(said.format(pid=pid, host=platform.node()))
 
 
+@pytest.mark.bad_input("a machine that loses the network during training")
 def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(RankWatchdog, "_ask", lambda *args: time.sleep(3600))
+    monkeypatch.setattr(Watchdog, "_ask", lambda *args: time.sleep(3600))
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}.items():
         monkeypatch.setenv(name, value)
     ranks = watchdog_of(World())
     ranks._job.world = World(rank=1, world_size=2)
     ranks._processes = [Process("host-a", 7, "host-a"), Process("host-b", 8, "host-b")]
-    error = ranks.explain(RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"))
+    error = ranks.explain(
+        RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation")
+    )
     assert str(error).startswith(
-        "rank 0 (process 7 on host-a) and the store on its machine at 10.0.0.1:29400 do not answer: it is stopped, its "
-        "machine is down, or the network to it is (rank 1 (process 8 on host-b) got: [gloo/unbound_buffer.cc"
+        "rank 0 (process 7 on host-a) and the store on its machine at 10.0.0.1:29400 do not "
+        "answer: it is stopped, its machine is down, or the network to it is (rank 1 (process 8 on "
+        "host-b) got: [gloo/unbound_buffer.cc"
     )
 
 

@@ -1,4 +1,6 @@
-"""GPU and host health: the right GPU is read, faults are named once, and nothing that NVML does ends or slows a run."""
+"""GPU and host health: the right GPU is read, faults are named once, and nothing that NVML does
+ends or slows a run.
+"""
 
 import sys
 import threading
@@ -9,7 +11,15 @@ import torch
 from ranks import on_ranks
 
 from dist_amp.telemetry import health
-from dist_amp.telemetry.health import Gpu, Health, Host, handle_of, health_tags, open_gpu, say_problems
+from dist_amp.telemetry.health import (
+    Gpu,
+    Health,
+    Host,
+    handle_of,
+    health_tags,
+    open_gpu,
+    say_problems,
+)
 from dist_amp.world import World
 
 GPU = torch.device("cuda", 0)
@@ -25,7 +35,9 @@ class NotSupported(FakeError):
 
 
 class FakeNvml:
-    """pynvml with one GPU. values: {function: what it returns, or an exception}; calls: what was called."""
+    """pynvml with one GPU. values: {function: what it returns, or an exception}; calls: what was
+    called.
+    """
 
     NVMLError = FakeError
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
@@ -74,17 +86,23 @@ def install(monkeypatch):
     return installed
 
 
-class Written(list):
-    """What an observer writes: [(step, tags)]."""
+class Metrics:
+    """Of a run, as far as Health uses it. written: [(step, tags)] at each log step and the end."""
 
-    def __call__(self, step, tags):
-        self.append((step, dict(tags)))
+    def __init__(self, **world):
+        self.world = World(**world)
+        self.more_tags = []
+        self.written = []
 
+    def write_rank_scalars(self, step, tags):
+        self.written.append((step, tags))
 
-def log(observer, step):
-    """A log step, once the thread has read."""
-    observer.on_log(SimpleNamespace(step=step))
-    assert observer._done.wait(10)
+    def log(self, *steps):
+        """Log steps, each once the thread has read."""
+        (tags_of,) = self.more_tags
+        for step in steps:
+            self.written.append((step, tags_of(SimpleNamespace(step=step))))
+            tags_of.__self__._thread.join(10)
 
 
 def test_every_tag_of_a_healthy_gpu_has_its_unit(install):
@@ -126,37 +144,52 @@ def test_the_gpu_is_found_by_what_names_the_hardware_and_never_by_its_number():
     assert nvml.calls[-1] == ("nvmlDeviceGetHandleByPciBusId", "00000001:00:04.0")
 
 
+@pytest.mark.bad_input(
+    "a GPU without nvidia-ml-py, driver or NVML, an AMD one, or one that lacks some counters"
+)
 @pytest.mark.parametrize(
     ("nvml", "message"),
     [
-        (None, "no gpu/* tags: nvidia-ml-py is missing; pip install -e '.[gpu]' in the clone's folder"),
+        (
+            None,
+            "no gpu/* tags: nvidia-ml-py is missing; pip install -e '.[gpu]' in the clone's folder",
+        ),
         (
             FakeNvml(nvmlInit=FakeError("Driver Not Loaded")),
             "no gpu/* tags: NVML failed (FakeError: Driver Not Loaded)",
         ),
         (
-            FakeNvml(nvmlDeviceGetHandleByUUID=FakeError("?"), nvmlDeviceGetHandleByPciBusId=FakeError("Not Found")),
+            FakeNvml(
+                nvmlDeviceGetHandleByUUID=FakeError("?"),
+                nvmlDeviceGetHandleByPciBusId=FakeError("Not Found"),
+            ),
             "no gpu/* tags: NVML failed (FakeError: Not Found)",
         ),
-        (SimpleNamespace(), "no gpu/* tags: NVML failed (AttributeError: "),  # another package of that name
+        (
+            SimpleNamespace(),
+            "no gpu/* tags: NVML failed (AttributeError: ",
+        ),  # another package of that name
         (
             FakeNvml(nvmlDeviceGetTotalEccErrors=NotSupported("Not Supported")),
-            "no gpu/ecc_uncorrected, gpu/ecc_uncorrected_lifetime: not supported by this GPU or driver",
+            "no gpu/ecc_uncorrected, gpu/ecc_uncorrected_lifetime: not supported by this GPU or "
+            "driver",
         ),
     ],
 )
-def test_what_nvml_can_not_do_is_one_line_of_rank_0_and_the_run_goes_on(install, capsys, nvml, message):
+def test_what_nvml_can_not_do_is_one_line_of_rank_0_and_the_run_goes_on(
+    install, capsys, nvml, message
+):
     install(nvml)
-    written = Written()
-    with Health(World(device=GPU), written) as observer:
-        log(observer, 10)
-        log(observer, 20)
+    metrics = Metrics(device=GPU)
+    with Health(metrics):
+        metrics.log(10, 20)
     out, err = capsys.readouterr()
     assert out.startswith("health ")
     assert message in out
     assert (out.count("\n"), err) == (1, "")
-    assert [step for step, _ in written] == [10, 20]
-    assert all("memory/host_rss_GiB" in tags for _, tags in written)
+    assert [step for step, _ in metrics.written] == [10, 20, 20]
+    has_tags = ["memory/host_rss_GiB" in tags for _, tags in metrics.written]
+    assert has_tags == [False, True, True], "one log step later, or at the end"
 
 
 def test_amd_gpus_and_cpus_have_no_gpu_tags(install, monkeypatch, capsys):
@@ -164,7 +197,7 @@ def test_amd_gpus_and_cpus_have_no_gpu_tags(install, monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert open_gpu(GPU) == (None, "no gpu/* tags: AMD's GPUs have no NVML")
     monkeypatch.undo()
-    with Health(World(), Written()):
+    with Health(Metrics()):
         pass
     assert capsys.readouterr() == ("", "")
     assert nvml.calls == []
@@ -197,14 +230,18 @@ def test_reasons_of_throttling_are_named(bits, throttled, capped, reasons):
     assert warnings == [f"the GPU is throttled: {reason}" for reason in reasons]
 
 
+@pytest.mark.bad_input(
+    "a GPU that is throttled by heat or hardware, or has new uncorrected memory errors"
+)
 def test_a_reason_is_warned_of_once_with_rank_host_and_step(install, capsys, monkeypatch):
     monkeypatch.setattr(health.platform, "node", lambda: "host-b")
     nvml = install(FakeNvml())
-    with Health(World(rank=3, local_rank=1, device=GPU), Written()) as observer:
-        log(observer, 10)
+    metrics = Metrics(rank=3, local_rank=1, device=GPU)
+    with Health(metrics):
+        metrics.log(10)
         for step, bits in ((20, 0x40), (30, 0), (40, 0x40), (50, 0x80)):
             nvml.values["nvmlDeviceGetCurrentClocksEventReasons"] = bits
-            log(observer, step)
+            metrics.log(step)
     assert capsys.readouterr().err.splitlines() == [
         "warning: rank 3 (host-b), step 20: the GPU is throttled: hardware thermal slowdown",
         "warning: rank 3 (host-b), step 50: the GPU is throttled: external power brake",
@@ -219,43 +256,55 @@ def test_ecc_errors_are_counted_from_the_runs_start():
     counts.update({0: 3, 1: 8})
     tags, warnings = gpu.tags()
     assert (tags["gpu/ecc_uncorrected"], tags["gpu/ecc_uncorrected_lifetime"]) == (1, 8)
-    assert warnings == ["the GPU had uncorrected memory errors since the run's start; test or replace it"]
+    assert warnings == [
+        "the GPU had uncorrected memory errors since the run's start; test or replace it"
+    ]
 
 
+@pytest.mark.bad_input("NVML failing in a run, as on a lost GPU")
 def test_a_gpu_that_is_lost_is_said_once_and_not_asked_again(install, capsys):
-    nvml, written = install(FakeNvml()), Written()
-    with Health(World(device=GPU), written) as observer:
-        log(observer, 10)
+    nvml, metrics = install(FakeNvml()), Metrics(device=GPU)
+    with Health(metrics):
+        metrics.log(10)
         nvml.values["nvmlDeviceGetPowerUsage"] = FakeError("GPU is lost")
-        log(observer, 20)
+        metrics.log(20)
         asked = len(nvml.calls)
-        log(observer, 30)
-        log(observer, 40)
+        metrics.log(30, 40)
     assert len(nvml.calls) == asked
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("step 20: no more gpu/* tags: nvmlDeviceGetPowerUsage failed (FakeError: GPU is lost)")
-    assert ["gpu/power_W" in tags for _, tags in written] == [True, False, False, False]
+    assert line.endswith(
+        "step 20: no more gpu/* tags: nvmlDeviceGetPowerUsage failed (FakeError: GPU is lost)"
+    )
+    assert ["gpu/power_W" in tags for _, tags in metrics.written] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
+@pytest.mark.bad_input("NVML not returning from a call")
 def test_a_call_that_never_returns_holds_up_neither_a_step_nor_the_end(install, monkeypatch):
     monkeypatch.setattr(health, "EXIT_SECONDS", 0.05)
-    nvml, written, release = install(FakeNvml()), Written(), threading.Event()
-    with Health(World(device=GPU), written) as observer:
-        log(observer, 10)
+    nvml, metrics, release = install(FakeNvml()), Metrics(device=GPU), threading.Event()
+    with Health(metrics):
+        metrics.log(10)
         nvml.values["nvmlDeviceGetTemperature"] = lambda sensor: release.wait(60)
-        for step in range(20, 200, 10):
-            observer.on_log(SimpleNamespace(step=step))
-    assert [step for step, _ in written] == [10]
+        (tags_of,) = metrics.more_tags
+        read = [tags_of(SimpleNamespace(step=step)) for step in range(20, 200, 10)]
+    assert [bool(tags) for tags in read] == [True] + [False] * 17
     release.set()
 
 
 def test_the_device_is_left_alone(install, monkeypatch):
     """Neither torch.cuda nor the device's stream is used after the start."""
     install(FakeNvml())
-    with Health(World(device=GPU), Written()) as observer:
+    metrics = Metrics(device=GPU)
+    with Health(metrics):
         monkeypatch.setattr(torch.cuda, "get_device_properties", pytest.fail)
         monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
-        log(observer, 10)
+        metrics.log(10)
 
 
 # ---- host ----
@@ -267,7 +316,9 @@ def system(root, meminfo=True, **cgroup):
     (root / "proc/self/statm").write_text("900 524288 10 1 0 100 0")  # pages
     if meminfo:
         kib = {"MemTotal": 64 * 2**20, "MemFree": 1, "MemAvailable": 24 * 2**20}
-        (root / "proc/meminfo").write_text("".join(f"{name}: {count} kB\n" for name, count in kib.items()))
+        (root / "proc/meminfo").write_text(
+            "".join(f"{name}: {count} kB\n" for name, count in kib.items())
+        )
     (root / "sys/fs/cgroup").mkdir(parents=True)
     for name, text in cgroup.items():
         (root / "sys/fs/cgroup" / name.replace("_", ".")).write_text(text)
@@ -284,7 +335,9 @@ def test_one_rank_of_a_machine_writes_its_memory_and_each_its_own(tmp_path):
 
 def test_in_a_container_its_own_limit_counts_and_its_cache_is_free(tmp_path):
     stat = f"anon 5\ninactive_file {2 * 2**30}\n"
-    root = system(tmp_path, memory_max=str(16 * 2**30), memory_current=str(12 * 2**30), memory_stat=stat)
+    root = system(
+        tmp_path, memory_max=str(16 * 2**30), memory_current=str(12 * 2**30), memory_stat=stat
+    )
     tags = Host(writes_machine=True, root=str(root)).tags()
     assert (tags["host/memory_used_GiB"], tags["host/available_GiB"]) == (10, 6)
 

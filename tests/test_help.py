@@ -1,4 +1,4 @@
-"""What the commands say of themselves: --help of each, in a pipe; --version, completion; verify's plan."""
+"""What the commands say of themselves: --help of each, in a pipe; --version, completion."""
 
 import importlib
 import pkgutil
@@ -6,17 +6,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import dist_amp
-from dist_amp.bench.__main__ import BENCHES
-from dist_amp.bench.__main__ import main as bench
+from benchmarks.__main__ import BENCHES
+from benchmarks.__main__ import main as bench
 from dist_amp.commands import __main__ as commands
 from dist_amp.train import main as train
-from dist_amp.verify import pace as pace_module
-from dist_amp.verify.pace import in_words, plan
 
 
 def modules_with_a_main():
@@ -32,9 +29,7 @@ MODULES = sorted(modules_with_a_main())
 
 
 def test_the_list_of_modules_is_not_empty_by_mistake():
-    assert {"dist_amp.train", "dist_amp.launch", "dist_amp.bench.checkpoint", "dist_amp.bench.tripwires"} <= set(
-        MODULES
-    )
+    assert {"dist_amp.train", "dist_amp.commands.export"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", [*MODULES, "dist_amp.verify.__main__"])
@@ -52,11 +47,12 @@ def test_every_benchs_help_works_by_its_name(name, capsys):
     assert len(capsys.readouterr().out.strip()) > 60
 
 
+@pytest.mark.bad_input("a bench without options that is given some")
 @pytest.mark.parametrize("name", ["order", "log_step"])
 def test_a_bench_without_options_refuses_them(name, capsys):
     assert bench([name, "--sizes", "2"]) == 64
     assert capsys.readouterr().err.startswith(
-        f"error: unrecognized arguments: --sizes 2; see python -m dist_amp.bench {name}"
+        f"error: unrecognized arguments: --sizes 2; see python -m benchmarks {name}"
     )
 
 
@@ -78,7 +74,11 @@ def test_the_examples_are_commands_that_are_accepted(capsys):
 
 @pytest.mark.parametrize(
     ("section", "keys"),
-    [("optim", "--optim."), ("precision.scaler", "--precision.scaler."), ("task.args", "--task.args.")],
+    [
+        ("optim", "--optim."),
+        ("precision.scaler", "--precision.scaler."),
+        ("task.args", "--task.args."),
+    ],
 )
 def test_help_of_a_section_shows_its_keys_alone(section, keys, capsys):
     assert train(["--help", section]) == 0
@@ -96,12 +96,16 @@ def test_help_of_a_section_has_the_arguments_of_the_task_that_is_given(capsys):
     assert "--task.args.hidden" in capsys.readouterr().out
 
 
+@pytest.mark.bad_input("`--help` with a section that is not there")
 def test_a_section_that_is_not_there_is_named_with_the_nearest(capsys):
     assert train(["--help", "optin"]) == 64
-    assert capsys.readouterr().err == "error: --help optin: there is no such section; did you mean optim?\n"
+    assert (
+        capsys.readouterr().err
+        == "error: --help optin: there is no such section; did you mean optim?\n"
+    )
 
 
-@pytest.mark.parametrize("module", ["dist_amp.train", "dist_amp", "dist_amp.bench"])
+@pytest.mark.parametrize("module", ["dist_amp.train", "dist_amp", "benchmarks"])
 def test_help_in_a_pipe_that_is_closed_early_prints_no_traceback(module):
     head = f"{sys.executable} -m {module} --help | head -1"
     done = subprocess.run(["/bin/bash", "-c", head], capture_output=True, text=True)
@@ -130,6 +134,7 @@ def test_a_command_whose_module_is_missing_is_neither_listed_nor_started(monkeyp
     assert "there is no command nothing" in capsys.readouterr().err
 
 
+@pytest.mark.bad_input("`dist_amp --completion` with another shell")
 def test_a_shell_that_can_not_be_completed_is_refused(monkeypatch, capsys):
     assert run(monkeypatch, "--completion", "cmd") == 64
     assert capsys.readouterr().err == "error: --completion cmd: give one of bash, zsh, fish\n"
@@ -155,34 +160,12 @@ try dist_amp train --run.device ""
 def test_bash_completes_commands_settings_and_torchruns_options(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, "--completion", "bash") == 0
     (tmp_path / "completion").write_text(capsys.readouterr().out)
-    done = subprocess.run(["bash", "-c", COMPLETE, "-", str(tmp_path / "completion")], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["train", "--optim.warmup_steps", "--nproc_per_node", "auto cpu cuda"], (
-        done.stderr
+    done = subprocess.run(
+        ["bash", "-c", COMPLETE, "-", str(tmp_path / "completion")], capture_output=True, text=True
     )
-
-
-# ---- what verify says before and while it runs
-
-ROWS = [(size, strategy, precision) for size, strategy in ((1, "single"), (2, "ddp")) for precision in ("fp32", "fp16")]
-
-
-def test_verify_lists_its_rows_by_their_number_of_ranks():
-    assert plan(ROWS) == ["    1 rank   single in fp32, fp16", "    2 ranks  ddp in fp32, fp16"]
-
-
-def test_verify_expects_of_the_rows_that_are_left_what_those_of_their_precision_took(monkeypatch):
-    now = iter((0.0, 20.0, 120.0))
-    monkeypatch.setattr(pace_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    pace = pace_module.Pace(ROWS, {"fp32": 1.0, "fp16": 10.0})
-    assert pace.seconds_left == 2 * pace_module.START_SECONDS + pace_module.ROW_FOR_BOUND * 22
-    assert pace.took(ROWS[0]) == 20.0
-    assert pace.seconds_left == 20.0 + 2 * 10 * pace_module.ROW_FOR_BOUND, (
-        "one more in fp32 as the first, by measurement"
-    )
-    assert pace.took(ROWS[1]) == 100.0
-    assert pace.seconds_left == 20.0 + 100.0
-
-
-@pytest.mark.parametrize(("seconds", "said"), [(3, "10 s"), (94, "90 s"), (150, "2 min"), (9000, "2.5 h")])
-def test_an_estimate_is_in_round_numbers(seconds, said):
-    assert in_words(seconds) == said
+    assert done.stdout.splitlines() == [
+        "train",
+        "--optim.warmup_steps",
+        "--nproc_per_node",
+        "auto cpu cuda",
+    ], done.stderr

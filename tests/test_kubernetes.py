@@ -1,4 +1,6 @@
-"""The Kubernetes manifests: right by the published schemas, and torchrun forms their world from PET_* alone."""
+"""The Kubernetes manifests: right by the published schemas, and torchrun forms their world from
+PET_* alone.
+"""
 
 import copy
 import json
@@ -25,17 +27,23 @@ MANIFESTS = [
     for document in yaml.safe_load_all((ROOT / "launch" / name).read_text())
 ]
 CLAIM, RUNTIME, JOB, TENSORBOARD = MANIFESTS
-TINY = ["--task.target", "tiny:Tiny", "--train.steps", "2", "--train.micro_batch_size", "2", "--eval.batches", "1"]
+TINY = "--task.target tiny:Tiny --train.steps 2 --train.micro_batch_size 2 --eval.batches 1".split()
 
 
 def check(document):
-    """Errors: whatever the schema's own package raises, or AssertionError for a key that it does not know."""
+    """Errors: whatever the schema's own package raises, or AssertionError for a key that it does
+    not know.
+    """
     if document["kind"] in ("TrainJob", "TrainingRuntime"):
-        models = pytest.importorskip("kubeflow_trainer_api.models", reason="bash tests/engines.sh brings it")
+        models = pytest.importorskip(
+            "kubeflow_trainer_api.models", reason="bash tests/engines.sh brings it"
+        )
         model = getattr(models, f"TrainerV1alpha1{document['kind']}")
         assert model.from_dict(document).to_dict() == document  # it drops unknown keys
     else:
-        schemas = pytest.importorskip("kubernetes_validate", reason="bash tests/engines.sh brings it")
+        schemas = pytest.importorskip(
+            "kubernetes_validate", reason="bash tests/engines.sh brings it"
+        )
         schemas.validate(document, schemas.latest_version(), strict=True)
 
 
@@ -62,7 +70,11 @@ def test_a_manifest_is_what_its_schema_asks_for(document):
         (JOB, ["spec", "trainer", "numNode"], 2),
         (JOB, ["spec", "trainer", "numNodes"], "two"),
         (RUNTIME, ["spec", "template", "spec", "failurePolicy", "maxRestart"], 30),
-        (RUNTIME, ["spec", "template", "spec", "replicatedJobs", 0, "template", "spec", "backoffLimit"], "none"),
+        (
+            RUNTIME,
+            ["spec", "template", "spec", "replicatedJobs", 0, "template", "spec", "backoffLimit"],
+            "none",
+        ),
         (TENSORBOARD, ["spec", "template", "spec", "volume"], []),
         (TENSORBOARD, ["spec", "replicas"], "one"),
         (CLAIM, ["spec", "accessModes"], "ReadWriteMany"),
@@ -84,9 +96,15 @@ def test_the_job_and_tensorboard_share_the_claim_where_the_image_keeps_runs():
         pod = pods_of(document)
         (volume,) = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
         assert volume["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
-        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        mounts = {
+            mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]
+        }
         assert mounts[volume["name"]] == "/app/runs"
-        assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}  # the image's user
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "fsGroup": 1000,
+        }  # the image's user
     assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
     trainer = JOB["spec"]["trainer"]
     assert trainer["image"] == pods_of(TENSORBOARD)["containers"][0]["image"]
@@ -94,27 +112,43 @@ def test_the_job_and_tensorboard_share_the_claim_where_the_image_keeps_runs():
 
 
 def test_the_jobs_runtime_is_the_one_beside_it_and_starts_all_pods_again_when_one_fails():
-    assert JOB["spec"]["runtimeRef"] == {"kind": RUNTIME["kind"], "name": RUNTIME["metadata"]["name"]}
+    assert JOB["spec"]["runtimeRef"] == {
+        "kind": RUNTIME["kind"],
+        "name": RUNTIME["metadata"]["name"],
+    }
     jobset = RUNTIME["spec"]["template"]["spec"]
     (job,) = jobset["replicatedJobs"]
-    assert job["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    assert (job["name"], pods_of(RUNTIME)["containers"][0]["name"]) == ("node", "node"), "the Trainer fills in these"
+    assert job["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
+    assert (job["name"], pods_of(RUNTIME)["containers"][0]["name"]) == ("node", "node"), (
+        "the Trainer fills in these"
+    )
     assert jobset["failurePolicy"]["maxRestarts"] >= 30, "a month, at an event a day"
-    assert (job["template"]["spec"]["backoffLimit"], pods_of(RUNTIME)["restartPolicy"]) == (0, "Never")
+    assert (job["template"]["spec"]["backoffLimit"], pods_of(RUNTIME)["restartPolicy"]) == (
+        0,
+        "Never",
+    )
     told = {variable["name"]: variable["value"] for variable in JOB["spec"]["trainer"]["env"]}
-    assert int(told["PET_SHUTDOWN_TIMEOUT"]) < pods_of(RUNTIME)["terminationGracePeriodSeconds"], "killed else"
+    assert int(told["PET_SHUTDOWN_TIMEOUT"]) < pods_of(RUNTIME)["terminationGracePeriodSeconds"], (
+        "killed else"
+    )
 
 
 def test_the_job_may_pin_memory_has_shared_memory_and_says_where_rdma_is_requested():
     pod = pods_of(RUNTIME)
     (node,) = pod["containers"]
     assert node["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    shared = next(volume for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory")
+    shared = next(
+        volume for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"
+    )
     assert {"name": shared["name"], "mountPath": "/dev/shm"} in node["volumeMounts"]
     settings = {variable["name"]: variable["value"] for variable in JOB["spec"]["trainer"]["env"]}
     assert settings["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     text = (ROOT / "launch/kubernetes.yaml").read_text()
-    assert all(name in text for name in ("rdma/hca_shared_devices_a", "rdma/ib", "vpc.amazonaws.com/efa"))
+    assert all(
+        name in text for name in ("rdma/hca_shared_devices_a", "rdma/ib", "vpc.amazonaws.com/efa")
+    )
 
 
 def test_tensorboard_listens_inside_its_pod_alone():
@@ -161,24 +195,31 @@ def test_torchrun_forms_the_jobs_world_from_pet_variables_alone(tmp_path):
 
 
 def begin_in_a_folder_of_its_own(world, folder):
-    """What make_folder says where each rank's `runs` is another; without the minute that a network disk is given."""
-    from dist_amp.supervise import preflight
+    """What make_folder says where each rank's `runs` is another; without the minute that a network
+    disk is given.
+    """
+    from dist_amp.supervise import lifecycle
 
-    own, before, appears = Path(folder) / f"pod{world.rank}", os.getcwd(), preflight.appears
+    own, before, appears = Path(folder) / f"pod{world.rank}", os.getcwd(), lifecycle.appears
     own.mkdir()
     os.chdir(own)
-    preflight.appears = partial(appears, seconds=0.1)
+    lifecycle.appears = partial(appears, seconds=0.1)
     try:
-        preflight.make_folder(Path("runs/demo"), load_config(), world)
+        lifecycle.make_folder(Path("runs/demo"), load_config(), world)
     except Failure as error:
         return str(error)
     finally:
         os.chdir(before)
-        preflight.appears = appears
+        lifecycle.appears = appears
 
 
+@pytest.mark.bad_input("nodes that do not share run.dir")
 def test_pods_that_do_not_share_a_claim_are_told_so(tmp_path):
     assert (
         on_ranks(2, begin_in_a_folder_of_its_own, tmp_path)
-        == [f"run.dir=runs/demo is not there on {platform.node()}: put it on a disk that all ranks share"] * 2
+        == [
+            f"run.dir=runs/demo is not there on {platform.node()}: put it on a disk that all ranks "
+            "share"
+        ]
+        * 2
     )

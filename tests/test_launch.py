@@ -1,4 +1,6 @@
-"""launch/one_node.sh and many_nodes.sh as users start them: two hosts are two network namespaces on this machine."""
+"""launch/one_node.sh and many_nodes.sh as users start them: two hosts are two network namespaces on
+this machine.
+"""
 
 import os
 import re
@@ -17,7 +19,13 @@ from conftest import ROOT
 
 from dist_amp.checkpoint.format import all_checkpoints
 
-WORDS = {"train.steps": 150, "metrics.log_every": 10, "eval.every": 50, "run.timeout_seconds": 10, **LAYOUTS["ddp"]}
+WORDS = {
+    "train.steps": 150,
+    "metrics.log_every": 10,
+    "eval.every": 50,
+    "run.timeout_seconds": 10,
+    **LAYOUTS["ddp"],
+}
 ACTIVATED = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as a user's shell has it
 
 
@@ -54,7 +62,9 @@ def start(script="many_nodes.sh", *words, **environ):
     place = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
     environ = {"PATH": ACTIVATED, **place, **environ}
     command = ["/bin/bash", ROOT / "launch" / script, *words]
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     return done.returncode, done.stderr.splitlines()[-1]
 
 
@@ -72,6 +82,7 @@ def test_a_machine_without_ip_is_told_so_and_not_that_the_network_is_down(tmp_pa
     assert start(PATH=str(tmp_path)) == (64, "error: ip is missing; install iproute2")
 
 
+@pytest.mark.bad_input("a machine without torchrun or `ip`; a wrong `NNODES` or `NODE_RANK`")
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
@@ -94,12 +105,16 @@ def test_an_address_to_which_there_is_no_way_is_named():
     assert start(MASTER_ADDR="nobody.invalid") == (1, told)
 
 
+@pytest.mark.bad_input("a rendezvous where nothing listens, or whose port is in use")
 @needs_ip
 def test_a_rendezvous_at_which_nobody_answers_is_waited_for_so_long_and_named():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     told = f"error: nothing answers at 127.0.0.1:{port} in 1 s; start machine 0, or open the port"
-    assert start(MASTER_PORT=port, RDZV_TIMEOUT="1") == (1, told)  # `start` itself waits for a bounded time
+    assert start(MASTER_PORT=port, RDZV_TIMEOUT="1") == (
+        1,
+        told,
+    )  # `start` itself waits for a bounded time
 
 
 @needs_ip
@@ -124,15 +139,28 @@ def test_a_machine_of_several_that_sees_no_gpu_says_so_unless_told_how_many_rank
     assert start(NPROC_PER_NODE="", PATH=stand_ins(tmp_path, python3="echo 0")) == (1, told)
 
 
-def test_a_machine_0_whose_own_name_is_127_0_1_1_gives_the_others_an_address_that_they_reach(tmp_path):
+def test_a_machine_0_whose_own_name_is_127_0_1_1_gives_the_others_an_address_that_they_reach(
+    tmp_path,
+):
     """As Debian's /etc/hosts has it; the time to save in is the user's."""
-    scripts = {"getent": "echo 127.0.1.1", "hostname": "echo 10.213.0.1 10.214.0.1", "python3": "echo 0"}
+    scripts = {
+        "getent": "echo 127.0.1.1",
+        "hostname": "echo 10.213.0.1 10.214.0.1",
+        "python3": "echo 0",
+    }
     scripts["ip"] = 'echo "1 wire src 10.213.0.1 uid 0 $*"'
     scripts["timeout"] = "exit 1"  # nothing listens at machine 0's port
     scripts["torchrun"] = 'echo "$GLOO_SOCKET_IFNAME $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"'
-    environ = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    environ = {
+        "NNODES": "2",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "node0",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    }
     environ |= {"PATH": stand_ins(tmp_path, **scripts), "NPROC_PER_NODE": "1"}
-    told = subprocess.check_output(["/bin/bash", ROOT / "launch/many_nodes.sh"], env=environ, text=True)
+    told = subprocess.check_output(
+        ["/bin/bash", ROOT / "launch/many_nodes.sh"], env=environ, text=True
+    )
     assert "machine 0 of 2 (10.213.0.1): " in told
     assert "\nwire 600 " in told
     assert "--local-addr 10.213.0.1 " in told
@@ -140,7 +168,10 @@ def test_a_machine_0_whose_own_name_is_127_0_1_1_gives_the_others_an_address_tha
 
 def test_settings_are_refused_once_before_any_rank_starts():
     status, told = start("one_node.sh", "--optim.lrr", "1")
-    assert (status, told) == (64, "error: unknown key optim.lrr on the command line; did you mean optim.lr?")
+    assert (status, told) == (
+        64,
+        "error: unknown key optim.lrr on the command line; did you mean optim.lr?",
+    )
 
 
 # ---- one machine ----
@@ -153,7 +184,9 @@ def chaos(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
-def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stopped_by_a_signal(chaos, request):
+def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stopped_by_a_signal(
+    chaos, request
+):
     folder = chaos.new_folder()
     command = ["unshare", "--uts", "bash", "-c", 'hostname no.such.name; exec bash "$@"', "-"]
     command += [str(ROOT / "launch/one_node.sh"), *as_options(chaos.words)]
@@ -176,7 +209,9 @@ def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stoppe
 
 
 class Hosts:
-    """Hosts "a" (10.213.0.1) and "b" (10.213.0.2) on one wire, with names that do not resolve, and this disk."""
+    """Hosts "a" (10.213.0.1) and "b" (10.213.0.2) on one wire, with names that do not resolve, and
+    this disk.
+    """
 
     def __init__(self):
         self.space = {host: f"dist_amp_{host}_{os.getpid()}" for host in "ab"}
@@ -185,13 +220,27 @@ class Hosts:
         for space in self.space.values():
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
-        ip("link", "add", "wire", "netns", self.space["a"], "type", "veth", "peer", "wire", "netns", self.space["b"])
+        ip(
+            "link",
+            "add",
+            "wire",
+            "netns",
+            self.space["a"],
+            "type",
+            "veth",
+            "peer",
+            "wire",
+            "netns",
+            self.space["b"],
+        )
         for number, space in enumerate(self.space.values(), start=1):
             ip("-n", space, "address", "add", f"10.213.0.{number}/24", "dev", "wire")
             ip("-n", space, "link", "set", "wire", "up")
 
     def give_up_soon(self):
-        """Have the kernel of host b give dead connections up after some 25 s, not after a quarter of an hour."""
+        """Have the kernel of host b give dead connections up after some 25 s, not after a quarter
+        of an hour.
+        """
         ip("netns", "exec", self.space["b"], "sysctl", "-qw", "net.ipv4.tcp_retries2=6")
 
     def wire(self, state):
@@ -199,13 +248,28 @@ class Hosts:
 
     def start(self, host, folder, words, **environ):
         inside = f'hostname host-{host}; exec bash "$@"'
-        command = ["ip", "netns", "exec", self.space[host], "unshare", "--uts", "bash", "-c", inside, "-"]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self.space[host],
+            "unshare",
+            "--uts",
+            "bash",
+            "-c",
+            inside,
+            "-",
+        ]
         command += [str(ROOT / "launch/many_nodes.sh"), *as_options(words)]
         place = {"NNODES": "2", "NODE_RANK": str("ab".index(host)), "MASTER_ADDR": "10.213.0.1"}
-        return Process(command, folder, {"PATH": ACTIVATED, "NPROC_PER_NODE": "1", **place, **environ})
+        return Process(
+            command, folder, {"PATH": ACTIVATED, "NPROC_PER_NODE": "1", **place, **environ}
+        )
 
     def close(self):
-        """End what runs on the hosts, and remove them: also what is there of them when `open` failed."""
+        """End what runs on the hosts, and remove them: also what is there of them when `open`
+        failed.
+        """
         for space in self.space.values():
             inside = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
             for pid in inside.stdout.split():
@@ -239,7 +303,9 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides_and_all_go_on_once_it_is_
     a, b = cut_in_training(hosts, chaos, folder)
     a.wait_for("error: rank 1 (process")  # both are named while the wire is still down
     b.wait_for("error: rank 0 (process")
-    assert re.search(r"on host-b\) (did not take part in a collective in time|gave no sign of life for)", a.text)
+    assert re.search(
+        r"on host-b\) (did not take part in a collective in time|gave no sign of life for)", a.text
+    )
     assert "on host-a) and the store on its machine at 10.213.0.1:" in b.text
     hosts.wire("up")
     assert [a.end(), b.end()] == [0, 0]
@@ -265,7 +331,9 @@ def test_a_host_that_stays_away_ends_the_run_and_the_same_command_goes_on(hosts,
 @pytest.mark.slow
 def test_hosts_with_other_code_settings_or_versions_are_told_both(hosts, chaos, tmp_path):
     folder, other = chaos.new_folder(), tmp_path / "other"
-    shutil.copytree(ROOT / "dist_amp", other / "dist_amp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "dist_amp", other / "dist_amp", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with (other / "dist_amp/step.py").open("a") as file:
         file.write("# edited\n")
     words, path = chaos.words | {"run.timeout_seconds": 60}, f"{other}:{ROOT / 'tests'}"
@@ -275,7 +343,9 @@ def test_hosts_with_other_code_settings_or_versions_are_told_both(hosts, chaos, 
     (told,) = [line for _, line in a.lines + b.lines if line.startswith("error: the ranks differ")]
     assert "dist_amp/step.py is " in told
     assert "optim.lr is 0.0003 on rank 0 (host-a), 0.001 on rank 1 (host-b)" in told
-    assert told.endswith("; start all of them with the same code, versions and settings (environment, config files)")
+    assert told.endswith(
+        "; start all of them with the same code, versions and settings (environment, config files)"
+    )
     assert not all_checkpoints(folder / "run")
 
 
@@ -285,6 +355,12 @@ def test_hosts_that_count_another_number_of_hosts_wait_so_long_and_have_said_for
     a = hosts.start("a", folder, chaos.words, RDZV_TIMEOUT="5")
     b = hosts.start("b", folder, chaos.words, RDZV_TIMEOUT="5", NNODES="3")
     assert [a.end(), b.end()] == [1, 1]
-    assert "machine 0 of 2 (10.213.0.1): waits at most 5 s for the others at 10.213.0.1:29500" in a.text
-    assert "machine 1 of 3 (10.213.0.2): waits at most 5 s for the others at 10.213.0.1:29500" in b.text
+    assert (
+        "machine 0 of 2 (10.213.0.1): waits at most 5 s for the others at 10.213.0.1:29500"
+        in a.text
+    )
+    assert (
+        "machine 1 of 3 (10.213.0.2): waits at most 5 s for the others at 10.213.0.1:29500"
+        in b.text
+    )
     assert "RendezvousTimeoutError" in a.text

@@ -1,4 +1,4 @@
-"""Length grouping: another order of the same samples, a pure function of seed, epoch and position."""
+"""Length bucketing: an order that is a pure function of seed, epoch and position."""
 
 import json
 from itertools import pairwise
@@ -10,10 +10,10 @@ from tiny import Rows
 
 from dist_amp.data import Padding, build_batches
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.runtime.permutation import TABLE_LENGTH, epoch_order, shuffled_order
-from dist_amp.runtime.plan import LOOKED_UP
+from dist_amp.loading.length_groups import SCANNED, LengthGroups, grouped
+from dist_amp.loading.order import TABLE_LENGTH, epoch_order, shuffled_order
+from dist_amp.loading.plan import LOOKED_UP
 from dist_amp.settings import DataConfig
-from dist_amp.sources.length_groups import SCANNED, LengthGroups, grouped
 from dist_amp.world import World
 
 BATCH = 12
@@ -37,20 +37,33 @@ def plain_order(samples, seed=0, epoch=0):
     return epoch_order(shuffled_order(samples), samples, seed, epoch)(torch.arange(samples))
 
 
-# Sizes with and without a step that is not full, a block that is not, a single step, and more than one look-up.
-SIZES = [(5 * BATCH, 1), (5 * BATCH + 5, 2), (6 * BATCH, 4), (BATCH - 1, 3), (BATCH, 1), (3 * LOOKED_UP + 7, 10),
-         (TABLE_LENGTH + 100, 3), (2 * LOOKED_UP, 1000)]  # fmt: skip
+# Sizes with and without a step that is not full, a block that is not, a single step, and more than
+# one look-up.
+SIZES = [
+    (5 * BATCH, 1),
+    (5 * BATCH + 5, 2),
+    (6 * BATCH, 4),
+    (BATCH - 1, 3),
+    (BATCH, 1),
+    (3 * LOOKED_UP + 7, 10),
+    (TABLE_LENGTH + 100, 3),
+    (2 * LOOKED_UP, 1000),
+]
 
 
 @pytest.mark.parametrize(("samples", "steps"), SIZES)
-def test_every_sample_is_taken_once_per_epoch_and_every_block_has_the_samples_of_the_plain_order(samples, steps):
+def test_every_sample_is_taken_once_per_epoch_and_every_block_has_the_samples_of_the_plain_order(
+    samples, steps
+):
     order, plain = order_of(samples, steps), plain_order(samples)
     assert sorted(order.tolist()) == list(range(samples))
     full = samples - samples % BATCH
     for start in range(0, full, BATCH * steps):
         block = slice(start, min(start + BATCH * steps, full))
         assert sorted(order[block].tolist()) == sorted(plain[block].tolist())
-    assert sorted(order[full:].tolist()) == sorted(plain[full:].tolist()), "what drop_last would leave out"
+    assert sorted(order[full:].tolist()) == sorted(plain[full:].tolist()), (
+        "what drop_last would leave out"
+    )
 
 
 @pytest.mark.parametrize(("samples", "steps"), SIZES)
@@ -86,13 +99,23 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
 
 def test_one_step_at_a_time_keeps_each_steps_set_of_samples():
     # group_by_length=1 gives the gradients of the plain order, and micro-batches of similar length.
-    for ours, theirs in zip(order_of(100, 1).split(BATCH), plain_order(100).split(BATCH), strict=True):
+    for ours, theirs in zip(
+        order_of(100, 1).split(BATCH), plain_order(100).split(BATCH), strict=True
+    ):
         assert sorted(ours.tolist()) == sorted(theirs.tolist())
 
 
 def batches(dataset, ranks, rank, micro_batch):
     accumulation = BATCH // (ranks * micro_batch)
-    return build_batches(DataConfig(), object(), dataset, micro_batch, accumulation, 0, World(rank, 0, ranks))
+    return build_batches(
+        DataConfig(),
+        object(),
+        dataset,
+        World(rank, 0, ranks),
+        micro_batch_size=micro_batch,
+        accumulation_steps=accumulation,
+        seed=0,
+    )
 
 
 def steps_of(ranks, micro_batch, position, steps):
@@ -102,13 +125,19 @@ def steps_of(ranks, micro_batch, position, steps):
         data.position = position
     found = []
     for _ in range(steps):
-        parts = [batch["index"] for data in of_ranks for batch in next(data) if not isinstance(batch, Padding)]
+        parts = [
+            batch["index"]
+            for data in of_ranks
+            for batch in next(data)
+            if not isinstance(batch, Padding)
+        ]
         found.append(sorted(torch.cat(parts).tolist()))
     return found, of_ranks[0].position
 
 
-@pytest.mark.parametrize("stop", [1, 5, 9, 13])
-@pytest.mark.parametrize(("before", "after"), [((2, 3), (4, 1)), ((4, 3), (1, 6)), ((1, 12), (2, 2))])
+@pytest.mark.parametrize(
+    ("before", "after", "stop"), [((2, 3), (4, 1), 5), ((4, 3), (1, 6), 9), ((1, 12), (2, 2), 13)]
+)
 def test_a_run_goes_on_with_the_same_steps_at_another_world_size(before, after, stop):
     expected, _ = steps_of(1, BATCH, 0, 20)
     first, position = steps_of(*before, 0, stop)
@@ -117,7 +146,10 @@ def test_a_run_goes_on_with_the_same_steps_at_another_world_size(before, after, 
 
 
 def test_the_order_is_written_into_the_checkpoint_with_what_it_depends_on():
-    assert batches(grouping(100, 3), 2, 0, 3).plan.order == "randperm, sorted by length over 3 steps of 12"
+    assert (
+        batches(grouping(100, 3), 2, 0, 3).plan.order
+        == "randperm, sorted by length over 3 steps of 12"
+    )
 
 
 def test_there_is_less_padding_the_more_steps_are_sorted_together():
@@ -127,7 +159,12 @@ def test_there_is_less_padding_the_more_steps_are_sorted_together():
         lengths = torch.from_numpy(lengths_of(samples))[order_of(samples, steps)].view(-1, 4)
         shares.append(1 - lengths.sum().item() / (4 * lengths.amax(1).sum().item()))
     plain = torch.from_numpy(lengths_of(samples))[plain_order(samples)].view(-1, 4)
-    assert 1 - plain.sum().item() / (4 * plain.amax(1).sum().item()) > shares[0] > 2 * shares[1] > 4 * shares[2]
+    assert (
+        1 - plain.sum().item() / (4 * plain.amax(1).sum().item())
+        > shares[0]
+        > 2 * shares[1]
+        > 4 * shares[2]
+    )
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 2], torch.tensor([3, 1, 2]), numpy.array([3, 1, 2])])
@@ -165,13 +202,21 @@ def refused(error, *args, **settings):
     return str(caught.value)
 
 
+@pytest.mark.bad_input(
+    "`data.group_by_length` without lengths, or with as many as there are not samples"
+)
 def test_a_dataset_without_lengths_is_refused_with_what_to_do():
     message = refused(ConfigError, Rows(index=torch.arange(5)))
-    assert message.startswith("data.group_by_length=5 needs each sample's length, and a Rows has no `lengths`; write")
+    assert message.startswith(
+        "data.group_by_length=5 needs each sample's length, and a Rows has no `lengths`; write"
+    )
     assert "python -m dist_amp.tokenize" in message
     assert "LengthGroups(dataset, steps, lengths)" in message
 
 
+@pytest.mark.bad_input(
+    "`data.group_by_length` where there is no padding to save: packed rows, a single length"
+)
 @pytest.mark.parametrize("pack", ["cut", "best_fit"])
 def test_packed_rows_are_refused_and_both_settings_named(pack):
     message = refused(ConfigError, Rows(index=torch.arange(5)), lengths_of(5), pack=pack)
@@ -197,6 +242,9 @@ def test_a_dataset_with_an_order_of_its_own_is_refused():
     assert "read by row group, in an order of its own; use data.view=map" in message
 
 
+@pytest.mark.bad_input(
+    "`data.group_by_length` with `data.shuffle=false`, or with an order of the dataset's own"
+)
 def test_grouping_without_a_shuffle_is_refused():
     message = refused(ConfigError, grouping(5, 1).dataset, lengths_of(5), shuffle=False)
     assert "data.group_by_length=5 changes the order, which data.shuffle=false keeps" in message
@@ -210,8 +258,12 @@ def test_another_number_of_lengths_than_samples_is_refused():
 def test_a_classifier_of_texts_groups_them_by_their_characters(tmp_path):
     from dist_amp.tasks.hf_classification import HFClassification
 
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "a" * (n + 1), "label": 0}) for n in range(40)))
-    task = HFClassification.__new__(HFClassification)  # of what it needs to read rows, and without a model
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"text": "a" * (n + 1), "label": 0}) for n in range(40))
+    )
+    task = HFClassification.__new__(
+        HFClassification
+    )  # of what it needs to read rows, and without a model
     task.data, task.of = DataConfig(path=str(tmp_path / "rows.jsonl"), group_by_length=2), "text"
     rows = task.build_dataset("train")
     order = rows.shuffled(4, 1)[1](0, 0)(torch.arange(len(rows)))

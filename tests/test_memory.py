@@ -1,4 +1,6 @@
-"""Out of memory: one line with what was requested, what takes how much, and which settings would fit."""
+"""Out of memory: one line with what was requested, what takes how much, and which settings would
+fit.
+"""
 
 import json
 from dataclasses import replace
@@ -10,14 +12,23 @@ from tiny import Tiny, make_run
 from dist_amp.config.load import load_config
 from dist_amp.errors import Failure
 from dist_amp.step import evaluate
-from dist_amp.supervise.out_of_memory import Shortage, explain_memory, is_out_of_memory, message, suggestions
+from dist_amp.supervise.out_of_memory import (
+    Shortage,
+    explain_memory,
+    is_out_of_memory,
+    message,
+    suggestions,
+)
 from dist_amp.train import main
 from dist_amp.world import World
 
 GIB = 2**30
-# A model of 400 million parameters, and activations of 2.3 GiB a sample, on one of eight 80 GB GPUs.
+# A model of 400 million parameters, and activations of 2.3 GiB a sample, on one of eight 80 GB
+# GPUs.
 GPU = Shortage(
-    world=World(rank=3, local_rank=3, world_size=8, local_world_size=8, device=torch.device("cuda", 3)),
+    world=World(
+        rank=3, local_rank=3, world_size=8, local_world_size=8, device=torch.device("cuda", 3)
+    ),
     when="in step 1",
     capacity=79 * GIB,
     peak=78 * GIB,
@@ -34,11 +45,12 @@ GPU = Shortage(
 
 def test_the_line_has_the_request_what_takes_the_rest_and_the_settings_that_fit():
     assert message(GPU) == (
-        "rank 3 ran out of GPU memory in step 1: asked for 2.00 GiB more than the 78.00 GiB in use, of 79.00 GiB "
-        "available; parameters take 1.50 GiB, gradients 1.50 GiB, optimizer state 3.00 GiB, a micro-batch of 32 at "
-        "least 74.00 GiB; use train.micro_batch_size=16 instead of 32 (with train.accumulation_steps=2 a step stays "
-        "the same), or parallel.activation_checkpointing=selective or full, or parallel.strategy=fsdp (768.00 MiB of "
-        "the model on each)"
+        "rank 3 ran out of GPU memory in step 1: asked for 2.00 GiB more than the 78.00 GiB in "
+        "use, of 79.00 GiB available; parameters take 1.50 GiB, gradients 1.50 GiB, optimizer "
+        "state 3.00 GiB, a micro-batch of 32 at least 74.00 GiB; use train.micro_batch_size=16 "
+        "instead of 32 (with train.accumulation_steps=2 a step stays the same), or "
+        "parallel.activation_checkpointing=selective or full, or parallel.strategy=fsdp (768.00 "
+        "MiB of the model on each)"
     )
 
 
@@ -54,13 +66,18 @@ def test_the_line_has_the_request_what_takes_the_rest_and_the_settings_that_fit(
         (1, 4, 80, 0),
     ],
 )
-def test_the_micro_batch_that_fits_divides_the_samples_of_a_step(size, micro_batches, activations, expected):
+def test_the_micro_batch_that_fits_divides_the_samples_of_a_step(
+    size, micro_batches, activations, expected
+):
     peak = (6 + activations - 2) * GIB
     short = replace(GPU, micro_batch_size=size, micro_batches=micro_batches, peak=peak)
     assert short.activations == activations * GIB
     assert short.fitting_micro_batch == expected
     if expected:
-        assert f"train.accumulation_steps={size * micro_batches // expected} a step" in suggestions(short)[0]
+        assert (
+            f"train.accumulation_steps={size * micro_batches // expected} a step"
+            in suggestions(short)[0]
+        )
         assert short.state + expected * short.sample <= 0.95 * short.capacity
 
 
@@ -71,7 +88,9 @@ def test_gradients_that_are_not_allocated_yet_do_not_count_as_activations():
 
 
 def test_a_global_batch_that_is_set_keeps_the_step_as_it_is():
-    assert "with train.global_batch_size=256 a step stays the same" in message(replace(GPU, global_batch_size=256))
+    assert "with train.global_batch_size=256 a step stays the same" in message(
+        replace(GPU, global_batch_size=256)
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,17 +113,24 @@ def test_a_global_batch_that_is_set_keeps_the_step_as_it_is():
           "a smaller model, or more ranks"]),
     ],
 )  # fmt: skip
-def test_if_no_smaller_micro_batch_helps_the_other_settings_are_suggested_with_their_numbers(changes, expected):
+def test_if_no_smaller_micro_batch_helps_the_other_settings_are_suggested_with_their_numbers(
+    changes, expected
+):
     assert suggestions(replace(GPU, **changes)) == expected
 
 
 def test_memory_of_other_processes_is_named():
-    assert "and memory outside torch (other processes, NCCL) 20.00 GiB" in message(replace(GPU, outside_torch=20 * GIB))
+    assert "and memory outside torch (other processes, NCCL) 20.00 GiB" in message(
+        replace(GPU, outside_torch=20 * GIB)
+    )
 
 
 def test_the_state_is_measured_and_the_error_is_read():
     run = make_run(World(), Tiny(), "--train.micro_batch_size", 4, "--train.accumulation_steps", 2)
-    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000 bytes. Error code 12")
+    error = RuntimeError(
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000 bytes. Error code "
+        "12"
+    )
     explained = explain_memory(error, run.config, World(), run)
     count = sum(p.numel() for p in run.model.parameters())
     size = f"{4 * count:,} bytes" if 4 * count < 1024 else f"{4 * count / 1024:.2f} KiB"
@@ -126,15 +152,23 @@ class TooLarge(Tiny):
 
 
 def out_of_memory(*args):
-    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000000 bytes.")
+    raise RuntimeError(
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000000 bytes."
+    )
 
 
 def test_a_model_that_does_not_fit_is_named_with_its_size():
     with pytest.raises(RuntimeError) as caught:
         make_run(World(), TooLarge())
     text = str(explain_memory(caught.value, load_config([], environ={}), World(), None))
-    assert "before the first step, with a model of 1,000,000 parameters: asked for 976.56 KiB more than the " in text
-    assert "parameters take 3.81 MiB, gradients 3.81 MiB, optimizer state 7.63 MiB; use a smaller model" in text
+    assert (
+        "before the first step, with a model of 1,000,000 parameters: asked for 976.56 KiB more "
+        "than the " in text
+    )
+    assert (
+        "parameters take 3.81 MiB, gradients 3.81 MiB, optimizer state 7.63 MiB; use a smaller "
+        "model" in text
+    )
 
 
 def test_before_there_is_a_model_only_the_request_is_named():
@@ -167,18 +201,32 @@ class Greedy(Tiny):
         return super().loss_sum(model, batch) * torch.ones(10**15).mean()
 
 
-def test_a_step_that_asks_for_too_much_ends_in_one_line_with_status_1(monkeypatch, tmp_path, capsys):
+@pytest.mark.bad_input("GPU or host memory that runs out")
+def test_a_step_that_asks_for_too_much_ends_in_one_line_with_status_1(
+    monkeypatch, tmp_path, capsys
+):
     monkeypatch.chdir(tmp_path)
-    assert main(["--task.target", "test_memory:Greedy", "--run.dir", "run", "--run.device", "cpu"]) == 1
+    assert (
+        main(["--task.target", "test_memory:Greedy", "--run.dir", "run", "--run.device", "cpu"])
+        == 1
+    )
     text = capsys.readouterr().err
     assert text.count("\n") == 1
-    assert text.startswith("error: rank 0 ran out of memory in step 1: asked for 3,725,290.30 GiB more than the ")
+    assert text.startswith(
+        "error: rank 0 ran out of memory in step 1: asked for 3,725,290.30 GiB more than the "
+    )
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["stopped_by"], summary["exit_code"], summary["cause"]) == ("failed", 1, text[len("error: ") : -1])
+    assert (summary["stopped_by"], summary["exit_code"], summary["cause"]) == (
+        "failed",
+        1,
+        text[len("error: ") : -1],
+    )
 
 
 @pytest.mark.slow
-def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_is_silent(launch, tmp_path):
+def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_is_silent(
+    launch, tmp_path
+):
     (tmp_path / "wide.py").write_text(
         "import os, resource, torch\nfrom tiny import Tiny\n\nclass Wide(Tiny):\n"
         "    def loss_sum(self, model, batch):\n"
@@ -189,7 +237,11 @@ def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_
     )
     done = launch.each(2, "--task.target", "wide:Wide", "--run.dir", "run")
     assert [rank.returncode for rank in done] == [1, 1]
-    lines = [line for rank in done for line in rank.stderr.splitlines() if line.startswith("error: ")]
+    lines = [
+        line for rank in done for line in rank.stderr.splitlines() if line.startswith("error: ")
+    ]
     assert len(lines) == 1
-    assert lines[0].startswith("error: rank 1 ran out of memory in step 1: asked for 512.00 MiB more than the ")
+    assert lines[0].startswith(
+        "error: rank 1 ran out of memory in step 1: asked for 512.00 MiB more than the "
+    )
     assert ", of 8.00 GiB available; " in lines[0]

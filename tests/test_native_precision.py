@@ -1,4 +1,6 @@
-"""Emulated precisions are measured on a CPU, looked up on a GPU, warned about, and avoided by the demo."""
+"""Emulated precisions are measured on a CPU, looked up on a GPU, warned about, and avoided by the
+demo.
+"""
 
 import os
 import subprocess
@@ -8,25 +10,26 @@ import pytest
 import torch
 from conftest import ROOT
 
-from dist_amp.config import validate
-from dist_amp.config.validate import check_dtype
-from dist_amp.runtime import native_precision as native
+from dist_amp.config import native_precision as native
+from dist_amp.config.native_precision import check_dtype
+from dist_amp.precision import build_precision
 from dist_amp.settings import PrecisionConfig
 from dist_amp.world import World
 
 
 @pytest.fixture
 def cpu(monkeypatch):
-    """cpu(bf16=30.0): this machine is a CPU on which a bf16 matrix product takes 30 times float32's time."""
+    """cpu(bf16=30.0): this machine is a CPU on which a bf16 matrix product takes 30 times float32's
+    time.
+    """
 
     def make(**slowdowns):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        for module in (native, validate):
-            monkeypatch.setattr(module, "cpu_slowdown", slowdowns.__getitem__)
-        validate.warn_if_emulated.cache_clear()
+        monkeypatch.setattr(native, "cpu_slowdown", slowdowns.__getitem__)
+        native.warn_if_emulated.cache_clear()
 
     yield make
-    validate.warn_if_emulated.cache_clear()
+    native.warn_if_emulated.cache_clear()
 
 
 @pytest.fixture
@@ -66,7 +69,10 @@ def test_measuring_leaves_threads_random_state_and_grad_mode_as_they_were():
 
 @pytest.mark.parametrize(
     ("slowdown", "expected"),
-    [(0.7, ("bf16", "native on this CPU")), (29.6, ("fp32", "this CPU only emulates bf16 (30x slower)"))],
+    [
+        (0.7, ("bf16", "native on this CPU")),
+        (29.6, ("fp32", "this CPU only emulates bf16 (30x slower)")),
+    ],
 )
 def test_a_cpu_gets_bf16_where_that_is_native_and_float32_elsewhere(cpu, slowdown, expected):
     cpu(bf16=slowdown)
@@ -74,12 +80,16 @@ def test_a_cpu_gets_bf16_where_that_is_native_and_float32_elsewhere(cpu, slowdow
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "fp32")]
+    ("capability", "dtype"),
+    [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "fp32")],
 )
 def test_a_gpu_gets_the_precision_of_its_compute_capability(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert native.native_precision() == (dtype, "native on GPUs of compute capability {}.{}".format(*capability))
+    assert native.native_precision() == (
+        dtype,
+        "native on GPUs of compute capability {}.{}".format(*capability),
+    )
 
 
 # ---- the warning ----
@@ -88,23 +98,23 @@ def test_a_gpu_gets_the_precision_of_its_compute_capability(monkeypatch, capabil
 def test_an_emulated_dtype_is_warned_about_once_with_its_cost_and_what_to_use(cpu, capsys):
     cpu(bf16=8.8)
     for _ in range(2):
-        check_dtype(PrecisionConfig(dtype="bf16"), World())
+        check_dtype("bf16", World())
     assert capsys.readouterr().err == (
-        "warning: this CPU only emulates bf16: a matrix product takes 9 times as long as in float32; "
-        "use --use_amp false\n"
+        "warning: this CPU only emulates bf16: a matrix product takes 9 times as long as in "
+        "float32; use --use_amp false\n"
     )
 
 
 def test_a_native_dtype_is_not_warned_about(cpu, capsys):
     cpu(bf16=1.1)
-    check_dtype(PrecisionConfig(dtype="bf16"), World())
+    check_dtype("bf16", World())
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("use_amp", "rank"), [(False, 0), (True, 1)])
 def test_nothing_is_measured_in_float32_and_on_other_ranks(cpu, use_amp, rank):
     cpu()  # knows no dtype: asking it raises KeyError
-    check_dtype(PrecisionConfig(use_amp=use_amp), World(rank=rank, world_size=2))
+    build_precision(PrecisionConfig(use_amp=use_amp), False, World(rank=rank, world_size=2))
 
 
 # ---- the demo's choice ----
@@ -134,7 +144,10 @@ def test_other_settings_are_no_choice_of_a_precision(cpu, tmp_path):
     cpu(bf16=30)
     (tmp_path / "mine.toml").write_text("[train]\nsteps = 5")
     words = ["--config", str(tmp_path / "mine.toml"), "--optim.lr", "1"]
-    assert native.suggestion(words, {"DIST_AMP_RUN__SEED": "1"}) == "fp32 this CPU only emulates bf16 (30x slower)"
+    assert (
+        native.suggestion(words, {"DIST_AMP_RUN__SEED": "1"})
+        == "fp32 this CPU only emulates bf16 (30x slower)"
+    )
 
 
 STUB = """#!/bin/sh
@@ -147,7 +160,9 @@ esac
 
 @pytest.fixture
 def demo(tmp_path):
-    """demo(answer, *words): what demo.sh starts and says, where the interpreter is a stub with this answer."""
+    """demo(answer, *words): what demo.sh starts and says, where the interpreter is a stub with this
+    answer.
+    """
     stub = tmp_path / "python"
     stub.write_text(STUB)
     stub.chmod(0o755)
@@ -190,5 +205,7 @@ def test_the_demos_question_has_an_answer_from_the_real_interpreter(tmp_path):
     script = (ROOT / "launch/demo.sh").read_text()
     code = script.split("ask='")[1].split("'\n")[0]
     command = [sys.executable, "-c", code, "--use_amp", "false"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr

@@ -1,4 +1,6 @@
-"""What half precision loses is measured, reported once, and changes nothing; a collapsed loss scale ends the run."""
+"""What half precision loses is measured, reported once, and changes nothing; a collapsed loss scale
+ends the run.
+"""
 
 import contextlib
 import io
@@ -15,15 +17,16 @@ from torch import nn
 
 from dist_amp.diagnostics.limits import Limits
 from dist_amp.diagnostics.numerics import Numerics
-from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.step import train_step
 from dist_amp.telemetry.log_row import RANK_METRICS, LogRow
 from dist_amp.world import World
 
-LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (4, "hsdp")]
-FP16 = ["--precision.dtype", "fp16", "--precision.cast_by", "autocast", "--precision.scaler.init_scale", 256]
-BF16_STORAGE = ["--parallel.strategy", "fsdp", "--parallel.param_dtype", "bf16", "--optim.weight_decay", 0]
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
+AUTOCAST = ["--precision.dtype", "fp16", "--precision.cast_by", "autocast"]
+FP16 = [*AUTOCAST, "--precision.scaler.init_scale", 256]
+FSDP = ["--parallel.strategy", "fsdp"]
+BF16_STORAGE = [*FSDP, "--parallel.param_dtype", "bf16", "--optim.weight_decay", 0]
 MEASURED = ["--debug.numerics", "true", "--metrics.log_every", 1, "--train.micro_batch_size", 4]
 
 
@@ -75,7 +78,7 @@ class AllOverflow(Tiny):
 
 
 def measured_steps(world, task, words, steps=1):
-    """Steps as the main job takes them: (the run, {step: scalars written}, text on standard error)."""
+    """Steps as in the main job: (the run, {step: scalars written}, text on standard error)."""
     run = make_run(world, task, *words)
     written = {}
     run.metrics.write_scalars = written.__setitem__
@@ -94,7 +97,9 @@ def take_measured_step(run, numerics, micro_batches):
 
 
 def measurements(world, task, words, steps=1):
-    """What the measured steps wrote and printed, without the run, which can't be sent between processes."""
+    """What the measured steps wrote and printed, without the run, which can't be sent between
+    processes.
+    """
     return measured_steps(world, task, words, steps)[1:]
 
 
@@ -104,47 +109,61 @@ def log_row(**values):
     return LogRow(10, np.array([[row[name] for name in RANK_METRICS]]))
 
 
-def limits_of(run):
-    return Limits(run, NonfiniteReplay(run))
-
-
+@pytest.mark.bad_input("a collapsed loss scale")
 def test_a_loss_scale_below_its_bound_ends_the_run_with_advice():
-    limits = limits_of(make_run(World(), Tiny(), *FP16, "--train.max_skips_in_a_row", 1))
+    limits = Limits(make_run(World(), Tiny(), *FP16, "--train.max_skips_in_a_row", 1))
     limits.on_log(log_row(loss_scale=1.0))
-    with pytest.raises(NumericsError) as error:  # takes precedence over the skipped steps, because it says more
+    with pytest.raises(
+        NumericsError
+    ) as error:  # takes precedence over the skipped steps, because it says more
         limits.on_log(log_row(loss_scale=0.5, skips_in_a_row=17))
-    for part in ("the loss scale fell to 0.5", "precision.scaler.min_scale=1", "bf16", "optim.lr", "--use_amp false"):
+    for part in (
+        "the loss scale fell to 0.5",
+        "below 1:",
+        "bf16",
+        "optim.lr",
+        "--use_amp false",
+    ):
         assert part in str(error.value)
-    limits_of(make_run(World(), Tiny())).on_log(log_row(loss_scale=0.5))  # only fp16 has a loss scale
+    Limits(make_run(World(), Tiny())).on_log(log_row(loss_scale=0.5))  # only fp16 has a loss scale
 
 
 def test_a_scale_that_begins_below_its_bound_is_refused():
-    with pytest.raises(ConfigError, match="init_scale=0.5 is below precision.scaler.min_scale=1"):
+    with pytest.raises(ConfigError, match="init_scale=0.5 on the command line must be at least 1"):
         make_run(World(), Tiny(), "--precision.dtype", "fp16", "--precision.scaler.init_scale", 0.5)
-    make_run(World(), Tiny(), "--precision.dtype", "bf16", "--precision.scaler.init_scale", 0.5)
 
 
 def test_a_collapsed_scale_ends_the_main_job_with_its_own_status(launch, tmp_path):
-    words = ["--task.target", "tiny:AlwaysNan", "--precision.dtype", "fp16", "--precision.scaler.init_scale", "2"]
-    done = launch(0, *words, "--metrics.log_every", "1", "--train.max_skips_in_a_row", "1000", "--run.dir", "run")
+    words = ["--task.target", "tiny:AlwaysNan", "--precision.dtype", "fp16", "--run.dir", "run"]
+    words += ["--precision.scaler.init_scale", 2, "--metrics.log_every", 1]
+    done = launch(0, *words, "--train.max_skips_in_a_row", 1000)
     assert done.returncode == 70
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["exit_code"], summary["stopped_by"], summary["skipped_steps"]) == (70, "failed", 2)
-    assert "precision.scaler.min_scale=1" in summary["cause"]
+    ended = [summary[name] for name in ("exit_code", "stopped_by", "skipped_steps")]
+    assert ended == [70, "failed", 2]
+    assert "below 1: gradients stay infinite" in summary["cause"]
     assert summary["cause"] in done.stderr.strip().splitlines()[-1]
 
 
-# The gradient of row r is 2^(-10 r) by the loss scale, a quarter of it on the way; fp16 ends at 2^-24.
-@pytest.mark.parametrize(("scale", "share"), [(1024, 0.0), (1, 0.25), (2**-10, 0.5)])
+def measure_each(world, task, *runs):
+    """`measurements` of each run's words."""
+    return [measurements(world, task, words) for words in runs]
+
+
+# The gradient of row r is 2^(-10 r) by the loss scale, a quarter of it on the way; fp16 ends at
+# 2^-24.
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
-def test_the_gradients_that_underflow_at_the_current_scale_are_counted(ranks, strategy, scale, share):
-    words = [*FP16, *MEASURED, "--parallel.strategy", strategy, "--precision.scaler.init_scale", scale]
-    words += ["--precision.scaler.min_scale", scale, "--train.accumulation_steps", 2]
-    written, stderr = on_ranks(ranks, measurements, Faint(), words)[0]
-    tags = {tag: value for tag, value in written[1].items() if "underflow" in tag}
-    assert tags == {f"numerics/underflow_share/{group}": share for group in ("matrices", "vectors")}
-    warning = f"{100 * share:.0f} % of the gradients of matrices underflow to zero in fp16 at loss scale {scale:g}"
-    assert (warning in stderr) == (share > 0.05)
+def test_the_gradients_that_underflow_at_the_current_scale_are_counted(ranks, strategy):
+    shares = {1024: 0.0, 1: 0.25}
+    words = [*AUTOCAST, *MEASURED, "--parallel.strategy", strategy]
+    words += ["--train.accumulation_steps", 2, "--precision.scaler.init_scale"]
+    results = on_ranks(ranks, measure_each, Faint(), *([*words, scale] for scale in shares))[0]
+    for (scale, share), (written, stderr) in zip(shares.items(), results, strict=True):
+        tags = {tag: value for tag, value in written[1].items() if "underflow" in tag}
+        groups = ("matrices", "vectors")
+        assert tags == {f"numerics/underflow_share/{group}": share for group in groups}
+        text = f"{100 * share:.0f} % of the gradients of matrices underflow to zero in fp16"
+        assert (f"{text} at loss scale {scale:g}" in stderr) == (share > 0.05)
 
 
 def infinite_gradients(world):
@@ -162,20 +181,25 @@ def changed_by_measuring(world, words):
     """Names of what differs at the end of a run that was measured from one that was not."""
     ends = []
     for on in ("true", "false"):
-        run, written, _ = measured_steps(world, Restless(), [*words, *MEASURED, "--debug.numerics", on], steps=3)
+        run, written, _ = measured_steps(
+            world, Restless(), [*words, *MEASURED, "--debug.numerics", on], steps=3
+        )
         assert len(written) == (3 if on == "true" else 0)
         assert all(p.grad is None for p in run.parallel.parameters)
         moments = {f"moment {number}": value for number, value in enumerate(moments_of(run))}
         buffers = {name: value.clone() for name, value in run.parallel.module.named_buffers()}
-        rest = {"scale": run.scaler.scale_tensor, "random": torch.get_rng_state(), "counters": run.schedule.counters}
+        rest = {
+            "scale": run.scaler.scale_tensor,
+            "random": torch.get_rng_state(),
+            "counters": run.schedule.counters,
+        }
         ends.append(parameters_of(run) | moments | buffers | rest)
     return [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
 
 
-@pytest.mark.parametrize("words", [FP16, ["--use_amp", "false"]], ids=["fp16", "fp32"])
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
-def test_a_run_that_is_measured_ends_bit_for_bit_as_one_that_is_not(ranks, strategy, words):
-    words = [*words, "--parallel.strategy", strategy, "--train.accumulation_steps", 2]
+def test_a_run_that_is_measured_ends_bit_for_bit_as_one_that_is_not(ranks, strategy):
+    words = [*FP16, "--parallel.strategy", strategy, "--train.accumulation_steps", 2]
     assert on_ranks(ranks, changed_by_measuring, words) == [[]] * ranks
 
 
@@ -185,7 +209,11 @@ def reductions_in_a_measured_step(world):
 
     def count(state, bucket):
         buckets.append(bucket.index())
-        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+        return (
+            dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0])
+        )
 
     run.model.register_comm_hook(None, count)
     micro_batches = next(run.data)
@@ -198,50 +226,70 @@ def test_under_ddp_each_rank_measures_its_own_gradients_and_reduces_none_for_it(
 
 
 def lost_by_comparison(world, words):
-    """The measured shares, and those from full parameters before and after; every element has a gradient here."""
+    """The measured shares, and those from full parameters before and after; every element has a
+    gradient here.
+    """
     words = [*words, *MEASURED]
     before = parameters_of(make_run(world, Tiny(), *words))
     run, written, _ = measured_steps(world, Tiny(), words)
     after = parameters_of(run)
     expected = {}
-    for group, of_group in {"matrices": lambda p: p.ndim > 1, "vectors": lambda p: p.ndim == 1}.items():
-        same = torch.cat([(before[name] == after[name]).flatten() for name in after if of_group(after[name])])
+    for group, of_group in {
+        "matrices": lambda p: p.ndim > 1,
+        "vectors": lambda p: p.ndim == 1,
+    }.items():
+        same = torch.cat(
+            [(before[name] == after[name]).flatten() for name in after if of_group(after[name])]
+        )
         expected[f"numerics/lost_update_share/{group}"] = same.double().mean().item()
     return written[1], expected
 
 
-@pytest.mark.parametrize("optimizer", [["adamw", "true"], ["adamw", "false"], ["sgd", "true"], ["sgd", "false"]])
-def test_updates_lost_in_bf16_storage_are_counted_exactly_for_any_optimizer(optimizer):
-    words = [*BF16_STORAGE, "--optim.lr", 4e-4, "--optim.name", optimizer[0], "--optim.fused", optimizer[1]]
-    for measured, expected in on_ranks(2, lost_by_comparison, words):
-        assert measured == expected
-        assert 0.1 < expected["numerics/lost_update_share/matrices"] <= 1
+def lost_by_each(world, *runs):
+    return [lost_by_comparison(world, words) for words in runs]
 
 
-@pytest.mark.parametrize("storage", ["bf16", "fp32"])
-def test_a_run_at_lr_1e_6_loses_its_updates_in_bf16_storage_and_none_in_float32(storage):
-    words = [*BF16_STORAGE, *MEASURED, "--parallel.param_dtype", storage, "--optim.lr", 1e-6, "--data.shuffle", "false"]
-    written, stderr = on_ranks(2, measurements, HalfUsed(), words, 3)[0]
-    shares = [step["numerics/lost_update_share/matrices"] for step in written.values()]
+def test_updates_lost_in_bf16_storage_are_counted_exactly_for_any_optimizer():
+    words = [*BF16_STORAGE, "--optim.lr", 4e-4]
+    optimizers = [("adamw", "true"), ("adamw", "false"), ("sgd", "true")]
+    runs = [[*words, "--optim.name", name, "--optim.fused", fused] for name, fused in optimizers]
+    for results in on_ranks(2, lost_by_each, *runs):
+        for measured, expected in results:
+            assert measured == expected
+            assert 0.1 < expected["numerics/lost_update_share/matrices"] <= 1
+
+
+def lost_at_a_low_rate(world):
+    """With bf16 and float32 storage: measured in three steps; and unmeasured, at two rates."""
+    results = []
+    for storage in ("bf16", "fp32"):
+        words = [*BF16_STORAGE, "--parallel.param_dtype", storage]
+        measured = [*words, *MEASURED, "--optim.lr", 1e-6, "--data.shuffle", "false"]
+        written, stderr = measurements(world, HalfUsed(), measured, 3)
+        shares = [step["numerics/lost_update_share/matrices"] for step in written.values()]
+        low = measurements(world, HalfUsed(), [*words, "--optim.lr", 1e-6])
+        high = measurements(world, HalfUsed(), [*words, "--optim.lr", 3e-2])
+        results.append((shares, stderr, low, high))
+    return results
+
+
+def test_updates_at_lr_1e_6_are_lost_in_bf16_storage_and_none_in_float32():
+    """With a warning at the start even if nothing is measured."""
+    bf16, fp32 = on_ranks(2, lost_at_a_low_rate)[0]
     # Of the rows that the data use: the others have no gradient, and nothing to lose.
-    assert min(shares) > 0.9 if storage == "bf16" else max(shares) < 0.1
-    warning = (
-        "% of the updates of matrices are lost to rounding: bf16 storage keeps 8 bits and lr 1e-06 moves less; use"
-    )
-    assert stderr.count(warning) == (storage == "bf16"), "once, however many steps were measured"
-    assert stderr.count("warning") == (storage == "bf16")
-
-
-@pytest.mark.parametrize(("storage", "lr", "warns"), [("bf16", 1e-6, 1), ("fp32", 1e-6, 0), ("bf16", 3e-2, 0)])
-def test_without_measuring_a_pure_bf16_run_at_lr_1e_6_warns_at_the_start(storage, lr, warns):
-    words = [*BF16_STORAGE, "--parallel.param_dtype", storage, "--optim.lr", lr]
-    written, stderr = on_ranks(2, measurements, HalfUsed(), words)[0]
-    assert not written
-    assert stderr.count("of the updates of matrices are lost to rounding") == warns
+    assert min(bf16[0]) > 0.9
+    assert max(fp32[0]) < 0.1
+    warning = "% of the updates of matrices are lost to rounding: bf16 storage keeps 8 bits and lr"
+    for (_, stderr, low, high), times in ((bf16, 1), (fp32, 0)):
+        assert stderr.count(f"{warning} 1e-06 moves less; use") == times, "once for three steps"
+        assert stderr.count("warning") == times
+        assert low[0] == high[0] == {}
+        assert low[1].count(warning) == times
+        assert high[1] == ""
 
 
 def test_fp16_cast_by_a_policy_is_rejected_because_it_cannot_compute_in_float32_too():
-    words = ["--parallel.strategy", "fsdp", "--precision.dtype", "fp16", "--debug.numerics", "true"]
+    words = [*FSDP, "--precision.dtype", "fp16", "--debug.numerics", "true"]
     assert on_ranks(2, refusal, words) == [True, True]
 
 
@@ -257,16 +305,16 @@ def test_only_steps_that_are_logged_are_measured():
 
 
 def test_the_main_job_writes_what_is_lost_to_tensorboard_and_metrics_jsonl(launch, tmp_path):
-    words = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", 2, "--train.steps", 4, "--run.dir", "run"]
-    words += [*FP16, "--parallel.strategy", "fsdp", "--debug.numerics", "true", "--metrics.log_every", 2]
-    for rank in launch.each(2, *words):
-        assert rank.returncode == 0, rank.stderr[-2000:]
-    events = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000"))
-    events.Reload()
+    words = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", 2, "--train.steps", 4]
+    words += [*FP16, "--debug.numerics", "true", "--metrics.log_every", 2, "--run.dir", "run"]
+    done = launch(0, *words)
+    assert done.returncode == 0, done.stderr[-2000:]
+    events = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000")).Reload()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for measure in ("underflow_share", "lost_update_share"):
         for group in ("matrices", "vectors"):
             tag = f"numerics/{measure}/{group}"
             in_file = [(line["step"], line[tag]) for line in lines if tag in line]
-            assert [step for step, _ in in_file] == [event.step for event in events.Scalars(tag)] == [2, 4]
-            assert [event.value for event in events.Scalars(tag)] == pytest.approx([share for _, share in in_file])
+            assert [step for step, _ in in_file] == [2, 4]
+            in_board = [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
+            assert in_file == in_board

@@ -1,4 +1,6 @@
-"""A dataset may bring its own shuffle, and a task its own augmentation: functions of seed, epoch and position."""
+"""A dataset may bring its own shuffle, and a task its own augmentation: functions of seed, epoch
+and position.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,10 @@ class Backwards(Rows):
 
     def shuffled(self, global_batch_size, world_size):
         type(self).asked = (global_batch_size, world_size)
-        return self.name, lambda seed, epoch: lambda positions: (seed + 3 * epoch - positions) % len(self)
+        return (
+            self.name,
+            lambda seed, epoch: lambda positions: (seed + 3 * epoch - positions) % len(self),
+        )
 
 
 class Turns(Backwards):
@@ -46,7 +51,7 @@ def handed_out(run, steps):
     seen = []
     for _ in range(steps):
         take_steps(run, 1)
-        seen.append(run.data.handed_out[0][1])
+        seen.append(run.data.last_step[0][1])
     return seen
 
 
@@ -70,6 +75,10 @@ def test_a_checkpoint_names_the_datasets_order_and_a_resumed_run_goes_on_in_it(t
     assert handed_out(a_run(OwnOrder(), *words), 2) == handed_out(run, 2)
 
 
+@pytest.mark.bad_input(
+    "a checkpoint whose samples were taken in another order: other `data.view`, `data.streams`, "
+    "or `data.group_by_length`"
+)
 @pytest.mark.parametrize("task", [Tiny, OtherOwnOrder])
 def test_a_run_in_another_order_is_refused_with_both_names(task, tmp_path, capsys):
     words = ["--run.dir", tmp_path, "--run.resume", "auto"]
@@ -98,8 +107,11 @@ def by_sample(run, steps):
     seen = {}
     for step in range(steps):
         for batch in next(run.data):
-            (_, indices) = next(entry for entry in run.data.handed_out if entry[0] is batch)
-            seen |= {(step, index): tuple(x.tolist()) for index, x in zip(indices, batch["x"], strict=True)}
+            (_, indices) = next(entry for entry in run.data.last_step if entry[0] is batch)
+            seen |= {
+                (step, index): tuple(x.tolist())
+                for index, x in zip(indices, batch["x"], strict=True)
+            }
     run.data.close()
     return seen
 
@@ -107,18 +119,29 @@ def by_sample(run, steps):
 def test_a_samples_augmentation_does_not_depend_on_workers_or_micro_batches_or_the_steps_before():
     expected = by_sample(make_run(World(), Noisy(samples=16), "--train.micro_batch_size", 8), 4)
     others = make_run(
-        World(), Noisy(samples=16), "--train.micro_batch_size", 2, "--train.accumulation_steps", 4, "--data.workers", 2
+        World(),
+        Noisy(samples=16),
+        "--train.micro_batch_size",
+        2,
+        "--train.accumulation_steps",
+        4,
+        "--data.workers",
+        2,
     )
     assert by_sample(others, 4) == expected
     late = make_run(World(), Noisy(samples=16), "--train.micro_batch_size", 8)
     late.data.position = 24
-    assert by_sample(late, 1) == {(0, index): x for (step, index), x in expected.items() if step == 3}
+    assert by_sample(late, 1) == {
+        (0, index): x for (step, index), x in expected.items() if step == 3
+    }
 
 
 def test_a_samples_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed():
     run = make_run(World(), Noisy(samples=8), "--train.micro_batch_size", 8)
     drawn = by_sample(run, 2)
-    other = by_sample(make_run(World(), Noisy(samples=8), "--train.micro_batch_size", 8, "--run.seed", 1), 1)
+    other = by_sample(
+        make_run(World(), Noisy(samples=8), "--train.micro_batch_size", 8, "--run.seed", 1), 1
+    )
     assert all(drawn[0, index] != drawn[1, index] for index in range(8))
     assert all(drawn[0, index] != other[0, index] for index in range(8))
 
@@ -129,11 +152,14 @@ def test_held_out_samples_are_not_augmented():
     assert torch.equal(batch["x"], Noisy(samples=8).build_dataset("validation").columns["x"])
 
 
+@pytest.mark.bad_input("a task's `augment` that fails")
 def test_an_augmentation_that_fails_names_the_sample():
     class Broken(Tiny):
         def augment(self, sample, rng):
             return sample["pixels"]
 
     run = make_run(World(), Broken(), *STEP, "--data.shuffle", "false")
-    with pytest.raises(DataError, match=r"augment\(sample, rng\) failed on sample 0: KeyError: 'pixels'"):
+    with pytest.raises(
+        DataError, match=r"augment\(sample, rng\) failed on sample 0: KeyError: 'pixels'"
+    ):
         next(run.data)

@@ -1,4 +1,6 @@
-"""Packed documents see nothing of one another, packed equals unpacked, and a model that leaks is caught by name."""
+"""Packed documents see nothing of one another, packed equals unpacked, and a model that leaks is
+caught by name.
+"""
 
 import pytest
 import torch
@@ -20,10 +22,8 @@ from dist_amp.verify.reference import Reference
 from dist_amp.world import World
 
 VOCABULARY = 256
-LLAMA = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
-}  # fmt: skip
+WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+LLAMA = {**WIDTHS, "vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_key_value_heads": 2}
 
 
 class Packed:
@@ -40,7 +40,9 @@ class Packed:
 
     def loss_sum(self, model, batch):
         logits = self.logits(model, batch)[:, :-1].float()
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+        )
 
 
 class OfTheGPT(Packed):
@@ -60,11 +62,17 @@ class OfLlama(Packed):
 
     def build_model(self):
         transformers = pytest.importorskip("transformers")
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, attn_implementation=self.attention))
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**LLAMA, attn_implementation=self.attention)
+        )
 
     def logits(self, model, batch):
-        inputs = {name: value(batch) if callable(value) else value for name, value in self.inputs.items()}
-        return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], **inputs).logits
+        inputs = {
+            name: value(batch) if callable(value) else value for name, value in self.inputs.items()
+        }
+        return model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], **inputs
+        ).logits
 
 
 class Mixing(nn.Module):
@@ -72,10 +80,16 @@ class Mixing(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(VOCABULARY, 16), layer, nn.Linear(16, VOCABULARY)
+        self.embedding, self.layer, self.head = (
+            nn.Embedding(VOCABULARY, 16),
+            layer,
+            nn.Linear(16, VOCABULARY),
+        )
 
     def forward(self, ids):
-        return self.head(self.layer(self.embedding(ids).transpose(1, 2))[..., : ids.shape[1]].transpose(1, 2))
+        return self.head(
+            self.layer(self.embedding(ids).transpose(1, 2))[..., : ids.shape[1]].transpose(1, 2)
+        )
 
 
 class OfALayer(Packed):
@@ -114,9 +128,13 @@ def leak_of(task):
 def test_a_documents_loss_has_no_gradient_with_respect_to_another_documents_embeddings(task):
     findings = findings_of(task)
     assert not [finding.text for finding in findings if finding.fails]
-    assert any("do not see one another: 8 rows, gradient exactly 0" in finding.text for finding in findings)
+    assert any(
+        "no cross-document attention in packed rows: 8 rows, gradient exactly 0" in finding.text
+        for finding in findings
+    )
 
 
+@pytest.mark.bad_input("a task whose packed documents leak through a cache, in `verify`")
 def test_a_leak_through_a_cache_at_its_default_is_named():
     text = leak_of(OfLlama())
     assert text.startswith("packed documents leak in model.layers.0.self_attn (LlamaAttention): ")
@@ -124,13 +142,17 @@ def test_a_leak_through_a_cache_at_its_default_is_named():
     assert "call it with use_cache=False" in text
 
 
+@pytest.mark.bad_input("the same through an attention mask of ones")
 def test_a_leak_through_an_attention_mask_of_ones_is_named():
-    text = leak_of(OfLlama(use_cache=False, attention_mask=lambda batch: torch.ones_like(batch["input_ids"])))
+    text = leak_of(
+        OfLlama(use_cache=False, attention_mask=lambda batch: torch.ones_like(batch["input_ids"]))
+    )
     assert text.startswith("packed documents leak in model.layers.0.self_attn (LlamaAttention): ")
     assert "an attention_mask of ones" in text
     assert "leave attention_mask out" in text
 
 
+@pytest.mark.bad_input("the same through batch norm or a convolution")
 @pytest.mark.parametrize(
     ("make_layer", "where"),
     [
@@ -144,6 +166,7 @@ def test_a_layer_that_mixes_documents_is_named(make_layer, where):
     assert "without regard to position_ids" in text
 
 
+@pytest.mark.bad_input("a packed task in which `verify` finds no embedding of input_ids")
 def test_a_model_without_an_embedding_of_the_tokens_is_not_passed_in_silence():
     class OneHot(nn.Sequential):
         def forward(self, ids):
@@ -153,7 +176,10 @@ def test_a_model_without_an_embedding_of_the_tokens_is_not_passed_in_silence():
         def build_model(self):
             return OneHot(nn.Linear(VOCABULARY, VOCABULARY))
 
-    assert any("not checked for leaks: no nn.Embedding" in finding.text for finding in findings_of(Task(None)))
+    assert any(
+        "not checked for leaks: no nn.Embedding" in finding.text
+        for finding in findings_of(Task(None))
+    )
 
 
 def test_rows_with_a_second_document_are_looked_for_and_if_there_are_none_a_line_says_so():
@@ -162,7 +188,10 @@ def test_rows_with_a_second_document_are_looked_for_and_if_there_are_none_a_line
             return self.packing.rows(self.documents, split)
 
     alone, pairs = ([torch.ones(24)] * 250, [torch.ones(12)] * 4)
-    for documents, words in ((alone, "no row of 240 has a second one that counts"), (alone[:238] + pairs, "exactly 0")):
+    for documents, words in (
+        (alone, "no row of 240 has a second one that counts"),
+        (alone[:238] + pairs, "exactly 0"),
+    ):
         task = Task()
         task.documents = Documents(documents)
         text, fails = leaks(reference_of(task), rows=8)
@@ -197,21 +226,28 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_each_alone(task):
     packed = task.packing.rows(documents, "train")
     together = [task.collate([packed[index] for index in range(len(packed))])]
     single = Packing(24, "best_fit", "split")
-    alone = [single.collate([{**one, "position_ids": torch.arange(len(one["input_ids"]))}]) for one in documents]
+    alone = [
+        single.collate([{**one, "position_ids": torch.arange(len(one["input_ids"]))}])
+        for one in documents
+    ]
     loss, gradients = gradients_and_loss(task, together)
     expected, each = gradients_and_loss(task, alone)
     tokens = sum(batch["counted"] for batch in alone)
     assert tokens == together[0]["counted"] > 400
-    # Both add the same terms, in another order: a sum of n rounded terms is off by at most n u sum |term|, and by about
-    # sqrt(n) u for independent roundings (Higham 2002, 4.2). n is the counted tokens; the terms of a loss are positive.
-    # Each term went through some 10 products of 32 to 256 terms, whose own roundings differ with the kernel's blocking:
-    # another sqrt(10 * 256) u. Twice their sum, since either side has it.
+    # Both add the same terms, in another order: a sum of n rounded terms is off by at most n u sum
+    # |term|, and by about sqrt(n) u for independent roundings (Higham 2002, 4.2). n is the counted
+    # tokens; the terms of a loss are positive. Each term went through some 10 products of 32 to 256
+    # terms, whose own roundings differ with the kernel's blocking: another sqrt(10 * 256) u. Twice
+    # their sum, since either side has it.
     u = 2.0**-24
     bound = 2 * u * (tokens**0.5 + (10 * 256) ** 0.5)
     assert abs(loss - expected) <= bound * expected
     for name, gradient in gradients.items():
-        # A gradient's terms have both signs; their size is that of the largest token's, so n of them in place of one.
-        assert (gradient - each[name]).abs().max() <= bound * tokens**0.5 * each[name].abs().max(), name
+        # A gradient's terms have both signs; their size is that of the largest token's, so n of
+        # them in place of one.
+        assert (gradient - each[name]).abs().max() <= bound * tokens**0.5 * each[
+            name
+        ].abs().max(), name
 
 
 def test_a_packed_document_that_is_changed_changes_no_other_documents_logits():
@@ -229,8 +265,11 @@ def test_a_packed_document_that_is_changed_changes_no_other_documents_logits():
 def test_positions_of_one_document_are_the_models_own():
     model = OfTheGPT().build_model()
     ids = torch.randint(VOCABULARY, (2, 23), generator=torch.Generator().manual_seed(0))
-    # The same sums: the mask only turns the causal kernel into one with a mask, which rounds in another order.
-    torch.testing.assert_close(model(ids), model(ids, positions=torch.arange(23).expand(2, -1)), rtol=1e-5, atol=1e-6)
+    # The same sums: the mask only turns the causal kernel into one with a mask, which rounds in
+    # another order.
+    torch.testing.assert_close(
+        model(ids), model(ids, positions=torch.arange(23).expand(2, -1)), rtol=1e-5, atol=1e-6
+    )
 
 
 # Hugging Face's task.
@@ -241,17 +280,19 @@ def write_model(folder, model):
 
     make_model(folder, model)
     make_tokenizer(folder)
-    write_rows(folder / "rows.jsonl", [{"text": row["messages"][1]["content"]} for row in chats(200)])
+    write_rows(
+        folder / "rows.jsonl", [{"text": row["messages"][1]["content"]} for row in chats(200)]
+    )
     return folder
 
 
-def packed_run(world, folder, *words):
-    words = [
-        "--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.model", folder,
-        "--task.args.length", 32, "--data.path", folder / "rows.jsonl", "--data.pack", "best_fit",
-        "--run.dir", folder / "run", "--train.steps", 4, "--train.micro_batch_size", 2, *words,
-    ]  # fmt: skip
-    return make_run(world, None, *words)
+def packed_run(world, folder, words=""):
+    words = (
+        f"--task.target dist_amp.tasks.hf_causal_lm:HFCausalLM --task.args.model {folder} "
+        f"--task.args.length 32 --data.path {folder}/rows.jsonl --data.pack best_fit "
+        f"--run.dir {folder}/run --train.steps 4 --train.micro_batch_size 2 {words}"
+    )
+    return make_run(world, None, *words.split())
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "mixtral"])
@@ -259,23 +300,28 @@ def test_a_hugging_face_model_that_tells_documents_apart_trains_on_packed_rows(t
     run = packed_run(World(), write_model(tmp_path, model))
     (report,) = take_steps(run, 1)
     assert train_metrics(run, report)["train/padding_pct"] < 20
-    assert float(report.weight) == float((run.data.handed_out[0][0]["labels"][:, 1:] != -100).sum())
+    assert float(report.weight) == float((run.data.last_step[0][0]["labels"][:, 1:] != -100).sum())
 
 
+@pytest.mark.bad_input("`data.pack=best_fit` with a model that attends across packed documents")
 def test_a_model_that_leaks_is_refused_at_the_first_log_step(tmp_path, monkeypatch):
     import tiny_hf
     from transformers import AutoModelForCausalLM, MambaConfig
 
-    config = MambaConfig(vocab_size=tiny_hf.VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
+    config = MambaConfig(
+        vocab_size=tiny_hf.VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4
+    )
     monkeypatch.setitem(tiny_hf.MODELS, "mamba", (AutoModelForCausalLM, config))
     run = packed_run(World(), write_model(tmp_path, "mamba"))
     (report,) = take_steps(run, 1)
-    with pytest.raises(ConfigError, match=r"data.pack=best_fit needs a model that separates .* use data.pack=off$"):
+    with pytest.raises(
+        ConfigError, match=r"data.pack=best_fit needs a model that separates .* use data.pack=off$"
+    ):
         run.task.train_metrics(run, report)
 
 
 def apart_when_sharded(world, folder):
-    run = packed_run(world, folder, "--parallel.strategy", "fsdp")
+    run = packed_run(world, folder, "--parallel.strategy fsdp")
     report = take_steps(run, 1)[0]
     before = run.parallel.module.training
     values = train_metrics(run, report)
@@ -288,6 +334,9 @@ def test_sharded_models_are_checked_too_and_train_on(tmp_path):
     assert all(on_ranks(2, apart_when_sharded, write_model(tmp_path, "llama"), timeout_seconds=60))
 
 
+@pytest.mark.bad_input("`task.args.length` above the model's max_position_embeddings")
 def test_rows_longer_than_the_models_positions_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"task.args.length=4096 is more than the model's 2048 positions"):
-        packed_run(World(), write_model(tmp_path, "llama"), "--task.args.length", 4096)
+    with pytest.raises(
+        ConfigError, match=r"task.args.length=4096 is more than the model's 2048 positions"
+    ):
+        packed_run(World(), write_model(tmp_path, "llama"), "--task.args.length 4096")

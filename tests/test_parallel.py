@@ -11,10 +11,10 @@ from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.saver import save
-from dist_amp.checkpoint.state import no_side_effects
-from dist_amp.config.auto import find_blocks, pick_cast, pick_strategy
+from dist_amp.config.auto import pick_cast, pick_strategy
 from dist_amp.config.validate import check_parallel
 from dist_amp.errors import ConfigError
+from dist_amp.scaling.find_blocks import find_blocks
 from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig
 from dist_amp.tasks.causal_lm import GPT
 from dist_amp.world import World, locate
@@ -25,7 +25,10 @@ TWO = World(world_size=2, local_world_size=2)
 def test_auto_says_what_it_picked_and_why(capsys):
     assert pick_strategy(ParallelConfig(), nn.Linear(4, 4), World()) == "single"
     assert pick_strategy(ParallelConfig(), nn.Linear(4, 4), TWO) == "ddp"
-    assert "parallel.strategy=auto: ddp, because weights, gradients and moments" in capsys.readouterr().out
+    assert (
+        "parallel.strategy=auto: ddp, because weights, gradients and moments"
+        in capsys.readouterr().out
+    )
 
 
 def test_auto_shards_a_model_that_takes_more_than_half_of_the_gpu(monkeypatch, capsys):
@@ -44,17 +47,40 @@ def test_auto_shards_a_model_that_takes_more_than_half_of_the_gpu(monkeypatch, c
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_one_process_runs_as_single_and_says_so(strategy, capsys):
     assert pick_strategy(ParallelConfig(strategy=strategy), nn.Linear(4, 4), World()) == "single"
-    assert f"parallel.strategy={strategy} needs more than one process; running as single" in capsys.readouterr().err
+    assert (
+        f"parallel.strategy={strategy} needs more than one process; running as single"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("parallel", "precision", "strategy", "words"),
     [
-        ({"comm_dtype": "fp16"}, {"dtype": "bf16"}, "ddp", "comm_dtype=fp16 needs precision.dtype=fp16"),
+        (
+            {"comm_dtype": "fp16"},
+            {"dtype": "bf16"},
+            "ddp",
+            "comm_dtype=fp16 needs precision.dtype=fp16",
+        ),
         ({"comm_dtype": "bf16"}, {}, "ddp", "comm_dtype=bf16 needs GPUs"),
-        ({"reduce_dtype": "fp16"}, {"dtype": "bf16"}, "fsdp", "reduce_dtype=fp16 needs precision.dtype=fp16"),
-        ({"param_dtype": "bf16"}, {"use_amp": False}, "fsdp", "param_dtype=bf16 needs use_amp=true"),
-        ({"reduce_dtype": "bf16"}, {"cast_by": "autocast"}, "fsdp", "reduce_dtype=bf16 needs precision.cast_by=policy"),
+        (
+            {"reduce_dtype": "fp16"},
+            {"dtype": "bf16"},
+            "fsdp",
+            "reduce_dtype=fp16 needs precision.dtype=fp16",
+        ),
+        (
+            {"param_dtype": "bf16"},
+            {"use_amp": False},
+            "fsdp",
+            "param_dtype=bf16 needs use_amp=true",
+        ),
+        (
+            {"reduce_dtype": "bf16"},
+            {"cast_by": "autocast"},
+            "fsdp",
+            "reduce_dtype=bf16 needs precision.cast_by=policy",
+        ),
         ({"cpu_offload": True}, {}, "fsdp", "cpu_offload=true needs a GPU"),
         ({"replicas": 3}, {}, "hsdp", "replicas=3 does not divide 2 ranks; use one of [1, 2]"),
     ],
@@ -66,19 +92,25 @@ def test_settings_that_do_not_go_together_are_refused(parallel, precision, strat
 
 
 def test_single_with_several_processes_is_refused():
-    with pytest.raises(ConfigError, match="single is for one process, but there are 2; use auto, ddp, fsdp or hsdp"):
+    with pytest.raises(
+        ConfigError, match="single is for one process, but there are 2; use auto, ddp, fsdp or hsdp"
+    ):
         pick_strategy(ParallelConfig(strategy="single"), nn.Linear(4, 4), TWO)
 
 
+@pytest.mark.bad_input("nccl without a GPU; more processes than GPUs")
 def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(ConfigError, match=r"4 processes .* more than its 2 GPUs; use --nproc_per_node=2"):
+    with pytest.raises(
+        ConfigError, match=r"4 processes .* more than its 2 GPUs; use --nproc_per_node=2"
+    ):
         locate(RunConfig())
 
 
+@pytest.mark.bad_input("RANK, WORLD_SIZE missing or inconsistent")
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
@@ -113,7 +145,8 @@ def test_blocks_are_found_where_a_task_names_none():
 
 
 def compressed(world):
-    words = ["--parallel.strategy", "ddp", "--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
+    words = ["--parallel.strategy", "ddp", "--precision.dtype", "fp16"]
+    words += ["--precision.scaler.init_scale", 64]
     plain = make_run(world, Tiny(), *words)
     hooked = make_run(world, Tiny(), *words, "--parallel.comm_dtype", "fp16")
     take_steps(plain, 3)
@@ -123,7 +156,8 @@ def compressed(world):
 
 
 def test_compressing_gradients_to_fp16_changes_them_by_its_rounding_only():
-    # AdamW moves a parameter by lr = 3e-4 at most per step; fp16 keeps 11 bits of what decides how far.
+    # AdamW moves a parameter by lr = 3e-4 at most per step; fp16 keeps 11 bits of what decides how
+    # far.
     for error in on_ranks(2, compressed):
         assert 0 < error < 3 * 3e-4 * 2**-5
 
@@ -166,8 +200,8 @@ def test_batch_norm_under_fsdp_is_cast_by_autocast(dtype):
 def test_the_cast_that_auto_picks_is_said_with_the_reason(capsys):
     fsdp = {"strategy": "fsdp", "module": Normed().build_model(), "world": TWO}
     assert pick_cast(PrecisionConfig(), **fsdp).cast_by == "autocast"
-    said = "precision.cast_by=auto: autocast, because the policy would not cast the batch statistics of 1\n"
-    assert capsys.readouterr().out == said
+    reason = "because the policy would not cast the batch statistics of 1\n"
+    assert capsys.readouterr().out == f"precision.cast_by=auto: autocast, {reason}"
     assert pick_cast(PrecisionConfig(use_amp=False), **fsdp).cast_by == "auto"
     assert pick_cast(PrecisionConfig(), **{**fsdp, "strategy": "ddp"}).cast_by == "auto"
     assert pick_cast(PrecisionConfig(), **{**fsdp, "module": nn.Linear(1, 1)}).cast_by == "auto"
@@ -176,7 +210,9 @@ def test_the_cast_that_auto_picks_is_said_with_the_reason(capsys):
 
 class ChannelsLast(Tiny):
     def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), nn.Conv2d(2, 2, 3)).to(memory_format=torch.channels_last)
+        return nn.Sequential(nn.Linear(8, 8), nn.Conv2d(2, 2, 3)).to(
+            memory_format=torch.channels_last
+        )
 
 
 class WithScalar(Tiny):
@@ -195,6 +231,12 @@ def refused_under_fsdp(world, task, words):
     return str(error.value)
 
 
+@pytest.mark.bad_input(
+    "batch norm with `precision.cast_by=policy`, or with a half-precision `param_dtype` or "
+    "`reduce_dtype`"
+)
+@pytest.mark.bad_input("a parameter that is not contiguous (channels_last) under fsdp or hsdp")
+@pytest.mark.bad_input("a trained parameter without dimensions under fsdp or hsdp")
 @pytest.mark.parametrize(
     ("task", "words", "said"),
     [
@@ -203,16 +245,22 @@ def refused_under_fsdp(world, task, words):
             ["--precision.cast_by", "policy"],
             "the weights of 1 but not its batch statistics; use precision.ca",
         ),
-        (Normed(), ["--parallel.reduce_dtype", "bf16"], "parallel.reduce_dtype=bf16 needs precision.cast_by=policy: "),
+        (
+            Normed(),
+            ["--parallel.reduce_dtype", "bf16"],
+            "parallel.reduce_dtype=bf16 needs precision.cast_by=policy: ",
+        ),
         (
             ChannelsLast(),
             [],
-            "the parameter 1.weight is not contiguous, as with memory_format=torch.channels_last, and",
+            "the parameter 1.weight is not contiguous, as with memory_format=torch.channels_last, "
+            "and",
         ),
         (
             WithScalar(),
             [],
-            "the parameter scale is a scalar, and fsdp shards the first dimension; give it the shape [1]",
+            "the parameter scale is a scalar, and fsdp shards the first dimension; give it the "
+            "shape [1]",
         ),
     ],
     ids=["policy", "half_reduction", "channels_last", "scalar"],
@@ -221,45 +269,26 @@ def test_what_fsdp_can_not_shard_is_refused_with_what_works(task, words, said):
     assert all(said in text for text in on_ranks(2, refused_under_fsdp, task, words))
 
 
-class WhereGradientsAre(Tiny):
-    """Notes where each micro-batch finds the gradients in memory."""
-
-    def loss_sum(self, model, batch):
-        self.found.append([p.grad.data_ptr() if p.grad is not None else 0 for p in model.parameters()])
-        return super().loss_sum(model, batch)
-
-
-def addresses(world, micro_batches):
-    task = WhereGradientsAre(samples=512)
-    task.found = []
-    run = make_run(world, task, "--parallel.strategy", "ddp", "--train.accumulation_steps", micro_batches)
-    take_steps(run, 3)
-    return [task.found[n : n + micro_batches] for n in range(0, 3 * micro_batches, micro_batches)]
-
-
-def test_micro_batches_add_to_the_gradients_in_ddps_buckets():
-    """Other memory for them would be 4 bytes per parameter."""
-    _, (_, *second), third = on_ranks(2, addresses, 3)[0]  # DDP rebuilds its buckets as the second step begins
-    assert all(row == third[0] and 0 not in row for row in (*second, *third))
-
-
 def gone_on(world, folder):
     """Two steps after a checkpoint, without a stop and resumed: the parameters of both."""
-    words = ["--parallel.strategy", "ddp", "--train.accumulation_steps", 2, "--run.dir", folder, "--train.steps", 9]
+    words = ["--parallel.strategy", "ddp", "--train.accumulation_steps", 2, "--run.dir", folder]
+    words += ["--train.steps", 9]
     run = make_run(world, Tiny(samples=512), *words)
     take_steps(run, 3)
     save(run)
     again = make_run(world, Tiny(samples=512), *words, "--run.resume", "auto")
     for each in (run, again):
         take_steps(each, 1)
-        with no_side_effects(each):  # as a replay, which leaves no gradients
+        with each.parallel.no_side_effects():  # as a replay, which leaves no gradients
             pass
         take_steps(each, 1)
     return parameters_of(run), parameters_of(again)
 
 
 def test_three_ranks_that_accumulate_in_buckets_resume_bit_for_bit(tmp_path):
-    """Three, since DDP divides by the number of ranks in two ways, which differ unless it is a power of two."""
+    """Three, since DDP divides by the number of ranks in two ways, which differ unless it is a
+    power of two.
+    """
     before, after = on_ranks(3, gone_on, tmp_path)[0]
     assert all(torch.equal(before[name], value) for name, value in after.items())
 
@@ -268,7 +297,11 @@ def without_a_group(rank, port, folder):
     """A run built in a script under torchrun, where nobody has made a process group."""
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     run = make_run(None, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
     take_steps(run, 2)
@@ -280,10 +313,14 @@ def test_a_script_under_torchrun_joins_the_ranks_by_itself(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [context.Process(target=without_a_group, args=(rank, port, tmp_path)) for rank in range(2)]
+    ranks = [
+        context.Process(target=without_a_group, args=(rank, port, tmp_path)) for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(120)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert all(torch.equal(first[name], value) and value.isfinite().all() for name, value in second.items())
+    assert all(
+        torch.equal(first[name], value) and value.isfinite().all() for name, value in second.items()
+    )

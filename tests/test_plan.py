@@ -1,4 +1,6 @@
-"""What `dist_amp.plan` says is what runs hold and send; and it needs neither their GPUs nor their memory."""
+"""What `dist_amp.plan` says is what runs hold and send; and it needs neither their GPUs nor their
+memory.
+"""
 
 import ctypes
 import json
@@ -15,24 +17,27 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.collectives import measure
+from dist_amp.checkpoint.background import without_replicas
 from dist_amp.checkpoint.state import take_snapshot
+from dist_amp.commands.estimates import Model, cast_bytes, gathered_at_once, units_and_root
 from dist_amp.commands.plan import main
 from dist_amp.commands.planned import make_plan
-from dist_amp.config import validate
+from dist_amp.config import native_precision
 from dist_amp.config.load import load_config
+from dist_amp.config.memory import tensor_bytes
 from dist_amp.errors import DataError
-from dist_amp.fast.fused import local
 from dist_amp.optimizers.muon import Muon
 from dist_amp.telemetry.health import Host
-from dist_amp.verify.collectives import Model, measure, units_and_root
-from dist_amp.verify.memory import cast_bytes, gathered_at_once, shard_bytes
-from dist_amp.world import World
+from dist_amp.world import World, local
 
-SETTINGS = ["--train.micro_batch_size", "2", "--train.steps", "8", "--checkpoint.every", "off", "--eval.every", "off"]
+SETTINGS = "--train.micro_batch_size 2 --train.steps 8 --checkpoint.every off --eval.every off"
 
 
 class Uneven(Tiny):
-    """Three blocks whose rows two ranks can't share evenly, a frozen layer in front, and a head as the root."""
+    """Three blocks whose rows two ranks can't share evenly, a frozen layer in front, and a head as
+    the root.
+    """
 
     def __init__(self):
         super().__init__(samples=4096)
@@ -69,7 +74,9 @@ class TiedWords:
             self.optimizer = lambda groups, lr: torch.optim.Adagrad(groups, lr=lr)
 
     def build_model(self):
-        model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False))
+        model = nn.Sequential(
+            nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        )
         model[-1].weight = model[0].weight
         return model
 
@@ -77,11 +84,15 @@ class TiedWords:
         return [model[1], model[2]]
 
     def build_dataset(self, split):
-        return Rows(words=torch.randint(0, 11, (256, 5), generator=torch.Generator().manual_seed(0)))
+        return Rows(
+            words=torch.randint(0, 11, (256, 5), generator=torch.Generator().manual_seed(0))
+        )
 
     def loss_sum(self, model, batch):
         logits = model(batch["words"]).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["words"].flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["words"].flatten(), reduction="sum"
+        )
 
     def weight(self, batch):
         return batch["words"].numel()
@@ -99,41 +110,15 @@ class OurOptimizer(Tiny):
         return Muon(groups, lr=lr)
 
 
-TASKS = {task.__name__: task for task in (Uneven, Frozen, Normed, TiedWords, OwnOptimizer, OurOptimizer)}
-
-
 def planned(task, words, ranks):
     """The plan of a task in this file, for processes on a CPU, and its chosen strategy."""
-    target = ["--task.target", f"test_plan:{task}", "--run.device", "cpu"]
-    plan = make_plan(load_config([*target, *SETTINGS, *words], environ={}), ranks, 0)
-    return plan, next(way for way in plan.ways if way.chosen)
+    words = f"--task.target test_plan:{task} --run.device cpu {SETTINGS} {words}".split()
+    plan = make_plan(load_config(words, environ={}), ranks, 0)
+    return plan, next(one for one in plan.strategies if one.chosen)
 
 
-def held(world, task, words):
-    """{what: bytes} that this rank of a real run holds, after two steps."""
-    run = make_run(world, TASKS[task](), *SETTINGS, *words)
-    gradients = []
-
-    def note_gradients(*_):
-        gradients.append(bytes_of(local(p.grad) for p in run.parallel.parameters))
-
-    loss_sum = run.task.loss_sum
-
-    def note_accumulated(model, batch):
-        gradients.append(bytes_of(unsharded_gradients(run.parallel.module)))
-        return loss_sum(model, batch)
-
-    run.task.loss_sum = note_accumulated
-    run.optimizer.register_step_pre_hook(note_gradients)
-    take_steps(run, 2)
-    module, ema = run.parallel.module, run.parallel.ema
-    state = [value for values in run.optimizer.state.values() for value in values.values()]
-    return {
-        "parameters": bytes_of(local(t) for t in [*module.parameters(), *module.buffers()]),
-        "gradients": max(gradients),
-        "moments": bytes_of(local(value) for value in state if value.ndim),
-        "average": bytes_of(local(value) for value in ema.averages.values()) if ema else 0,
-    }
+def run_of(world, task, words):
+    return make_run(world, globals()[task](), *SETTINGS.split(), *words.split())
 
 
 def bytes_of(tensors):
@@ -143,7 +128,12 @@ def bytes_of(tensors):
 def fsdp_parameters(module):
     """FSDP2's own records of the parameters; each holds the gathered parameter and its gradient."""
     parts = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
-    return [one for part in parts if part._fsdp_param_group for one in part._fsdp_param_group.fsdp_params]
+    return [
+        one
+        for part in parts
+        if part._fsdp_param_group
+        for one in part._fsdp_param_group.fsdp_params
+    ]
 
 
 def unsharded_gradients(module):
@@ -155,38 +145,81 @@ def unsharded_gradients(module):
             yield whole.grad
 
 
-def way(strategy, *words):
-    return ["--parallel.strategy", strategy, *words]
+def real(world, task, words):
+    """What this rank holds in a real run, sends in a step, and writes of a checkpoint; bytes."""
+    run = run_of(world, task, words)
+    gradients = []
+
+    def note_gradients(*_):
+        gradients.append(bytes_of(local(p.grad) for p in run.parallel.parameters))
+
+    loss_sum = run.task.loss_sum
+
+    def note_accumulated(model, batch):
+        accumulated = bytes_of(unsharded_gradients(run.parallel.module))
+        if run.parallel.strategy == "ddp":  # beside its buckets
+            parameters = run.parallel.parameters
+            accumulated = bytes_of([p.grad for p in parameters if p.grad is not None])
+            accumulated += bytes_of(parameters)
+        gradients.append(accumulated)
+        return loss_sum(model, batch)
+
+    run.task.loss_sum = note_accumulated
+    run.optimizer.register_step_pre_hook(note_gradients)
+    _, counted = measure(run)
+    module = run.parallel.module
+    moments = [v for values in run.optimizer.state.values() for v in values.values() if v.ndim]
+    average = [t for extra in run.extra_states.values() for t in extra.tensors.values()]
+    holds = {
+        "parameters": bytes_of(map(local, [*module.parameters(), *module.buffers()])),
+        "gradients": max(gradients),
+        "moments": bytes_of(map(local, moments)),
+        "average": bytes_of(map(local, average)),
+    }
+    sends = sum(times * one.sent for one, times in counted.items()), counted.total()
+    state = without_replicas(take_snapshot(run).state, world)  # what this rank writes
+    saved = [v for values in state["optimizer"].values() for v in values.values() if v.ndim]
+    saved += [*state.get("model", {}).values(), *state.get("ema", {}).values()]
+    return holds, sends, bytes_of(map(local, saved))
 
 
-ACCUMULATES = ("--train.accumulation_steps", "3")
-HALF = ("--parallel.param_dtype", "bf16")
+ACCUMULATES = "--train.accumulation_steps 3"
+HALF = "--parallel.param_dtype bf16"
+FP16 = "--precision.dtype fp16"
 CASES = [
-    ("Uneven", way("ddp", "--optim.name", "sgd", "--optim.ema", "0.9", *ACCUMULATES)),
-    ("Uneven", way("ddp", "--optim.name", "muon", "--precision.dtype", "fp16")),
-    ("Frozen", way("ddp")),
-    ("Normed", way("ddp", "--use_amp", "false")),
-    ("OwnOptimizer", way("ddp")),
-    ("OurOptimizer", way("ddp")),
-    ("Uneven", way("fsdp", "--precision.dtype", "fp16", "--optim.ema", "0.9")),
-    ("Uneven", way("fsdp", *ACCUMULATES)),
-    ("Uneven", way("fsdp", *ACCUMULATES, "--parallel.accumulate_reduce", "every")),
-    ("Uneven", way("fsdp", *ACCUMULATES, "--parallel.reduce_dtype", "bf16")),
-    ("Uneven", way("fsdp", *HALF, "--optim.ema", "0.9", *ACCUMULATES)),
-    ("Uneven", way("fsdp", "--optim.name", "muon", "--use_amp", "false")),
-    ("Frozen", way("fsdp", *ACCUMULATES)),
-    ("Normed", way("fsdp", *ACCUMULATES)),
-    ("TiedWords", way("fsdp", *HALF)),
-    ("OwnOptimizer", way("fsdp")),
+    (2, "Uneven", f"ddp --optim.name sgd --optim.ema 0.9 {ACCUMULATES}"),
+    (2, "Uneven", f"ddp --optim.name muon {FP16}"),
+    (2, "TiedWords", f"ddp {FP16} --parallel.comm_dtype fp16"),
+    (2, "Frozen", "ddp --optim.ema 0.9"),
+    (2, "Normed", "ddp --use_amp false"),
+    (2, "OwnOptimizer", "ddp"),
+    (2, "OurOptimizer", "ddp"),
+    (2, "Uneven", f"fsdp {FP16} --optim.ema 0.9"),
+    (2, "Uneven", f"fsdp {ACCUMULATES}"),
+    (2, "Uneven", f"fsdp {ACCUMULATES} --parallel.accumulate_reduce every"),
+    (2, "Uneven", f"fsdp {ACCUMULATES} --parallel.reduce_dtype bf16"),
+    (2, "Uneven", f"fsdp {HALF} --optim.ema 0.9 {ACCUMULATES}"),
+    (2, "Uneven", "fsdp --optim.name muon --use_amp false"),
+    (2, "Frozen", f"fsdp {ACCUMULATES}"),
+    (2, "Normed", f"fsdp --optim.name sgd {ACCUMULATES}"),
+    (2, "TiedWords", f"fsdp {HALF}"),
+    (2, "OwnOptimizer", "fsdp"),
+    (4, "TiedWords", "hsdp"),
+    (4, "Uneven", "hsdp --optim.name muon"),
 ]
 
 
-@pytest.mark.parametrize(("task", "words"), CASES, ids=[" ".join([task, *words[1:]]) for task, words in CASES])
-def test_a_rank_holds_what_was_planned(task, words):
-    _, chosen = planned(task, words, 2)
-    found = on_ranks(2, held, task, words)
-    expected = {name: getattr(chosen.memory, name) for name in found[0]}
-    assert expected == {name: max(rank[name] for rank in found) for name in expected}
+@pytest.mark.parametrize(("ranks", "task", "words"), CASES)
+def test_a_rank_holds_sends_and_saves_what_was_planned(ranks, task, words):
+    words = f"--parallel.strategy {words}"
+    plan, chosen = planned(task, words, ranks)
+    every_holds, every_sends, every_saves = zip(*on_ranks(ranks, real, task, words), strict=True)
+    for name in every_holds[0]:
+        most = max(holds[name] for holds in every_holds)
+        assert getattr(chosen.memory, name) == most, name
+    assert sum(every_saves) == plan.checkpoint_bytes
+    for sends in every_sends:
+        assert sends == (chosen.sent_bytes, chosen.collectives)
 
 
 class Casts(TorchDispatchMode):
@@ -206,7 +239,7 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("task", ["Uneven", "Normed", "TiedWords"])
 def test_autocast_makes_the_copies_that_were_planned(task):
-    run = make_run(World(), TASKS[task](), *SETTINGS)
+    run = run_of(World(), task, "")
     with Casts(run.parallel.module.parameters()) as casts:
         take_steps(run, 1)
     assert sum(casts.copies.values()) == cast_bytes(run.parallel.module, torch.bfloat16)
@@ -214,7 +247,7 @@ def test_autocast_makes_the_copies_that_were_planned(task):
 
 def gathered(world, words):
     """(most bytes of weights gathered at a time in a real step, the same by the formula)."""
-    run = make_run(world, Uneven(), *SETTINGS, *words)
+    run = run_of(world, "Uneven", f"--parallel.strategy fsdp {words}")
     most = []
 
     def note(*_):
@@ -231,64 +264,22 @@ def gathered(world, words):
     model = Model(run.task, Uneven().build_model(), run.precision, 1)
     units, root = units_and_root(model)
     dtype = run.precision.dtype
-    return max(most), gathered_at_once([shard_bytes(unit, 0, dtype) for unit in units], shard_bytes(root, 0, dtype))
+    return max(most), gathered_at_once(
+        [tensor_bytes(unit, dtype=dtype) for unit in units], tensor_bytes(root, dtype=dtype)
+    )
 
 
-@pytest.mark.parametrize("words", [way("fsdp"), way("fsdp", "--use_amp", "false")])
+@pytest.mark.parametrize("words", ["", "--use_amp false"])
 def test_fsdp_gathers_no_more_than_was_planned_at_a_time(words):
-    for real, formula in on_ranks(2, gathered, words):
-        assert formula / 2 < real <= formula
-
-
-def sent(world, task, words):
-    """Bytes that a step of a real run sends, by its counted collectives."""
-    run = make_run(world, TASKS[task](), *SETTINGS, *words)
-    _, counted = measure(run)
-    return sum(times * one.sent for one, times in counted.items()), counted.total()
-
-
-SENDING = [
-    (2, "Uneven", way("ddp", *ACCUMULATES)),
-    (2, "TiedWords", way("ddp", "--precision.dtype", "fp16", "--parallel.comm_dtype", "fp16")),
-    (2, "Uneven", way("fsdp", *ACCUMULATES)),
-    (2, "Uneven", way("fsdp", "--optim.name", "muon")),
-    (4, "TiedWords", way("hsdp")),
-    (4, "Uneven", way("hsdp", "--optim.name", "muon")),
-]
-
-
-@pytest.mark.parametrize(("ranks", "task", "words"), SENDING)
-def test_a_step_sends_what_was_planned(ranks, task, words):
-    _, chosen = planned(task, words, ranks)
-    for real in on_ranks(ranks, sent, task, words):
-        assert real == (chosen.sent_bytes, chosen.collectives)
-
-
-def saved(world, task, words):
-    """Bytes of the tensors that this rank writes of a checkpoint, apart from counters and generators."""
-    run = make_run(world, TASKS[task](), *SETTINGS, *words)
-    take_steps(run, 1)
-    state = take_snapshot(run, None).state
-    moments = [value for values in state["optimizer"].values() for value in values.values() if value.ndim]
-    return bytes_of(map(local, [*state.get("model", {}).values(), *moments, *state.get("ema", {}).values()]))
-
-
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        ("Frozen", way("ddp", "--optim.ema", "0.9")),
-        ("TiedWords", way("ddp")),
-        ("Normed", way("fsdp", "--optim.name", "sgd")),
-        ("Uneven", way("fsdp", *HALF, "--optim.ema", "0.9")),
-    ],
-)
-def test_a_checkpoint_has_the_planned_size(task, words):
-    plan, _ = planned(task, words, 2)
-    assert sum(on_ranks(2, saved, task, words)) == plan.checkpoint_bytes
+    for most, formula in on_ranks(2, gathered, words):
+        assert formula / 2 < most <= formula
 
 
 def test_the_disk_holds_no_more_checkpoints_than_there_will_be():
-    counts = [planned("Uneven", ["--checkpoint.every", every], 1)[0].checkpoints for every in ("8", "4", "1", "off")]
+    counts = []
+    for every in ("8", "4", "1", "off"):
+        plan, _ = planned("Uneven", f"--checkpoint.every {every}", 1)
+        counts.append(plan.checkpoints)
     assert counts == [1, 2, 4, 0], "the two newest, the best one, and the one that is being written"
 
 
@@ -297,7 +288,8 @@ class LargeBlock(nn.Module):
 
     def __init__(self, width=8192, hidden=28672):
         super().__init__()
-        widths = [(width, width), (width, 2048), (width, width), (width, hidden), (width, hidden), (hidden, width)]
+        queries = [(width, width), (width, 2048), (width, width)]
+        widths = [*queries, (width, hidden), (width, hidden), (hidden, width)]
         self.layers = nn.ModuleList(nn.Linear(*one, bias=False) for one in widths)
         self.norm = nn.RMSNorm(width)
 
@@ -331,14 +323,16 @@ class Large(Tiny):
         return 6.0 * sum(p.numel() for p in model.parameters()) * 8192
 
 
-LARGE = ["--task.target", "test_plan:Large"]
-TOP = [*LARGE, "--task.args.layers", "2"]  # 3.8 B parameters
+LARGE = "--task.target test_plan:Large"
+TOP = f"{LARGE} --task.args.layers 2"  # 3.8 B parameters
+UNEVEN = "--task.target test_plan:Uneven"
 
 
 def test_70_billion_parameters_are_planned_in_one_gibibyte():
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'tests'); {LIMITED}", *LARGE]
+    code = f"import sys; sys.path.insert(0, 'tests'); {LIMITED}"
+    words = f"{LARGE} --world_size 64 --device_memory_GiB 80".split()
     run = subprocess.run(
-        [*command, "--world_size", "64", "--device_memory_GiB", "80"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT
     )
     assert run.returncode == 0, run.stderr
     plan, peak = run.stdout.rsplit("\n", 2)[:2]
@@ -350,6 +344,7 @@ def test_70_billion_parameters_are_planned_in_one_gibibyte():
 
 LIMITED = """
 import resource
+from dist_amp.checkpoint.background import without_replicas
 from dist_amp.checkpoint.state import take_snapshot
 from dist_amp.commands.plan import main
 status = main(sys.argv[1:])
@@ -358,43 +353,44 @@ sys.exit(status)
 """.strip().replace("\n", "; ")
 
 
-def shown(capsys, *words):
+def shown(capsys, words):
     """(exit status, standard output, standard error) of the command."""
-    status = main([*map(str, words)])
+    status = main(words.split())
     return status, *capsys.readouterr()
 
 
-def facts(capsys, *words):
-    status, out, _ = shown(capsys, "--json", *words)
+def facts(capsys, words):
+    status, out, _ = shown(capsys, f"--json {words}")
     assert status == 0
     return json.loads(out)
 
 
 def test_auto_is_resolved_by_the_memory_of_a_device_that_is_not_here(capsys):
-    tiny = ["--task.target", "test_plan:Uneven", "--world_size", 4]
-    assert [way["chosen"] for way in facts(capsys, *tiny, "--device_memory_GiB", 80)["strategies"]] == [1, 0, 0]
-    large = facts(capsys, *TOP, "--world_size", 8, "--device_memory_GiB", 24)["strategies"]
-    assert [way["name"] for way in large if way["chosen"]] == ["fsdp"]
-    assert [way["fits"] for way in large] == [False, True, False]
-    unknown = facts(capsys, *TOP, "--world_size", 8)
-    assert not any(way["chosen"] for way in unknown["strategies"])
+    small = facts(capsys, f"{UNEVEN} --world_size 4 --device_memory_GiB 80")["strategies"]
+    assert [one["chosen"] for one in small] == [1, 0, 0]
+    large = facts(capsys, f"{TOP} --world_size 8 --device_memory_GiB 24")["strategies"]
+    assert [one["name"] for one in large if one["chosen"]] == ["fsdp"]
+    assert [one["fits"] for one in large] == [False, True, False]
+    unknown = facts(capsys, f"{TOP} --world_size 8")
+    assert not any(one["chosen"] for one in unknown["strategies"])
     assert "ddp on devices of 113.63 GiB and more, else fsdp" in " ".join(unknown["notes"])
 
 
 def test_a_model_that_fits_nowhere_is_given_a_number_of_ranks_on_which_it_does(capsys):
-    _, out, _ = shown(capsys, *TOP, "--world_size", 4, "--device_memory_GiB", 15)
+    _, out, _ = shown(capsys, f"{TOP} --world_size 4 --device_memory_GiB 15")
     assert "nothing fits into 95 % of the device; fsdp does on 32 ranks" in out
     assert out.count("too large") == 3
 
 
+@pytest.mark.bad_input("`plan` of a strategy that the model rules out")
 def test_the_strategy_that_is_set_is_marked_and_one_that_the_model_rules_out_says_why(capsys):
-    words = ["--task.target", "test_plan:ScalarGain", "--world_size", 4]
-    _, out, _ = shown(capsys, *words, "--parallel.strategy", "ddp")
+    words = "--task.target test_plan:ScalarGain --world_size 4 --parallel.strategy"
+    _, out, _ = shown(capsys, f"{words} ddp")
     assert "ddp *" in out
     assert "fsdp: not possible: the parameter gain is a scalar" in out
-    status, _, err = shown(capsys, *words, "--parallel.strategy", "fsdp")
+    status, _, err = shown(capsys, f"{words} fsdp")
     assert status == 64
-    assert err.startswith("error: the parameter gain is a scalar, and fsdp shards the first dimension;")
+    assert err.startswith("error: the parameter gain is a scalar, and fsdp shards the first dim")
 
 
 class ScalarGain(Tiny):
@@ -405,39 +401,48 @@ class ScalarGain(Tiny):
 
 
 def test_batch_epochs_flops_and_the_time_at_a_peak(capsys):
-    found = facts(capsys, *TOP, "--world_size", 64, "--train.accumulation_steps", 2, "--metrics.peak_flops", 1e15)
-    assert found["samples_per_step"] == 8 * 64 * 2
-    assert (found["samples"], found["steps_per_epoch"]) == (20_000, 20)
-    assert found["tokens_per_step"] == 8192 * 1024
-    _, out, _ = shown(capsys, *TOP, "--world_size", 64, "--metrics.peak_flops", 1e15, "--train.steps", 400)
+    words = f"{TOP} --world_size 64 --metrics.peak_flops 1e15"
+    plan = facts(capsys, f"{words} --train.accumulation_steps 2")
+    assert plan["samples_per_step"] == 8 * 64 * 2
+    assert (plan["samples"], plan["steps_per_epoch"]) == (20_000, 20)
+    assert plan["tokens_per_step"] == 8192 * 1024
+    _, out, _ = shown(capsys, f"{words} --train.steps 400")
     # 6 x 3.8e9 x 8192, for 8 samples of a rank, at 0.4e15 per second
-    assert "187.4 TFLOP per sample, 1.499 PFLOP per rank and step; at 1 PFLOP/s and 40 % MFU (assumed) 3.75 s" in out
+    assert "187.4 TFLOP per sample, 1.499 PFLOP per rank and step; at 1 PFLOP/s" in out
+    assert "40 % MFU (assumed) 3.75 s" in out
     assert "400 steps are 10 epochs" in out
 
 
 def test_a_gpu_that_is_not_here_is_not_asked_what_it_can_do(capsys, monkeypatch):
-    monkeypatch.setattr(validate, "cpu_slowdown", pytest.fail)
-    words = ["--task.target", "test_plan:Uneven", "--world_size", 4, "--parallel.strategy", "fsdp"]
-    found = facts(capsys, *words, "--compile.blocks", "true", "--precision.scaler.growth_factor", 4)
-    assert "[compile] is not checked: there is no GPU here" in found["notes"]
-    assert "warning: precision.scaler has no effect in bf16: only fp16 needs a loss scaler" in found["notes"]
-    assert [way["precision"] for way in found["strategies"]] == ["bf16, autocast", "bf16, policy", "bf16, policy"]
+    monkeypatch.setattr(native_precision, "cpu_slowdown", pytest.fail)
+    plan = facts(
+        capsys,
+        f"{UNEVEN} --world_size 4 --parallel.strategy fsdp --compile.blocks true "
+        "--precision.scaler.growth_factor 4",
+    )
+    assert "[compile] is not checked: there is no GPU here" in plan["notes"]
+    warning = "precision.scaler has no effect in bf16: only fp16 needs a loss scaler"
+    assert f"warning: {warning}" in plan["notes"]
+    precisions = [one["precision"] for one in plan["strategies"]]
+    assert precisions == ["bf16, autocast", "bf16, policy", "bf16, policy"]
 
 
 def test_under_cpu_offload_the_state_is_the_hosts(capsys):
-    words = [*TOP, "--world_size", 64, "--parallel.strategy", "fsdp"]
-    here, offloaded = (
-        next(way for way in facts(capsys, *words, *more)["strategies"] if way["chosen"])
-        for more in ([], ["--parallel.cpu_offload", "true"])
-    )
-    assert here["on_device"] == sum(here["memory"].values())
-    assert offloaded["on_device"] == here["memory"]["computing"]
+    words = f"{TOP} --world_size 64 --parallel.strategy fsdp --parallel.cpu_offload"
+    on_device = {}
+    for offload in ("false", "true"):
+        strategies = facts(capsys, f"{words} {offload}")["strategies"]
+        (fsdp,) = [one for one in strategies if one["chosen"]]
+        on_device[offload] = fsdp["on_device"]
+    assert on_device == {"false": sum(fsdp["memory"].values()), "true": fsdp["memory"]["computing"]}
 
 
+@pytest.mark.bad_input("`plan` of a model that needs its parameters to be built")
 def test_a_model_that_needs_its_parameters_is_built_whole_with_a_note(capsys):
-    _, out, _ = shown(capsys, "--task.target", "test_plan:ReadsParameters", "--world_size", 4, "--run.device", "cpu")
-    assert "the model took 612 bytes of host memory to plan for: it can't be built on the meta device" in out
-    assert "warning: every rank will hold the whole model in host memory until it is sharded: " in out
+    words = "--task.target test_plan:ReadsParameters --world_size 4 --run.device cpu"
+    _, out, _ = shown(capsys, words)
+    assert "the model took 612 bytes of host memory to plan for: it can't be built on the m" in out
+    assert "warning: every rank will hold the whole model in host memory until it is sharded" in out
 
 
 class ReadsParameters(Tiny):
@@ -447,12 +452,16 @@ class ReadsParameters(Tiny):
         return model
 
 
+@pytest.mark.bad_input("`plan` of a task's optimizer whose step reads values")
 @pytest.mark.parametrize("task", ["Reading", "ReadingAtOnce"])
 def test_a_tasks_optimizer_that_reads_values_is_assumed_to_be_adamw(capsys, task):
-    found = facts(capsys, "--task.target", f"test_plan:{task}", "--world_size", 2, "--parallel.strategy", "ddp")
-    assert found["strategies"][0]["memory"]["moments"] == 2 * found["strategies"][0]["memory"]["gradients"]
-    assert any("the state of the task's optimizer can't be seen without a real step" in one for one in found["notes"])
-    assert "what the task's optimizer itself may send is left out" in found["notes"]
+    words = f"--task.target test_plan:{task} --world_size 2 --parallel.strategy ddp"
+    plan = facts(capsys, words)
+    memory = plan["strategies"][0]["memory"]
+    assert memory["moments"] == 2 * memory["gradients"]
+    unseen = "warning: the state of the task's optimizer can't be seen without a real step"
+    assert any(note.startswith(unseen) for note in plan["notes"])
+    assert "what the task's optimizer itself may send is left out" in plan["notes"]
 
 
 class Reading(Tiny):
@@ -472,30 +481,42 @@ class ReadingSGD(torch.optim.SGD):
             super().step(closure)
 
 
+@pytest.mark.bad_input(
+    "`plan` with `--world_size 0`, a negative memory, or a setting that training would refuse"
+)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--world_size", "0"], "--world_size=0 must be at least 1"),
-        (["--device_memory_GiB", "-1"], "--device_memory_GiB=-1 must be above 0, such as 80"),
-        (["--world_size", "many"], "argument --world_size/--world-size: invalid int value: 'many'"),
-        (["--optim.rl", "1"], "unknown key optim.rl"),
-        (["--world_size", "3", "--train.global_batch_size", "16"], "is not a multiple of micro_batch_size 8 x 3 ranks"),
-        (["--world_size", "4", "--parallel.strategy", "hsdp", "--parallel.replicas", "3"], "does not divide 4 ranks"),
+        ("--world_size 0", "--world_size=0 must be at least 1"),
+        ("--device_memory_GiB -1", "--device_memory_GiB=-1 must be above 0, such as 80"),
+        ("--world_size many", "argument --world_size/--world-size: invalid int value: 'many'"),
+        ("--optim.rl 1", "unknown key optim.rl"),
+        (
+            "--world_size 3 --train.global_batch_size 16",
+            "is not a multiple of micro_batch_size 8 x 3 ranks",
+        ),
+        (
+            "--world_size 4 --parallel.strategy hsdp --parallel.replicas 3",
+            "does not divide 4 ranks",
+        ),
     ],
 )
 def test_a_wrong_plan_is_one_line_with_status_64(capsys, words, message):
-    status, out, err = shown(capsys, "--task.target", "test_plan:Uneven", *words)
+    status, out, err = shown(capsys, f"{UNEVEN} {words}")
     assert (status, out) == (64, "")
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
 
 
+@pytest.mark.bad_input(
+    "`plan` with data that is missing, fails, or is smaller than a global batch on so many ranks"
+)
 def test_data_that_training_would_refuse_ends_the_plan_with_its_error_and_status(capsys):
-    status, out, err = shown(capsys, "--task.target", "test_plan:Uneven", "--world_size", 1024)
+    status, out, err = shown(capsys, f"{UNEVEN} --world_size 1024")
     assert status == 65
     assert "sent per step" in out, "the plan itself needs no data"
-    assert err.startswith("error: the training dataset has 4096 samples, fewer than one global batch of 8192")
+    assert err.startswith("error: the training dataset has 4096 samples, fewer than one global ba")
 
 
 class NoData(Tiny):
@@ -508,21 +529,22 @@ class NothingTrained(Tiny):
         return super().build_model().requires_grad_(False)
 
 
-@pytest.mark.parametrize(("task", "message"), [("NoData", "no such table"), ("NothingTrained", "none of the 6 param")])
+@pytest.mark.parametrize(
+    ("task", "message"), [("NoData", "no such table"), ("NothingTrained", "none of the 6 param")]
+)
 def test_what_a_task_raises_in_its_building_is_reported_as_in_training(capsys, task, message):
-    status, _, err = shown(capsys, "--task.target", f"test_plan:{task}", "--world_size", 2)
+    status, _, err = shown(capsys, f"--task.target test_plan:{task} --world_size 2")
     assert status == 65
     assert err.startswith(f"error: {message}")
 
 
 def test_the_page_shows_what_its_command_prints(capsys):
     page = (ROOT / "docs" / "recipes.md").read_text()
-    words = page.split("$ python -m dist_amp.plan ")[1].splitlines()[0].split()
-    words[1] = str(ROOT / words[1])
-    status, out, _ = shown(capsys, *words)
+    words = page.split("$ python -m dist_amp.plan ")[1].splitlines()[0]
+    status, out, _ = shown(capsys, words.replace("configs/", f"{ROOT}/configs/"))
     assert status == 0
-    data = next(line for line in out.splitlines() if line.startswith("data "))  # differs between releases of Python
-    assert all(line in page for line in out.splitlines() if line != data)
+    # The data differ between releases of Python.
+    assert all(line in page for line in out.splitlines() if not line.startswith("data "))
 
 
 class Fat(Uneven):
@@ -550,8 +572,10 @@ def resident():
 
 def rise_in_three_steps(world, words):
     """Bytes by which this rank's resident memory rises above that of the built run, at the most."""
-    ctypes.CDLL("libc.so.6").mallopt(-3, 2**20)  # larger blocks go back to the system as soon as they are freed
-    run = make_run(world, Fat(), *SETTINGS, *words)
+    ctypes.CDLL("libc.so.6").mallopt(
+        -3, 2**20
+    )  # larger blocks go back to the system as soon as they are freed
+    run = run_of(world, "Fat", words)
     before, seen, ended = resident(), [], threading.Event()
 
     def watch():
@@ -567,14 +591,17 @@ def rise_in_three_steps(world, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [way("ddp"), way("fsdp"), way("fsdp", "--train.accumulation_steps", "2")])
+@pytest.mark.parametrize("words", ["ddp", "fsdp", "fsdp --train.accumulation_steps 2"])
 def test_the_memory_of_real_processes_rises_in_a_step_as_planned(words):
-    words = [*words, "--optim.name", "sgd", "--optim.momentum", "0", "--train.micro_batch_size", "1"]
+    words = (
+        f"--parallel.strategy {words} --optim.name sgd --optim.momentum 0 "
+        "--train.micro_batch_size 1"
+    )
     _, chosen = planned("Fat", words, 2)
     expected = chosen.memory.gradients + chosen.memory.computing  # the parameters are there already
     for rise in on_ranks(2, rise_in_three_steps, words):
-        # Measured: 0.94 and 1.00 of it under fsdp, where not all buffers are there at once; 1.06 under ddp, by the
-        # gradients in half precision before they are added up.
+        # Measured: 0.94 and 1.00 of it under fsdp, where not all buffers are there at once; 1.06
+        # under ddp, by the gradients in half precision before they are added up.
         assert 0.85 * expected < rise < 1.15 * expected
 
 
@@ -592,14 +619,14 @@ class Exits(Tiny):
 
 
 def test_json_is_json_whatever_the_task_prints_and_options_may_have_hyphens(capsys):
-    words = ["--json", "--world-size", "4", "--device-memory-GiB", "80", "--task.target", "test_plan:Prints", *SETTINGS]
-    assert main(words) == 0
-    out, err = capsys.readouterr()
+    words = "--json --world-size 4 --device-memory-GiB 80 --task.target test_plan:Prints"
+    status, out, err = shown(capsys, f"{words} {SETTINGS}")
+    assert status == 0
     assert json.loads(out)["world_size"] == 4
     assert "building" in err
 
 
 def test_a_task_that_exits_is_reported(capsys):
-    assert main(["--task.target", "test_plan:Exits", *SETTINGS]) == DataError.exit_code
-    err = capsys.readouterr().err
+    status, _, err = shown(capsys, f"--task.target test_plan:Exits {SETTINGS}")
+    assert status == DataError.exit_code
     assert err.startswith("error: the task ended the process: SystemExit: 4 (test_plan.py, line ")

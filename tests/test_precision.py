@@ -5,10 +5,9 @@ import torch
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.config import validate
-from dist_amp.config.validate import check_dtype
+from dist_amp.config import native_precision
+from dist_amp.config.native_precision import check_dtype
 from dist_amp.errors import ConfigError
-from dist_amp.fast import kernels
 from dist_amp.optim import build_optimizer
 from dist_amp.precision import Scaler, build_precision
 from dist_amp.settings import OptimConfig, PrecisionConfig, ScalerConfig
@@ -20,8 +19,12 @@ def dtypes_inside(world, words):
     run = make_run(world, Tiny(), *words)
     seen = {}
     layer = next(m for m in run.parallel.module.modules() if isinstance(m, torch.nn.Linear))
-    layer.register_forward_hook(lambda module, inputs, output: seen.update(output=str(output.dtype)))
-    run.parallel.module.register_forward_hook(lambda module, inputs, output: seen.update(model=str(output.dtype)))
+    layer.register_forward_hook(
+        lambda module, inputs, output: seen.update(output=str(output.dtype))
+    )
+    run.parallel.module.register_forward_hook(
+        lambda module, inputs, output: seen.update(model=str(output.dtype))
+    )
     take_steps(run, 1)
     seen["stored"] = str(run.parallel.parameters[0].dtype)
     return {**seen, "cast_by": run.precision.cast_by, "scale": run.scaler.scale_tensor.item()}
@@ -36,9 +39,17 @@ def dtypes_inside(world, words):
     ],
 )
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_each_precision_computes_in_its_dtype_and_stores_float32(ranks, strategy, words, computed, scale):
+def test_each_precision_computes_in_its_dtype_and_stores_float32(
+    ranks, strategy, words, computed, scale
+):
     for seen in on_ranks(ranks, dtypes_inside, [*words, "--parallel.strategy", strategy]):
-        by = "nothing" if scale == 1.0 and "float32" in computed else "policy" if strategy == "fsdp" else "autocast"
+        by = (
+            "nothing"
+            if scale == 1.0 and "float32" in computed
+            else "policy"
+            if strategy == "fsdp"
+            else "autocast"
+        )
         assert seen["output"] == computed
         assert seen["stored"] == "torch.float32"
         assert seen["scale"] == scale
@@ -46,12 +57,15 @@ def test_each_precision_computes_in_its_dtype_and_stores_float32(ranks, strategy
 
 
 def test_fsdp_with_autocast_gathers_float32_and_computes_in_bf16():
-    for seen in on_ranks(2, dtypes_inside, ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]):
+    for seen in on_ranks(
+        2, dtypes_inside, ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]
+    ):
         assert (seen["output"], seen["cast_by"]) == ("torch.bfloat16", "autocast")
 
 
 def test_the_policys_storage_and_reduction_dtypes_are_settings():
-    words = ["--parallel.strategy", "fsdp", "--parallel.param_dtype", "bf16", "--parallel.reduce_dtype", "bf16"]
+    words = ["--parallel.strategy", "fsdp", "--parallel.param_dtype", "bf16"]
+    words += ["--parallel.reduce_dtype", "bf16"]
     for seen in on_ranks(2, dtypes_inside, words):
         assert (seen["stored"], seen["model"]) == ("torch.bfloat16", "torch.float32")
 
@@ -61,7 +75,9 @@ def build(**settings):
 
 
 def test_a_policy_without_shards_is_refused():
-    with pytest.raises(ConfigError, match="precision.cast_by=policy needs parallel.strategy fsdp or hsdp"):
+    with pytest.raises(
+        ConfigError, match="precision.cast_by=policy needs parallel.strategy fsdp or hsdp"
+    ):
         build(cast_by="policy")
 
 
@@ -97,7 +113,9 @@ def test_a_loop_of_the_users_own_uses_the_scaler_as_torchs():
     scaler = scaler_of(ScalerConfig(init_scale=8.0))
     for fused in (True, False):
         model = torch.nn.Linear(2, 1)
-        optimizer = build_optimizer(model, OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, fused=fused))
+        optimizer = build_optimizer(
+            model, OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, fused=fused)
+        )
         before = model.weight.detach().clone()
         scaler.scale(model(torch.tensor([[0.5, 0.25]])).sum()).backward()
         scaler.unscale_(optimizer)
@@ -121,21 +139,10 @@ def test_without_fp16_the_scale_is_1_and_stays_so():
     assert scaler.state_dict() == {}
 
 
-@pytest.mark.parametrize("found", [[0, 0, 0, 1, 0, 0, 1, 1, 0], [1] * 5, [0] * 7])
-def test_the_scale_without_torchs_private_kernel_is_the_same(found, monkeypatch):
-    config = ScalerConfig(init_scale=2.0**125, growth_interval=2)  # grows past float32's range, where it stays
-    ours, fallback = scaler_of(config), scaler_of(config)
-    for found_inf in found:
-        update(ours, found_inf)
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "_amp_update_scale", None)
-            update(fallback, found_inf)
-        assert ours.get_scale() == fallback.get_scale()
-        assert ours.growth_tracker == fallback.growth_tracker
-
-
 def test_the_scaler_has_all_four_config_and_keeps_its_state():
-    config = ScalerConfig(init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
+    config = ScalerConfig(
+        init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2
+    )
     one = scaler_of(config)
     update(one, found_inf=0)
     update(one, found_inf=0)
@@ -161,16 +168,19 @@ def gpu_of(monkeypatch):
     return world
 
 
+@pytest.mark.bad_input("a dtype that the device does not support")
 def test_a_dtype_that_the_device_cannot_do_is_rejected_with_those_that_it_can(gpu_of, monkeypatch):
-    monkeypatch.setitem(validate.CAPABILITY, "bf16", ((8, 0), (7, 5)))
+    monkeypatch.setitem(native_precision.CAPABILITY, "bf16", ((8, 0), (7, 5)))
     with pytest.raises(ConfigError) as error:
-        check_dtype(PrecisionConfig(dtype="bf16"), gpu_of(6, 1))
+        check_dtype("bf16", gpu_of(6, 1))
     assert str(error.value) == (
         "precision.dtype=bf16: Some GPU (compute capability 6.1) does not support it; "
         "use precision.dtype=fp16, or --use_amp false"
     )
-    with pytest.raises(ConfigError, match=r"capability 5\.0\) does not support it; use --use_amp false"):
-        check_dtype(PrecisionConfig(dtype="fp16"), gpu_of(5, 0))
+    with pytest.raises(
+        ConfigError, match=r"capability 5\.0\) does not support it; use --use_amp false"
+    ):
+        check_dtype("fp16", gpu_of(5, 0))
 
 
 @pytest.mark.parametrize(
@@ -183,10 +193,14 @@ def test_a_dtype_that_the_device_cannot_do_is_rejected_with_those_that_it_can(gp
         ("fp16", (6, 1), "--use_amp false"),
     ],
 )
-def test_a_dtype_that_a_gpu_only_emulates_is_warned_about_with_what_to_use(gpu_of, capsys, dtype, capability, instead):
-    check_dtype(PrecisionConfig(dtype=dtype), gpu_of(*capability))
+def test_a_dtype_that_a_gpu_only_emulates_is_warned_about_with_what_to_use(
+    gpu_of, capsys, dtype, capability, instead
+):
+    check_dtype(dtype, gpu_of(*capability))
     warning = capsys.readouterr().err
-    assert warning.endswith(f"only emulates {dtype}, which is slower than float32; use {instead}\n" if instead else "")
+    assert warning.endswith(
+        f"only emulates {dtype}, which is slower than float32; use {instead}\n" if instead else ""
+    )
     assert bool(warning) == bool(instead)
 
 

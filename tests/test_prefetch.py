@@ -1,4 +1,6 @@
-"""The next step's micro-batches are copied on a stream of their own while this one computes, never two steps ahead."""
+"""The next step's micro-batches are copied on a stream of their own while this one computes, never
+two steps ahead.
+"""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, replace
@@ -9,16 +11,17 @@ import torch
 from tiny import Tiny, make_run
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from dist_amp.data import Batches, Padding
+from dist_amp import data
+from dist_amp.data import Batches, DeviceCopies, Padding
 from dist_amp.errors import DataError
-from dist_amp.runtime import prefetch
-from dist_amp.runtime.loader import Pinnable
-from dist_amp.runtime.nested import pinned, plain_mappings, tensors, to_device
-from dist_amp.runtime.plan import Plan
-from dist_amp.runtime.prefetch import Copies
+from dist_amp.loading.loader import Pinnable
+from dist_amp.loading.nested import pinned, plain_mappings, tensors, to_device
+from dist_amp.loading.plan import Plan
 from dist_amp.world import World
 
-META = torch.device("meta")  # stands in for a GPU: a device without values, to which copies are made as to any other
+META = torch.device(
+    "meta"
+)  # stands in for a GPU: a device without values, to which copies are made as to any other
 
 
 class RecordedCuda:
@@ -71,21 +74,25 @@ class RecordedEvent:
 def cuda(monkeypatch):
     """Streams and events are recorded, and so is each copy and each tensor's `record_stream`."""
     cuda = RecordedCuda()
-    real = prefetch.to_device
+    real = data.to_device
 
     def copied(batch, device):
         cuda.log.append(("copy", batch["index"].tolist()))
         return real(batch, device)
 
-    monkeypatch.setattr(prefetch, "to_device", copied)
+    monkeypatch.setattr(data, "to_device", copied)
     monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: cuda.log.append(("record_stream", stream.name))
+        torch.Tensor,
+        "record_stream",
+        lambda tensor, stream: cuda.log.append(("record_stream", stream.name)),
     )
     return cuda
 
 
 class Indexed:
-    """Samples that are their own index; more than one tensor per sample, and one that can't be read."""
+    """Samples that are their own index; more than one tensor per sample, and one that can't be
+    read.
+    """
 
     def __init__(self, length=40, broken=None):
         self.length, self.broken = length, broken
@@ -108,13 +115,15 @@ def on_device(cuda, workers=1, dataset=None, accumulation=2, position=0):
     dataset = dataset or Indexed()
     plan = Plan(len(dataset), 2 * accumulation, 2, 1, 0, 0, "dataset")
     one = Batches(dataset, Words(), plan, workers, META)
-    one._copies = Copies(META, cuda)
+    one._copies = DeviceCopies(META, cuda)
     one.position = position
     return one
 
 
 def steps_of_loop(one, steps):
-    """What the training loop does: take a step's micro-batches, launch its kernels, prefetch the next."""
+    """What the training loop does: take a step's micro-batches, launch its kernels, prefetch the
+    next.
+    """
     log = one._copies._cuda.log
     for step in range(steps):
         next(one)
@@ -127,7 +136,9 @@ def test_the_copy_of_the_next_step_is_queued_on_its_own_stream_before_this_step_
     steps_of_loop(on_device(cuda), 3)
     log = cuda.log
     copies = [number for number, entry in enumerate(log) if entry[0] == "copy"]
-    assert [log[number][1] for number in copies] == [[n, n + 1] for n in range(0, 16, 2)], "in order, each one once"
+    assert [log[number][1] for number in copies] == [[n, n + 1] for n in range(0, 16, 2)], (
+        "in order, each one once"
+    )
     for number in copies:
         inside = [entry[0] for entry in log[:number] if entry[0] in ("enter", "exit")]
         assert inside[-1] == "enter", "on the side stream"
@@ -161,12 +172,18 @@ def test_each_tensor_is_recorded_on_the_stream_that_uses_it_before_the_kernels(c
 def test_no_copy_begins_before_the_device_has_finished_the_step_before_the_last(cuda):
     steps_of_loop(on_device(cuda), 4)
     log = cuda.log
-    begun = [entry[2] for entry in log if entry[:2] == ("record", "compute")]  # before the kernels of step 0, 1, 2, ...
+    begun = [
+        entry[2] for entry in log if entry[:2] == ("record", "compute")
+    ]  # before the kernels of step 0, 1, 2, ...
     waits = [entry[1] for entry in log if entry[0] == "host waits for"]
-    # The copy of step n + 1 waits for all that was queued before step n: two steps' micro-batches at any time.
+    # The copy of step n + 1 waits for all that was queued before step n: two steps' micro-batches
+    # at any time.
     assert waits == begun
     for step, event in enumerate(begun):
-        wait, copy = log.index(("host waits for", event)), log.index(("copy", [4 * step + 4, 4 * step + 5]))
+        wait, copy = (
+            log.index(("host waits for", event)),
+            log.index(("copy", [4 * step + 4, 4 * step + 5])),
+        )
         assert log.index(("kernels", step)) < wait < copy
 
 
@@ -176,27 +193,31 @@ def test_prefetching_twice_or_not_at_all_takes_the_same_steps(cuda):
         taken = []
         for _ in range(5):
             next(one)
-            taken.append([indices for _, indices in one.handed_out])
+            taken.append([indices for _, indices in one.last_step])
             for _ in range(prefetches):
                 one.prefetch()
         one.close()
         return taken
 
-    assert steps(0) == steps(1) == steps(2) == [[(n, n + 1), (n + 2, n + 3)] for n in range(0, 20, 4)]
+    assert (
+        steps(0) == steps(1) == steps(2) == [[(n, n + 1), (n + 2, n + 3)] for n in range(0, 20, 4)]
+    )
 
 
 def test_position_and_counts_are_those_of_the_step_handed_out(cuda):
     one = on_device(cuda)
     next(one)
-    before = (one.position, one.items, one.tokens, one.handed_out)
+    before = (one.position, one.items, one.tokens, one.last_step)
     one.prefetch()
-    assert before == (one.position, one.items, one.tokens, one.handed_out)
+    assert before == (one.position, one.items, one.tokens, one.last_step)
     assert before[:3] == (4, 4, 40)
     assert one._clock.so_far()["data"] > 0
     resumed = on_device(cuda, position=one.position)  # a checkpoint taken now
     next(one)
     next(resumed)
-    assert [indices for _, indices in one.handed_out] == [indices for _, indices in resumed.handed_out]
+    assert [indices for _, indices in one.last_step] == [
+        indices for _, indices in resumed.last_step
+    ]
     one.close()
     resumed.close()
 
@@ -206,7 +227,9 @@ def test_an_error_of_the_step_ahead_is_raised_by_that_step(cuda):
     next(one)
     one.prefetch()
     one.prefetch()
-    with pytest.raises(DataError, match="sample 5 of the training split could not be read: ValueError: torn"):
+    with pytest.raises(
+        DataError, match="sample 5 of the training split could not be read: ValueError: torn"
+    ):
         next(one)
     one.close()
 
@@ -216,7 +239,9 @@ def test_samples_read_in_this_process_are_not_read_ahead(cuda):
     next(one)
     before = len(cuda.log)
     one.prefetch()
-    assert len(cuda.log) == before, "their random numbers would come before the dropout of this step"
+    assert len(cuda.log) == before, (
+        "their random numbers would come before the dropout of this step"
+    )
 
 
 def test_on_a_cpu_there_is_no_stream_and_nothing_is_fetched_ahead(monkeypatch):
@@ -230,7 +255,7 @@ def test_on_a_cpu_there_is_no_stream_and_nothing_is_fetched_ahead(monkeypatch):
 
 def test_padding_is_copied_and_counts_for_nothing(cuda):
     one = Batches(Indexed(2), Words(), Plan(2, 8, 4, 2, 1, 0, "dataset"), 0, META)
-    one._copies = Copies(META, cuda)
+    one._copies = DeviceCopies(META, cuda)
     (step,) = next(one)
     assert isinstance(step, Padding)
     assert (one.items, one.tokens, step.batch["index"].device.type) == (0, 0, "meta")
@@ -303,13 +328,19 @@ def test_a_batch_of_any_structure_is_moved_and_keeps_its_classes():
     before = nested()
     assert len(list(tensors(before))) == 11
     moved = to_device(before, META)
-    assert {name: type(part) for name, part in moved.items()} == {name: type(part) for name, part in before.items()}
+    assert {name: type(part) for name, part in moved.items()} == {
+        name: type(part) for name, part in before.items()
+    }
     elsewhere = [tensor for tensor in tensors(moved) if tensor.device != META]
     assert len(elsewhere) == 1
     assert elsewhere[0] is moved["packed"].batch_sizes, "torch wants it on the CPU"
     assert isinstance(moved["packed"], PackedSequence)
     assert moved["encoding"].input_ids.device == moved["graph"].edges["index"][0].device == META
-    assert (moved["graph"].name, moved["pair"].second, moved["encoding"].names) == ("g", "text", ["a"])
+    assert (moved["graph"].name, moved["pair"].second, moved["encoding"].names) == (
+        "g",
+        "text",
+        ["a"],
+    )
     assert before["graph"].nodes.device.type == before["encoding"].input_ids.device.type == "cpu"
 
 
@@ -317,14 +348,23 @@ def test_a_batch_of_any_structure_is_pinned_by_the_loaders_thread(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
     batch = {**nested(), "packed": x()}
     done = Pinnable(batch).pin_memory()
-    assert {name: type(part) for name, part in done.items()} == {name: type(part) for name, part in batch.items()}
-    # All but the two objects that have neither a pin_memory() nor fields: their tensors are copied as they are.
+    assert {name: type(part) for name, part in done.items()} == {
+        name: type(part) for name, part in batch.items()
+    }
+    # All but the two objects that have neither a pin_memory() nor fields: their tensors are copied
+    # as they are.
     assert [tensor.sum().item() for tensor in tensors(done)] == [2, 2, 2, 2, 2, 2, 2, 0, 0, 2]
 
 
+@pytest.mark.bad_input(
+    "on a GPU, a batch with an object that holds tensors and has no `to(device)`"
+)
 def test_an_object_with_a_tensor_that_can_not_be_moved_is_refused_by_name():
     for holder in (Opaque(x=x()), Opaque(text="", x=[Opaque(deep=x())])):
-        with pytest.raises(DataError, match=r"holds a Opaque whose x has a tensor that can't be moved to meta; give"):
+        with pytest.raises(
+            DataError,
+            match=r"holds a Opaque whose x has a tensor that can't be moved to meta; give",
+        ):
             to_device({"a": [holder]}, META)
         assert to_device(holder, torch.device("cpu")) is holder, "it is there already"
     assert to_device(Opaque(x=torch.zeros(1, device=META)), META).x.device == META
@@ -336,12 +376,15 @@ def test_an_object_that_refers_to_itself_is_looked_through_once():
     assert to_device(one, META) is one
 
 
+@pytest.mark.bad_input("a batch with an object whose `to(device)` fails")
 def test_an_object_whose_to_fails_is_named():
     class Fails:
         def to(self, device, non_blocking=False):
             raise RuntimeError("no kernel")
 
-    with pytest.raises(DataError, match=r"a batch holds a Fails whose to\('meta'\) failed: RuntimeError: no kernel"):
+    with pytest.raises(
+        DataError, match=r"a batch holds a Fails whose to\('meta'\) failed: RuntimeError: no kernel"
+    ):
         to_device(Fails(), META)
 
 
@@ -383,10 +426,10 @@ def test_the_main_job_trains_on_objects_and_compares_their_samples_between_ranks
 
 
 def test_the_loop_prefetches_after_each_step_but_the_last(monkeypatch, tmp_path):
-    from dist_amp.supervise.signals import AgreedStop
+    from dist_amp.supervise.stop import AgreedStop
     from dist_amp.train import train
 
-    run = make_run(World(), Tiny(), "--train.steps", 4, "--run.dir", tmp_path, "--debug.check_every", "off")
+    run = make_run(World(), Tiny(), "--train.steps", 4, "--run.dir", tmp_path)
     calls = []
     monkeypatch.setattr(run.data, "prefetch", lambda: calls.append(run.step))
     with AgreedStop(World()) as stop:
@@ -398,7 +441,9 @@ def test_the_loop_prefetches_after_each_step_but_the_last(monkeypatch, tmp_path)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_on_a_gpu_the_same_batches_arrive_from_pinned_memory(workers):
     here = SimpleNamespace(cpu=World(), gpu=replace(World(), device=torch.device("cuda", 0)))
-    expected, run = (make_run(world, Tiny(), "--data.workers", workers) for world in vars(here).values())
+    expected, run = (
+        make_run(world, Tiny(), "--data.workers", workers) for world in vars(here).values()
+    )
     for _ in range(6):
         (ours,), (theirs,) = next(run.data), next(expected.data)
         run.data.prefetch()

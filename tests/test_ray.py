@@ -63,23 +63,38 @@ TIMES = ("goodput", "wall_seconds", "spent_seconds")
 
 
 def outcome(folder):
-    """What must be the same: the summary but for places and speed, what was logged, every byte of the checkpoint."""
+    """What must be the same: the summary but for places and speed, what was logged, every byte of
+    the checkpoint.
+    """
     summary = json.loads((folder / "summary.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     shards = sorted((folder / "checkpoints/step_00000100").glob("*.distcp"))
     assert len(shards) == 2
     return (
-        {key: summary[key] for key in summary.keys() - {"ranks", "items_per_second", "resumed_from_step", *TIMES}},
-        {row["step"]: (row["train/loss"], row["train/grad_norm"]) for row in rows if "train/loss" in row},
+        {
+            key: summary[key]
+            for key in summary.keys() - {"ranks", "items_per_second", "resumed_from_step", *TIMES}
+        },
+        {
+            row["step"]: (row["train/loss"], row["train/grad_norm"])
+            for row in rows
+            if "train/loss" in row
+        },
         {shard.name: shard.read_bytes() for shard in shards},
     )
 
 
 @pytest.mark.engine
-def test_a_ray_run_ends_as_a_torchrun_one_bit_for_bit_also_when_a_worker_is_killed(with_ray, start, launch, tmp_path):
+def test_a_ray_run_ends_as_a_torchrun_one_bit_for_bit_also_when_a_worker_is_killed(
+    with_ray, start, launch, tmp_path
+):
     assert launch(2, *SLOW, "--run.dir", "by_torchrun").returncode == 0
     expected = outcome(tmp_path / "by_torchrun")
-    assert (expected[0]["stopped_by"], expected[0]["steps"], len(expected[1])) == ("completed", 100, 100)
+    assert (expected[0]["stopped_by"], expected[0]["steps"], len(expected[1])) == (
+        "completed",
+        100,
+        100,
+    )
 
     undisturbed = start(*SLOW, "--run.dir", "by_ray")
     said, _ = undisturbed.communicate(timeout=600)
@@ -102,7 +117,15 @@ def test_a_ray_run_ends_as_a_torchrun_one_bit_for_bit_also_when_a_worker_is_kill
 
 
 def test_a_failure_of_the_ranks_is_rays_too(with_ray, start, tmp_path):
-    failed = start(*SLOW, "--task.target", "tiny:AlwaysNan", "--train.max_skips_in_a_row", 3, "--run.dir", "run")
+    failed = start(
+        *SLOW,
+        "--task.target",
+        "tiny:AlwaysNan",
+        "--train.max_skips_in_a_row",
+        3,
+        "--run.dir",
+        "run",
+    )
     said, _ = failed.communicate(timeout=600)
     assert failed.returncode == 1, said
     assert "error: 3 steps in a row were not finite and were skipped" in said
@@ -110,6 +133,7 @@ def test_a_failure_of_the_ranks_is_rays_too(with_ray, start, tmp_path):
     assert json.loads((tmp_path / "run/summary.json").read_text())["exit_code"] == 70
 
 
+@pytest.mark.bad_input("Ray is missing, or has no room for the number of workers")
 @pytest.mark.parametrize("workers", [0, 1_000_000])
 def test_a_number_of_workers_that_the_cluster_cannot_hold_is_refused(with_ray, start, workers):
     refused = start("--workers", workers, *SLOW)
@@ -132,5 +156,6 @@ def test_without_ray_it_says_how_to_get_it(start, tmp_path):
     said, _ = refused.communicate(timeout=300)
     assert refused.returncode == 1
     assert said == (
-        "error: No module named 'ray'; pip install -c launch/constraints.txt -e '.[ray]' brings Ray Train\n"
+        "error: No module named 'ray'; pip install -c launch/constraints.txt -e '.[ray]' brings "
+        "Ray Train\n"
     )

@@ -1,4 +1,6 @@
-"""What blocks that recompute in backward keep, and that gradients and buffers stay as they are without."""
+"""What blocks that recompute in backward keep, and that gradients and buffers stay as they are
+without.
+"""
 
 import pytest
 import torch
@@ -20,9 +22,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dist_amp.bench.activations import kept_and_flops, measure
+from benchmarks.activations import kept_and_flops, measure
 from dist_amp.errors import ConfigError
-from dist_amp.runtime.recompute import policy, recomputed
+from dist_amp.scaling.activation_checkpointing import policy, recomputed
 from dist_amp.verify.cells import capture
 from dist_amp.world import World
 
@@ -41,7 +43,9 @@ class ConvNet(Tiny):
 
     def block(self):
         norm = [nn.BatchNorm2d(4)] if self.norm else []
-        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), *norm, nn.ReLU(self.inplace), nn.Dropout(0.3))
+        return nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1), *norm, nn.ReLU(self.inplace), nn.Dropout(0.3)
+        )
 
     def blocks(self, model):
         return list(model)[:3]
@@ -53,7 +57,9 @@ class ConvNet(Tiny):
 
 def gradients_and_buffers(world, task, words):
     """Of two steps: unscaled gradients on rank 0, then the buffers."""
-    run = make_run(world, task, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2, *words)
+    run = make_run(
+        world, task, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2, *words
+    )
     states = capture(run)
     take_steps(run, 2)
     gradients = [value for state in states for value in state.gradients.values()]
@@ -64,10 +70,14 @@ def equal(ones, others):
     return len(ones) == len(others) > 0 and all(map(torch.equal, ones, others))
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["as_written", "compiled"])
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["as_written", "compiled"]
+)
 @pytest.mark.parametrize("setting", [FULL, SELECTIVE], ids=["full", "selective"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_batch_norm_gathers_its_statistics_once_and_gradients_are_those_of_none(strategy, setting, more):
+def test_batch_norm_gathers_its_statistics_once_and_gradients_are_those_of_none(
+    strategy, setting, more
+):
     words = ["--parallel.strategy", strategy, *FP32, *more]
     plain, mine = (
         on_ranks(STRATEGIES[strategy], gradients_and_buffers, ConvNet(), [*words, *setting])[0]
@@ -136,7 +146,9 @@ class Attention(nn.Module):
         self.dropout = dropout
 
     def forward(self, x):
-        query, key, value = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        query, key, value = (
+            part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
         y = self.out(y.transpose(1, 2).flatten(2))
         return F.dropout(x + y, self.dropout)
@@ -182,7 +194,9 @@ def test_attention_and_convolutions_are_kept_and_what_is_cheap_is_recomputed():
     names = recomputed_names(Attention(dropout=0.0), x)
     assert not [name for name in names if "attention" in name or "addmm" in name]
     picture = torch.randn(2, 4, 6, 6, requires_grad=True)
-    names = recomputed_names(nn.Sequential(nn.Conv2d(4, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3), nn.Sigmoid()), picture)
+    names = recomputed_names(
+        nn.Sequential(nn.Conv2d(4, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3), nn.Sigmoid()), picture
+    )
     assert "aten::gelu" in names
     assert "aten::convolution" not in names
 
@@ -191,13 +205,22 @@ KERNELS = ("flash", "efficient", "cudnn")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_attention_that_draws_random_numbers_is_recomputed_since_skipping_it_would_shift_the_later_ones(kernel):
+def test_attention_that_draws_random_numbers_is_recomputed_since_skipping_it_would_shift_the_later_ones(
+    kernel,
+):
     operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
     before_dropout = ("q", "k", "v") if kernel == "flash" else ("q", "k", "v", None, True)
-    assert policy(None, operation, *before_dropout, 0.0, True, scale=0.5) is CheckpointPolicy.MUST_SAVE
+    assert (
+        policy(None, operation, *before_dropout, 0.0, True, scale=0.5) is CheckpointPolicy.MUST_SAVE
+    )
     assert policy(None, operation, *before_dropout, is_causal=True) is CheckpointPolicy.MUST_SAVE
-    assert policy(None, operation, *before_dropout, 0.1, True, scale=0.5) is CheckpointPolicy.PREFER_RECOMPUTE
-    assert policy(None, operation, *before_dropout, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert (
+        policy(None, operation, *before_dropout, 0.1, True, scale=0.5)
+        is CheckpointPolicy.PREFER_RECOMPUTE
+    )
+    assert (
+        policy(None, operation, *before_dropout, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 class Scores(nn.Module):
@@ -211,7 +234,10 @@ class Scores(nn.Module):
 @pytest.mark.parametrize(("length", "times"), [(64, 1), (4, 0)])
 def test_scores_larger_than_what_they_are_made_of_are_recomputed(length, times):
     plain, mine = Scores(), Scores()
-    x, y = (torch.randn(2, length, 8, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    x, y = (
+        torch.randn(2, length, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        for _ in range(2)
+    )
     with Operations() as operations:
         plain(x).square().sum().backward()
     again = recomputed_names(mine, y)
@@ -220,14 +246,21 @@ def test_scores_larger_than_what_they_are_made_of_are_recomputed(length, times):
     assert torch.equal(x.grad, y.grad)
 
 
+@pytest.mark.bad_input(
+    "`parallel.activation_checkpointing=selective` and a block that changes a product in place"
+)
 def test_a_product_that_is_changed_in_place_is_refused_in_one_line():
     run = make_run(World(), ConvNet(norm=False, inplace=True), *FP32, *SELECTIVE)
-    with pytest.raises(ConfigError, match=r"activation_checkpointing=selective: .* use inplace=False, or full$"):
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpointing=selective: .* use inplace=False, or full$"
+    ):
         take_steps(run, 1)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
-def test_selective_lies_between_full_and_none_in_memory_and_recomputes_hardly_any_arithmetic(precision):
+def test_selective_lies_between_full_and_none_in_memory_and_recomputes_hardly_any_arithmetic(
+    precision,
+):
     none, half, selective, full = (
         kept_and_flops(bytes_run(World(), Bytes(layers=4), *precision, *words))
         for words in ([], EVERY_SECOND, SELECTIVE, FULL)

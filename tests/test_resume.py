@@ -1,4 +1,6 @@
-"""What a run is resumed from: the same training, data, model and optimizer; else it says what differs, and stops."""
+"""What a run is resumed from: the same training, data, model and optimizer; else it says what
+differs, and stops.
+"""
 
 import json
 from dataclasses import replace
@@ -9,11 +11,9 @@ from test_checkpoint import settings
 from tiny import Tiny, make_run, take_steps
 from torch import nn
 
-from dist_amp.checkpoint.compatibility import check_config
-from dist_amp.checkpoint.fingerprint import dataset_hash
+from dist_amp.checkpoint.compatibility import check_config, dataset_hash
 from dist_amp.checkpoint.format import read_manifest
 from dist_amp.checkpoint.saver import save
-from dist_amp.config.load import defaults_of, to_toml
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 
@@ -34,6 +34,7 @@ def refused(kind, words, *more, task=None):
     return str(error.value), error.value.exit_code
 
 
+@pytest.mark.bad_input("run folder of another config")
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -52,7 +53,9 @@ def test_another_training_is_refused_with_the_difference_and_how_to_allow_it(wor
     text, status = refused(ConfigError, words, *more)
     assert status == 64
     assert said in text
-    assert text.endswith("use the old values, or continue anyway with --run.allow_config_change true")
+    assert text.endswith(
+        "use the old values, or continue anyway with --run.allow_config_change true"
+    )
 
 
 def test_another_training_is_resumed_with_a_warning_if_it_is_allowed(words, capsys):
@@ -65,9 +68,9 @@ def test_another_training_is_resumed_with_a_warning_if_it_is_allowed(words, caps
     "more",
     [
         ["--data.workers", 1], ["--metrics.log_every", 3], ["--checkpoint.every", 7], ["--train.micro_batch_size", 4,
-        "--train.accumulation_steps", 1], ["--debug.check_every", "off"], ["--optim.fused", "false"],
+        "--train.accumulation_steps", 1], ["--debug.nonfinite", "off"], ["--optim.fused", "false"],
         ["--precision.scaler.init_scale", 4], ["--run.deterministic", "false"],
-        ["--parallel.activation_checkpointing", "full", "--compile.blocks", "true", "--compile.backend", "eager"],
+        ["--parallel.activation_checkpointing", "full", "--compile.blocks", "true", "--compile.mode", "eager"],
     ],
 )  # fmt: skip
 def test_what_does_not_change_the_mathematics_may_change(words, capsys, more):
@@ -81,7 +84,8 @@ def test_what_does_not_change_the_mathematics_may_change(words, capsys, more):
 def test_more_steps_under_a_schedule_are_reported(words, capsys):
     assert make_run(World(), Tiny(), *words, "--train.steps", 20).step == 2
     assert (
-        "train.steps was 10 and is 20: from step 2 on, the learning rate follows the cosine" in capsys.readouterr().err
+        "train.steps was 10 and is 20: from step 2 on, the learning rate follows the cosine"
+        in capsys.readouterr().err
     )
 
 
@@ -95,15 +99,30 @@ def test_more_steps_under_a_schedule_of_the_tasks_need_no_report(tmp_path, capsy
     run = make_run(World(), OwnSchedule(), *words)
     take_steps(run, 2)
     save(run)
-    assert make_run(World(), OwnSchedule(), *words, "--run.resume", "auto", "--train.steps", 20).step == 2
+    assert (
+        make_run(World(), OwnSchedule(), *words, "--run.resume", "auto", "--train.steps", 20).step
+        == 2
+    )
     assert "learning rate follows" not in capsys.readouterr().err
 
 
+@pytest.mark.bad_input("another global batch on resume")
 def test_another_global_batch_is_refused_with_both_and_the_fix(words):
     text, status = refused(DataError, words, "--train.accumulation_steps", 3)
     assert status == 65
-    assert "was made with train.global_batch_size=4, now 6: use --train.global_batch_size 4, or continue anyway" in text
-    run = make_run(World(), Tiny(), *words, "--train.accumulation_steps", 3, "--run.allow_config_change", "true")
+    assert (
+        "was made with train.global_batch_size=4, now 6: use --train.global_batch_size 4, or "
+        "continue anyway" in text
+    )
+    run = make_run(
+        World(),
+        Tiny(),
+        *words,
+        "--train.accumulation_steps",
+        3,
+        "--run.allow_config_change",
+        "true",
+    )
     assert (run.step, run.data.position) == (2, 8)
 
 
@@ -112,9 +131,13 @@ def test_another_seed_is_refused_with_both(words):
     assert (status, "run.seed=0, now 5: use --run.seed 0," in text) == (65, True)
 
 
+@pytest.mark.bad_input("dataset fingerprint, length or seed changed")
 @pytest.mark.parametrize(
     ("task", "said"),
-    [(Tiny(samples=65), r"now there are 65 of"), (Tiny(seed=1), r"made with 64 samples of fingerprint ")],
+    [
+        (Tiny(samples=65), r"now there are 65 of"),
+        (Tiny(seed=1), r"made with 64 samples of fingerprint "),
+    ],
 )
 def test_other_data_are_refused_with_length_and_fingerprint_of_both(words, task, said, capsys):
     text, status = refused(DataError, words, task=task)
@@ -168,7 +191,9 @@ def test_a_sample_that_cannot_be_read_ends_no_save(tmp_path):
 
             return Some(**rows.columns)
 
-    run = make_run(World(), Broken(), *settings(tmp_path, "single", "fp32", "--data.shuffle", "false"))
+    run = make_run(
+        World(), Broken(), *settings(tmp_path, "single", "fp32", "--data.shuffle", "false")
+    )
     take_steps(run, 1)
     assert (save(run) / "manifest.json").exists()
     words = settings(tmp_path, "single", "fp32", "--data.shuffle", "false", "--run.resume", "auto")
@@ -189,15 +214,21 @@ class Bigger(Tiny):
 
 class Doubled(Tiny):
     def build_model(self):
-        return nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(2)], nn.Linear(8, 1))
+        return nn.Sequential(
+            *[nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(2)], nn.Linear(8, 1)
+        )
 
 
+@pytest.mark.bad_input("a parameter that is missing, extra, or of another shape or dtype")
 @pytest.mark.parametrize(
     ("task", "said"),
     [
         (Wider(), "model.0.0.0.weight is missing there and [8, 8] torch.float32 here"),
         (Bigger(), "model.0.0.bias is [8] torch.float32 there and missing here (1 such)"),
-        (Doubled(), "model.0.0.weight is [8, 8] torch.float32 there and [16, 8] torch.float32 here"),
+        (
+            Doubled(),
+            "model.0.0.weight is [8, 8] torch.float32 there and [16, 8] torch.float32 here",
+        ),
         (Tiny(depth=1), "model.1.weight is missing there and [1, 8] torch.float32 here"),
     ],
 )
@@ -207,10 +238,16 @@ def test_another_model_is_refused_with_the_first_parameter_of_both(words, task, 
     assert "does not fit this model: " + said in text
 
 
+@pytest.mark.bad_input("another optimizer or other parameter groups")
 def test_another_optimizer_is_refused_even_where_another_training_is_allowed(words):
-    text, status = refused(DataError, words, "--optim.name", "sgd", "--run.allow_config_change", "true")
+    text, status = refused(
+        DataError, words, "--optim.name", "sgd", "--run.allow_config_change", "true"
+    )
     assert status == 65
-    assert "{'adamw matrices': 3, 'adamw vectors': 3}, here {'sgd matrices': 3, 'sgd vectors': 3}" in text
+    assert (
+        "{'adamw matrices': 3, 'adamw vectors': 3}, here {'sgd matrices': 3, 'sgd vectors': 3}"
+        in text
+    )
 
 
 def test_other_groups_are_refused_with_both(words, monkeypatch):
@@ -248,10 +285,14 @@ def test_a_setting_that_a_checkpoint_is_too_old_to_know_has_its_default(tmp_path
     take_steps(run, 1)
     save(run)
     config = next(tmp_path.glob("checkpoints/*/config.toml"))
-    old = "".join(line for line in config.read_text().splitlines(keepends=True) if not line.startswith("eps = "))
+    old = "".join(
+        line
+        for line in config.read_text().splitlines(keepends=True)
+        if not line.startswith("eps = ")
+    )
     assert old != config.read_text()
     config.write_text(old)
-    check_config(config.parent, to_toml(run.config), 2, World(), defaults_of(run.config))
+    check_config(config.parent, run.config, run.task, World())
     changed = replace(run.config, optim=replace(run.config.optim, eps=0.1))
     with pytest.raises(ConfigError, match="optim.eps=1e-08, now 0.1"):
-        check_config(config.parent, to_toml(changed), 2, World(), defaults_of(changed))
+        check_config(config.parent, changed, run.task, World())

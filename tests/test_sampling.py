@@ -1,4 +1,6 @@
-"""The samples of a run, at every evaluation and at the end, of a sharded model too; they change nothing."""
+"""The samples of a run, at every evaluation and at the end, of a sharded model too; they change
+nothing.
+"""
 
 import io
 import random
@@ -14,11 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.fast import gathered
+from benchmarks.collectives import Counting
 from dist_amp.supervise import sampling
-from dist_amp.supervise.signals import AgreedStop
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.train import main, train
-from dist_amp.verify.collectives import Counting
 
 WORDS = ["--use_amp", "false", "--optim.ema", 0.5, "--train.global_batch_size", 16]
 
@@ -41,7 +42,7 @@ def sampled(world, strategy, free=None):
     before = gathers_of(lambda: take_steps(run, 1))
     try:
         with redirect_stderr(io.StringIO()) as output:
-            gathers = gathers_of(lambda: sampling.write_sample(run))
+            gathers = gathers_of(sampling.Sampling(run).after_evaluation)
     finally:
         sampling.free_bytes = old
     assert gathers_of(lambda: take_steps(run, 1)) == before, "units reshard as before"
@@ -52,7 +53,11 @@ def gathers_of(call):
     """How many collectives of the call gather parameters."""
     with Counting() as counting:
         call()
-    return sum(times for one, times in counting.collectives.items() if one.kind == "all_gather" and one.bytes_in > 8)
+    return sum(
+        times
+        for one, times in counting.collectives.items()
+        if one.kind == "all_gather" and one.bytes_in > 8
+    )
 
 
 def test_a_sharded_model_is_gathered_once_per_sample_and_not_once_per_token():
@@ -62,6 +67,7 @@ def test_a_sharded_model_is_gathered_once_per_sample_and_not_once_per_token():
         assert gathers == 3  # two blocks and the head; ten tokens
 
 
+@pytest.mark.bad_input("a `sample(model)` of a sharded model that does not fit on one device")
 def test_a_sample_of_a_model_that_does_not_fit_is_skipped_and_the_command_that_makes_it_is_named():
     for rank, (found, gathers, output) in enumerate(on_ranks(2, sampled, "fsdp", 100.0)):
         assert not found
@@ -71,13 +77,16 @@ def test_a_sample_of_a_model_that_does_not_fit_is_skipped_and_the_command_that_m
 
 
 class Restless(Tiny):
-    """Has dropout and batch norm; its sample draws from every generator, trains the statistics and leaves its mode."""
+    """Has dropout and batch norm; its sample draws from every generator, trains the statistics and
+    leaves its mode.
+    """
 
     samples_taken = 0
 
     def build_model(self):
         return nn.Sequential(
-            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)) for _ in range(2)), nn.Linear(8, 1)
+            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)) for _ in range(2)),
+            nn.Linear(8, 1),
         )
 
     def sample(self, model):
@@ -92,32 +101,48 @@ class Quiet(Restless):
 
 
 def trained(world, task, strategy):
-    words = ["--train.steps", 6, "--train.micro_batch_size", 4, "--eval.every", 2, "--optim.ema", 0.9]
+    words = [
+        "--train.steps",
+        6,
+        "--train.micro_batch_size",
+        4,
+        "--eval.every",
+        2,
+        "--optim.ema",
+        0.9,
+    ]
     run = make_run(world, task, "--parallel.strategy", strategy, *words)
     with redirect_stdout(io.StringIO()), AgreedStop(world) as stop:
         train(run, stop)
-    state = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers(), torch.get_rng_state()]
+    state = [
+        *parameters_of(run).values(),
+        *moments_of(run),
+        *run.parallel.module.buffers(),
+        torch.get_rng_state(),
+    ]
     return getattr(task, "samples_taken", 0), [tensor.clone() for tensor in state]
 
 
 def with_and_without(world, strategy):
-    (taken, first), (none, second) = (trained(world, task, strategy) for task in (Restless(), Quiet()))
+    (taken, first), (none, second) = (
+        trained(world, task, strategy) for task in (Restless(), Quiet())
+    )
     assert (taken, none) == (3, 0)
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
 def test_a_run_with_samples_ends_bit_identical_to_one_without(ranks, strategy):
     assert on_ranks(ranks, with_and_without, strategy) == [True] * ranks
 
 
 def unknown_reshard(world):
     """The sample, where torch does not say how a unit reshards."""
-    old, gathered.groups_of = gathered.groups_of, lambda unit: unit.no_longer_there
+    old, sampling.groups_of = sampling.groups_of, lambda unit: unit.no_longer_there
     try:
         return sampled(world, "fsdp")
     finally:
-        gathered.groups_of = old
+        sampling.groups_of = old
 
 
 def test_without_torchs_private_record_each_forward_gathers_and_the_sample_is_the_same():
@@ -133,7 +158,7 @@ class Drawn(Tiny):
         return str(torch.rand(8))
 
 
-WORDS_OF_SIX = ["--train.steps", "6", "--eval.every", "2", "--run.dir", "run", "--train.micro_batch_size", "4"]
+WORDS_OF_SIX = "--train.steps 6 --eval.every 2 --run.dir run --train.micro_batch_size 4".split()
 
 
 def six_steps(monkeypatch, tmp_path, task):
@@ -142,7 +167,11 @@ def six_steps(monkeypatch, tmp_path, task):
 
 
 def texts_of(folder):
-    events = EventAccumulator(str(folder / "run/tensorboard/rank00000")).Reload().Tensors("sample/text_summary")
+    events = (
+        EventAccumulator(str(folder / "run/tensorboard/rank00000"))
+        .Reload()
+        .Tensors("sample/text_summary")
+    )
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
 
 
@@ -153,11 +182,16 @@ def test_every_evaluation_has_a_sample_of_the_same_random_numbers_with_its_step_
     texts = texts_of(tmp_path)
     assert [step for step, _ in texts] == [2, 4, 6]
     for step, text in texts:
-        assert re.match(rf"\*\*step {step}, held-out loss [\d.]+\*\*: Eight random numbers\.\n```\n", text)
+        assert re.match(
+            rf"\*\*step {step}, held-out loss [\d.]+\*\*: Eight random numbers\.\n```\n", text
+        )
     assert len({text.split("```")[1] for _, text in texts}) == 1
     printed = capsys.readouterr().out
     assert printed.count("tensor(") == 1, "the last one, at the end"
-    assert len(re.findall(r"^sample +\d  [\d.]+ s; see TensorBoard's text$", printed, re.MULTILINE)) == 3
+    assert (
+        len(re.findall(r"^sample +\d  [\d.]+ s; see TensorBoard's text$", printed, re.MULTILINE))
+        == 3
+    )
     assert "tensor(" in (tmp_path / "run/sample.txt").read_text()
 
 
@@ -179,16 +213,24 @@ class Wrong(Tiny):
         return torch.rand(8)
 
 
+@pytest.mark.bad_input("a `sample(model)` that fails or returns something else at every evaluation")
 def test_a_sample_that_is_wrong_each_time_is_one_warning(monkeypatch, tmp_path, capsys):
     assert six_steps(monkeypatch, tmp_path, "Wrong") == 0
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if "sample" in line]
-    assert "the task's sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in 0..1" in warning
+    assert (
+        "the task's sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in 0..1"
+        in warning
+    )
 
 
+@pytest.mark.bad_input("a `sample.txt` that can't be written")
 def test_a_sample_file_that_can_not_be_written_ends_no_run(monkeypatch, tmp_path, capsys):
     (tmp_path / "run/sample.txt").mkdir(parents=True)
     assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
-    assert "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard" in capsys.readouterr().err
+    assert (
+        "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard"
+        in capsys.readouterr().err
+    )
     assert len(texts_of(tmp_path)) == 3
 
 
@@ -207,7 +249,9 @@ class FailsOnRank1(Tiny):
 def sampled_on_one_rank_only(world, folder):
     task = FailsOnRank1()
     task.rank = world.rank
-    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false", "--run.dir", folder)
+    run = make_run(
+        world, task, "--parallel.strategy", "fsdp", "--use_amp", "false", "--run.dir", folder
+    )
     take_steps(run, 1)
     warning = sampling.write_sample(run)
     take_steps(run, 1)  # in step with the other rank

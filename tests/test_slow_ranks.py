@@ -1,4 +1,6 @@
-"""A rank that is slower than the others is named with its host, phase and factor; nobody is in a clean run."""
+"""A rank that is slower than the others is named with its host, phase and factor; nobody is in a
+clean run.
+"""
 
 import re
 from types import SimpleNamespace
@@ -8,8 +10,8 @@ import pytest
 from forked import TESTS
 from slow_ranks import PHASES
 
+from dist_amp.clock import OWN_PHASES
 from dist_amp.diagnostics.slow_ranks import PAST, WINDOW, SlowRanks, find_slow_ranks, find_slowdown
-from dist_amp.runtime.clock import OWN_PHASES
 from dist_amp.telemetry.log_row import INDEX, RANK_METRICS, LogRow
 
 
@@ -19,12 +21,17 @@ def table(intervals, ranks, seed=0, noise=0.05):
     return 0.02 * random.lognormal(0, noise, (intervals, ranks, len(OWN_PHASES)))
 
 
+HOSTS = [f"host{rank}" for rank in range(1000)]
+
+
 def warned(phases):
-    """The warnings of a run whose ranks spend `phases`: [intervals, ranks, phases] seconds per step."""
+    """The warnings of a run whose ranks spend `phases`: [intervals, ranks, phases] seconds per
+    step.
+    """
     warnings = []
     run = SimpleNamespace(
         world=SimpleNamespace(is_main=True, warn=warnings.append),
-        metrics=SimpleNamespace(host_of="host{}".format, write_text=lambda *_: None),
+        metrics=SimpleNamespace(hosts=HOSTS, write_text=lambda *_: None),
     )
     observer = SlowRanks(run)
     waits = phases.sum(axis=2).max(axis=1)
@@ -37,25 +44,26 @@ def warned(phases):
     return warnings
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 1000])
+@pytest.mark.parametrize("ranks", [2, 3, 1000])
 def test_a_rank_that_takes_half_as_long_again_is_named_with_phase_and_factor(ranks):
     phases = table(10, ranks)
     phases[:, 1, OWN_PHASES.index("backward")] += 0.05
     (line,) = warned(phases)
     compared = "the median rank" if ranks > 2 else "the other rank"
     found = re.fullmatch(
-        rf"rank 1 on host1 spends (.*) times as long as {compared}, without waiting for other ranks: (.*) ms per step "
-        r"more in backward \(up to step \d+, in \d+ log intervals\)",
+        rf"rank 1 on host1 spends (.*) times as long as {compared}, without waiting for other "
+        r"ranks: (.*) ms per step more in backward \(up to step \d+, in \d+ log intervals\)",
         line,
     )
-    assert float(found[1]) == pytest.approx(1.5, abs=0.15)  # three standard errors of four intervals, rounded
+    assert float(found[1]) == pytest.approx(
+        1.5, abs=0.15
+    )  # three standard errors of four intervals, rounded
     assert float(found[2]) == pytest.approx(50, abs=5)
 
 
-@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("noise", [0.01, 0.1, 0.5])
-def test_nobody_is_named_where_ranks_differ_by_chance(noise, seed):
-    assert warned(table(20, 4, seed, noise)) == []
+def test_nobody_is_named_where_ranks_differ_by_chance(noise):
+    assert [warned(table(20, 4, seed, noise)) for seed in range(20)] == [[]] * 20
 
 
 def test_a_spike_of_one_interval_names_nobody():
@@ -75,7 +83,10 @@ def test_a_rank_is_named_again_only_after_it_was_as_fast_as_the_others():
 def test_two_slow_ranks_of_eight_are_both_named():
     phases = table(10, 8)
     phases[:, (3, 5), 0] += 0.1
-    assert [line.split(" spends")[0] for line in warned(phases)] == ["rank 3 on host3", "rank 5 on host5"]
+    assert [line.split(" spends")[0] for line in warned(phases)] == [
+        "rank 3 on host3",
+        "rank 5 on host5",
+    ]
 
 
 def test_a_rank_that_differs_by_little_of_a_long_step_is_not_named():
@@ -85,14 +96,14 @@ def test_a_rank_that_differs_by_little_of_a_long_step_is_not_named():
     assert find_slow_ranks(phases, np.full(10, 5.0)) == [], "the others wait for something else"
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_slowdown_that_lasts_is_named_once_in_a_run(seed):
-    phases = table(40, 4, seed, noise=0.1)
-    phases[20:, :, OWN_PHASES.index("forward")] += 0.05
-    (line,) = warned(phases)
-    assert line.startswith("all ranks spend 1.")
-    assert "times as long as before" in line
-    assert "in forward" in line
+def test_a_slowdown_that_lasts_is_named_once_in_a_run():
+    for seed in range(10):
+        phases = table(40, 4, seed, noise=0.1)
+        phases[20:, :, OWN_PHASES.index("forward")] += 0.05
+        (line,) = warned(phases)
+        assert line.startswith("all ranks spend 1.")
+        assert "times as long as before" in line
+        assert "in forward" in line
 
 
 def test_a_slowdown_of_all_ranks_is_found_once_it_has_lasted():
@@ -106,33 +117,38 @@ def test_a_slowdown_of_all_ranks_is_found_once_it_has_lasted():
     assert slow.factor == pytest.approx(1.5, rel=0.05)
 
 
-def warnings_of(launch, phase, strategy="ddp"):
-    """What rank 0 says of slow ranks in a run of 4, in which rank 2 takes twice as long in one phase."""
-    words = ["--task.args.phase", phase, "--parallel.strategy", strategy, "--train.steps", 60]
+def warnings_of(launch, phase, strategy="ddp", ranks=4):
+    """What rank 0 says of slow ranks in a run whose last rank takes twice as long in one phase."""
+    words = ["--task.args.phase", phase, "--parallel.strategy", strategy, "--train.steps", 40]
     words += ["--metrics.log_every", 4, "--checkpoint.every", "off", "--eval.every", "off"]
-    ranks = 4
+    words += ["--task.args.rank", ranks - 1]
     done = launch.each(ranks, "--task.target", f"{TESTS}/slow_ranks.py:SlowRank", *words)
     assert [one.returncode for one in done] == [0] * ranks, done[0].stderr
-    return [line for line in done[0].stderr.splitlines() if "without waiting for other ranks" in line]
+    return [
+        line for line in done[0].stderr.splitlines() if "without waiting for other ranks" in line
+    ]
 
 
-def check_rank_2_is_named(lines, phase):
+def check_is_named(rank, lines, phase):
     where = {"data": "data wait", "other": "callbacks and checks"}.get(phase, phase)
     # A neighbour on a busy machine may slow another rank for a while, which is then named as well.
-    named = [line for line in lines if line.startswith("warning: rank 2 on ")]
+    named = [line for line in lines if line.startswith(f"warning: rank {rank} on ")]
     assert named, lines
     assert f"ms per step more in {where} (up to step" in named[0]
 
 
+@pytest.mark.bad_input(
+    "a rank that is slower than the others by itself, or all ranks slower than before"
+)
 def test_a_rank_that_sleeps_in_its_backward_is_named(launch):
-    check_rank_2_is_named(warnings_of(launch, "backward"), "backward")
+    check_is_named(1, warnings_of(launch, "backward", ranks=2), "backward")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_rank_that_sleeps_is_named_in_every_phase(launch, phase, strategy):
-    check_rank_2_is_named(warnings_of(launch, phase, strategy), phase)
+    check_is_named(3, warnings_of(launch, phase, strategy), phase)
 
 
 @pytest.mark.slow

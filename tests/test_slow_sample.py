@@ -13,7 +13,13 @@ def test_a_sample_depends_on_the_seed_and_not_on_the_order_of_the_tests():
 
 
 def test_a_test_that_is_added_displaces_at_most_one_of_the_sample():
-    assert len({*sample_of(TESTS, 12, "5a3b")} - {*sample_of([*TESTS, "tests/test_new.py::test"], 12, "5a3b")}) <= 1
+    assert (
+        len(
+            {*sample_of(TESTS, 12, "5a3b")}
+            - {*sample_of([*TESTS, "tests/test_new.py::test"], 12, "5a3b")}
+        )
+        <= 1
+    )
 
 
 def test_below_1_the_amount_is_a_share_of_the_tests():

@@ -1,4 +1,6 @@
-"""launch/slurm.sbatch on a real Slurm: slurmctld and two slurmd on this machine, started and stopped here."""
+"""launch/slurm.sbatch on a real Slurm: slurmctld and two slurmd on this machine, started and
+stopped here.
+"""
 
 import json
 import os
@@ -42,7 +44,9 @@ def lacking():
     """What there is not; "" if a Slurm can be started here."""
     if os.geteuid() != 0:
         return "slurmd takes root"
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "ip") if not shutil.which(name)]
+    missing = [
+        name for name in ("munged", "slurmctld", "slurmd", "sbatch", "ip") if not shutil.which(name)
+    ]
     return f"{missing[0]} is not there; bash tests/engines.sh installs it" if missing else ""
 
 
@@ -75,10 +79,15 @@ SAVED = {"exit_code": 75, "steps": 20, "resumed_from_step": 10}
 @pytest.mark.parametrize("before", [10, 0, None])
 def test_a_job_that_was_saved_after_some_steps_is_queued_again_and_then_says_so(tmp_path, before):
     status, lines = submit_to_stand_ins(tmp_path, SAVED | {"resumed_from_step": before})
-    assert (status, lines[-2:]) == (0, ["requeue", "job 42 was stopped and saved; it is queued again"])
+    assert (status, lines[-2:]) == (
+        0,
+        ["requeue", "job 42 was stopped and saved; it is queued again"],
+    )
 
 
-@pytest.mark.parametrize("steps", [{"steps": 0, "resumed_from_step": None}, {"resumed_from_step": 20}])
+@pytest.mark.parametrize(
+    "steps", [{"steps": 0, "resumed_from_step": None}, {"resumed_from_step": 20}]
+)
 def test_a_job_that_took_no_step_is_not_queued_again_for_ever(tmp_path, steps):
     status, lines = submit_to_stand_ins(tmp_path, SAVED | steps)
     told = "job 42 was stopped before its first step and is not queued again; give it more --time"
@@ -91,7 +100,9 @@ def test_a_cluster_that_does_not_queue_again_is_told_of_with_the_folder_to_go_on
     assert (status, lines[-2:]) == (1, ["requeue", told])
 
 
-def test_a_job_does_not_take_its_number_of_nodes_from_the_shell_and_has_most_of_the_warning_to_save_in(tmp_path):
+def test_a_job_does_not_take_its_number_of_nodes_from_the_shell_and_has_most_of_the_warning_to_save_in(
+    tmp_path,
+):
     _, lines = submit_to_stand_ins(tmp_path, {"exit_code": 1}, NNODES="4", NODE_RANK="3")
     assert not [line for line in lines if line.startswith(("NNODES=", "NODE_RANK="))]
     assert {"MASTER_ADDR=10.213.0.1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280"} <= set(lines)
@@ -109,41 +120,74 @@ def free_ports(count):
 
 
 class Slurm:
-    """A cluster of two nodes with another number of cores each, of which no file is outside `folder`."""
+    """A cluster of two nodes with another number of cores each, of which no file is outside
+    `folder`.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.daemons = folder, []
         self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def open(self):
-        folder, words = self.folder, {"host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))}
+        folder, words = (
+            self.folder,
+            {"host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))},
+        )
         (folder / "state").mkdir()
-        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=free_ports(3), **words))
+        (folder / "slurm.conf").write_text(
+            CONFIG.format(folder=folder, ports=free_ports(3), **words)
+        )
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        self.daemon("munged", "--force", "--foreground", *(f"--{k}={folder}/munge.{v}" for k, v in files.items()))
+        files = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
+        self.daemon(
+            "munged",
+            "--force",
+            "--foreground",
+            *(f"--{k}={folder}/munge.{v}" for k, v in files.items()),
+        )
         wait_for((folder / "munge.socket").exists)
         self.daemon("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self.daemon("slurmd", "-D", "-N", node)
-        wait_for(lambda: self.ask("sinfo", "--noheader", "--format=%T %D", check=False) == "idle 2\n")
+        wait_for(
+            lambda: self.ask("sinfo", "--noheader", "--format=%T %D", check=False) == "idle 2\n"
+        )
 
     def daemon(self, *command):
         log = (self.folder / "daemons.log").open("a")
         self.daemons.append(subprocess.Popen(command, env=self.environ, stdout=log, stderr=log))
 
     def ask(self, *command, check=True, **environ):
-        done = subprocess.run(command, env={**self.environ, **environ}, capture_output=True, text=True, check=check)
+        done = subprocess.run(
+            command, env={**self.environ, **environ}, capture_output=True, text=True, check=check
+        )
         return done.stdout
 
     def submit(self, run, words):
         """The number of a job, whose log is RUN.log."""
         options = [f"--chdir={ROOT}", f"--output={run}.log", "--gpus-per-node=0", "--time=10"]
         settings = as_options({key: value for key, value in words.items() if key != "run.dir"})
-        environ = {"PATH": ACTIVATED, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "RUN_DIR": str(run), "NPROC_PER_NODE": "1"}
-        environ |= {"OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "60", "MASTER_PORT": str(free_ports(1)[0])}
-        return self.ask("sbatch", *options, str(ROOT / "launch/slurm.sbatch"), *settings, **environ).split()[-1]
+        environ = {
+            "PATH": ACTIVATED,
+            "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+            "RUN_DIR": str(run),
+            "NPROC_PER_NODE": "1",
+        }
+        environ |= {
+            "OMP_NUM_THREADS": "1",
+            "RDZV_TIMEOUT": "60",
+            "MASTER_PORT": str(free_ports(1)[0]),
+        }
+        return self.ask(
+            "sbatch", *options, str(ROOT / "launch/slurm.sbatch"), *settings, **environ
+        ).split()[-1]
 
     def has(self, job):
         """What Slurm has of a job: {"JobState": "RUNNING", ...}."""
@@ -189,7 +233,9 @@ def wait_for(there, seconds=600.0):
 def slurm():
     if why := lacking():
         pytest.skip(why)
-    with tempfile.TemporaryDirectory(prefix="slurm") as folder:  # a short path: it becomes that of sockets
+    with tempfile.TemporaryDirectory(
+        prefix="slurm"
+    ) as folder:  # a short path: it becomes that of sockets
         made = Slurm(Path(folder))
         try:
             made.open()
@@ -212,12 +258,16 @@ def affinities(job):
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(slurm, chaos, tmp_path):
+def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(
+    slurm, chaos, tmp_path
+):
     run, log = tmp_path / "run", tmp_path / "run.log"
     job = slurm.submit(run, chaos.words)
     wait_for(lambda: log.exists() and "step     60" in log.read_text())
     assert affinities(job) == [os.sched_getaffinity(0)] * 2
-    slurm.ask("scancel", "--signal=USR1", job)  # as --signal does before the time limit: to srun's tasks
+    slurm.ask(
+        "scancel", "--signal=USR1", job
+    )  # as --signal does before the time limit: to srun's tasks
     wait_for(lambda: slurm.has(job)["JobState"] == "PENDING")
     assert "by SIGUSR1; go on with" in log.read_text()
     assert slurm.has(job)["Restarts"] == "1"
@@ -228,7 +278,9 @@ def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(sl
 
 
 @pytest.mark.slow
-def test_a_job_that_fails_is_not_queued_again_though_its_folder_holds_a_run_that_was_stopped(slurm, chaos, tmp_path):
+def test_a_job_that_fails_is_not_queued_again_though_its_folder_holds_a_run_that_was_stopped(
+    slurm, chaos, tmp_path
+):
     run = tmp_path / "run"
     run.mkdir()
     (run / "summary.json").write_text('{\n  "exit_code": 75\n}\n')

@@ -1,4 +1,6 @@
-"""Models that nobody designed the code around: idle experts, branches, bf16 weights, frozen parts, wrappers called."""
+"""Models that nobody designed the code around: idle experts, branches, bf16 weights, frozen parts,
+wrappers called.
+"""
 
 import pytest
 import torch
@@ -11,11 +13,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.saver import save
-from dist_amp.diagnostics.first_steps import WATCHED_STEPS, FirstSteps
+from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import DataError, NumericsError
-from dist_amp.fast import missing_gradients
-from dist_amp.runtime.block_calls import BlockCalls
-from dist_amp.runtime.parameter_dtype import to_float32
+from dist_amp.scaling import missing_gradients
+from dist_amp.scaling.block_calls import BlockCalls
+from dist_amp.scaling.parameters import to_float32
 from dist_amp.step import evaluate, train_step
 from dist_amp.world import World
 
@@ -51,7 +53,9 @@ class MixtureModel(nn.Module):
 
 
 class Mixture(Tiny):
-    """Every micro-batch of two samples leaves some experts without a sample; expert 3 has none at all."""
+    """Every micro-batch of two samples leaves some experts without a sample; expert 3 has none at
+    all.
+    """
 
     def build_model(self):
         return MixtureModel()
@@ -64,20 +68,30 @@ class Mixture(Tiny):
         return Rows(**rows.columns, chosen=torch.arange(self.samples) // 3 % 3)
 
     def loss_sum(self, model, batch):
-        return F.mse_loss(model(batch["x"], batch["chosen"]).float().squeeze(-1), batch["y"], reduction="sum")
+        return F.mse_loss(
+            model(batch["x"], batch["chosen"]).float().squeeze(-1), batch["y"], reduction="sum"
+        )
+
+
+def mixture_run(world, task, strategy, *words):
+    words = [*words, "--parallel.strategy", strategy, "--optim.lr", 1e-2, "--data.shuffle", "false"]
+    size = 8 // world.world_size // 2  # two micro-batches, in which other experts are idle
+    words += ["--train.micro_batch_size", size, "--train.accumulation_steps", 2]
+    return make_run(world, task, *words)
 
 
 def steps_of_a_mixture(world, strategy, *words):
-    size = 8 // world.world_size // 2  # two micro-batches, in which other experts are idle
-    run = make_run(world, Mixture(samples=24), "--parallel.strategy", strategy, "--train.micro_batch_size", size,
-                   "--train.accumulation_steps", 2, "--optim.lr", 1e-2, "--data.shuffle", "false", *words)  # fmt: skip
+    run = mixture_run(world, Mixture(samples=24), strategy, *words)
     take_steps(run, 4)
     return parameters_of(run)
 
 
+@pytest.mark.bad_input("a parameter without a gradient in some steps, or on some ranks")
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "hsdp")])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(ranks, strategy, optimizer):
+def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(
+    ranks, strategy, optimizer
+):
     words = ["--use_amp", "false", "--optim.name", optimizer]
     alone = steps_of_a_mixture(World(), "single", *words)
     for parameters in on_ranks(ranks, steps_of_a_mixture, strategy, *words):
@@ -86,16 +100,36 @@ def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(ran
             torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("reduce", ["last", "every"])
-def test_idle_experts_under_a_bf16_policy_mix_with_gradients_accumulated_in_float32(reduce):
-    words = ["--parallel.accumulate_reduce", reduce]
-    one, two = on_ranks(2, steps_of_a_mixture, "fsdp", *words)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert all(value.isfinite().all() for value in one.values())
+class SkippingMixture(Mixture):
+    ranks_skip_blocks = True
+
+
+def steps_under_a_policy(world):
+    """Idle experts with bf16 gradients, in the ways that work; and the refusal of the others."""
+    results = []
+    for task, reduce in ((SkippingMixture(24), "last"), (Mixture(24), "every")):
+        run = mixture_run(world, task, "fsdp", "--parallel.accumulate_reduce", reduce)
+        take_steps(run, 4)
+        results.append(parameters_of(run))
+    try:
+        take_steps(mixture_run(world, Mixture(24), "fsdp"), 1)
+    except DataError as error:
+        return results, str(error)
+
+
+@pytest.mark.bad_input("idle experts under fsdp's policy with accumulation")
+def test_idle_experts_under_a_bf16_policy_mix_with_accumulated_gradients_or_are_refused():
+    (ones, refusal), (twos, _) = on_ranks(2, steps_under_a_policy)
+    for one, two in zip(ones, twos, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+        assert all(value.isfinite().all() for value in one.values())
+    assert "had a gradient in some of the step's micro-batches only" in refusal
+    assert "ranks_skip_blocks = True" in refusal
 
 
 def mixture_saved_and_resumed(world, folder):
-    words = ["--use_amp", "false", "--train.micro_batch_size", 1, "--data.shuffle", "false", "--optim.lr", 1e-2]
+    words = ["--use_amp", "false", "--train.micro_batch_size", 1, "--data.shuffle", "false"]
+    words += ["--optim.lr", 1e-2]
     words += ["--parallel.strategy", "ddp", "--train.accumulation_steps", 2, "--run.dir", folder]
     through = make_run(world, Mixture(samples=24), *words)
     take_steps(through, 2)
@@ -112,14 +146,11 @@ def test_a_mixture_with_idle_experts_resumes_bit_for_bit_on_four_ddp_ranks(tmp_p
 
 
 def mixture_without_ddps_own_check(world):
-    missing_gradients.KNOWS_UNREDUCED, known = False, True
+    missing_gradients.CAN_FINISH = False
     try:
-        import dist_amp.parallel as parallel
-
-        parallel.KNOWS_UNREDUCED = False
         return steps_of_a_mixture(world, "ddp", "--use_amp", "false")
     finally:
-        missing_gradients.KNOWS_UNREDUCED = parallel.KNOWS_UNREDUCED = known
+        missing_gradients.CAN_FINISH = True
 
 
 def test_a_release_of_torch_whose_ddp_can_not_be_asked_finds_unused_parameters_itself():
@@ -130,7 +161,7 @@ def test_a_release_of_torch_whose_ddp_can_not_be_asked_finds_unused_parameters_i
 
 
 class BranchedModel(nn.Module):
-    """Four blocks of one shape, all of which are called, and whose outputs a sample chooses from."""
+    """Four blocks of one shape, which are all called; a sample chooses from their outputs."""
 
     def __init__(self):
         super().__init__()
@@ -144,17 +175,22 @@ class BranchedModel(nn.Module):
 
 
 class Branched(Mixture):
+    ranks_skip_blocks = True
+
     def build_model(self):
         return BranchedModel()
 
     def build_dataset(self, split):
         rows = Tiny.build_dataset(self, split)
-        return Rows(**rows.columns, chosen=torch.tensor([0, 1, 2, 3, 1, 0, 3, 3]).repeat(self.samples // 8))
+        return Rows(
+            **rows.columns, chosen=torch.tensor([0, 1, 2, 3, 1, 0, 3, 3]).repeat(self.samples // 8)
+        )
 
 
 def steps_with_branches(world, strategy, *words):
-    run = make_run(world, Branched(samples=32), "--parallel.strategy", strategy, "--train.micro_batch_size", 1,
-                   "--train.global_batch_size", 8, "--data.shuffle", "false", *words)  # fmt: skip
+    words = [*words, "--parallel.strategy", strategy, "--data.shuffle", "false"]
+    words += ["--train.micro_batch_size", 1, "--train.global_batch_size", 8]
+    run = make_run(world, Branched(samples=32), *words)
     take_steps(run, 4)
     return parameters_of(run)
 
@@ -162,7 +198,9 @@ def steps_with_branches(world, strategy, *words):
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp")])
 @pytest.mark.parametrize("reduce", ["last", "every"])
-def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process(ranks, strategy, reduce, checkpointing):
+def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process(
+    ranks, strategy, reduce, checkpointing
+):
     words = ["--use_amp", "false", "--parallel.accumulate_reduce", reduce]
     words += ["--parallel.activation_checkpointing", checkpointing]
     alone = steps_with_branches(World(), "single", *words)
@@ -195,8 +233,12 @@ def gathers_in_a_step(world, frozen):
 
 
 def test_blocks_below_everything_that_is_trained_are_gathered_for_the_forward_alone():
-    assert on_ranks(2, gathers_in_a_step, 0)[0] == 4 + 2, "the root and the last block stay gathered"
-    assert on_ranks(2, gathers_in_a_step, 2)[0] == 4 + 1, "torch fetches the block below the last one ahead"
+    assert on_ranks(2, gathers_in_a_step, 0)[0] == 4 + 2, (
+        "the root and the last block stay gathered"
+    )
+    assert on_ranks(2, gathers_in_a_step, 2)[0] == 4 + 1, (
+        "torch fetches the block below the last one ahead"
+    )
 
 
 class Forgotten(Tiny):
@@ -224,16 +266,21 @@ def watched_steps(world, task, strategy, steps=WATCHED_STEPS):
     return warnings
 
 
+@pytest.mark.bad_input("a parameter that gets no gradient")
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
 def test_a_parameter_that_never_gets_a_gradient_is_named_after_some_steps(ranks, strategy):
     for warnings in on_ranks(ranks, watched_steps, Forgotten(), strategy):
         assert len(warnings) == 1
-        assert warnings[0].startswith(f"forgotten got no gradient in {WATCHED_STEPS} steps: it counts as zero")
+        assert warnings[0].startswith(
+            f"forgotten got no gradient in {WATCHED_STEPS} steps: it counts as zero"
+        )
 
 
 def test_experts_that_no_sample_chose_are_named_and_said_to_be_harmless():
     (warning,) = watched_steps(World(), Mixture(), "single")
-    assert "blocks.0.experts.3.bias, blocks.1.experts.3.weight and 1 more got no gradient" in warning
+    assert (
+        "blocks.0.experts.3.bias, blocks.1.experts.3.weight and 1 more got no gradient" in warning
+    )
     assert warning.endswith("For a mixture's experts that no sample chose yet, nothing is wrong")
 
 
@@ -244,12 +291,15 @@ class Still(torch.optim.SGD):
         pass
 
 
+@pytest.mark.bad_input("an applied step that changes no parameter")
 def test_an_applied_step_that_changes_no_parameter_ends_the_run():
     run = make_run(World(), Tiny())
     run.optimizer = Still(run.parallel.parameters)
     observer, micro_batches = FirstSteps(run), next(run.data)
     observer.before_step(micro_batches)
-    with pytest.raises(NumericsError, match=r"step 1 was applied with grad_norm .* but changed no parameter"):
+    with pytest.raises(
+        NumericsError, match=r"step 1 was applied with grad_norm .* but changed no parameter"
+    ):
         observer.after_step(train_step(run, micro_batches), micro_batches)
 
 
@@ -271,9 +321,29 @@ class DropsLayers(Tiny):
 
 def test_a_block_that_the_forward_does_not_call_is_named():
     model = DropsLayers(1).build_model()
-    BlockCalls(model, [model[0], model[1]], 3)
+    BlockCalls(model, [model[0], model[1]], 3, in_order=True)
     with pytest.raises(DataError, match="rank 3: the model's forward did not call its block 1 "):
         model(torch.zeros(1, 8))
+
+
+@pytest.mark.bad_input("a block on which the loss does not depend under fsdp")
+@pytest.mark.parametrize(("chosen", "block"), [(0, "3"), (3, "3"), (1, None)])
+def test_a_block_on_which_the_loss_does_not_depend_is_named_unless_ranks_may_skip_blocks(
+    chosen, block
+):
+    model = BranchedModel()
+    blocks = list(model.blocks[2:])  # of the right branch
+    BlockCalls(model, blocks, 3, in_order=True)
+    loss = model(torch.zeros(1, 8), torch.tensor(chosen)).sum()
+    if block is None:
+        loss.backward()
+        return
+    with pytest.raises(DataError) as error:
+        loss.backward()
+    assert f"rank 3: the loss does not depend on the block blocks.{block}, whose" in str(
+        error.value
+    )
+    assert "ranks_skip_blocks = True" in str(error.value)
 
 
 def layer_dropped(world):
@@ -281,6 +351,7 @@ def layer_dropped(world):
     take_steps(run, 1)
 
 
+@pytest.mark.bad_input("a block that one rank does not call under fsdp")
 @pytest.mark.slow  # here the rank that raises lives on, and the other one waits until its timeout
 def test_a_block_that_one_rank_does_not_call_under_fsdp_is_named_by_that_rank():
     with pytest.raises(RankFailed) as error:
@@ -300,8 +371,12 @@ class Bf16(Tiny):
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
 @pytest.mark.parametrize("amp", ["true", "false"])
-def test_weights_that_come_in_bf16_are_trained_in_float32_and_a_line_says_so(capfd, ranks, strategy, amp):
-    results = on_ranks(ranks, dtypes_after_a_step, Bf16(), "--parallel.strategy", strategy, "--use_amp", amp)
+def test_weights_that_come_in_bf16_are_trained_in_float32_and_a_line_says_so(
+    capfd, ranks, strategy, amp
+):
+    results = on_ranks(
+        ranks, dtypes_after_a_step, Bf16(), "--parallel.strategy", strategy, "--use_amp", amp
+    )
     assert results == [{torch.float32}] * ranks
 
 
@@ -311,14 +386,20 @@ def dtypes_after_a_step(world, task, *words):
     return {p.dtype for p in run.parallel.module.parameters()}
 
 
+@pytest.mark.bad_input("weights that come in bf16, fp16 or float64")
 def test_the_line_about_another_dtype_counts_the_parameters(capsys):
     make_run(World(), Bf16())
-    assert "build_model gave 153 parameters in bfloat16: they are stored in float32" in capsys.readouterr().out
+    assert (
+        "build_model gave 153 parameters in bfloat16: they are stored in float32"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_tied_weights_stay_tied_when_they_become_float32(dtype):
-    model = nn.Sequential(nn.Embedding(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 8, bias=False)).to(dtype)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 8, bias=False)).to(
+        dtype
+    )
     model[2].weight = model[0].weight
     line = to_float32(model, frozen_too=False)
     assert f"40 parameters in {str(dtype).removeprefix('torch.')}" in line
@@ -339,8 +420,14 @@ class FrozenBase(Tiny):
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
 def test_a_frozen_base_keeps_its_bf16_unless_everything_is_computed_in_float32(ranks, strategy):
     words = ["--parallel.strategy", strategy]
-    assert on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words) == [{torch.bfloat16, torch.float32}] * ranks
-    assert on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words, "--use_amp", "false") == [{torch.float32}] * ranks
+    assert (
+        on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words)
+        == [{torch.bfloat16, torch.float32}] * ranks
+    )
+    assert (
+        on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words, "--use_amp", "false")
+        == [{torch.float32}] * ranks
+    )
 
 
 # ---- loops of the user's own ----
@@ -386,10 +473,13 @@ def message_of_a_step(world, task, strategy):
     return str(error.value)
 
 
+@pytest.mark.bad_input("a loss that uses more of the model than its call, over several ranks")
 @pytest.mark.parametrize("task", [CallsAPart(), CallsAMethod()])
 def test_a_loss_that_uses_more_of_the_model_than_its_call_is_told_to_call_it(task):
     for message in on_ranks(2, message_of_a_step, task, "ddp"):
-        assert message.startswith("the task's loss_sum did more with its model than call it ('DistributedDataParallel'")
+        assert message.startswith(
+            "the task's loss_sum did more with its model than call it ('DistributedDataParallel'"
+        )
         assert "call model(...) once per batch" in message
 
 
@@ -398,11 +488,14 @@ def test_a_part_of_a_sharded_model_called_on_its_own_is_explained():
         assert "did more with its model than call it" in message
 
 
+@pytest.mark.bad_input("a model that can't be called (ModuleDict), over several ranks")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_model_that_can_not_be_called_is_refused_over_several_ranks(strategy):
     assert take_steps(make_run(World(), CanNotBeCalled()), 1)
     for message in on_ranks(2, message_of_a_step, CanNotBeCalled(), strategy):
-        assert message.startswith("the task's build_model returned a ModuleDict, which can't be called")
+        assert message.startswith(
+            "the task's build_model returned a ModuleDict, which can't be called"
+        )
 
 
 class Calls(CallsAMethod):
@@ -411,7 +504,9 @@ class Calls(CallsAMethod):
 
 
 def metrics_of(world):
-    return evaluate(make_run(world, Calls(), "--parallel.strategy", "ddp", "--eval.every", 1))["loss"]
+    return evaluate(make_run(world, Calls(), "--parallel.strategy", "ddp", "--eval.every", 1))[
+        "loss"
+    ]
 
 
 def test_metrics_gets_the_module_without_ddps_wrapper():

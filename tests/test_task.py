@@ -12,9 +12,10 @@ from tiny import Tiny, make_run, take_steps
 
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.parse import flat_values
-from dist_amp.config.task_class import build_task, built_model
+from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.step import evaluate
+from dist_amp.task import built_model
 from dist_amp.tasks.causal_lm import GPT, rotary_table, rotate
 from dist_amp.world import World
 
@@ -45,7 +46,9 @@ def datasets_are_cached_in_the_tests_folder(monkeypatch, tmp_path):
 
 
 def task_file(folder, parameters="", body="pass", head="", name="mine.py"):
-    """A file with a task called Mine, whose constructor takes `parameters` and does `body`; returns its target."""
+    """A file with a task called Mine, whose constructor takes `parameters` and does `body`; returns
+    its target.
+    """
     constructor = f"    def __init__(self, {parameters}):\n        {body}\n"
     (folder / name).write_text(f"{head}\n\nclass Mine:\n{constructor}{METHODS}")
     return f"{folder / name}:Mine"
@@ -90,7 +93,9 @@ def test_a_task_is_found_by_a_relative_path(tmp_path, monkeypatch):
 
 def test_a_file_beside_the_task_can_be_imported(tmp_path):
     (tmp_path / "helper_of_mine.py").write_text("ANSWER = 42")
-    target = task_file(tmp_path, head="from helper_of_mine import ANSWER", body="self.answer = ANSWER")
+    target = task_file(
+        tmp_path, head="from helper_of_mine import ANSWER", body="self.answer = ANSWER"
+    )
     assert build(target).answer == 42
 
 
@@ -100,12 +105,18 @@ def test_arguments_set_on_the_command_line_reach_the_constructor():
 
 
 def test_a_required_argument_may_be_set(tmp_path):
-    assert build(task_file(tmp_path, "name: str", "self.name = name"), "--task.args.name", "it").name == "it"
+    assert (
+        build(task_file(tmp_path, "name: str", "self.name = name"), "--task.args.name", "it").name
+        == "it"
+    )
 
 
 def test_an_argument_without_annotation_takes_the_type_of_its_default(tmp_path):
     target = task_file(tmp_path, "rate=0.5, layers=(8, 8)", "self.all = (rate, layers)")
-    assert build(target, "--task.args.rate", "2", "--task.args.layers", "1", "2").all == (2.0, (1, 2))
+    assert build(target, "--task.args.rate", "2", "--task.args.layers", "1", "2").all == (
+        2.0,
+        (1, 2),
+    )
 
 
 def test_an_argument_without_annotation_and_default_is_a_number_if_it_can_be_read_as_one(tmp_path):
@@ -129,7 +140,9 @@ def test_an_argument_that_is_none_reads_back_from_toml(tmp_path):
     target = task_file(tmp_path, "name: str | None = None", "self.name = name")
     config = load_config(["--task.target", target], {})
     (tmp_path / "written.toml").write_text(to_toml(config))
-    assert dict(flat_values(load_config(["--config", str(tmp_path / "written.toml")], {}))) == dict(flat_values(config))
+    assert dict(flat_values(load_config(["--config", str(tmp_path / "written.toml")], {}))) == dict(
+        flat_values(config)
+    )
 
 
 def test_a_dataclass_is_a_task_too(tmp_path):
@@ -145,20 +158,35 @@ def test_a_dataclass_is_a_task_too(tmp_path):
 
 @pytest.mark.parametrize("target", ["tiny", "tiny:", ":Tiny", ""])
 def test_a_target_without_module_or_class_shows_the_form(target):
-    assert_says(refusal(build, target), f"task.target={target}", "module:Class or path/to/file.py:Class")
+    assert_says(
+        refusal(build, target), f"task.target={target}", "module:Class or path/to/file.py:Class"
+    )
 
 
-@pytest.mark.parametrize("module", ["missing", "missing.part", "dist_amp.missing", "dist_amp.missing.part"])
+@pytest.mark.parametrize(
+    "module", ["missing", "missing.part", "dist_amp.missing", "dist_amp.missing.part"]
+)
 def test_a_missing_module_is_named(module):
-    assert_says(refusal(build, f"{module}:Mine"), f"task.target={module}:Mine", f"there is no module {module}")
+    assert_says(
+        refusal(build, f"{module}:Mine"),
+        f"task.target={module}:Mine",
+        f"there is no module {module}",
+    )
 
 
 def test_a_missing_file_is_named(tmp_path):
-    assert_says(refusal(build, f"{tmp_path}/missing.py:Mine"), "there is no", f"{tmp_path}/missing.py")
+    assert_says(
+        refusal(build, f"{tmp_path}/missing.py:Mine"), "there is no", f"{tmp_path}/missing.py"
+    )
 
 
 def test_for_a_missing_class_the_nearest_is_suggested():
-    assert_says(refusal(build, "tiny:Tinny"), "task.target=tiny:Tinny", "no class Tinny", "did you mean Tiny?")
+    assert_says(
+        refusal(build, "tiny:Tinny"),
+        "task.target=tiny:Tinny",
+        "no class Tinny",
+        "did you mean Tiny?",
+    )
 
 
 def test_a_function_is_not_a_class_and_only_the_modules_own_classes_are_suggested():
@@ -167,9 +195,12 @@ def test_a_function_is_not_a_class_and_only_the_modules_own_classes_are_suggeste
     assert "Annotated" not in message
 
 
+@pytest.mark.bad_input("task target not importable, no such class, a method missing")
 def test_a_class_that_lacks_a_method_is_shown_its_signature():
     message = refusal(build, "tiny:LacksWeight")
-    assert_says(message, "tiny:LacksWeight", "lacks the method weight", "def weight(self, batch) -> number")
+    assert_says(
+        message, "tiny:LacksWeight", "lacks the method weight", "def weight(self, batch) -> number"
+    )
 
 
 def test_a_module_that_raises_is_quoted(tmp_path):
@@ -178,11 +209,20 @@ def test_a_module_that_raises_is_quoted(tmp_path):
 
 
 def test_a_module_with_a_mistake_in_it_names_file_and_line(tmp_path):
-    assert_says(refusal(build, task_file(tmp_path, head="\ndef (")), "mine.py:Mine", "SyntaxError", "mine.py, line 2")
+    assert_says(
+        refusal(build, task_file(tmp_path, head="\ndef (")),
+        "mine.py:Mine",
+        "SyntaxError",
+        "mine.py, line 2",
+    )
 
 
 def test_a_module_that_exits_is_named(tmp_path):
-    assert_says(refusal(build, task_file(tmp_path, head="raise SystemExit(3)")), "mine.py:Mine", "SystemExit")
+    assert_says(
+        refusal(build, task_file(tmp_path, head="raise SystemExit(3)")),
+        "mine.py:Mine",
+        "SystemExit",
+    )
 
 
 @pytest.mark.parametrize("what", ["not_there_at_all", "json.not_there"])
@@ -192,14 +232,20 @@ def test_a_missing_module_that_the_tasks_module_imports_is_named(tmp_path, what)
 
 
 def test_for_a_file_named_like_another_module_the_error_says_to_rename_it(tmp_path):
-    assert_says(refusal(build, task_file(tmp_path, name="queue.py")), tmp_path / "queue.py", "rename")
+    assert_says(
+        refusal(build, task_file(tmp_path, name="queue.py")), tmp_path / "queue.py", "rename"
+    )
 
 
 # Arguments that are wrong.
 
 
 def test_for_a_task_without_arguments_the_error_says_so(tmp_path):
-    assert_says(refusal(build, task_file(tmp_path), "--task.args.width", "1"), "task.args.width", "no arguments")
+    assert_says(
+        refusal(build, task_file(tmp_path), "--task.args.width", "1"),
+        "task.args.width",
+        "no arguments",
+    )
 
 
 def test_a_missing_argument_is_named(tmp_path):
@@ -208,12 +254,16 @@ def test_a_missing_argument_is_named(tmp_path):
 
 
 def test_a_wrong_value_of_a_required_argument_is_the_one_that_is_named(tmp_path):
-    message = refusal(build, task_file(tmp_path, "count: int"), "--train.steps", "5", "--task.args.count", "x")
+    message = refusal(
+        build, task_file(tmp_path, "count: int"), "--train.steps", "5", "--task.args.count", "x"
+    )
     assert message == "task.args.count=x on the command line is not a whole number"
 
 
 def test_an_optional_argument_says_in_words_what_it_takes(tmp_path):
-    message = refusal(build, task_file(tmp_path, "count: int | None = None"), "--task.args.count", "x")
+    message = refusal(
+        build, task_file(tmp_path, "count: int | None = None"), "--task.args.count", "x"
+    )
     assert_says(message, "task.args.count=x", "a whole number")
     assert "<class" not in message
 
@@ -253,7 +303,9 @@ def write_jsonl(folder):
 def write_parquet(folder):
     import datasets
 
-    datasets.Dataset.from_dict({"text": list(DOCUMENTS.values())}).to_parquet(folder / "rows.parquet")
+    datasets.Dataset.from_dict({"text": list(DOCUMENTS.values())}).to_parquet(
+        folder / "rows.parquet"
+    )
     return folder / "rows.parquet"
 
 
@@ -262,8 +314,10 @@ def bytes_in(dataset):
 
 
 @pytest.mark.parametrize("write", [write_text, write_jsonl, write_parquet])
-def test_local_files_become_samples_of_context_plus_one_with_some_documents_held_out(tmp_path, write):
-    task = language_model(write(tmp_path), "--data.validation_fraction", "0.1")
+def test_local_files_become_samples_of_context_plus_one_with_some_documents_held_out(
+    tmp_path, write
+):
+    task = language_model(write(tmp_path), "--data.validation_split", "0.1")
     train, held_out = task.build_dataset("train"), task.build_dataset("validation")
     assert train[0]["input_ids"].shape == held_out[0]["labels"].shape == (17,)
     assert (len(bytes_in(train)), len(bytes_in(held_out))) == (36, 4)
@@ -278,7 +332,15 @@ def test_documents_are_packed_end_to_end_with_a_zero_after_each(tmp_path):
 
 def test_the_same_documents_are_held_out_every_time(tmp_path):
     path = write_jsonl(tmp_path)
-    assert len({frozenset(bytes_in(language_model(path).build_dataset("validation"))) for _ in range(2)}) == 1
+    assert (
+        len(
+            {
+                frozenset(bytes_in(language_model(path).build_dataset("validation")))
+                for _ in range(2)
+            }
+        )
+        == 1
+    )
 
 
 def test_a_single_document_is_trained_on_and_nothing_is_held_out(tmp_path):
@@ -292,6 +354,7 @@ def data_refusal(path, *argv):
     return refusal(language_model(path, *argv).build_dataset, "train", status=65)
 
 
+@pytest.mark.bad_input("missing column")
 def test_a_missing_column_lists_the_existing_ones(tmp_path):
     message = data_refusal(write_jsonl(tmp_path), "--data.text_column", "body")
     assert_says(message, "data.text_column=body", "text, length")
@@ -304,7 +367,9 @@ def test_a_column_that_is_not_text_is_rejected(tmp_path):
 
 def test_a_path_without_a_file_is_named(tmp_path):
     message = data_refusal(tmp_path / "missing" / "*.txt")
-    assert_says(message, f"data.path={tmp_path}/missing/*.txt", "no file", "a file, a folder or a glob")
+    assert_says(
+        message, f"data.path={tmp_path}/missing/*.txt", "no file", "a file, a folder or a glob"
+    )
 
 
 def test_files_of_two_formats_are_rejected(tmp_path):
@@ -319,7 +384,9 @@ def test_for_an_unknown_split_the_existing_ones_are_listed(tmp_path, key):
     assert_says(message, f"{key}=trian", "the dataset has train")
 
 
-@pytest.mark.parametrize("text", ['{"text": "fine"}\n{"text": oops}\n', ""], ids=["malformed", "empty"])
+@pytest.mark.parametrize(
+    "text", ['{"text": "fine"}\n{"text": oops}\n', ""], ids=["malformed", "empty"]
+)
 def test_a_broken_file_is_named(tmp_path, text):
     (tmp_path / "broken.jsonl").write_text(text)
     message = data_refusal(tmp_path / "*.jsonl")
@@ -327,8 +394,8 @@ def test_a_broken_file_is_named(tmp_path, text):
 
 
 def test_a_held_out_part_that_leaves_nothing_to_train_on_is_rejected(tmp_path):
-    message = data_refusal(write_jsonl(tmp_path), "--data.validation_fraction", "0.999")
-    assert_says(message, "data.validation_fraction=0.999", "40")
+    message = data_refusal(write_jsonl(tmp_path), "--data.validation_split", "0.999")
+    assert_says(message, "data.validation_split=0.999", "40")
 
 
 def test_a_width_that_the_heads_do_not_divide_is_rejected():
@@ -363,7 +430,10 @@ def test_tied_weights_are_one_parameter():
     shape = {"vocabulary": 256, "context": 16, "width": 32, "layers": 1, "heads": 2}
     tied, untied = GPT(**shape, tied=True), GPT(**shape, tied=False)
     assert tied.head.weight is tied.embedding.weight
-    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 256 * 32
+    assert (
+        sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+        == 256 * 32
+    )
 
 
 def test_rotary_positions_depend_on_the_distance_alone():
@@ -371,7 +441,8 @@ def test_rotary_positions_depend_on_the_distance_alone():
     query, key = torch.randn(2, 1, 32, dtype=torch.float64)
     cos, sin = rotary_table(64, 32)
     scores = rotate(query.expand(64, 32), cos, sin) @ rotate(key.expand(64, 32), cos, sin).T
-    # The table is float32: an angle of 63 rad is off by up to 4e-6, times 32 products of numbers of size 1.
+    # The table is float32: an angle of 63 rad is off by up to 4e-6, times 32 products of numbers of
+    # size 1.
     for distance in range(-63, 64):
         along = scores.diagonal(distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-4)
@@ -381,7 +452,9 @@ def test_rotary_positions_depend_on_the_distance_alone():
 def test_rotary_positions_keep_length_and_dtype():
     cos, sin = rotary_table(8, 16)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(rotate(x, cos, sin).norm(dim=-1), x.norm(dim=-1))  # torch's tolerance for float32
+    torch.testing.assert_close(
+        rotate(x, cos, sin).norm(dim=-1), x.norm(dim=-1)
+    )  # torch's tolerance for float32
     assert rotate(x.bfloat16(), cos, sin).dtype == torch.bfloat16
 
 
@@ -402,7 +475,9 @@ def test_evaluation_reports_bits_per_byte():
     sums = task.metrics(task.build_model(), batch)
     assert task.weight(batch) == 32
     assert sums["bits_per_byte"].item() == pytest.approx(sums["loss"].item() / math.log(2))
-    assert sums["bits_per_byte"].item() / 32 == pytest.approx(8, abs=0.5)  # an untrained model is close to uniform
+    assert sums["bits_per_byte"].item() / 32 == pytest.approx(
+        8, abs=0.5
+    )  # an untrained model is close to uniform
 
 
 # The shipped picture.
@@ -459,14 +534,21 @@ def test_the_sample_shows_the_target_next_to_the_models_drawing():
 
 
 def test_files_named_after_splits_are_those_splits(tmp_path):
-    splits, folder = ("train", "validation"), tmp_path / "corpus"  # the cache lies in tmp_path itself
+    splits, folder = (
+        ("train", "validation"),
+        tmp_path / "corpus",
+    )  # the cache lies in tmp_path itself
     folder.mkdir()
     for split in splits:
         rows = [f'{{"text": "{split} {split} {split} {n}"}}' for n in range(20)]
         (folder / f"{split}-0.jsonl").write_text("\n".join(rows))
-    task = build("dist_amp.tasks.causal_lm:CausalLM", "--data.path", folder, "--task.args.context", "32")
+    task = build(
+        "dist_amp.tasks.causal_lm:CausalLM", "--data.path", folder, "--task.args.context", "32"
+    )
     for split, other in (splits, splits[::-1]):
-        text = b"".join(bytes(row["input_ids"].tolist()) for row in task.build_dataset(split)).decode()
+        text = b"".join(
+            bytes(row["input_ids"].tolist()) for row in task.build_dataset(split)
+        ).decode()
         assert split in text
         assert other not in text
 
@@ -482,14 +564,30 @@ class ChangingMetrics(Tiny):
         return self.answers.pop(0)
 
 
+@pytest.mark.bad_input(
+    "`metrics(model, batch)` that returns no dict, or other names for another batch"
+)
+@pytest.mark.bad_input("a metric that is no sum or pair, or has a negative weight")
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
         ([None], "metrics() returned NoneType; return a dict of sums, or of pairs (sum, weight)"),
-        ([{"hits": (1.0, 2.0, 3.0)}], "metrics() gave hits 3 values; return a sum, or a pair (sum, weight)"),
-        ([{"hits": (1.0, -2.0)}], "metrics() gave hits the weight -2; return what counts in the batch: a number or"),
-        ([{"hits": 1.0}, {}], "metrics() returned nothing for one batch and hits, loss for another"),
-        ([{"hits": 1.0}, {"misses": 1.0}], "metrics() returned misses for one batch and hits, loss for another"),
+        (
+            [{"hits": (1.0, 2.0, 3.0)}],
+            "metrics() gave hits 3 values; return a sum, or a pair (sum, weight)",
+        ),
+        (
+            [{"hits": (1.0, -2.0)}],
+            "metrics() gave hits the weight -2; return what counts in the batch: a number or",
+        ),
+        (
+            [{"hits": 1.0}, {}],
+            "metrics() returned nothing for one batch and hits, loss for another",
+        ),
+        (
+            [{"hits": 1.0}, {"misses": 1.0}],
+            "metrics() returned misses for one batch and hits, loss for another",
+        ),
     ],
 )
 def test_metrics_that_are_no_dict_or_change_their_names_are_an_error(answers, said):
@@ -500,7 +598,9 @@ def test_metrics_that_are_no_dict_or_change_their_names_are_an_error(answers, sa
 
 
 class Counted(Tiny):
-    """Two metrics: `hits` per sample whatever the samples count for, and `sum` per unit of the batch's weight."""
+    """Two metrics: `hits` per sample whatever the samples count for, and `sum` per unit of the
+    batch's weight.
+    """
 
     def metrics(self, model, batch):
         return {"hits": ((batch["y"] > 0).sum(), len(batch["y"])), "sum": batch["y"].sum()}
@@ -518,7 +618,9 @@ def test_a_metric_with_a_weight_of_its_own_is_divided_by_that_one_alone(samples)
         assert list(values) == ["hits", "sum", "loss"]
         assert values["hits"] == (rows["y"] > 0).sum().item() / samples  # whole numbers: exact
         # float32 sums in another order
-        assert values["sum"] == pytest.approx((rows["y"].sum() / rows["counts"].sum()).item(), rel=1e-5)
+        assert values["sum"] == pytest.approx(
+            (rows["y"].sum() / rows["counts"].sum()).item(), rel=1e-5
+        )
 
 
 class LossPerSample(Tiny):
@@ -540,7 +642,10 @@ class OfTheRank(Tiny):
 
     def metrics(self, model, batch):
         rank = torch.distributed.get_rank()
-        return {name: float(len(name)) * len(batch["y"]) for name in self.names[:: 1 if rank == 0 else -1][: 2 + rank]}
+        return {
+            name: float(len(name)) * len(batch["y"])
+            for name in self.names[:: 1 if rank == 0 else -1][: 2 + rank]
+        }
 
 
 def refusal_of_names(world):
@@ -549,9 +654,11 @@ def refusal_of_names(world):
     return str(error.value)
 
 
+@pytest.mark.bad_input("metrics that have other names on another rank")
 def test_metrics_whose_names_differ_between_ranks_are_an_error_on_every_rank():
     said = (
-        "returned hits, misses, loss on rank 0 and b, misses, hits, loss on rank 1; return the same names on every rank"
+        "returned hits, misses, loss on rank 0 and b, misses, hits, loss on rank 1; "
+        "return the same names on every rank"
     )
     assert all(said in text for text in on_ranks(2, refusal_of_names))
 
@@ -576,6 +683,9 @@ class OfNoUse(Tiny):
         return self.model
 
 
+@pytest.mark.bad_input(
+    "a `build_model` that returns no module, or a model without anything to train"
+)
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -585,7 +695,11 @@ class OfNoUse(Tiny):
             torch.nn.Linear(8, 1).requires_grad_(False),
             "none of the 2 parameters of the task's model is trained; build_",
         ),
-        (torch.nn.ReLU(), "none of the 0 parameters of the task's model is trained; build_model must leave some of"),
+        (
+            torch.nn.ReLU(),
+            "none of the 0 parameters of the task's model is trained; build_model must leave some "
+            "of",
+        ),
     ],
     ids=["nothing", "list", "frozen", "no_parameters"],
 )
@@ -602,7 +716,10 @@ class Weighs(Tiny):
         return self.own_weight
 
 
-@pytest.mark.parametrize(("weight", "said"), [(-2, "-2"), (-0.5, "-0.5"), (None, "NoneType"), ("8", "str")])
+@pytest.mark.bad_input("a `weight(batch)` that is negative or no number")
+@pytest.mark.parametrize(
+    ("weight", "said"), [(-2, "-2"), (-0.5, "-0.5"), (None, "NoneType"), ("8", "str")]
+)
 def test_a_weight_that_is_negative_or_no_number_is_refused(weight, said):
     run = make_run(World(), Weighs(weight), "--eval.every", 1)
     message = f"weight(batch) returned {said}; return what counts in the batch: a number or scalar tensor, at least 0"
@@ -610,16 +727,22 @@ def test_a_weight_that_is_negative_or_no_number_is_refused(weight, said):
     assert message in refusal(evaluate, run, status=65)
 
 
+@pytest.mark.bad_input("a model with trained complex parameters")
 def test_complex_parameters_are_refused_when_the_model_is_built():
     class Complex(Tiny):
         def build_model(self):
             model = super().build_model()
-            model[0].phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=self.trained)
+            model[0].phase = torch.nn.Parameter(
+                torch.zeros(3, dtype=torch.complex64), requires_grad=self.trained
+            )
             return model
 
     made = Complex()
     made.trained = True
-    with pytest.raises(DataError, match=r"the parameter 0.phase of the task's model is torch.complex64, and only real"):
+    with pytest.raises(
+        DataError,
+        match=r"the parameter 0.phase of the task's model is torch.complex64, and only real",
+    ):
         built_model(made)
     made.trained = False
     built_model(made)

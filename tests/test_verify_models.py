@@ -1,4 +1,6 @@
-"""`verify` passes on models that were not written for it: Hugging Face's, mixtures of experts, max-pools, LoRA."""
+"""`verify` passes on models that were not written for it: Hugging Face's, mixtures of experts,
+max-pools, LoRA.
+"""
 
 import itertools
 import re
@@ -15,13 +17,12 @@ from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.findings import inspect_task
 from dist_amp.verify.reference import Reference
+from dist_amp.world import World
 
 SAMPLES = 250  # five steps of 48
 
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-    "max_position_embeddings": 16,
-}  # fmt: skip
+WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+SMALL = {**WIDTHS, "vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 16}
 
 
 class HuggingFace:
@@ -59,7 +60,10 @@ class Classes(HuggingFace):
     """One class per sample; weights its loss as the library's own mean."""
 
     def batch_of(self, generator):
-        return {**super().batch_of(generator), "labels": torch.randint(0, 3, (SAMPLES,), generator=generator)}
+        return {
+            **super().batch_of(generator),
+            "labels": torch.randint(0, 3, (SAMPLES,), generator=generator),
+        }
 
     def loss_sum(self, model, batch):
         return model(**batch).loss * len(batch["labels"])
@@ -129,7 +133,9 @@ class Mixture(nn.Module):
         for number, expert in enumerate(self.experts):
             mine = (chosen == number).nonzero().squeeze(1)
             if len(mine):
-                out = out.index_add(0, mine, (expert(tokens[mine]) * share[mine, None]).to(out.dtype))
+                out = out.index_add(
+                    0, mine, (expert(tokens[mine]) * share[mine, None]).to(out.dtype)
+                )
         return x + out.view_as(x)
 
 
@@ -150,7 +156,9 @@ class Experts(Tiny):
 
 
 class LastBit(nn.Module):
-    """Doubles where a weight's last bit is 1: the smallest drift has an effect, as where a ReLU is about to flip."""
+    """Doubles where a weight's last bit is 1: the smallest drift has an effect, as where a ReLU is
+    about to flip.
+    """
 
     def __init__(self):
         super().__init__()
@@ -167,14 +175,9 @@ class Brittle(Tiny):
 
 MIXTRAL = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 VIT = {**SMALL, "image_size": 32, "patch_size": 8, "num_labels": 3}
-T5 = {
-    "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
-    "decoder_start_token_id": 0,
-}  # fmt: skip
-RESNET18 = {
-    "embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [2, 2, 2, 2], "layer_type": "basic",
-    "num_labels": 3,
-}  # fmt: skip
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+STAGES = {"hidden_sizes": [8, 16, 16, 16], "depths": [2, 2, 2, 2]}
+RESNET18 = {**STAGES, "embedding_size": 8, "layer_type": "basic", "num_labels": 3}
 
 TASKS = {
     "llama": Causal("LlamaForCausalLM", "LlamaConfig", **SMALL),
@@ -182,90 +185,92 @@ TASKS = {
     "llama_with_dropout": Causal("LlamaForCausalLM", "LlamaConfig", **SMALL, attention_dropout=0.1),
     "bert": Classes("BertForSequenceClassification", "BertConfig", **SMALL, num_labels=3),
     "vit": Images("ViTForImageClassification", "ViTConfig", **VIT),
-    "t5": Seq2Seq("T5ForConditionalGeneration", "T5Config", **T5),
+    "t5": Seq2Seq("T5ForConditionalGeneration", "T5Config", **T5, decoder_start_token_id=0),
     "mixtral": Causal("MixtralForCausalLM", "MixtralConfig", **MIXTRAL),
     "experts": Experts(),
     "resnet": FrozenStatistics("ResNetForImageClassification", "ResNetConfig", **RESNET18),
     "resnet_train": Images("ResNetForImageClassification", "ResNetConfig", **RESNET18),
     "brittle": Brittle(samples=SAMPLES),
     "lora": Lora("LlamaForCausalLM", "LlamaConfig", **SMALL),
-}  # fmt: skip
+}
 
 
-EVALUATED = ("t5", "llama_with_dropout", "resnet_train")
+def reference_of(task, device):
+    return Reference(load_config([], environ={}), device, task)
 
 
-def causes(world, name, strategies, precisions, optimizers):
-    """What is wrong with each cell, on rank 0."""
-    reference = Reference(load_config([], environ={}), world.device, TASKS[name])
-    if name in EVALUATED:
-        inspect_task(reference)  # finds what has to be in evaluation mode
-    return {
-        cell: cause
-        for cell in itertools.product(strategies, precisions, optimizers)
-        if (cause := check_cell(world, reference, Cell(*cell)).cause)
-    }
+def proof(world, name, strategies, precisions, optimizers):
+    """(what is said of the task besides its dropout, the modules in evaluation mode, what is wrong
+    with each cell), on rank 0.
+    """
+    reference = reference_of(TASKS[name], world.device)
+    findings = inspect_task(reference)
+    assert not any(finding.fails for finding in findings)
+    notes = [finding.text for finding in findings if "dropout is off" not in finding.text]
+    causes = {}
+    for cell in itertools.product(strategies, precisions, optimizers):
+        if cause := check_cell(world, reference, Cell(*cell)).cause:
+            causes[cell] = cause
+    return notes, reference.task.eval_modules, causes
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if name != "llama_with_dropout"])
-def test_two_ranks_compute_the_steps_of_one_process(name):
-    assert on_ranks(2, causes, name, ["fsdp"], ["fp32"], ["adamw"])[0] == {}
+SOUND = ([], frozenset(), {})
+
+
+@pytest.mark.parametrize("name", ["tied_llama", "bert", "mixtral", "resnet", "lora"])
+def test_nothing_is_held_against_a_sound_model_whose_steps_on_two_ranks_are_those_of_one(name):
+    assert on_ranks(2, proof, name, ["fsdp"], ["fp32"], ["adamw"])[0] == SOUND
 
 
 # A drift of one rounding error in the parameters flips a ReLU, a max-pool or a router.
-@pytest.mark.parametrize("name", ["resnet", "experts", "brittle"])
-def test_ddp_does_where_the_smallest_drift_has_an_effect(name):
-    assert on_ranks(2, causes, name, ["ddp"], ["fp32"], ["sgd"])[0] == {}
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_in_which_the_smallest_drift_has_an_effect_passes(strategy):
+    assert on_ranks(2, proof, "brittle", [strategy], ["fp32"], ["sgd"])[0] == SOUND
+
+
+def test_experts_that_no_sample_reached_are_a_note():
+    (text,), modules, causes = on_ranks(2, proof, "experts", ["ddp", "fsdp"], ["fp32"], ["sgd"])[0]
+    pattern = r"\d\.experts\.\d\.0\.weight \(\d+ such\) gets no gradient from 8 samples"
+    assert re.match(pattern, text)
+    assert not modules
+    assert causes == {}
+
+
+def test_dropout_within_attention_is_named_where_it_is_drawn():
+    (text,), modules, causes = on_ranks(2, proof, "t5", ["fsdp"], ["fp32"], ["adamw"])[0]
+    assert text.startswith("encoder.block.0.layer.0.SelfAttention (T5Attention), ")
+    assert text.endswith(DRAWN)
+    assert len(modules) == 6, "2 in the encoder, 4 in the decoder"
+    assert causes == {}
+
+
+DRAWN = "the result is drawn at random in training mode; compared in evaluation mode"
+
+
+def test_dropout_within_attention_that_keeps_a_cache_of_keys_is_named_too():
+    (text,), modules, _ = proof(World(), "llama_with_dropout", [], [], [])
+    assert text.startswith("model.layers.0.self_attn (LlamaAttention), ")
+    assert text.endswith(DRAWN)
+    assert len(modules) == 2
+
+
+def test_batch_norm_in_training_mode_is_said_to_depend_on_the_batch_and_compared_in_evaluation():
+    (text,), modules, _ = proof(World(), "resnet_train", [], [], [])
+    assert text.startswith("resnet.embedder.embedder.normalization (BatchNorm2d), ")
+    assert "depends on the whole batch (batch statistics), which no split of it can equal" in text
+    assert len(modules) == 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", TASKS)
-def test_every_strategy_and_precision_does(name, ranks):
+def test_every_strategy_and_precision_passes(name, ranks):
     strategies = ["ddp", "fsdp", "hsdp"] if ranks > 1 else ["single"]
-    precisions = ["fp32"] if name == "brittle" else ["fp32", "bf16", "fp16"]  # a cast weight has another last bit
-    wrong = on_ranks(ranks, causes, name, strategies, precisions, ["sgd", "adamw"], timeout_seconds=900)
-    assert wrong[0] == {}
-
-
-def findings_of(name):
-    """(what is said of the task besides its dropout modules, the modules to keep in evaluation mode)"""
-    reference = Reference(load_config([], environ={}), torch.device("cpu"), TASKS[name])
-    findings = inspect_task(reference)
-    assert not any(finding.fails for finding in findings)
-    return [finding.text for finding in findings if "dropout is off" not in finding.text], reference.task.eval_modules
-
-
-@pytest.mark.parametrize("name", ["llama", "tied_llama", "bert", "vit", "mixtral", "resnet", "lora"])
-def test_nothing_is_held_against_a_sound_model(name):
-    assert findings_of(name) == ([], frozenset())
-
-
-def test_experts_that_no_sample_reached_are_a_note():
-    (text,), modules = findings_of("experts")
-    assert re.match(r"\d\.experts\.\d\.0\.weight \(\d+ such\) gets no gradient from 8 samples", text)
-    assert not modules
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "count"),
-    [
-        ("t5", "encoder.block.0.layer.0.SelfAttention (T5Attention), ", 6),  # 2 in the encoder, 4 in the decoder
-        ("llama_with_dropout", "model.layers.0.self_attn (LlamaAttention), ", 2),  # keeps a cache of keys
-    ],
-)
-def test_dropout_within_attention_is_named_where_it_is_drawn(name, first, count):
-    (text,), modules = findings_of(name)
-    assert text.startswith(first)
-    assert text.endswith("the result is drawn at random in training mode; compared in evaluation mode")
-    assert len(modules) == count
-
-
-def test_batch_norm_in_training_mode_is_said_to_depend_on_the_batch_and_compared_in_evaluation_mode():
-    (text,), modules = findings_of("resnet_train")
-    assert text.startswith("resnet.embedder.embedder.normalization (BatchNorm2d), ")
-    assert "the result depends on the whole batch (batch statistics), which no split of it can equal" in text
-    assert len(modules) == 20
+    precisions = ["fp32", "bf16", "fp16"]
+    if name == "brittle":
+        precisions = ["fp32"]  # a cast weight has another last bit
+    cells = strategies, precisions, ["sgd", "adamw"]
+    assert on_ranks(ranks, proof, name, *cells, timeout_seconds=900)[0][2] == {}
 
 
 class ExpertsAndBatchNorm(Experts):
@@ -275,7 +280,7 @@ class ExpertsAndBatchNorm(Experts):
 
 
 def test_of_experts_and_batch_norm_the_batch_norm_alone_is_blamed():
-    reference = Reference(load_config([], environ={}), torch.device("cpu"), ExpertsAndBatchNorm())
+    reference = reference_of(ExpertsAndBatchNorm(), torch.device("cpu"))
     assert not any(finding.fails for finding in inspect_task(reference))
     assert reference.task.eval_modules == {"4"}
 
@@ -288,7 +293,7 @@ class BalancedExperts(Experts):
 
 
 def test_a_load_balancing_loss_is_no_sum_and_no_module_is_blamed_for_it():
-    reference = Reference(load_config([], environ={}), torch.device("cpu"), BalancedExperts())
+    reference = reference_of(BalancedExperts(), torch.device("cpu"))
     (text,) = [finding.text for finding in inspect_task(reference) if finding.fails]
     assert "without terms of the whole batch, such as a load-balancing loss" in text
     assert not reference.task.eval_modules

@@ -19,7 +19,9 @@ class Rows:
 
 
 class Tiny:
-    """Fit a smooth function. Batch: x [B, 8], y [B], counts [B], which is 1 everywhere unless `uneven`."""
+    """Fit a smooth function. Batch: x [B, 8], y [B], counts [B], which is 1 everywhere unless
+    `uneven`.
+    """
 
     def __init__(self, samples: int = 64, uneven: bool = False, depth: int = 2, seed: int = 0):
         self.samples = samples
@@ -48,7 +50,9 @@ class Tiny:
 
 
 class Overflow(Tiny):
-    """Gradients that are infinite in the global samples where `x` was made so: rows `bad` of the training set."""
+    """Gradients that are infinite in the global samples where `x` was made so: rows `bad` of the
+    training set.
+    """
 
     def __init__(self, bad: tuple[int, ...] = (0,), samples: int = 64):
         super().__init__(samples=samples)
@@ -127,12 +131,32 @@ class Slow(Tiny):
 
 
 def make_run(world, task, *words):
-    """A run of `task` on `world`, with settings as on the command line: make_run(world, Tiny(), "--train.steps", 3)."""
+    """A run of `task` on `world`, with settings as on the command line: make_run(world, Tiny(),
+    "--train.steps", 3).
+    """
+    from dist_amp.checkpoint.resume import checkpoint_to_resume
+    from dist_amp.checkpoint.state import load
     from dist_amp.config.load import load_config
-    from dist_amp.run import build_run
+    from dist_amp.run import build_run, run_folder
+    from dist_amp.world import locate
 
-    quiet = ["--checkpoint.every", "off", "--eval.every", "off", "--run.dir", "unused", "--run.resume", "never"]
-    return build_run(load_config([*quiet, *map(str, words)], environ={}), world, task)
+    quiet = [
+        "--checkpoint.every",
+        "off",
+        "--eval.every",
+        "off",
+        "--run.dir",
+        "unused",
+        "--run.resume",
+        "never",
+    ]
+    config = load_config([*quiet, *map(str, words)], environ={})
+    world = world or locate(config.run)
+    checkpoint = checkpoint_to_resume(config, run_folder(config.run, world), world, task)
+    run = build_run(config, world, task, resumes=checkpoint is not None)
+    if checkpoint is not None:
+        load(run, checkpoint)
+    return run
 
 
 def take_steps(run, steps):
@@ -153,12 +177,14 @@ def log_row(run):
 def log(run):
     """Read the interval's figures and write them, as the main job does at a log step."""
     row = log_row(run)
-    run.metrics.write(row, run.config.train.steps)
+    run.metrics.write(row)
     return row
 
 
 def whole(tensor):
-    """A parameter's full value as an ordinary tensor, whatever it was sharded over; every rank calls it."""
+    """A parameter's full value as an ordinary tensor, whatever it was sharded over; every rank
+    calls it.
+    """
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 

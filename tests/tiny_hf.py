@@ -1,4 +1,6 @@
-"""Tiny models, tokenizers and data of Hugging Face's kind, made from configs and written to disk as a user has them."""
+"""Tiny models, tokenizers and data of Hugging Face's kind, made from configs and written to disk as
+a user has them.
+"""
 
 import copy
 import json
@@ -26,30 +28,63 @@ from transformers import (
 BYTES = [*sorted(pre_tokenizers.ByteLevel.alphabet())]
 VOCABULARY = 4 + len(BYTES)
 LLAMA = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 BERT = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
 GPT2 = {
-    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2
-}  # fmt: skip
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+}
 VIT = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
-    "patch_size": 8, "num_labels": 3,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+    "num_labels": 3,
+}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
 MODELS = {
     "llama": (AutoModelForCausalLM, LlamaConfig(**LLAMA)),
     "llama_tied": (AutoModelForCausalLM, LlamaConfig(**LLAMA, tie_word_embeddings=True)),
     "gpt2": (AutoModelForCausalLM, GPT2Config(**GPT2)),
-    "mixtral": (AutoModelForCausalLM, MixtralConfig(**LLAMA, num_local_experts=12)),  # more than 10: their order counts
+    "mixtral": (
+        AutoModelForCausalLM,
+        MixtralConfig(**LLAMA, num_local_experts=12),
+    ),  # more than 10: their order counts
     "qwen2_moe": (
         AutoModelForCausalLM,
-        Qwen2MoeConfig(**LLAMA, num_experts=12, moe_intermediate_size=16, shared_expert_intermediate_size=16),
+        Qwen2MoeConfig(
+            **LLAMA, num_experts=12, moe_intermediate_size=16, shared_expert_intermediate_size=16
+        ),
     ),
     "t5": (AutoModelForSeq2SeqLM, T5Config(**T5)),
     "bert": (AutoModelForSequenceClassification, BertConfig(**BERT)),
@@ -60,16 +95,18 @@ MODELS = {
 }
 
 CHAT = (
-    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}BEGIN{{ m['content'] + '</s>' }}END"
-    "{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}BEGIN{{ m['content'] "
+    "+ '</s>' }}END{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %}<assistant>{% endif %}"
 )
 TEMPLATE = CHAT.replace("BEGIN", "").replace("END", "")
 MARKED_TEMPLATE = CHAT.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
 
 
 def make_model(folder, name="llama", dtype=torch.float32, **options):
-    """Write a model with random weights, also where a fresh model's are 0 or 1; options: of save_pretrained."""
+    """Write a model with random weights, also where a fresh model's are 0 or 1; options: of
+    save_pretrained.
+    """
     auto, config = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -84,18 +121,26 @@ def make_model(folder, name="llama", dtype=torch.float32, **options):
 
 
 def in_own_memory(model):
-    """A copy of the model, not mapped from its file: a CPU's kernels round by the addresses of their operands."""
+    """A copy of the model, not mapped from its file: a CPU's kernels round by the addresses of
+    their operands.
+    """
     return copy.deepcopy(model).eval()
 
 
 def make_tokenizer(folder, template=TEMPLATE, extra=0):
-    """Write a tokenizer of single bytes, with `extra` tokens that the models here have no row for."""
+    """Write a tokenizer of bytes, with `extra` tokens that the models here have no row for."""
     names = ["<pad>", "<s>", "</s>", "<unk>", *BYTES, *(f"<extra{n}>" for n in range(extra))]
-    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
     )
     fast.chat_template = template
     fast.save_pretrained(folder)

@@ -20,7 +20,16 @@ class WrittenRun:
 
     def take(self, *steps, **more):
         for step in steps:
-            self.log.append({"step": step, "train/loss": 1 / step, "ranks": [{"memory/peak_bytes": 2.0**20}], **more})
+            self.log.append(
+                {
+                    "step": step,
+                    "train/loss": 1 / step,
+                    "ranks": [{"memory/peak_bytes": 2.0**20}],
+                    **more,
+                }
+            )
 
     def end(self, stopped_by="completed", **more):
-        (self.folder / "summary.json").write_text(json.dumps({"stopped_by": stopped_by, "steps": 20, **more}))
+        (self.folder / "summary.json").write_text(
+            json.dumps({"stopped_by": stopped_by, "steps": 20, **more})
+        )

@@ -1,85 +1,107 @@
-"""Checks that a checkpoint fits a run: its config, data, parameters and optimizer."""
+"""Checks that a checkpoint fits a run: its config, data, parameters and optimizer; and a dataset's
+fingerprint, by which a resumed run recognises its data.
+"""
 
+import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import CONFIG, Manifest, hash_text, read_manifest
+from dist_amp.config.auto import accumulation_steps
+from dist_amp.config.load import defaults_of, flat, to_toml
+from dist_amp.data import Batches
+from dist_amp.distributed.random_state import random_state, seed_all, set_random_state
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.runtime.permutation import Order
-from dist_amp.runtime.plan import Plan
+from dist_amp.loading.loader import read
+from dist_amp.loading.order import Order
+from dist_amp.loading.plan import Plan
+from dist_amp.run import Run
+from dist_amp.settings import Config
 from dist_amp.world import World
 
 # Settings that may differ after a resume: they change where and how fast a run computes, not what.
 FREE_TO_CHANGE = (
-    "run.", "eval.", "checkpoint.", "metrics.", "debug.", "data.workers", "data.name", "data.revision", "data.path",
-    "data.format", "data.split", "data.validation_split", "data.validation_fraction",
-    "data.tokenizer", "data.view", "data.map_up_to_gib", "data.streams", "data.shuffle_groups", "parallel.strategy",
-    "parallel.replicas", "parallel.accumulate_reduce", "parallel.activation_checkpointing", "parallel.cpu_offload",
-    "compile.", "train.steps", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch_size",
-    "train.max_skips_in_a_row", "train.gc_every", "optim.fused", "optim.ema",
-)  # fmt: skip
+    *("run.", "eval.", "checkpoint.", "metrics.", "debug.", "compile."),
+    *("data.name", "data.path", "data.format", "data.split", "data.validation_split"),
+    *("data.tokenizer", "data.workers", "data.view", "data.streams"),
+    *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
+    *("parallel.activation_checkpointing", "parallel.cpu_offload"),
+    *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),
+    *("train.global_batch_size", "train.max_skips_in_a_row", "optim.fused", "optim.ema"),
+)
+
+# Settings of earlier versions that changed what is computed, with the values that are fixed now.
+FIXED = {"data.mix_by": "rows", "optim.decay_ratio": 0.2}
+
+PLAIN = (str, bytes, int, float, bool, type(None))
 
 OR_ALLOW = "or continue anyway with --run.allow_config_change true"
 
 
-def check_config(
-    path: Path, config_text: str, global_batch_size: int, world: World, defaults: str = "", own_schedule: bool = False
-) -> None:
+def check_config(path: Path, config: Config, task: Any, world: World) -> None:
     """Check that the run computes the same training as the one that wrote the checkpoint.
 
-    config_text: the run's config as TOML. defaults: the default config as TOML, for settings that the checkpoint is too
-    old to have. own_schedule: whether the task's schedule takes the place of optim.schedule. Errors: ConfigError with
-    each key and both values; DataError for another seed or global batch size.
+    task: the run's, or its class. Errors: ConfigError with each key and both values; DataError for
+    another seed or global batch size.
     """
     manifest = read_manifest(path)
-    ours, theirs = flat(config_text), flat((path / CONFIG).read_text())
-    other_task = theirs.get("task.target") != ours["task.target"]  # the defaults of its arguments are not known
-    unknown = ("data.sources.", "task.") if other_task else ("data.sources.",)  # a source that was not there has none
-    known = {key: value for key, value in flat(defaults).items() if not key.startswith(unknown)}
-    theirs = known | theirs
+    now = flat(to_toml(config))
+    before = settings_of(path, config)
     changes = [
-        f"{key}={theirs.get(key, 'unset')}, now {ours.get(key, 'unset')}"
-        for key in sorted(_training_settings(theirs) | _training_settings(ours))
-        if theirs.get(key) != ours.get(key)
+        f"{key}={before.get(key, 'unset')}, now {now.get(key, 'unset')}"
+        for key in sorted(_training_settings(before) | _training_settings(now))
+        if before.get(key) != now.get(key)
     ]
-    others = {"run.seed": (manifest.seed, ours["run.seed"])}
-    others["train.global_batch_size"] = (manifest.global_batch_size, global_batch_size)
-    differences = changes + [f"{key}={old}, now {new}" for key, (old, new) in others.items() if old != new]
-    if differences and ours["run.allow_config_change"]:
+    micro_batches = accumulation_steps(config.train, world.world_size)
+    samples = config.train.micro_batch_size * micro_batches * world.world_size
+    others = {
+        "run.seed": (manifest.seed, config.run.seed),
+        "train.global_batch_size": (manifest.global_batch_size, samples),
+    }
+    others = {key: (old, new) for key, (old, new) in others.items() if old != new}
+    differences = [*changes, *(f"{key}={old}, now {new}" for key, (old, new) in others.items())]
+    if differences and config.run.allow_config_change:
         world.warn(f"resuming from {path} with another config: {'; '.join(differences)}")
-    elif differences:
-        error = ConfigError if changes else DataError
-        options = " ".join(f"--{key} {old}" for key, (old, new) in others.items() if old != new)
-        use = f"use {options}" if options and not changes else "use the old values"
-        raise error(f"{path} was made with {'; '.join(differences)}: {use}, {OR_ALLOW}")
-    steps = ours["train.steps"]
-    if (
-        steps != theirs["train.steps"]
-        and steps > manifest.step
-        and ours["optim.schedule"] != "constant"
-        and not own_schedule
-    ):
+    elif changes:
+        raise ConfigError(
+            f"{path} was made with {'; '.join(differences)}: use the old values, {OR_ALLOW}"
+        )
+    elif others:
+        options = " ".join(f"--{key} {old}" for key, (old, _) in others.items())
+        raise DataError(f"{path} was made with {'; '.join(differences)}: use {options}, {OR_ALLOW}")
+    steps = config.train.steps
+    follows_schedule = config.optim.schedule != "constant" and not hasattr(task, "schedule")
+    if steps != before["train.steps"] and steps > manifest.step and follows_schedule:
         world.warn(
-            f"train.steps was {theirs['train.steps']} and is {steps}: from step {manifest.step} on, the learning rate "
-            f"follows the {ours['optim.schedule']} schedule of {steps} steps"
+            f"train.steps was {before['train.steps']} and is {steps}: from step {manifest.step} "
+            f"on, the learning rate follows the {config.optim.schedule} schedule of {steps} steps"
         )
 
 
-def flat(toml: str) -> dict[str, Any]:
-    """{dotted key: value} of a config in TOML."""
-
-    def walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in table.items():
-            yield from walk(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
-
-    return dict(walk(tomllib.loads(toml), ""))
+def settings_of(path: Path, config: Config) -> dict[str, Any]:
+    """{key: value} of the checkpoint's config. Settings that it is too old to have get their
+    defaults; those that this version no longer has are left out, unless they changed what was
+    computed.
+    """
+    saved = flat((path / CONFIG).read_text())
+    named_by_user: tuple[str, ...] = ("data.sources.", "task.")
+    known = flat(to_toml(config)).keys()
+    for key in saved.keys() - known:
+        if not key.startswith(named_by_user) and saved[key] == FIXED.get(key, saved[key]):
+            del saved[key]
+    if saved.get("task.target") == config.task.target:
+        named_by_user = ("data.sources.",)  # the defaults of the task's arguments are known
+    defaults = flat(defaults_of(config))
+    return {key: defaults[key] for key in defaults if not key.startswith(named_by_user)} | saved
 
 
 def config_hash(config_text: str) -> str:
@@ -89,84 +111,152 @@ def config_hash(config_text: str) -> str:
 
 def _training_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those that change what is computed, sorted by key."""
-    scales = settings["precision.use_amp"] and settings["precision.dtype"] == "fp16"
-    free = FREE_TO_CHANGE if scales else (*FREE_TO_CHANGE, "precision.scaler.")
-    of_source = re.compile(r"data\.sources\.\w+\.")  # its keys are free to change as those of the data section are
-    return {key: settings[key] for key in sorted(settings) if not of_source.sub("data.", key).startswith(free)}
+    free: tuple[str, ...] = FREE_TO_CHANGE
+    if not settings["precision.use_amp"] or settings["precision.dtype"] != "fp16":
+        free = (*free, "precision.scaler.")
+    # The keys of a source are free to change as those of the data section are.
+    general = {key: re.sub(r"data\.sources\.\w+\.", "data.", key) for key in settings}
+    return {key: settings[key] for key in sorted(settings) if not general[key].startswith(free)}
 
 
-def check_data(path: Path, manifest: Manifest, length: int, fingerprint: str, allowed: bool, world: World) -> None:
-    """Errors: DataError if the dataset differs from the one that the checkpoint's position counts in."""
+def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
+    """Check that the checkpoint's position counts in this run's data, and take over its order."""
+    plan = run.data.plan
+    allowed = run.config.run.allow_config_change
+    hashed = fingerprint(run.data, run.world)
+    check_data(path, manifest, plan.length, hashed, allowed, run.world)
+    order = order_to_continue(path, manifest, plan, allowed, run.world)
+    run.data.plan = replace(plan, order=order)
+
+
+def check_data(
+    path: Path, manifest: Manifest, length: int, fingerprint: str, allowed: bool, world: World
+) -> None:
+    """Errors: DataError if the dataset differs from the one that the checkpoint's position counts
+    in.
+    """
     if (manifest.data_length, manifest.data_fingerprint) == (length, fingerprint):
         return
     text = (
-        f"{path} was made with {manifest.data_length:,} samples of fingerprint {manifest.data_fingerprint}, now there "
-        f"are {length:,} of {fingerprint}"
+        f"{path} was made with {manifest.data_length:,} samples of fingerprint "
+        f"{manifest.data_fingerprint}, now there are {length:,} of {fingerprint}"
     )
     if not allowed:
         raise DataError(f"{text}: use the old data, {OR_ALLOW}")
     world.warn(f"{text}; resuming after as many samples of the new data")
 
 
-def order_to_continue(path: Path, manifest: Manifest, plan: Plan, allowed: bool, world: World) -> str:
-    """The order in which the run takes its samples from here on: the checkpoint's, in which its position counts.
+def order_to_continue(
+    path: Path, manifest: Manifest, plan: Plan, allowed: bool, world: World
+) -> str:
+    """The order in which the run takes its samples from here on: the checkpoint's, in which its
+    position counts.
 
-    The run's own if there is nothing to continue: data of another length, or another data.shuffle. Errors: DataError
-    for a dataset's own order that is not the checkpoint's, unless it is `allowed`.
+    The run's own if there is nothing to continue: data of another length, or another data.shuffle.
+    Errors: DataError for a dataset's own order that is not the checkpoint's, unless it is
+    `allowed`.
     """
-    theirs, known = manifest.order, get_args(Order)
-    if theirs == plan.order or manifest.data_length != plan.length:
+    saved = manifest.order
+    if saved == plan.order or manifest.data_length != plan.length:
         return plan.order
-    if plan.own_order is not None or theirs not in known:
-        text = f"{path} takes its samples in the order {theirs!r}, this run in {plan.order!r}"
+    if plan.dataset_order is not None or saved not in get_args(Order):
+        text = f"{path} takes its samples in the order {saved!r}, this run in {plan.order!r}"
         if not allowed:
-            names = "data.view, data.streams, data.shuffle_groups and data.group_by_length"
+            names = "data.view, data.streams and data.group_by_length"
             raise DataError(f"{text}: use the old {names}, or a newer dist_amp, {OR_ALLOW}")
         world.warn(f"{text}; some samples of this epoch come twice or not at all")
         return plan.order
-    if "dataset" in (theirs, plan.order):
+    if "dataset" in (saved, plan.order):
         return plan.order
-    table = f", which takes {plan.length / 2**17:,.0f} MiB on every rank" if theirs == "randperm" else ""
-    world.say(f"data order: {theirs}, as in {path}{table}; a new run would use {plan.order}")
-    return theirs
+    table = ""
+    if saved == "randperm":
+        table = f", which takes {plan.length / 2**17:,.0f} MiB on every rank"
+    world.say(f"data order: {saved}, as in {path}{table}; a new run would use {plan.order}")
+    return saved
 
 
 def check_fit(
-    path: Path, manifest: Manifest, metadata: Metadata, state: Mapping[str, Any], groups: Mapping[str, int]
+    path: Path,
+    manifest: Manifest,
+    metadata: Metadata,
+    state: Mapping[str, Any],
+    groups: Mapping[str, int],
 ) -> None:
-    """Errors: DataError for the first parameter or moment that differs in presence, shape or dtype."""
+    """Errors: DataError for the first parameter or moment of another presence, shape or dtype."""
     check_tensors(path, metadata, "model", state["model"])
     if manifest.optimizer != groups:
         raise DataError(
             f"checkpoint {path} does not fit this optimizer: its groups and their parameters are "
             f"{manifest.optimizer}, here {groups}"
         )
-    if state["optimizer"] and any(name.startswith("optimizer.") for name in metadata.state_dict_metadata):
-        check_tensors(path, metadata, "optimizer", state["optimizer"])  # else no step was applied before it was saved
-    if "ema" in state:
-        check_tensors(path, metadata, "ema", state["ema"])
+    # It has no moments if no step was applied before it was saved.
+    saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+    for section in state:
+        if (
+            section in saved
+            and section not in ("model", "ranks")
+            and isinstance(state[section], dict)
+        ):
+            check_tensors(path, metadata, section, state[section])
 
 
-def check_tensors(path: Path, metadata: Metadata, section: str, state: Mapping[str, Any]) -> None:
-    """Errors: DataError for the first tensor of a section, "model" or "optimizer", that differs."""
+def check_tensors(path: Path, metadata: Metadata, section: str, state: Any) -> None:
+    """Errors: DataError for the first tensor of a section, such as "model", that differs."""
 
-    def leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    def tensors(value: Any, name: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
             for key, part in value.items():
-                yield from leaves(part, f"{name}.{key}")
+                yield from tensors(part, f"{name}.{key}")
         elif isinstance(value, Tensor):
             yield name, f"{list(value.shape)} {value.dtype}"
 
-    ours = dict(leaves(state, section))
-    theirs = {
+    here = dict(tensors(state, section))
+    there = {
         name: f"{list(entry.size)} {entry.properties.dtype}"
         for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(f"{section}.") and isinstance(entry, TensorStorageMetadata)
+        if f"{name}.".startswith(f"{section}.") and isinstance(entry, TensorStorageMetadata)
     }
-    differing = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    differing = [name for name in here | there if here.get(name) != there.get(name)]
     if differing:
         name = differing[0]
         raise DataError(
-            f"checkpoint {path} does not fit this {section}: {name} is {theirs.get(name, 'missing')} there and "
-            f"{ours.get(name, 'missing')} here ({len(differing)} such)"
+            f"checkpoint {path} does not fit this {section}: {name} is "
+            f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} here "
+            f"({len(differing)} such)"
         )
+
+
+def fingerprint(data: Batches, world: World) -> str:
+    """Rank 0's, on every rank; computed once, with the random generators left as they are. Every
+    rank calls it.
+    """
+    if not data.fingerprint:
+        before = random_state(world.device)
+        data.fingerprint = world.from_main(dataset_hash(data) if world.is_main else "")
+        set_random_state(before, world.device)
+    return data.fingerprint
+
+
+def dataset_hash(data: Batches) -> str:
+    """The dataset's own `fingerprint`, else a hash of 64 samples evenly spread over it."""
+    known = getattr(data.fetch.dataset, "fingerprint", None)
+    if isinstance(known, str):
+        return known
+    digest = hashlib.sha256()
+    length = data.plan.length
+    for index in sorted({round(i * (length - 1) / 63) for i in range(64)}):
+        seed_all(index)  # the same random augmentations every time
+        try:
+            sample = read(data.fetch.dataset, (index,))
+        except Exception:  # the step that needs the sample raises the error
+            sample = ["can't be read"]
+        for leaf in tree_leaves(sample):
+            if isinstance(leaf, torch.Tensor):
+                digest.update(leaf.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            elif hasattr(leaf, "tobytes"):  # arrays and pictures
+                digest.update(leaf.tobytes())
+            elif isinstance(leaf, PLAIN):
+                digest.update(repr(leaf).encode())
+            else:
+                digest.update(type(leaf).__name__.encode())
+    return digest.hexdigest()[:16]

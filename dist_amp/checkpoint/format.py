@@ -1,8 +1,10 @@
-"""The files of a checkpoint: the manifest, the hashes, and how a checkpoint is published, verified and quarantined.
+"""The files of a checkpoint: the manifest, the hashes, and how a checkpoint is published, verified
+and quarantined.
 
-A checkpoint is either complete or absent. Its folder is written under a temporary name, the manifest is written last,
-and one rename publishes it. The file formats inside do not detect damage (a flipped bit loads without an error), so
-every file is hashed, and every hash is verified before a run resumes.
+A checkpoint is either complete or absent. Its folder is written under a temporary name, the
+manifest is written last, and one rename publishes it. The file formats inside do not detect damage
+(a flipped bit loads without an error), so every file is hashed, and every hash is verified before a
+run resumes.
 """
 
 import hashlib
@@ -19,7 +21,7 @@ from typing import Any
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist_amp.runtime.files import sync_folder, write_synced
+from dist_amp.files import sync_folder, write_synced
 
 FORMAT = 1  # version of the folder's layout; newer ones are rejected
 
@@ -29,10 +31,12 @@ CONFIG = "config.toml"
 
 
 class CheckpointRejected(Exception):
-    """Why a checkpoint can't be loaded. Not a user error: another checkpoint of the run may be valid."""
+    """Why a checkpoint can't be loaded. Not a user error: another checkpoint of the run may be
+    valid.
+    """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Describes a checkpoint without loading it; JSON, with a hash of its own content."""
 
@@ -45,33 +49,43 @@ class Manifest:
     seed: int
     global_batch_size: int
     data_length: int
-    data_fingerprint: str
+    data_fingerprint: str = ""
     optimizer: dict[str, int]  # number of parameters per group
-    config_hash: str
+    config_hash: str = ""
     evaluation: dict[str, float]  # the latest
     evaluated_step: int
     best: dict[str, float]  # the lowest validation loss so far, with its "step"
     versions: dict[str, str]
-    order: str = "randperm"  # of the samples, see runtime/permutation.py; not written then, as in the first checkpoints
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"bytes": size, "xxh3": hash}
+    order: str = "randperm"  # of the samples, see loading/order.py
+    # name -> {"bytes": size, "xxh3": hash}
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_text(self) -> str:
         content = asdict(self)
         if self.order == "randperm":
-            del content["order"]
-        return json.dumps({**content, "xxh3": hash_text(json.dumps(content))}, indent=1) + "\n"
+            del content["order"]  # so that earlier versions can read it
+        return signed_text(content)
+
+
+def signed_text(content: dict[str, Any]) -> str:
+    """JSON with a hash of itself."""
+    return json.dumps({**content, "xxh3": hash_text(json.dumps(content))}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Errors: CheckpointRejected if it is missing, damaged, of a newer format, or lists files outside the folder."""
+    """Errors: CheckpointRejected if it is missing, damaged, of a newer format, or lists files
+    outside the folder.
+    """
     try:
         text = (folder / MANIFEST).read_bytes().decode()
         content = json.loads(text)
         if content["format"] > FORMAT:
             raise CheckpointRejected(
-                f"its format is {content['format']}, this version reads up to {FORMAT}; use a newer dist_amp"
+                f"its format is {content['format']}, this version reads up to {FORMAT}; use a "
+                "newer dist_amp"
             )
+        del content["xxh3"]
         known = {one.name for one in fields(Manifest)}
         manifest = Manifest(**{name: value for name, value in content.items() if name in known})
     except OSError as error:
@@ -79,18 +93,21 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, LookupError, TypeError):  # from json, decode and the dataclass
         raise CheckpointRejected(f"{MANIFEST} is damaged") from None
     # Compare byte by byte: a flipped bit in JSON's whitespace would go unnoticed otherwise.
-    if manifest.to_text() != text:
+    if signed_text(content) != text:
         raise CheckpointRejected(f"{MANIFEST} is damaged")
     for name in manifest.files:
         if name in ("", ".", "..") or Path(name).name != name:
-            raise CheckpointRejected(f"{MANIFEST} lists {name!r}, which is not the name of a file in this folder")
+            raise CheckpointRejected(
+                f"{MANIFEST} lists {name!r}, which is not the name of a file in this folder"
+            )
     return manifest
 
 
 def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
     """Why a checkpoint is not valid, or "" if it is.
 
-    Verifies the manifest and the hashes of every `parts`-th file, starting at `part`, so that ranks can share the work.
+    Verifies the manifest and the hashes of every `parts`-th file, starting at `part`, so that ranks
+    can share the work.
     """
     try:
         files = read_manifest(folder).files
@@ -98,13 +115,14 @@ def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
         return str(error)
     largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     for name in largest_first[part::parts]:
-        path, expected = folder / name, files[name]
+        path = folder / name
+        expected = files[name]
         try:
-            found = path.stat(follow_symlinks=False)
-            if not stat.S_ISREG(found.st_mode):
+            status = path.stat(follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
                 return f"{name} is not a file"
-            if found.st_size != expected["bytes"]:
-                return f"{name} has {found.st_size:,} bytes, not {expected['bytes']:,}"
+            if status.st_size != expected["bytes"]:
+                return f"{name} has {status.st_size:,} bytes, not {expected['bytes']:,}"
             if hash_file(path) != expected["xxh3"]:
                 return f"{name} is damaged: its hash differs from the manifest's"
         except OSError as error:
@@ -118,11 +136,17 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 def all_checkpoints(run_folder: Path) -> list[Path]:
     """The run's checkpoints, oldest first, valid or not: see `integrity_error`."""
-    return sorted(path for path in run_folder.glob("checkpoints/step_*") if path.name[len("step_") :].isdigit())
+    return sorted(
+        path
+        for path in run_folder.glob("checkpoints/step_*")
+        if path.name[len("step_") :].isdigit()
+    )
 
 
 def hash_file(path: Path) -> str:
-    """128-bit xxh3: detects accidental damage ten times faster than sha256, but does not prevent forgery."""
+    """128-bit xxh3: detects accidental damage ten times faster than sha256, but does not prevent
+    forgery.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
@@ -137,7 +161,9 @@ def hash_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename the folder; a power cut leaves either no checkpoint or a complete one."""
+    """Write the manifest and rename the folder; a power cut leaves either no checkpoint or a
+    complete one.
+    """
     write_synced(temporary / MANIFEST, manifest.to_text())
     sync_folder(temporary)
     os.rename(temporary, final)
@@ -145,14 +171,19 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def remove_old_checkpoints(run_folder: Path, keep: int) -> list[str]:
-    """Keep the last `keep` checkpoints and the one with the lowest validation loss; return one line per failure."""
-    losses = {path: _validation_loss(path) for path in all_checkpoints(run_folder)}
-    best, failed = min(losses, key=losses.__getitem__), []
-    for path in list(losses)[:-keep]:
+    """Keep the last `keep` checkpoints and the one with the lowest validation loss; return one line
+    per failure.
+    """
+    paths = all_checkpoints(run_folder)
+    losses = {path: _validation_loss(path) for path in paths}
+    best = min(paths, key=lambda path: losses[path])
+    failed = []
+    for path in paths[:-keep]:
         if path == best and losses[path] < math.inf:
             continue
         try:
-            (path / MANIFEST).unlink(missing_ok=True)  # first, so that a half-removed folder is not a checkpoint
+            # First, so that a half-removed folder is not a checkpoint.
+            (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
         except OSError as error:
             failed.append(f"{path} can't be removed ({error.strerror})")
@@ -165,18 +196,25 @@ def _validation_loss(checkpoint: Path) -> float:
         manifest = read_manifest(checkpoint)
     except CheckpointRejected:
         return math.inf
-    loss = manifest.evaluation.get("loss", math.inf) if manifest.evaluated_step == manifest.step else math.inf
-    return math.inf if math.isnan(loss) else loss
+    loss = manifest.evaluation.get("loss", math.inf)
+    if manifest.evaluated_step != manifest.step or math.isnan(loss):
+        return math.inf
+    return loss
 
 
 def quarantine_after(run_folder: Path, step: int) -> list[Path]:
-    """Rename the rejected checkpoints of later steps and remove half-written ones; return the new names.
+    """Rename the rejected checkpoints of later steps and remove half-written ones; return the new
+    names.
 
     Those steps are taken again, and an existing folder is never written into.
     """
     for leftover in run_folder.glob("checkpoints/.step_*.writing"):
         shutil.rmtree(leftover, ignore_errors=True)
-    return [quarantine(path) for path in all_checkpoints(run_folder) if int(path.name.removeprefix("step_")) > step]
+    return [
+        quarantine(path)
+        for path in all_checkpoints(run_folder)
+        if int(path.name.removeprefix("step_")) > step
+    ]
 
 
 def quarantine(checkpoint: Path) -> Path:

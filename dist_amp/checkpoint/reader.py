@@ -1,8 +1,9 @@
 """Reads a checkpoint without running any code from it.
 
-torch.distributed.checkpoint unpickles `.metadata` and every entry that is not a tensor, so a hostile checkpoint could
-run code. Here `.metadata` is unpickled through an allow-list and the entries with weights_only. The allow-list has to
-name classes that are private to torch, since they are what its checkpoints contain.
+torch.distributed.checkpoint unpickles `.metadata` and every entry that is not a tensor, so a
+hostile checkpoint could run code. Here `.metadata` is unpickled through an allow-list and the
+entries with weights_only. The allow-list has to name classes that are private to torch, since they
+are what its checkpoints contain.
 """
 
 import pickle
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import torch
@@ -20,42 +22,55 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from dist_amp.checkpoint.format import CheckpointRejected, read_manifest, reason
+from dist_amp.distributed.process_group import without_timeout
 from dist_amp.errors import DataError
-from dist_amp.fast.process_group import without_timeout
 from dist_amp.world import World
 
 # Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-}  # fmt: skip
+    "torch": {
+        "Size",
+        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    },
+}
+
+
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, PickleError)
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in ("PosixPath", "WindowsPath"):
-            return lambda *parts: "/".join(parts)  # a string has no attributes that a pickle could set
-        if (module, name) == ("builtins", "getattr"):  # how some Python releases pickle an enum's member
-            return _enum_member
+            # A string has no attributes that a pickle could set.
+            return lambda *parts: "/".join(parts)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # how some Python releases pickle an enum's member
         if name not in ALLOWED.get(module, ()):
-            raise CheckpointRejected(f".metadata asks for {module}.{name}, which no checkpoint needs; nothing was run")
+            raise CheckpointRejected(
+                f".metadata asks for {module}.{name}, which no checkpoint needs; nothing was run"
+            )
         return super().find_class(module, name)
 
 
 def _enum_member(owner: Any, name: str) -> Any:
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise CheckpointRejected(f".metadata asks for {name} of {owner}, which no checkpoint needs; nothing was run")
+        raise CheckpointRejected(
+            f".metadata asks for {name} of {owner}, which no checkpoint needs; nothing was run"
+        )
     return _MEM_FORMAT_ENCODING[name]
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a checkpoint folder, limited to allowed classes and to the files that the manifest lists."""
+    """torch's reader of a checkpoint folder, limited to allowed classes and to the files that the
+    manifest lists.
+    """
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -66,7 +81,7 @@ class Reader(FileSystemReader):
         try:
             with (self.folder / ".metadata").open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.PickleError) as error:
+        except UNREADABLE as error:
             raise CheckpointRejected(f".metadata can't be read ({error})") from None
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise CheckpointRejected(".metadata is not that of a checkpoint")
@@ -84,25 +99,36 @@ class Planner(DefaultLoadPlanner):
     """torch's load planner, restricted to plain data for entries that are not tensors."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        torch.load(value, weights_only=True)  # raises for anything else, which the base class would unpickle
+        # Raises for anything else, which the base class would unpickle.
+        torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 def read_into(state: dict[str, Any], reader: Reader, world: World | None = None) -> None:
-    """Fill the tensors of `state`; every rank of `world` calls it. world: None for a process that reads by itself.
+    """Fill the tensors of `state`; every rank of `world` calls it. world: None for a process that
+    reads by itself.
 
-    Errors: CheckpointRejected, or torch's CheckpointException, which does not derive from Exception.
+    Errors: CheckpointRejected, or torch's CheckpointException, which does not derive from
+    Exception.
     """
     try:
         silence_single_process_warning()
-        alone = world is None or world.world_size == 1
-        group = None if world is None else world.control
-        with without_timeout(group):  # one rank's disk may be slow
-            read_tensors(state, storage_reader=reader, planner=Planner(), process_group=group, no_dist=alone)
+        if world is None:
+            world = World()
+        with without_timeout(world.control):  # one rank's disk may be slow
+            read_tensors(
+                state,
+                storage_reader=reader,
+                planner=Planner(),
+                process_group=world.control,
+                no_dist=world.world_size == 1,
+            )
     except CheckpointException as error:
-        rejected = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointRejected)), None)
-        raise rejected or error from None
+        for failure, _ in error.failures.values():
+            if isinstance(failure, CheckpointRejected):
+                raise failure from None
+        raise
 
 
 @contextmanager
@@ -117,5 +143,7 @@ def rejection_as_data_error(path: Path) -> Iterator[None]:
 
 
 def silence_single_process_warning() -> None:
-    """Running without a process group is fine here. Set for good, because threads share warning filters."""
+    """Running without a process group is fine here. Set for good, because threads share warning
+    filters.
+    """
     warnings.filterwarnings("ignore", "torch.distributed is disabled")

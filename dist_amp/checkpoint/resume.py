@@ -1,29 +1,64 @@
-"""Finds the checkpoint to resume from: the newest valid one of those that `run.resume` allows."""
+"""Resumes a run: from the newest valid checkpoint of those that `run.resume` allows."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints, integrity_error
+from dist_amp.checkpoint.state import load
+from dist_amp.config.task_class import find_task
+from dist_amp.distributed.environment import attempt
 from dist_amp.errors import DataError
-from dist_amp.runtime.process import attempt
+from dist_amp.run import Run
+from dist_amp.settings import Config
+from dist_amp.task import Task
 from dist_amp.world import World
 
 
-def checkpoint_to_resume(resume: str, run_folder: Path, world: World) -> Path | None:
+def resume(run: Run) -> Path | None:
+    """Restore the newest valid checkpoint that `run.resume` allows; return it, or None to start at
+    step 0. Every rank calls it, after `build_run`.
+
+    Errors: those of `checkpoint_to_resume` and `load`.
+    """
+    checkpoint = checkpoint_to_resume(run.config, run.folder, run.world, run.task)
+    if checkpoint is not None:
+        load(run, checkpoint)
+    return checkpoint
+
+
+def checkpoint_to_resume(
+    config: Config, run_folder: Path, world: World, task: Task | None = None
+) -> Path | None:
     """The newest valid checkpoint that `run.resume` allows, or None to start at step 0.
 
-    Every rank calls it and verifies its share of the files. Errors: DataError if a given path is not a checkpoint, and
-    if there are checkpoints but none is valid.
+    Every rank calls it and verifies its share of the files. task: an object in place of
+    `task.target`. Errors: DataError if a given path is not a checkpoint, and if there are
+    checkpoints but none is valid; ConfigError if it was made with another config.
     """
+    checkpoint = newest_checkpoint(config.run.resume, run_folder, world)
+    if checkpoint is not None:
+        check_config(checkpoint, config, task or find_task(config.task.target), world)
+    return checkpoint
+
+
+def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | None:
+    """The newest valid checkpoint that `resume` allows; None if there are none."""
     candidates = _agreed_candidates(resume, run_folder, world)
-    return newest_valid(candidates, world, "restore one from a backup, or start a new run in another --run.dir")
+    return newest_valid(
+        candidates, world, "restore one from a backup, or start a new run in another --run.dir"
+    )
 
 
-def newest_valid(paths: Sequence[Path], world: World, fix: str = "restore one from a backup") -> Path | None:
-    """The last of these checkpoints that is valid, with a warning for each that is not; None if there are none.
+def newest_valid(
+    paths: Sequence[Path], world: World, fix: str = "restore one from a backup"
+) -> Path | None:
+    """The last of these checkpoints that is valid, with a warning for each that is not; None if
+    there are none.
 
-    Every rank calls it and verifies its share of the files. Errors: DataError if none is valid, ending with `fix`.
+    Every rank calls it and verifies its share of the files. Errors: DataError if none is valid,
+    ending with `fix`.
     """
     rejected: list[str] = []
     for path in reversed(paths):
@@ -34,8 +69,9 @@ def newest_valid(paths: Sequence[Path], world: World, fix: str = "restore one fr
             return path
         rejected.append(f"{path}: {error}")
     if rejected:
-        none = "none of the checkpoints is" if len(rejected) > 1 else "the checkpoint is not"
-        raise DataError(f"{none} valid: {'; '.join(rejected)}; {fix}")
+        if len(rejected) > 1:
+            raise DataError(f"none of the checkpoints is valid: {'; '.join(rejected)}; {fix}")
+        raise DataError(f"the checkpoint is not valid: {rejected[0]}; {fix}")
     return None
 
 
@@ -46,40 +82,54 @@ def checkpoints_at(path: Path, name: str, accepted: str) -> list[Path]:
     """
     if not path.exists():
         raise DataError(f"{name} does not exist; give {accepted}")
-    found = all_checkpoints(path)
-    if not found and not any((path / file).exists() for file in (MANIFEST, ".metadata")):
+    checkpoints = all_checkpoints(path)
+    if checkpoints:
+        return checkpoints
+    if not any((path / file).exists() for file in (MANIFEST, ".metadata")):
         raise DataError(f"{name} is not a checkpoint and holds none; give {accepted}")
-    return found or [path]
+    return [path]
 
 
 def _agreed_candidates(resume: str, run_folder: Path, world: World) -> list[Path]:
     """What rank 0 sees, because a network disk may show another rank other files for a while."""
-    found: list[str] | str = []
+    paths: list[str] = []
+    problem = ""
     if world.is_main:
         try:
-            found = [str(path) for path in _candidates(resume, run_folder)]
+            paths = [str(path) for path in _candidates(resume, run_folder)]
         except DataError as error:
-            found = str(error)
-    found = json.loads(world.from_main(json.dumps(found)))
-    if isinstance(found, str):
-        raise DataError(found)
-    return [Path(path) for path in found]
+            problem = str(error)
+    paths, problem = json.loads(world.from_main(json.dumps([paths, problem])))
+    if problem:
+        raise DataError(problem)
+    return [Path(path) for path in paths]
 
 
 def _candidates(resume: str, run_folder: Path) -> list[Path]:
     """The checkpoints to try, in ascending order of preference."""
-    own, path = all_checkpoints(run_folder), Path(resume)
     if resume == "never" and not attempt():  # a restart by torchrun resumes all the same
         return []
-    if resume in ("auto", "never") or (own and path.resolve() not in [checkpoint.resolve() for checkpoint in own]):
-        return own  # this run's own progress since it started from `path` takes precedence
-    if own and path.resolve() != own[-1].resolve():
-        raise DataError(f"run.resume={resume} is older than {own[-1].name} next to it; resume it in a new --run.dir")
-    return checkpoints_at(path, f"run.resume={resume}", "RUN/checkpoints/step_N, a run's folder, auto or never")
+    saved = all_checkpoints(run_folder)
+    if resume in ("auto", "never"):
+        return saved
+    path = Path(resume)
+    if saved:
+        if path.resolve() not in [checkpoint.resolve() for checkpoint in saved]:
+            return saved  # this run's progress since it started from `path` takes precedence
+        if path.resolve() != saved[-1].resolve():
+            raise DataError(
+                f"run.resume={resume} is older than {saved[-1].name} next to it; resume it in a "
+                "new --run.dir"
+            )
+    return checkpoints_at(
+        path, f"run.resume={resume}", "RUN/checkpoints/step_N, a run's folder, auto or never"
+    )
 
 
 def _agreed_integrity_error(path: Path, world: World) -> str:
-    """Why a checkpoint is not valid, or ""; the same on every rank, each of which verifies a share of the files."""
-    own = integrity_error(path, world.rank, world.world_size)
+    """Why a checkpoint is not valid, or ""; the same on every rank, each of which verifies a share
+    of the files.
+    """
+    error = integrity_error(path, world.rank, world.world_size)
     world.wait_long()  # one rank's share of the files may take longer than a collective's timeout
-    return next(filter(None, world.gather_texts(own)), "")
+    return next(filter(None, world.gather_texts(error)), "")

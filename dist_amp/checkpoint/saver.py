@@ -1,65 +1,105 @@
-"""Saves the run's checkpoints: one at a time, in the background if checkpoint.async_save is set."""
+"""Saves checkpoints: all ranks write one together, complete or not at all, with the same outcome
+on every rank.
+"""
 
+import shutil
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from typing import Any
+from uuid import uuid4
 
-import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
+from torch.distributed.checkpoint.storage import WriteResult
 
-from dist_amp.checkpoint.format import checkpoint_folder, integrity_error, quarantine
-from dist_amp.checkpoint.plans import SavePlanner
-from dist_amp.checkpoint.staging import Staging
-from dist_amp.checkpoint.state import Resumable, take_snapshot
-from dist_amp.checkpoint.writer import Snapshot, write
+from dist_amp.checkpoint.format import (
+    CONFIG,
+    checkpoint_folder,
+    hash_files,
+    integrity_error,
+    publish,
+    quarantine,
+    reason,
+    remove_old_checkpoints,
+)
+from dist_amp.checkpoint.reader import silence_single_process_warning
+from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.errors import Failure
+from dist_amp.files import appears, sync_folder, write_synced
+from dist_amp.run import Run
 from dist_amp.telemetry.log_row import LogRow
-from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import Observer
 from dist_amp.world import World
 
 
-def save(run: Resumable) -> Path:
-    """Write a checkpoint of the run's current state and wait for it; every rank calls it. Errors: Failure."""
+def save(run: Run) -> Path:
+    """Write a checkpoint of the run's current state and wait for it; every rank calls it. Errors:
+    Failure.
+    """
     Saver(run).save(wait=True)
     return checkpoint_folder(run.folder, run.step)
 
 
 class Saver(Observer):
-    """Saves checkpoints of a run, one at a time; as a context manager it waits for the last one."""
+    """Saves checkpoints of a run, one at a time, in the background if checkpoint.async_save is set;
+    as a context manager it waits for the last one.
+    """
 
-    def __init__(self, run: Resumable):
+    def __init__(self, run: Run):
         self._run = run
         self._pending: Future[None] | None = None
-        self._staging = Staging(run.world.device)
-        self._planner = SavePlanner()
+        self._planner = Planner()
+        self._background: Any = None
+        if run.config.checkpoint.async_save:
+            from dist_amp.checkpoint.background import Background
+
+            self._background = Background(run.world)
 
     def save(self, wait: bool) -> None:
-        """Save the current state; every rank calls it. wait: until it is written, and raise Failure if it can't be."""
+        """Save the current state; every rank calls it. wait: until it is written, and raise Failure
+        if it can't be.
+        """
         with self._run.world.clock.hold("checkpoint"):
             self._finish()
             if not self._is_saved():
                 self._save(wait)
 
     def _save(self, wait: bool) -> None:
-        in_background = self._run.config.checkpoint.async_save and not wait
-        snapshot = take_snapshot(self._run, staging=self._staging if in_background else None)
+        world = self._run.world
+        snapshot = take_snapshot(self._run)
         self._pending = self._run.metrics.save = Future()
-        if in_background:
-            # Not a thread pool: Python joins its threads at exit, even after a crash.
-            work = (snapshot, self._run.world, self._planner, self._pending)
-            Thread(target=_write, args=work, daemon=True).start()
-        else:
-            _write(snapshot, self._run.world, self._planner, self._pending)
-            self._finish(must_succeed=wait)
+        if self._background is not None and not wait:
+            snapshot = self._background.copy(snapshot)
+            self._background.start(lambda: write(snapshot, world, self._planner), self._pending)
+            return
+        try:
+            write(snapshot, world, self._planner)
+            self._pending.set_result(None)
+        except Exception as error:
+            self._pending.set_exception(error)
+        self._finish(must_succeed=wait)
 
     def on_log(self, row: LogRow) -> None:
-        """Check whether the background save has ended, and how; every rank calls it and gets the same answer."""
+        """Check whether the background save has ended, and how; every rank calls it and gets the
+        same answer.
+        """
         if self._pending is not None and row.column("save_done").all():
             self._finish()
 
     def _is_saved(self) -> bool:
-        """Whether this step has a valid checkpoint, as right after a resume; a damaged one is quarantined."""
-        world, valid = self._run.world, False
+        """Whether this step has a valid checkpoint, as right after a resume; a damaged one is
+        quarantined.
+        """
+        world = self._run.world
+        valid = False
         folder = checkpoint_folder(self._run.folder, self._run.step)
         if world.is_main and folder.exists():
             valid = not integrity_error(folder)
@@ -68,32 +108,148 @@ class Saver(Observer):
         return world.from_main(str(valid)) == "True"
 
     def _finish(self, must_succeed: bool = False) -> None:
-        """Wait for the pending save. Errors: Failure if it failed and the run is configured to stop then."""
-        # Also that of another Saver, as of a callback's save(run): two threads would use one group.
-        pending, self._pending = self._pending or self._run.metrics.save, None
-        self._run.metrics.save = None
+        """Wait for the pending save. Errors: Failure if it failed and the run is configured to stop
+        then.
+        """
+        # Also that of another Saver, such as a callback's save(run): two threads would use one
+        # process group.
+        pending = self._pending or self._run.metrics.save
+        self._pending = self._run.metrics.save = None
         try:
             if pending is not None:
                 pending.result()
         except Failure as error:
             if must_succeed or self._run.config.checkpoint.on_failure == "stop":
                 raise
-            self._run.world.warn(f"{error}; checkpoint.on_failure=go_on tries again at the next one")
+            self._run.world.warn(
+                f"{error}; checkpoint.on_failure=continue tries again at the next one"
+            )
 
     def __exit__(self, *error: object) -> None:
-        """Wait for the pending save, but only briefly if the ranks may have diverged: writing needs all of them."""
-        if self._pending is not None:
-            # A Failure may be this rank's alone: wait half of the timeout of the others' collectives.
-            in_step = error[0] is None or isinstance(error[1], Failure)
-            with suppress(Exception):
-                self._pending.result(timeout=self._run.config.run.timeout_seconds / 2 if in_step else 5.0)
+        """Wait for the pending save, but only briefly if the ranks may have diverged: writing needs
+        all of them.
+        """
+        if self._pending is None:
+            return
+        seconds = 5.0
+        if error[0] is None or isinstance(error[1], Failure):
+            # A Failure may be this rank's alone: half of the timeout of the others' collectives.
+            seconds = self._run.config.run.timeout_seconds / 2
+        with suppress(Exception):
+            self._pending.result(timeout=seconds)
 
 
-def _write(snapshot: Snapshot, world: World, planner: SavePlanner, outcome: "Future[None]") -> None:
+class Planner(DefaultSavePlanner):
+    """torch's planner of who writes what, which plans again only what has changed since the save
+    before: one for all saves of a run.
+
+    Planning takes rank 0 86 to 101 us per shard of any rank (measured for 64 to 1,024 ranks).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, _ = super().create_global_plan(all_plans)
+        # Without the description of the whole checkpoint, which torch would send to all ranks:
+        # only rank 0 writes it, see `Writer`.
+        return plans, Metadata({})
+
+
+class Writer(FileSystemWriter):
+    """torch's writer of files, with the metadata that the planner has kept on rank 0."""
+
+    def __init__(self, folder: Path, planner: Planner):
+        super().__init__(folder)
+        self._planner = planner
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(self._planner.metadata, results)
+
+
+def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
+    """Write and publish a checkpoint; every rank calls it, from any thread, and all ranks raise if
+    one fails.
+
+    Errors: Failure with the rank and the reason. Earlier checkpoints are left as they are.
+    """
+    final = snapshot.folder
+    run_folder = final.parent.parent
+    temporary = final.with_name(f".{final.name}.writing")
+    files: dict[str, Any] = {}
+
+    def make_folder() -> None:
+        if world.is_main:
+            # What a run that was killed while it wrote has left.
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            sync_folder(run_folder)
+            write_synced(temporary / CONFIG, snapshot.config)
+
+    def find_folder() -> None:
+        if not appears(temporary):
+            raise Failure("run.dir is not on a disk that all ranks share; put it on one")
+
+    def write_shards() -> None:
+        silence_single_process_warning()
+        write_tensors(
+            snapshot.state,
+            storage_writer=Writer(temporary, planner),
+            planner=planner,
+            process_group=world.background,
+            no_dist=world.world_size == 1,
+        )
+
+    def hash_shards() -> dict[str, dict[str, Any]]:
+        paths = list(temporary.glob(f"__{world.rank}_*"))
+        if world.is_main:
+            paths += [temporary / CONFIG, temporary / ".metadata"]
+        return hash_files(paths)
+
+    def finish() -> None:
+        if world.is_main:
+            publish(temporary, final, replace(snapshot.manifest, files=files))
+            for problem in remove_old_checkpoints(run_folder, snapshot.keep):
+                world.warn(problem)
+
     try:
-        if world.device.type == "cuda":  # a new thread's current device is the first one
-            torch.cuda.set_device(world.device)
-        write(snapshot, world, planner)
-        outcome.set_result(None)
-    except BaseException as error:
-        outcome.set_exception(error)
+        # A stage may fail on one rank only: all ranks agree on its outcome before the next
+        # collective stage.
+        on_all_ranks(world, make_folder)
+        on_all_ranks(world, find_folder)
+        on_all_ranks(world, write_shards)
+        for entries in on_all_ranks(world, hash_shards):
+            files |= entries
+        on_all_ranks(world, finish)
+    except Failure as error:
+        if world.is_main:
+            # The partial files may be what fills the disk.
+            shutil.rmtree(temporary, ignore_errors=True)
+        free = ""
+        with suppress(OSError):
+            free = f" ({shutil.disk_usage(run_folder).free:,} bytes are free)"
+        raise Failure(
+            f"checkpoint {final} could not be written: {error}{free}; the previous one is kept"
+        ) from error
+
+
+def on_all_ranks(world: World, work: Callable[[], Any]) -> list[Any]:
+    """Call `work` on every rank; return all results in rank order. Errors: Failure on all ranks if
+    one fails.
+    """
+    result = None
+    failure = ""
+    try:
+        result = work()
+    except CheckpointException as error:  # raised on all ranks for what failed on one
+        failure = f"rank {next(iter(error.failures), world.rank)}: {reason(error)}"
+    except Exception as error:
+        failure = f"rank {world.rank}: {reason(error)}"
+    outcomes = [(result, failure)] * world.world_size
+    if world.background is not None:
+        dist.all_gather_object(outcomes, (result, failure), group=world.background)
+    for _, failure in outcomes:
+        if failure:
+            raise Failure(failure)
+    return [result for result, _ in outcomes]

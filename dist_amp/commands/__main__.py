@@ -2,11 +2,13 @@
 
 import runpy
 import sys
+from collections.abc import Mapping
+from dataclasses import field, make_dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 
 from dist_amp import __version__
-from dist_amp.config.suggest import nearest_name
+from dist_amp.errors import nearest_name
 
 COMMANDS = {
     "train": "train a task in this process, or as a rank under torchrun",
@@ -14,26 +16,30 @@ COMMANDS = {
     "verify": "prove on your task and machine that every way of running computes the same step",
     "bench": "measure what things cost: overhead, amp, gpu, data, collectives, checkpoint ...",
     "plan": "estimate memory and time per rank of a config on a number of GPUs",
-    "tokenize": "make tokens of rows ahead of training, as memory-mapped files",
+    "tokenize": "pre-tokenize a dataset into memory-mapped files",
     "export": "write a checkpoint's model as one safetensors file",
-    "sample": "show what a trained model makes",
+    "sample": "generate a sample from a trained model",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
 }
+WITH_SETTINGS = "train verify plan tokenize export sample".split()  # those of dist_amp.train
 SHELLS = ("bash", "zsh", "fish")
 
 HELP = """
 dist_amp COMMAND --help lists a command's arguments. dist_amp --version prints what is installed.
-dist_amp --completion bash > ~/.local/share/bash-completion/completions/dist_amp: the shell completes commands and
-settings from then on; also zsh and fish."""
+dist_amp --completion bash > ~/.local/share/bash-completion/completions/dist_amp: the shell
+completes commands and settings from then on; also zsh and fish."""
 
 
 def main() -> int:
     """The command; returns the exit status."""
     name, *rest = sys.argv[1:] or ["--help"]
-    commands = {command: what for command, what in COMMANDS.items() if find_spec(f"dist_amp.{command}")}
+    commands = {
+        command: what for command, what in COMMANDS.items() if find_spec(f"dist_amp.{command}")
+    }
     if name in ("-h", "--help"):
-        from dist_amp.runtime.process import quiet_on_closed_pipe  # imports torch, which takes seconds
+        # Imports torch, which takes seconds.
+        from dist_amp.distributed.process import quiet_on_closed_pipe
 
         width = max(map(len, commands))
         with quiet_on_closed_pipe():
@@ -46,10 +52,11 @@ def main() -> int:
         return 0
     if name == "--completion":
         if len(rest) != 1 or rest[0] not in SHELLS:
-            print(f"error: --completion {' '.join(rest)}: give one of {', '.join(SHELLS)}", file=sys.stderr)
+            print(
+                f"error: --completion {' '.join(rest)}: give one of {', '.join(SHELLS)}",
+                file=sys.stderr,
+            )
             return 64
-        from dist_amp.commands.completion import print_completion
-
         print_completion(commands, rest[0])
         return 0
     if name not in commands:
@@ -60,6 +67,32 @@ def main() -> int:
     sys.argv = [f"dist_amp {name}", *rest]
     runpy.run_module(f"dist_amp.{name}", run_name="__main__", alter_sys=True)
     return 0
+
+
+def print_completion(commands: Mapping[str, str], shell: str) -> None:
+    """A script that completes commands, settings and torchrun's options."""
+    from torch.distributed.run import get_args_parser
+
+    from dist_amp.commands.elastic import torchrun_options
+    from dist_amp.config.help import command_line_of, completion
+    from dist_amp.config.load import schema
+    from dist_amp.distributed.process import quiet_on_closed_pipe
+    from dist_amp.settings import TaskConfig
+
+    settings = schema(TaskConfig.target)
+    options = {action.dest for action in torchrun_options(get_args_parser()).values()}
+    fields = [(name, str, field(default="")) for name in sorted(options)]
+    launch = make_dataclass("Launch", fields, bases=(settings,), frozen=True)
+    schemas = {}
+    for name, what in commands.items():
+        if name == "launch":
+            schemas[name] = command_line_of(launch, what)
+        elif name in WITH_SETTINGS:
+            schemas[name] = command_line_of(settings, what)
+        else:
+            schemas[name] = make_dataclass("Arguments", [], namespace={"__doc__": what})
+    with quiet_on_closed_pipe():
+        print(completion(schemas, "dist_amp", shell))
 
 
 if __name__ == "__main__":

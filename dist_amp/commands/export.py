@@ -1,30 +1,36 @@
-"""python -m dist_amp.export RUN_OR_CHECKPOINT --out DIR: write the trained model as one safetensors file.
+"""python -m dist_amp.export RUN_OR_CHECKPOINT --out DIR: write a trained model as one safetensors
+file.
 
-One CPU process reads the model from a checkpoint of any strategy and number of ranks; of a run, the newest valid
-checkpoint. DIR gets model.safetensors and the run's config.toml. In your own code:
+Reads the model on the CPU from a checkpoint of any strategy and number of ranks; given a run, from
+its newest valid checkpoint. DIR gets model.safetensors and the run's config.toml. In your code:
 
     import safetensors.torch
     model = task.build_model()
     safetensors.torch.load_model(model, "DIR/model.safetensors")
 
-The model is then float32, as the task builds it, whatever --dtype was; model.to(torch.bfloat16) computes in bf16.
-A run with optim.ema exports the moving average of its parameters; --weights model exports the parameters themselves.
+The model is then float32, as the task builds it, whatever --dtype was; model.to(torch.bfloat16)
+computes in bf16. A run with optim.ema exports the moving average of its parameters; --weights model
+exports the parameters themselves.
 
---format hf writes what `save_pretrained` does, by the task's export(model, folder) if there is one: config, weights and
-tokenizer, for AutoModel...from_pretrained("DIR"). Of a model with adapters it writes the adapters alone, which name the
-base model that from_pretrained adds; --merge adds them to its weights and writes it whole.
+--format hf writes what `save_pretrained` does, or the task's export(model, folder) if it has one:
+config, weights and tokenizer, for AutoModel...from_pretrained("DIR"). For a model with adapters it
+writes only the adapters, which name the base model that from_pretrained adds; --merge adds them to
+the base weights and writes the whole model.
 
 Settings after RUN_OR_CHECKPOINT override the checkpoint's config, for example if the task has moved
-(--task.target new_file:MyTask). The config's task is imported, as for training: check it first if you don't trust the
-checkpoint's source. Exit status: 0 done, 64 bad setting, 65 bad checkpoint, 1 DIR can't be written.
+(--task.target new_file:MyTask). The config's task is imported, as for training: check it first if
+you don't trust the checkpoint's source. Exit status: 0 done, 64 bad setting, 65 bad checkpoint, 1
+DIR can't be written.
 """
 
+import argparse
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -32,15 +38,24 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
+from dist_amp.checkpoint.resume import checkpoints_at, newest_valid
 from dist_amp.checkpoint.weights import has_average, load_weights
-from dist_amp.commands.command_line import exit_status
-from dist_amp.commands.hf_format import files_text, merged, write_hf
-from dist_amp.commands.trained_model import MODEL, PathParser, build_model, find_checkpoint, load_config_of
-from dist_amp.config.load import to_toml
+from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.task_class import build_task
+from dist_amp.distributed.random_state import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure
-from dist_amp.runtime.files import sync_folder, write_synced
+from dist_amp.files import sync_folder, write_synced
+from dist_amp.scaling.meta import build_whole
+from dist_amp.settings import Config
+from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.task import Task
+from dist_amp.world import World
 
+MODEL = "model.safetensors"
+USAGE = (
+    "RUN_OR_CHECKPOINT --out DIR [--format safetensors|hf] [--merge] [--dtype bf16|fp32] "
+    "[--weights model] [--section.key VALUE ...]"
+)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -50,36 +65,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    usage = (
-        "RUN_OR_CHECKPOINT --out DIR [--format safetensors|hf] [--merge] [--dtype bf16|fp32] [--weights model] "
-        "[--section.key VALUE ...]"
-    )
-    parser = PathParser("python -m dist_amp.export", usage, __doc__)
-    parser.add_argument("--out", required=True, metavar="DIR", help="where to write; an existing export is replaced")
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="of floating-point tensors; default fp32")
-    parser.add_argument("--format", default="safetensors", choices=("safetensors", "hf"), help="hf: for transformers")
-    parser.add_argument("--merge", action="store_true", help="add adapters to the weights; needs --format hf")
-    path, options, settings = parser.read(argv)
-    if options.merge and options.format != "hf":
-        raise ConfigError("--merge is for --format hf: the task's own model has adapters; add --format hf")
+    path, options, settings = parse(argv)
     out = Path(options.out)
-    if (out / MANIFEST).exists() or all_checkpoints(out):
-        raise ConfigError(f"--out {out} is the folder of a run or checkpoint; give the export its own folder")
     checkpoint = find_checkpoint(path)
     config = load_config_of(checkpoint, settings)
     task = build_task(config.task, config.data)
-    model = build_model(task, config)
+    model: Any = build_model(task, config)
     average = options.weights == "auto" and has_average(checkpoint)
     step = load_weights(model, checkpoint, average)
-    config_text = to_toml(config) if settings else (checkpoint / CONFIG).read_text(encoding="utf-8")
+    config_text = (checkpoint / CONFIG).read_text(encoding="utf-8")
+    if settings:
+        config_text = to_toml(config)
     if options.merge:
         cast(model, torch.float32)  # frozen weights may be bf16, and the sum would be rounded to it
         model = merged(model)
     cast(model, DTYPES[options.dtype])
-    what = ", their moving average" if average else ""
+    described = f"in {options.dtype}"
+    if average:
+        described += ", their moving average"
+    described += f", from step {step} ({checkpoint})"
     if options.format == "hf":
         write_hf(out, task, model, config_text)
-        print(f"{out}: {files_text(out)}, in {options.dtype}{what}, from step {step} ({checkpoint})")
+        print(f"{out}: {files_text(out)}, {described}")
         return 0
     metadata = {
         "format": "pt",
@@ -91,8 +98,109 @@ def run(argv: Sequence[str]) -> int:
     }
     write(out, model, metadata, config_text)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{out / MODEL}: {parameters:,} parameters in {options.dtype}{what}, from step {step} ({checkpoint})")
+    print(f"{out / MODEL}: {parameters:,} parameters {described}")
     return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[Path, argparse.Namespace, list[str]]:
+    """(the path, this command's options, settings). Errors: ConfigError."""
+    parser = PathParser("python -m dist_amp.export", USAGE, __doc__)
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="where to write; an existing export is replaced"
+    )
+    parser.add_argument(
+        "--dtype", default="fp32", choices=DTYPES, help="of floating-point tensors; default fp32"
+    )
+    parser.add_argument(
+        "--format",
+        default="safetensors",
+        choices=("safetensors", "hf"),
+        help="hf: for transformers",
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="add adapters to the weights; needs --format hf"
+    )
+    path, options, settings = parser.read(argv)
+    if options.merge and options.format != "hf":
+        raise ConfigError(
+            "--merge is for --format hf: the task's own model has adapters; add --format hf"
+        )
+    out = Path(options.out)
+    if (out / MANIFEST).exists() or all_checkpoints(out):
+        raise ConfigError(
+            f"--out {out} is the folder of a run or checkpoint; give the export its own folder"
+        )
+    return path, options, settings
+
+
+# --- a trained model from a path on the command line, for sample too
+
+
+class PathParser(Parser):
+    """Parses a path, options and settings. Errors: ConfigError that ends with the usage."""
+
+    def __init__(self, prog: str, usage: str, description: str | None):
+        super().__init__(prog, description)
+        self.usage = f"{prog} {usage}"
+        self.add_argument(
+            "--weights",
+            default="auto",
+            choices=("auto", "model"),
+            help="auto: the moving average where the checkpoint has one (optim.ema); model: the "
+            "parameters themselves",
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {self.format_usage().strip()}")
+
+    def read(self, argv: Sequence[str]) -> tuple[Path, argparse.Namespace, list[str]]:
+        """(path, options, settings). The path comes first: a setting takes all values after it."""
+        options, rest = self.parse_known_args(argv)
+        if not rest:
+            self.error("no path is given")
+        if rest[0].startswith("-"):
+            self.error(f"the path must come before {rest[0]}")
+        if rest[1:] and not rest[1].startswith("--"):
+            self.error(f"{rest[1]!r} belongs to no key")
+        return Path(rest[0]), options, rest[1:]
+
+
+def find_checkpoint(path: Path, accepted: str = "a run's folder or RUN/checkpoints/step_N") -> Path:
+    """The checkpoint at `path`, or the newest valid one of the run there, by every file's hash.
+
+    Errors: DataError if there is none or none is valid, naming what is `accepted`.
+    """
+    valid = newest_valid(checkpoints_at(path, str(path), accepted), World())
+    assert valid is not None  # newest_valid raises if none of the paths is valid
+    return valid
+
+
+def load_config_of(folder: Path, settings: Sequence[str]) -> Config:
+    """The config of a checkpoint or an export, overridden by settings as on the command line."""
+    if not (folder / CONFIG).is_file():
+        raise DataError(f"{folder} has no {CONFIG}; export it again, or copy it from the run")
+    try:
+        return load_config([f"--config={folder / CONFIG}", *settings])
+    except ConfigError as error:
+        text = str(error)
+        if text.startswith("task.target="):
+            text += (
+                f"; {folder} needs its task: start in the run's working directory, or give "
+                "--task.target"
+            )
+        raise ConfigError(text) from error
+
+
+def build_model(task: Task, config: Config) -> nn.Module:
+    """The task's model in evaluation mode, for a checkpoint's weights.
+
+    It is seeded as in the run, for what the checkpoint does not hold.
+    """
+    seed_all(config.run.seed)
+    return build_whole(task, torch.device("cpu"), resumes=True).eval()
+
+
+# --- one safetensors file
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -111,7 +219,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def write(out: Path, model: nn.Module, metadata: dict[str, str], config_text: str) -> None:
-    """Write both files under temporary names, then rename them, so that a kill leaves each file old or new.
+    """Write both files under temporary names, then rename them: a kill leaves each old or new.
 
     Errors: Failure with the path; DataError for a model that safetensors can't store.
     """
@@ -120,7 +228,9 @@ def write(out: Path, model: nn.Module, metadata: dict[str, str], config_text: st
         out.mkdir(parents=True, exist_ok=True)
         write_synced(temporary[CONFIG], config_text)
         save_model(model, str(temporary[MODEL]), metadata)
-        shutil.copymode(temporary[CONFIG], temporary[MODEL])  # safetensors makes it readable by its owner only
+        shutil.copymode(
+            temporary[CONFIG], temporary[MODEL]
+        )  # safetensors makes it readable by its owner only
         with temporary[MODEL].open("rb") as file:
             os.fsync(file.fileno())
         for name, path in temporary.items():
@@ -129,15 +239,103 @@ def write(out: Path, model: nn.Module, metadata: dict[str, str], config_text: st
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise Failure(f"--out {out} can't be written ({why}); give a writable folder") from error
-    except (RuntimeError, ValueError, AttributeError) as error:  # views, sparse tensors, entries that are not tensors
+    except (
+        RuntimeError,
+        ValueError,
+        AttributeError,
+    ) as error:  # views, sparse tensors, entries that are not tensors
         why = str(error).split(". ")[0]
         raise DataError(
-            f"safetensors can't store this model: {why}; let build_model make ordinary tensors, and .clone() views"
+            f"safetensors can't store this model: {why}; let build_model make ordinary tensors, "
+            "and .clone() views"
         ) from error
     finally:
         for path in temporary.values():
             with suppress(OSError):
                 path.unlink()
+
+
+# --- for transformers
+
+
+def merged(model: Any) -> nn.Module:
+    """The model with its adapters added to the weights. Errors: ConfigError if it has none."""
+    if not hasattr(model, "merge_and_unload"):
+        raise ConfigError(
+            "--merge needs a model with adapters of peft, and this one has none; leave --merge out"
+        )
+    return model.merge_and_unload()
+
+
+def write_hf(out: Path, task: Any, model: Any, config_text: str) -> None:
+    """Write the model, by task.export or save_pretrained, and the run's config.
+
+    An earlier export is replaced. Errors: ConfigError for a model that can do neither, and for a
+    folder with other files; Failure with the path.
+    """
+    if not hasattr(task, "export") and not hasattr(model, "save_pretrained"):
+        raise ConfigError(
+            f"--format hf: {type(model).__name__} has no save_pretrained; add `def export(self, "
+            "model, folder)` to the task, or use --format safetensors"
+        )
+    if "transformers" in sys.modules:  # its progress bars do not know of terminals
+        sys.modules["transformers"].utils.logging.disable_progress_bar()
+    with replacing(out) as folder:
+        if hasattr(task, "export"):
+            task.export(model, str(folder))
+        else:
+            model.save_pretrained(str(folder))
+        write_synced(folder / CONFIG, config_text)
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[Path]:
+    """A folder to write to, which replaces `out` after the with-block unless the block fails.
+
+    Errors: ConfigError if `out` holds anything but an export, DataError if the block fails, Failure
+    for the disk.
+    """
+    if out.exists() and not (out / CONFIG).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"--out {out} holds other files, and would be replaced; give the export a folder of "
+            "its own"
+        )
+    new, old = out.with_name(f".{out.name}.writing"), out.with_name(f".{out.name}.replaced")
+    try:
+        _tidy(out, new, old)  # after a kill
+        new.mkdir(parents=True)
+        yield new
+        for path in sorted(new.rglob("*")):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if out.exists():
+            out.replace(old)
+        new.replace(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise Failure(f"--out {out} can't be written ({why}); give a writable folder") from error
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise DataError(f"this model can't be exported: {type(error).__name__}: {error}") from error
+    finally:
+        _tidy(out, new, old)
+
+
+def _tidy(out: Path, new: Path, old: Path) -> None:
+    """Put an earlier export back if nothing took its place; remove what is left over."""
+    if old.exists() and not out.exists():
+        old.replace(out)
+    for left_over in (new, old):
+        shutil.rmtree(left_over, ignore_errors=True)
+
+
+def files_text(out: Path) -> str:
+    """The exported weight files, with their sizes in MB."""
+    return ", ".join(
+        f"{path.name} ({path.stat().st_size / 1e6:.1f} MB)"
+        for path in sorted(out.glob("*.safetensors"))
+    )
 
 
 if __name__ == "__main__":

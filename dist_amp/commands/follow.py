@@ -1,18 +1,20 @@
-"""python -m dist_amp.follow RUN --to wandb|trackio|mlflow: send a run's metrics to a tracker, from beside the run.
+"""python -m dist_amp.follow RUN --to wandb|trackio|mlflow: send a run's metrics to a tracker, from
+beside the run.
 
-It reads the run's folder while the run trains, until the run ends, or afterwards; --once sends what is there and ends.
-The run itself imports no tracker and never waits for one. What was sent is kept in RUN/follow_TRACKER.json: start the
-same command again after any stop, of the run or of this command, and it goes on in the same run of the tracker.
+It reads the run's folder while the run trains, until the run ends, or afterwards; --once sends what
+exists and ends. The run itself imports no tracker and never waits for one. What was sent is kept in
+RUN/follow_TRACKER.json: start the same command again after any stop, of the run or of this command,
+and it continues in the same run of the tracker.
 
-The configuration is sent at the start, metrics by step under the same tags as in TensorBoard, those of each rank as
-rank00000/TAG (up to 64 ranks), and the summary and the sample at the end. Server, login and offline mode are set as
-the tracker documents it: WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID ... See docs/trackers.md.
+The configuration is sent at the start, metrics by step under the same tags as in TensorBoard, those
+of each rank as rank00000/TAG (up to 64 ranks), and the summary and the sample at the end. Server,
+login and offline mode are set as the tracker documents it: WANDB_MODE, MLFLOW_TRACKING_URI,
+TRACKIO_SPACE_ID ... See docs/trackers.md.
 
-Exit status: 0 all is sent, 64 bad arguments, no package or no login, 65 not a run's folder, 75 stopped by a signal,
-1 anything else.
+Exit status: 0 all is sent, 64 bad arguments, no package or no login, 65 not a run's folder, 75
+stopped by a signal, 1 anything else.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -22,12 +24,11 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_amp.commands.command_line import Parser, exit_status
 from dist_amp.commands.followed_run import (
     CONFIG,
     METRICS,
@@ -42,8 +43,10 @@ from dist_amp.commands.followed_run import (
     wait_for_run,
 )
 from dist_amp.commands.trackers import TRACKERS, Tracker
+from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, first_line
-from dist_amp.runtime.files import write_durably
+from dist_amp.files import InUse, only_process, write_durably
+from dist_amp.supervise.command_line import Parser, exit_status
 
 POLL_SECONDS = 1.0
 APPEARS_SECONDS = 120.0  # to wait for a run that was started at the same time
@@ -59,13 +62,41 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--to", required=True, choices=list(TRACKERS), help="the tracker")
     parser.add_argument("--project", default="", help="its project or experiment (dist_amp)")
-    parser.add_argument("--once", action="store_true", help="send what is there now, and end")
+    parser.add_argument("--once", action="store_true", help="send what exists now, and end")
     options = parser.parse_args(argv)
     folder = options.run.resolve()
-    with stop_at_signals() as stop:
-        wait_for_run(folder, 0.0 if options.once else APPEARS_SECONDS, stop)
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: object) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+
+    with handle_signals(on_signal, (signal.SIGINT, signal.SIGTERM)):
+        seconds = 0.0 if options.once else APPEARS_SECONDS
+        wait_for_run(folder, seconds, stop)
         with only_follower(folder, options.to):
             return Follower(folder, options.to, options.project).follow(options.once, stop)
+
+
+@contextmanager
+def only_follower(folder: Path, tracker: str) -> Iterator[None]:
+    """Lock the position, so that nothing is sent twice. Errors: Failure if another process has it,
+    or no one can.
+    """
+    path = folder / f".follow_{tracker}.lock"
+    try:
+        with only_process(path):
+            yield
+    except InUse as error:
+        raise Failure(
+            f"{folder} is followed to {tracker} by another process already ({error}); stop that "
+            "one first"
+        ) from error
+    except PermissionError as error:
+        raise Failure(
+            f"{path} can't be written ({error.strerror}): follow keeps what was sent in the run's "
+            "folder; copy the folder, or allow writing there"
+        ) from error
 
 
 @dataclass
@@ -82,11 +113,15 @@ class Position:
     def unsent(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """The line's values that were not sent yet.
 
-        Each tag's steps rise in the file. A resumed run takes steps again: what was sent of them stays.
+        Each tag's steps rise in the file. A resumed run takes steps again: what was sent of them
+        stays.
         """
-        step = line["step"]
-        tags = line.keys() - {"step", "unix_time"}
-        return {tag: value for tag, value in line.items() if tag in tags and step > self.sent.get(clean(tag), -1)}
+        unsent = {}
+        for tag, value in line.items():
+            is_tag = tag not in ("step", "unix_time")
+            if is_tag and line["step"] > self.sent.get(clean(tag), -1):
+                unsent[tag] = value
+        return unsent
 
     def count(self, line: Mapping[str, Any]) -> None:
         """Note that a line was sent."""
@@ -98,7 +133,8 @@ class Follower:
     """Sends one run's folder to one tracker."""
 
     def __init__(self, folder: Path, tracker: str, project: str):
-        self.folder, self.name = folder, tracker
+        self.folder = folder
+        self.name = tracker
         self.file = MetricsFile(folder / METRICS)
         self.path = folder / f"follow_{tracker}.json"
         self.tracker: Tracker | None = None
@@ -108,7 +144,8 @@ class Follower:
     def follow(self, once: bool, stop: threading.Event) -> int:
         """Send lines until the run has ended; returns the exit status."""
         while not stop.is_set():
-            summary = read_summary(self.folder)  # first: a run's last lines are written before its summary
+            # First: a run's last lines are written before its summary.
+            summary = read_summary(self.folder)
             lines = self.new_lines()
             over = once or (summary is not None and has_ended(self.folder, summary))
             if lines or not over or hash_of(summary) != self.position.summary:
@@ -119,20 +156,27 @@ class Follower:
         if self.tracker is not None:
             self.tracker.close()
             self.save()
-        print(f"stopped after {self.position.lines} lines; start the same command again to go on", flush=True)
+        count = self.position.lines
+        print(f"stopped after {count} lines; start the same command again to continue", flush=True)
         return SAVED_AND_STOPPED
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """The lines with anything unsent; a run that has started again from step 0 is another one for the tracker."""
+        """The lines with anything unsent; a run that has started again from step 0 is another one
+        for the tracker.
+        """
         earlier = earlier_attempt(self.folder)
         if earlier != self.position.earlier:
-            print(f"{self.folder} has started again from step 0: this is a new run in {self.name}", flush=True)
+            print(
+                f"{self.folder} has started again from step 0: this is a new run in {self.name}",
+                flush=True,
+            )
             if self.tracker is not None:
                 self.tracker.close()
-            self.tracker, self.position = None, self.new_position(self.position.project)
+            self.tracker = None
+            self.position = self.new_position(self.position.project)
             self.file.rewind()
         lines = self.file.read()
-        if earlier_attempt(self.folder) != earlier:  # in between: whose lines these are is not known
+        if earlier_attempt(self.folder) != earlier:  # whose lines these are is not known
             self.file.rewind()
             return []
         return [line for line in lines if self.position.unsent(line)]
@@ -157,34 +201,43 @@ class Follower:
         is_new = not self.path.exists()
         self.save()  # before the tracker knows of it
         config = tomllib.loads((self.folder / CONFIG).read_text(encoding="utf-8"))
-        tracker = TRACKERS[self.name](self.position.project, self.position.id, self.folder.name, config)
+        tracker = TRACKERS[self.name](
+            self.position.project, self.position.id, self.folder.name, config
+        )
         known = None if is_new else tracker.last_steps()
         if known == {} and self.position.lines:
             raise ConfigError(
-                f"{self.name} has no run {self.position.id} here, to which {self.position.lines} lines were sent; set "
-                f"its server or folder as before, or remove {self.path} to send the run again, as a new one"
+                f"{self.name} has no run {self.position.id} here, to which {self.position.lines} "
+                f"lines were sent; set its server or folder as before, or remove {self.path} to "
+                "send the run again, as a new one"
             )
-        for tag, step in (known or {}).items():  # this command may have been killed before it noted what it had sent
+        # This command may have been killed before it noted what it had sent.
+        for tag, step in (known or {}).items():
             self.position.sent[tag] = max(step, self.position.sent.get(tag, -1))
         print(f"{self.folder}: {tracker.where}", flush=True)
         return tracker
 
     def end(self, summary: dict[str, Any] | None) -> int:
         """Send the summary and the sample, and leave; returns the exit status."""
-        what = "nothing new"
+        sent = "nothing new"
         if self.tracker is not None:
             with explained(self.name):
                 if summary is not None and hash_of(summary) != self.position.summary:
-                    sample = self.folder / "sample.txt"
-                    text = sample.read_text(encoding="utf-8", errors="replace") if sample.exists() else ""
-                    step = int(summary.get("steps", 0))
-                    self.tracker.end(step, summary, flat({"summary": summary}, False), text)
-                    self.position.summary = hash_of(summary)
+                    self.send_summary(self.tracker, summary)
                 self.tracker.close()
             self.save()
-            what = f"{self.position.lines} lines sent"
-        print(f"{self.folder}: {what}; {summary['stopped_by'] if summary else 'it has not ended'}", flush=True)
+            sent = f"{self.position.lines} lines sent"
+        state = summary["stopped_by"] if summary else "it has not ended"
+        print(f"{self.folder}: {sent}; {state}", flush=True)
         return 0
+
+    def send_summary(self, tracker: Tracker, summary: dict[str, Any]) -> None:
+        sample = ""
+        with suppress(FileNotFoundError):
+            sample = (self.folder / "sample.txt").read_text(encoding="utf-8", errors="replace")
+        values = flat({"summary": summary}, ranks=False)
+        tracker.end(int(summary.get("steps", 0)), summary, values, sample)
+        self.position.summary = hash_of(summary)
 
     def new_position(self, project: str) -> Position:
         """With an id that no other folder of the same name gets, here or elsewhere."""
@@ -192,20 +245,25 @@ class Follower:
         return Position(f"{name}-{secrets.token_hex(3)}", project, earlier_attempt(self.folder))
 
     def load(self, project: str) -> Position:
-        """What was sent before. Errors: DataError if the file is damaged, ConfigError if it names another project."""
+        """What was sent before. Errors: DataError if the file is damaged, ConfigError if it names
+        another project.
+        """
         try:
             position = Position(**json.loads(self.path.read_text()))
             if project in ("", position.project):
                 return position
             raise ConfigError(
-                f"--project {project}: this run goes to {position.project}; leave the option out, or remove "
-                f"{self.path} to send the run again, as a new one"
+                f"--project {project}: this run goes to {position.project}; leave the option out, "
+                f"or remove {self.path} to send the run again, as a new one"
             )
         except FileNotFoundError:
-            return self.new_position(project or os.environ.get(TRACKERS[self.name].project_variable, "dist_amp"))
+            return self.new_position(
+                project or os.environ.get(TRACKERS[self.name].project_variable, "dist_amp")
+            )
         except (OSError, ValueError, TypeError) as error:
             raise DataError(
-                f"{self.path} can't be read ({first_line(error)}); remove it to send the run again, as a new one"
+                f"{self.path} can't be read ({first_line(error)}); remove it to send the run "
+                "again, as a new one"
             ) from error
 
     def save(self) -> None:
@@ -216,13 +274,10 @@ class Follower:
             write_durably(self.path, text + "\n")
         except OSError as error:
             raise Failure(
-                f"{self.path} can't be written ({error.strerror}), and it has to keep what was sent; make room, or "
-                "allow writing there"
+                f"{self.path} can't be written ({error.strerror}), and it has to keep what was "
+                "sent; make room, or allow writing there"
             ) from error
         self.saved = text
-
-
-# --- the process
 
 
 @contextmanager
@@ -234,43 +289,7 @@ def explained(tracker: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = first_line(error) or type(error).__name__
-        raise Failure(f"{tracker}: {reason}; start the same command again to go on") from error
-
-
-@contextmanager
-def stop_at_signals() -> Iterator[threading.Event]:
-    """An event that is set by the first SIGINT or SIGTERM; the second one ends the process at once."""
-    stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def on_signal(number: int, frame: object) -> None:
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in before:
-        signal.signal(number, on_signal)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def only_follower(folder: Path, tracker: str) -> Iterator[None]:
-    """Lock the position, so that nothing is sent twice. Errors: Failure if another process has it, or no one can."""
-    path = folder / f".follow_{tracker}.lock"
-    try:
-        with path.open("w") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-    except BlockingIOError as error:
-        raise Failure(f"{folder} is followed to {tracker} by another process already; stop that one first") from error
-    except PermissionError as error:
-        raise Failure(
-            f"{path} can't be written ({error.strerror}): follow keeps what was sent in the run's folder; copy the "
-            "folder, or allow writing there"
-        ) from error
+        raise Failure(f"{tracker}: {reason}; start the same command again to continue") from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Reads the folder of a run that another process writes: its metrics as they come, and whether it has ended."""
+"""Reads the folder of a run that another process writes: its metrics as they come, and whether it
+has ended.
+"""
 
 import json
 import os
@@ -13,12 +15,19 @@ from typing import Any, BinaryIO
 from dist_amp.errors import DataError
 from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS
 
-RESTART_SECONDS = 30.0  # a run that failed or was preempted is followed so much longer: it may be restarted in place
-CONFIG, SUMMARY, METRICS, EARLIER = "config.toml", "summary.json", "metrics.jsonl", "metrics_before.jsonl"
+# How much longer a run that failed or was preempted is followed: it may be restarted in place.
+RESTART_SECONDS = 30.0
+
+CONFIG = "config.toml"
+SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"
+EARLIER = "metrics_before.jsonl"
 
 
 class MetricsFile:
-    """The complete lines of metrics.jsonl as they come; all of them again after the run has replaced the file."""
+    """The complete lines of metrics.jsonl as they come; all of them again after the run has
+    replaced the file.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -27,20 +36,23 @@ class MetricsFile:
     def read(self) -> list[dict[str, Any]]:
         """The lines since the last call."""
         try:
-            if self._file is not None:
-                now, mine, at = self.path.stat(), os.fstat(self._file.fileno()), self._file.tell()
-                # The inode of a file that is held open is not used for another.
-                if (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino) or now.st_size < at:
-                    self.rewind()
+            if self._file is not None and self._is_replaced(self._file):
+                self.rewind()
             if self._file is None:
                 self._file = self.path.open("rb")
-            at, text = self._file.tell(), self._file.read()
+            at = self._file.tell()
+            text = self._file.read()
         except OSError:  # not there yet, or replaced on a network disk
             self.rewind()
             return []
         length = text.rfind(b"\n") + 1  # a line may be half written
         self._file.seek(at + length)
         return list(parsed(text[:length].splitlines()))
+
+    def _is_replaced(self, file: BinaryIO) -> bool:
+        """By inode: that of a file that is held open is not used for another."""
+        now = self.path.stat()
+        return not os.path.samestat(now, os.fstat(file.fileno())) or now.st_size < file.tell()
 
     def rewind(self) -> None:
         """Start at the beginning."""
@@ -50,11 +62,18 @@ class MetricsFile:
 
 
 def wait_for_run(folder: Path, seconds: float, stop: threading.Event) -> None:
-    """Wait until a run has begun in the folder. Errors: DataError if it does not, or the folder is something else."""
-    deadline, said = time.monotonic() + seconds, False
+    """Wait until a run has begun in the folder. Errors: DataError if it does not, or the folder is
+    something else.
+    """
+    deadline = time.monotonic() + seconds
+    said = False
     while not (folder / CONFIG).exists() and not stop.is_set():
-        if folder.exists() and not (folder / ".lock").exists() and (folder.is_file() or any(folder.iterdir())):
-            raise DataError(f"{folder} is not a run's folder: it has no {CONFIG}; give the folder that run.dir names")
+        is_used = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+        if is_used and not (folder / ".lock").exists():
+            raise DataError(
+                f"{folder} is not a run's folder: it has no {CONFIG}; give the folder that run.dir "
+                "names"
+            )
         if time.monotonic() >= deadline:
             what = "has no run yet" if folder.is_dir() else "does not exist"
             raise DataError(f"{folder} {what}; start the run, or check the path")
@@ -65,9 +84,10 @@ def wait_for_run(folder: Path, seconds: float, stop: threading.Event) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The run's summary; None before its end. That of an attempt that was restarted since is none."""
+    """The run's summary; None before its end, also after a restart."""
     try:
-        if (folder / SUMMARY).stat().st_mtime_ns < (folder / CONFIG).stat().st_mtime_ns:  # written at each start
+        started = (folder / CONFIG).stat().st_mtime_ns  # written at each start
+        if (folder / SUMMARY).stat().st_mtime_ns < started:
             return None
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -86,7 +106,9 @@ def hash_of(summary: Mapping[str, Any] | None) -> str:
 
 
 def earlier_attempt(folder: Path) -> str:
-    """A hash that changes when a run starts again from step 0, which moves its metrics to metrics_before.jsonl."""
+    """A hash that changes when a run starts again from step 0, which moves its metrics to
+    metrics_before.jsonl.
+    """
     try:
         with (folder / EARLIER).open("rb") as file:
             return sha256(file.readline()).hexdigest()[:16]
@@ -95,13 +117,17 @@ def earlier_attempt(folder: Path) -> str:
 
 
 def shows_ranks(folder: Path, line: Mapping[str, Any]) -> bool:
-    """Whether the line lists all ranks: in larger worlds it lists the first 64, which no folder of rank 63 tells."""
+    """Whether the line lists all ranks: in larger worlds it lists the first 64, which no folder of
+    rank 63 tells.
+    """
     last = folder / "tensorboard" / f"rank{MAX_RANK_FOLDERS - 1:05d}"
     return len(line.get("ranks", ())) < MAX_RANK_FOLDERS or last.exists()
 
 
 def parsed(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-    """The lines that are a step's metrics; a damaged one is left out, as by the run itself when it resumes."""
+    """The lines that are a step's metrics; a damaged one is left out, as by the run itself when it
+    resumes.
+    """
     for line in lines:
         try:
             row = json.loads(line)
@@ -117,13 +143,16 @@ def clean(tag: str) -> str:
 
 
 def flat(values: Mapping[str, Any], ranks: bool, prefix: str = "") -> dict[str, float]:
-    """{"ranks": [{"a": 1}, ...], "b": "nan"} as {"rank00000/a": 1.0, ..., "b": nan}; what is no number is left out."""
+    """{"ranks": [{"a": 1}, ...], "b": "nan"} as {"rank00000/a": 1.0, ..., "b": nan}; what is no
+    number is left out.
+    """
     found: dict[str, float] = {}
     for name, value in values.items():
         tag = prefix + clean(name)
         if name == "ranks" and isinstance(value, list):
-            for rank, tags in enumerate(value if ranks else []):
-                found |= flat(tags, False, f"{prefix}rank{rank:05d}/")
+            for rank, tags in enumerate(value):
+                if ranks:
+                    found |= flat(tags, False, f"{prefix}rank{rank:05d}/")
         elif isinstance(value, dict):
             found |= flat(value, False, f"{tag}/")
         elif isinstance(value, (int, float)) or value in ("nan", "inf", "-inf"):

@@ -1,21 +1,24 @@
-"""The trackers that `follow` can send a run to. To add one, write a class with these methods and list it below.
+"""The trackers that `follow` can send a run to. To add one, write a class with these methods and
+list it below.
 
-Each is imported when it is used; a missing one is refused with the command that installs it. Its server, login and
-offline mode are left to its own environment variables.
+Each is imported when it is used; a missing one is refused with the command that installs it. Its
+server, login and offline mode are left to its own environment variables.
 """
 
 import importlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any, Protocol
 
 from dist_amp.errors import ConfigError, first_line
 
-MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # in one request, at most. Source: mlflow.org/docs, "REST API", limits
+# In one request, at most. Source: mlflow.org/docs, "REST API", limits.
+MLFLOW_PARAMS = 100
+MLFLOW_METRICS = 1000
 
 
 class Tracker(Protocol):
@@ -23,52 +26,77 @@ class Tracker(Protocol):
 
     project_variable: str  # the environment variable that names the project
     where: str  # to look at it, for the user
-    writes_within_a_second: bool  # what was logged survives a kill of this process; if not, after close() alone
+    writes_within_a_second: bool  # else what was logged survives a kill after close() alone
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]): ...
 
     def last_steps(self) -> dict[str, int] | None:
-        """The last step of each tag that the tracker has, "ranks" for all of the ranks'; None if it can't be asked."""
+        """The last step of each tag that the tracker has, "ranks" for all of the ranks'; None if it
+        can't be asked.
+        """
 
     def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step; `number` counts the calls for this run, those of earlier processes too."""
+        """Add the values of a step; `number` counts the calls for this run, those of earlier
+        processes too.
+        """
 
-    def end(self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str) -> None:
-        """Add the run's summary, whole and as numbers, and what its model has written, if anything."""
+    def end(
+        self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str
+    ) -> None:
+        """Add the run's summary, whole and as numbers, and its model's sample, if any."""
 
     def close(self) -> None:
         """Return when all is written."""
 
 
 class Wandb:
-    project_variable, writes_within_a_second = "WANDB_PROJECT", False  # offline it writes blocks of 32 KiB
+    project_variable = "WANDB_PROJECT"
+    writes_within_a_second = False  # offline it writes blocks of 32 KiB
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
         wandb = imported("wandb", "wandb")
-        settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True)  # of this process, not of the run
+        # Of this process, not of the run.
+        settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True)
         try:
             self._run = wandb.init(
-                project=project, id=id, name=name, config=dict(config), resume="allow", allow_val_change=True,
+                project=project,
+                id=id,
+                name=name,
+                config=dict(config),
+                resume="allow",
+                allow_val_change=True,
                 settings=settings,
-            )  # fmt: skip
+            )
         except wandb.errors.UsageError as error:
-            raise ConfigError(f"wandb: {first_line(error).rstrip('.')}, or set WANDB_MODE=offline") from error
+            raise ConfigError(
+                f"wandb: {first_line(error).rstrip('.')}, or set WANDB_MODE=offline"
+            ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._first, self._exit_code = self._run.step, 0  # of a run that is resumed, what its server lacks
-        folder = os.path.dirname(self._run.dir)
-        self.where = f"wandb offline; upload it with: wandb sync {folder}" if self._run.offline else str(self._run.url)
+        self._first = self._run.step  # of a run that is resumed, what its server lacks
+        self._exit_code = 0
+        self.where = str(self._run.url)
+        if self._run.offline:
+            folder = os.path.dirname(self._run.dir)
+            self.where = f"wandb offline; upload it with: wandb sync {folder}"
 
     def last_steps(self) -> dict[str, int] | None:
         return None
 
     def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
-        """wandb's own step is `number`, which its server has once, and which rises where a tag is written ahead."""
+        """wandb's own step is `number`, which its server has once, and which rises where a tag is
+        written ahead.
+        """
         if number >= self._first:
             self._run.log({"step": step, **values}, step=number, commit=True)
 
-    def end(self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str) -> None:
-        self._run.summary.update({**summary, "sample": sample} if sample else dict(summary))
+    def end(
+        self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str
+    ) -> None:
+        values_and_sample = dict(summary)
+        if sample:
+            values_and_sample["sample"] = sample
+        self._run.summary.update(values_and_sample)
         self._exit_code = int(summary.get("exit_code", 0))
 
     def close(self) -> None:
@@ -76,27 +104,43 @@ class Wandb:
 
 
 class Trackio:
-    project_variable, writes_within_a_second = "TRACKIO_PROJECT", True
+    project_variable = "TRACKIO_PROJECT"
+    writes_within_a_second = True
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
-        self._trackio, self._project, self._id = imported("trackio", "trackio"), project, id
+        self._trackio = imported("trackio", "trackio")
+        self._project = project
+        self._id = id
         with redirect_stdout(StringIO()):  # its instructions
             self._run = self._trackio.init(
-                project, id, config=dict(config), resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
+                project,
+                id,
+                config=dict(config),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
             )
-        self._is_local = not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL"))
+        servers = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+        self._is_local = not any(map(os.environ.get, servers))
         self.where = f"trackio; look at it with: trackio show --project {project}"
 
     def last_steps(self) -> dict[str, int] | None:
         if not self._is_local:
             return None
-        rows = imported("trackio.sqlite_storage", "trackio").SQLiteStorage.get_logs(self._project, self._id)
-        return {tag: int(row["step"]) for row in sorted(rows, key=lambda row: row["step"]) for tag in grouped(row)}
+        storage = imported("trackio.sqlite_storage", "trackio").SQLiteStorage
+        steps: dict[str, int] = {}
+        for row in storage.get_logs(self._project, self._id):
+            for tag in grouped(row):
+                steps[tag] = max(int(row["step"]), steps.get(tag, -1))
+        return steps
 
     def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def end(self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str) -> None:
+    def end(
+        self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str
+    ) -> None:
         text = {"sample": self._trackio.Markdown(f"```\n{sample}\n```")} if sample else {}
         self._run.log({**values, **text}, step=step)
 
@@ -106,44 +150,56 @@ class Trackio:
 
 
 class MLflow:
-    project_variable, writes_within_a_second = "MLFLOW_EXPERIMENT_NAME", True
+    project_variable = "MLFLOW_EXPERIMENT_NAME"
+    writes_within_a_second = True
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
         mlflow = imported("mlflow", "mlflow")
         for library in ("mlflow", "alembic"):  # they report the making of a database table by table
             logging.getLogger(library).setLevel(logging.WARNING)
-        self._entities, self._client = mlflow.entities, mlflow.MlflowClient()
+        self._entities = mlflow.entities
+        self._client = mlflow.MlflowClient()
         experiment = self._client.get_experiment_by_name(project)
         place = experiment.experiment_id if experiment else self._client.create_experiment(project)
         found = self._client.search_runs([place], f"tags.dist_amp_id = '{id}'")
-        self._run = found[0] if found else self._client.create_run(place, tags={"dist_amp_id": id}, run_name=name)
-        self._id, self._status = self._run.info.run_id, "RUNNING"
+        if found:
+            self._run = found[0]
+        else:
+            self._run = self._client.create_run(place, tags={"dist_amp_id": id}, run_name=name)
+        self._id = self._run.info.run_id
+        self._status = "RUNNING"
         self._client.update_run(self._id, status=self._status)
         # A parameter can't be changed: of a resumed run, those of its first start stay.
-        params = {key: value for key, value in flat_config(config) if key not in self._run.data.params}
-        for some in in_parts(params, MLFLOW_PARAMS):
-            self._client.log_batch(self._id, params=[mlflow.entities.Param(*item) for item in some.items()])
+        sent = self._run.data.params
+        params = [item for item in flat_config(config) if item[0] not in sent]
+        for start in range(0, len(params), MLFLOW_PARAMS):
+            some = [mlflow.entities.Param(*each) for each in params[start : start + MLFLOW_PARAMS]]
+            self._client.log_batch(self._id, params=some)
         self.where = f"mlflow at {mlflow.get_tracking_uri()}; experiment {project}, run {self._id}"
 
     def last_steps(self) -> dict[str, int] | None:
-        of_tags: dict[str, str] = {}
-        for key in self._run.data.metrics:
-            of_tags |= dict.fromkeys(grouped([key]), key)  # one of the ranks' tags is enough: they are sent at once
-        histories = {tag: self._client.get_metric_history(self._id, key) for tag, key in of_tags.items()}
-        return {tag: max(metric.step for metric in history) for tag, history in histories.items()}
+        steps = {}
+        # One of the ranks' tags is enough: they are sent at once.
+        for tag, key in grouped(self._run.data.metrics).items():
+            history = self._client.get_metric_history(self._id, key)
+            steps[tag] = max(metric.step for metric in history)
+        return steps
 
     def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        for some in in_parts(values, MLFLOW_METRICS):
-            metrics = [self._entities.Metric(tag, value, now, step) for tag, value in some.items()]
-            self._client.log_batch(self._id, metrics=metrics)
+        metrics = [self._entities.Metric(tag, value, now, step) for tag, value in values.items()]
+        for start in range(0, len(metrics), MLFLOW_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[start : start + MLFLOW_METRICS])
 
-    def end(self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str) -> None:
+    def end(
+        self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str
+    ) -> None:
         self.log(0, step, values)
         self._client.log_dict(self._id, dict(summary), "summary.json")
         if sample:
             self._client.log_text(self._id, sample, "sample.txt")
-        self._status = {"completed": "FINISHED", "failed": "FAILED"}.get(summary["stopped_by"], "KILLED")
+        statuses = {"completed": "FINISHED", "failed": "FAILED"}
+        self._status = statuses.get(summary["stopped_by"], "KILLED")
 
     def close(self) -> None:
         if self._status != "RUNNING":
@@ -158,21 +214,21 @@ def imported(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        reason = (
-            "is not installed" if isinstance(error, ModuleNotFoundError) and error.name == extra else f"fails: {error}"
-        )
-        raise ConfigError(f"{extra} {reason}; pip install -e '.[{extra}]' in the clone's folder") from error
+        reason = f"fails: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == extra:
+            reason = "is not installed"
+        raise ConfigError(
+            f"{extra} {reason}; pip install -e '.[{extra}]' in the clone's folder"
+        ) from error
 
 
-def grouped(tags: Any) -> set[str]:
-    """The tags, with "ranks" in place of all that are a rank's."""
-    return {"ranks" if tag.startswith("rank0") else tag for tag in tags}
-
-
-def in_parts(values: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    """The values in dicts of at most `size`."""
-    items = list(values.items())
-    yield from (dict(items[start : start + size]) for start in range(0, len(items), size))
+def grouped(tags: Iterable[str]) -> dict[str, str]:
+    """{tag: tag}, with "ranks" in place of all that are a rank's."""
+    groups = {}
+    for tag in tags:
+        name = "ranks" if tag.startswith("rank0") else tag
+        groups[name] = tag
+    return groups
 
 
 def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

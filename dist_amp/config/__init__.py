@@ -1,0 +1,1 @@
+"""Settings from defaults, TOML files, the environment and the command line, checked together."""

@@ -1,46 +1,156 @@
-"""When to stop a run: too many skipped steps in a row, a collapsed loss scale, a total weight that is not positive."""
+"""When to stop a run that can't learn, and what to warn of in its first steps."""
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from dist_amp.diagnostics.replay import NonfiniteReplay
+import torch
+from torch import Tensor
+
 from dist_amp.errors import DataError, NumericsError
+from dist_amp.parallel import norms_of
 from dist_amp.run import Run
 from dist_amp.telemetry.log_row import LogRow
-from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.world import local
+
+MIN_SCALE = 1.0  # of the loss: what is still not finite at this scale has another cause
+WATCHED_STEPS = 20  # long enough for a mixture's rarely chosen expert to get a sample
+COMPARED_ELEMENTS = 1024  # of each parameter, before and after a step
 
 
 class Limits(Observer):
-    """Stops a run that can't recover; comes after `nonfinite`, which knows the first non-finite module.
+    """Stops a run that can't recover.
 
-    Errors: DataError for a total weight that is not a positive number, NumericsError for a collapsed loss scale or too
-    many skipped steps.
+    first_nonfinite: where the skips up to a log step began, to end an error with; replay.py.
+    Errors: DataError for a total weight that is not a positive number, NumericsError for a
+    collapsed loss scale or too many skipped steps.
     """
 
-    def __init__(self, run: Run, nonfinite: NonfiniteReplay):
+    def __init__(self, run: Run):
         self._config = run.config
-        self._nonfinite = nonfinite
+        self.first_nonfinite: Callable[[LogRow], str] = lambda row: ""
 
     def on_log(self, row: LogRow) -> None:
-        train, precision = self._config.train, self._config.precision
-        infinite = row["weight_sum"] == math.inf
-        if infinite or not row["min_weight"] > 0:
+        precision = self._config.precision
+        weight = row["min_weight"]  # inf if there was no step
+        is_infinite = row["weight_sum"] == math.inf
+        if is_infinite:
+            weight = math.inf
+        if is_infinite or not weight > 0:
             raise DataError(
-                f"in the steps up to {row.step} a total weight was {math.inf if infinite else row['min_weight']:g}; "
-                "the task's weight(batch) is what the loss is divided by, and must be above 0"
+                f"in the steps up to {row.step} a total weight was {weight:g}; the task's "
+                "weight(batch) is what the loss is divided by, and must be above 0"
             )
-        first = self._nonfinite.where(row)
-        min_scale = precision.scaler.min_scale
-        if precision.name == "fp16" and row["loss_scale"] < min_scale:
+        if precision.name == "fp16" and row["loss_scale"] < MIN_SCALE:
             raise NumericsError(
                 f"the loss scale fell to {row['loss_scale']:g} up to step {row.step}, below "
-                f"precision.scaler.min_scale={min_scale:g}: gradients stay infinite or nan at any scale; try "
-                "precision.dtype=bf16, a lower optim.lr or --use_amp false, or fix the module that is reported as the "
-                f"first non-finite one{first}"
+                f"{MIN_SCALE:g}: gradients stay infinite or nan at any scale; try "
+                "precision.dtype=bf16, a lower optim.lr or --use_amp false, or fix the module that "
+                f"is reported as the first non-finite one{self.first_nonfinite(row)}"
             )
-        if row["skips_in_a_row"] >= train.max_skips_in_a_row:
-            advice = "a lower optim.lr, or --use_amp false" if precision.name != "fp32" else "a lower optim.lr"
+        limit = self._config.train.max_skips_in_a_row
+        if row["skips_in_a_row"] >= limit:
+            advice = "a lower optim.lr"
+            if precision.name != "fp32":
+                advice += ", or --use_amp false"
             raise NumericsError(
-                f"{row['skips_in_a_row']:.0f} steps in a row were not finite and were skipped, up to step {row.step} "
-                f"(loss {row.loss:g}); the limit is train.max_skips_in_a_row={train.max_skips_in_a_row}; try {advice}, "
-                f"or check the data{first}"
+                f"{row['skips_in_a_row']:.0f} steps in a row were not finite and were skipped, up "
+                f"to step {row.step} (loss {row.loss:g}); the limit is "
+                f"train.max_skips_in_a_row={limit}; try {advice}, or check the data"
+                f"{self.first_nonfinite(row)}"
             )
+
+
+class FirstSteps(Observer):
+    """Checks that the parameters move, and that each of them gets a gradient.
+
+    Reads the device once after each step until one is applied, and once after WATCHED_STEPS.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._last_step = run.step + WATCHED_STEPS
+        self._before: list[Tensor] = []
+        self._moved = False
+        parallel = run.parallel
+        # [parameters]: of the norms of this rank's part of the gradients.
+        self._gradient_sums = torch.zeros(len(parallel.parameters), device=parallel.state_device)
+        self._hook = run.optimizer.register_step_pre_hook(self._add_gradients)
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def before_step(self, micro_batches: Sequence[Any]) -> None:
+        if not self._moved:
+            self._before = [part.clone() for part in self._sampled()]
+
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        if not self._moved:
+            self._check_moved(report)
+        if self._run.step == self._last_step:
+            self._hook.remove()
+            self._warn_of_idle_parameters()
+
+    def _sampled(self) -> list[Tensor]:
+        """Some elements of this rank's part of each parameter."""
+        parameters = self._run.parallel.parameters
+        return [local(p.detach()).reshape(-1)[:COMPARED_ELEMENTS] for p in parameters]
+
+    @torch.no_grad()
+    def _add_gradients(self, *_: Any) -> None:
+        """Before the optimizer's step."""
+        gradients = [p.grad for p in self._run.parallel.parameters]
+        norms = norms_of([local(gradient) for gradient in gradients if gradient is not None])
+        has_gradient = torch.tensor([gradient is not None for gradient in gradients])
+        self._gradient_sums[has_gradient] += norms
+
+    def _check_moved(self, report: StepReport) -> None:
+        """Errors: NumericsError where an applied step with a gradient left every sampled element on
+        all ranks alone.
+        """
+        run = self._run
+        pairs = zip(self._before, self._sampled(), strict=True)
+        moved = any(not torch.equal(old, new) for old, new in pairs)
+        lr = run.schedule.last_lr.item()
+        # Asked of all ranks together: one whose copy of the gradients was damaged may have skipped
+        # alone.
+        rows = run.world.gather_numbers([report.applied.item(), float(moved)])
+        self._moved = any(applied for applied, _ in rows)
+        if not self._moved or any(moved for _, moved in rows) or not report.norm.item() * lr:
+            return
+        cause = (
+            f"step {run.step} was applied with grad_norm {report.norm.item():.3g} at lr {lr:.3g}, "
+            "but changed no parameter; "
+        )
+        if any(p.dtype != torch.float32 for p in run.parallel.parameters):
+            # They may yet move, at a higher rate.
+            run.world.warn(
+                f"{cause}at this rate updates are lost to rounding: use parallel.param_dtype=fp32"
+            )
+            return
+        raise NumericsError(
+            f"{cause}check that the optimizer got the parameters of the model, and raise optim.lr"
+        )
+
+    def _warn_of_idle_parameters(self) -> None:
+        """Name the parameters whose gradients were missing, or zero, in all steps so far and on all
+        ranks.
+        """
+        run = self._run
+        parameters = run.parallel.parameters
+        totals = run.world.sum(self._gradient_sums.to(run.world.device)).tolist()
+        if not any(totals):  # all steps were skipped, and the optimizer was not called
+            return
+        names = {parameter: name for name, parameter in run.parallel.module.named_parameters()}
+        idle = [names[p] for p, total in zip(parameters, totals, strict=True) if total == 0]
+        if not idle:
+            return
+        listed = ", ".join(idle[:3])
+        if len(idle) > 3:
+            listed += f" and {len(idle) - 3} more"
+        run.world.warn(
+            f"{listed} got no gradient in {WATCHED_STEPS} steps: it counts as zero, and weight "
+            "decay shrinks them; use them in the loss, or set requires_grad=False. For a mixture's "
+            "experts that no sample chose yet, nothing is wrong"
+        )

@@ -7,35 +7,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from dist_amp.config.suggest import nearest_name
-from dist_amp.errors import ConfigError
-from dist_amp.fast.fused import on_cpu_in_half, takes_grad_scale
-from dist_amp.optimizers.sharded import on_shards
-from dist_amp.runtime.task_calls import call_task
+from dist_amp.errors import ConfigError, nearest_name
+from dist_amp.optimizers.sgd import on_cpu_in_half
 from dist_amp.settings import OptimConfig
+from dist_amp.task import call_task
 
 Group = dict[str, Any]
 
-OWN_KEYS = ("params", "name", "lr_scale", "weight_decay", "use_muon")  # of a group; others are the optimizer's
+# Of a group; other keys are the optimizer's.
+GROUP_KEYS = ("params", "name", "lr_scale", "weight_decay", "use_muon")
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """{name: parameter} of those that are trained; a parameter with two names, such as a tied one, has both."""
-    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    """{name: parameter} of those that are trained; a parameter with two names, such as a tied one,
+    has both.
+    """
+    return {
+        name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
 
 
 def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]:
-    """What the task's groups(model) returned, with tensors in place of names and patterns, and the defaults filled in.
+    """What the task's groups(model) returned, with tensors in place of names and patterns, and the
+    defaults filled in.
 
-    Errors: ConfigError for a group that is malformed or empty, and for a parameter that is missed or in two groups.
+    Errors: ConfigError for a group that is malformed or empty, and for a parameter that is missed
+    or in two groups.
     """
     parameters = trained_parameters(model)
     groups: list[Group] = []
     owner: dict[int, str] = {}
     for number, given in enumerate(_given_groups(task, model)):
-        group = {"name": f"group {number}", "weight_decay": config.weight_decay, "lr_scale": 1.0, **given}
+        group = {
+            "name": f"group {number}",
+            "weight_decay": config.weight_decay,
+            "lr_scale": 1.0,
+            **given,
+        }
         _check_values(group)
         entries = _entries(given["params"], group["name"])
         names = [name for entry in entries for name in _named_by(entry, parameters, group["name"])]
@@ -44,65 +53,81 @@ def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]
             other = owner.setdefault(id(parameters[name]), group["name"])
             if other != group["name"]:
                 raise ConfigError(
-                    f"the task's groups(model) put the parameter {name} into two groups, {other} and {group['name']}; "
-                    "name it in one"
+                    f"the task's groups(model) put the parameter {name} into two groups, {other} "
+                    f"and {group['name']}; name it in one"
                 )
         groups.append(group)
     names = [group["name"] for group in groups]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"the task's groups(model) gave two groups the name {twice}; name each differently")
+        raise ConfigError(
+            f"the task's groups(model) gave two groups the name {twice}; name each differently"
+        )
     missed = [name for name, p in parameters.items() if id(p) not in owner]
     if missed:
         raise ConfigError(
-            f"the task's groups(model) leave out {_first(missed)}; put each trained parameter into one group, or set "
-            "requires_grad=False"
+            f"the task's groups(model) leave out {_first(missed)}; put each trained parameter into "
+            "one group, or set requires_grad=False"
         )
     return groups
 
 
 def _given_groups(task: Any, model: nn.Module) -> list[Mapping[str, Any]]:
-    """What groups(model) returned or yielded. Errors: ConfigError unless it is several dicts with "params"."""
+    """What groups(model) returned or yielded. Errors: ConfigError unless it is several dicts with
+    "params".
+    """
     groups = call_task(ConfigError, "groups(model)", task.groups, model)
     if isinstance(groups, str | Mapping) or not isinstance(groups, Iterable):
-        raise ConfigError(f"the task's groups(model) returned {type(groups).__name__}; return a list of dicts")
+        raise ConfigError(
+            f"the task's groups(model) returned {type(groups).__name__}; return a list of dicts"
+        )
     groups = call_task(ConfigError, "groups(model)", list, groups)  # a generator runs here
     for given in groups:
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f'the task\'s groups(model) gave {type(given).__name__} as a group; give a dict with "params"'
+                f"the task's groups(model) gave {type(given).__name__} as a group; give a dict "
+                'with "params"'
             )
         if "params" not in given:
-            raise ConfigError(f"the task's groups(model) gave a group with {sorted(map(str, given))}, but no params")
+            raise ConfigError(
+                f"the task's groups(model) gave a group with {sorted(map(str, given))}, but no "
+                "params"
+            )
     return groups
 
 
-def _says(name: Any) -> str:
+def _group_name(name: Any) -> str:
     """A group in a message: one without a name has its number."""
     return f"the task's {name}" if str(name).startswith("group ") else f"the task's group {name}"
 
 
 def _check_values(group: Group) -> None:
-    """Errors: ConfigError for a learning rate, or a scale or weight decay that is no number from 0 on."""
+    """Errors: ConfigError for a learning rate, or a scale or weight decay below 0."""
     if "lr" in group:
-        raise ConfigError(f"{_says(group['name'])} has an lr; give lr_scale, which multiplies optim.lr")
+        raise ConfigError(
+            f"{_group_name(group['name'])} has an lr; give lr_scale, which multiplies optim.lr"
+        )
     for key in ("lr_scale", "weight_decay"):
         value = group[key]
         if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ConfigError(f"{_says(group['name'])} has {key}={value!r}; give a number, 0 or more")
+            raise ConfigError(
+                f"{_group_name(group['name'])} has {key}={value!r}; give a number, 0 or more"
+            )
 
 
 def check_keys(given: Sequence[Group], optimizer: torch.optim.Optimizer) -> None:
-    """Errors: ConfigError for a key of the groups that were given to the optimizer which nothing reads."""
+    """Errors: ConfigError for a key of the groups that were given to the optimizer which nothing
+    reads.
+    """
     kind = type(optimizer).__name__.removeprefix("Fused")
-    known = (*OWN_KEYS, *(key for key in optimizer.defaults if key != "lr"))
+    known = (*GROUP_KEYS, *(key for key in optimizer.defaults if key != "lr"))
     for group in given:
         for key in group:
             if key not in known:
-                near = nearest_name(str(key), known)
-                raise ConfigError(
-                    f"{_says(group['name'])} has the key {key!r}, which {kind} does not read; "
-                    + (f"did you mean {near}?" if near else f"it takes {', '.join(known)}")
-                )
+                hint = f"it takes {', '.join(known)}"
+                if near := nearest_name(str(key), known):
+                    hint = f"did you mean {near}?"
+                name = _group_name(group["name"])
+                raise ConfigError(f"{name} has the key {key!r}, which {kind} does not read; {hint}")
 
 
 def _entries(params: Any, group: Any) -> list[Any]:
@@ -114,51 +139,39 @@ def _entries(params: Any, group: Any) -> list[Any]:
     for entry in entries:
         if not isinstance(entry, str | Tensor):
             raise ConfigError(
-                f'{_says(group)} has {type(entry).__name__} in its "params"; use .parameters() or name patterns'
+                f'{_group_name(group)} has {type(entry).__name__} in its "params"; use '
+                ".parameters() or name patterns"
             )
     return entries
 
 
 def _named_by(entry: Any, parameters: Mapping[str, Tensor], group: str) -> list[str]:
-    """The trained parameters that a name, a pattern or a tensor stands for."""
+    """The names of the trained parameters that a name, pattern or tensor refers to."""
     if isinstance(entry, Tensor):
-        found = [name for name, p in parameters.items() if p is entry]
-        if not found and entry.requires_grad:
+        names = [name for name, p in parameters.items() if p is entry]
+        if not names and entry.requires_grad:
             raise ConfigError(
-                f"{_says(group)} holds a tensor of shape {list(entry.shape)} that is no parameter of the "
-                "model that groups(model) got; take it from there, after sharding replaced the parameters"
+                f"{_group_name(group)} holds a tensor of shape {list(entry.shape)} that is no "
+                "parameter of the model that groups(model) got; take it from there, after sharding "
+                "replaced the parameters"
             )
-        return found
-    found = [name for name in parameters if fnmatchcase(name, entry)]
-    if not found:
+        return names
+    names = [name for name in parameters if fnmatchcase(name, entry)]
+    if not names:
         raise ConfigError(
-            f"{_says(group)} names {entry!r}, which matches no trained parameter; the first are "
-            f"{', '.join(list(parameters)[:3])}"
+            f"{_group_name(group)} names {entry!r}, which matches no trained parameter; the first "
+            f"are {', '.join(list(parameters)[:3])}"
         )
-    return found
+    return names
 
 
-def split_for_muon(groups: Sequence[Group], model: nn.Module) -> list[Group]:
-    """The default groups with the matrices split: hidden ones for Muon; embeddings and the output layer for AdamW.
-
-    The output layer is taken to be the last matrix of the model. Source: https://kellerjordan.github.io/posts/muon/
-    """
-    kept = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
-    kept |= {id(p) for p in matrices[-1:]}
-    hidden = [p for p in matrices if id(p) not in kept]
-    by_muon = {id(p) for p in hidden}
-    split = [{"name": "hidden matrices", "weight_decay": groups[0]["weight_decay"], "params": hidden, "use_muon": True}]
-    for group in groups:
-        rest = [p for p in group["params"] if id(p) not in by_muon]
-        split.append({**group, "params": rest, "use_muon": False})
-    return split
-
-
-def task_optimizer(task: Any, groups: list[Group], lr: float, model: nn.Module) -> torch.optim.Optimizer:
+def task_optimizer(
+    task: Any, groups: list[Group], lr: float, model: nn.Module
+) -> torch.optim.Optimizer:
     """What the task's optimizer(groups, lr) returned, checked.
 
-    Errors: ConfigError if it is no torch optimizer, does not hold the model's trained parameters, or steps by closures.
+    Errors: ConfigError if it is no torch optimizer, does not hold the model's trained parameters,
+    or steps by closures.
     """
     given = [group["name"] for group in groups]
     optimizer = call_task(ConfigError, "optimizer(groups, lr)", task.optimizer, groups, lr)
@@ -166,29 +179,29 @@ def task_optimizer(task: Any, groups: list[Group], lr: float, model: nn.Module) 
         kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         what = f"the class {kind}" if isinstance(optimizer, type) else f"an object of {kind}"
         raise ConfigError(
-            f"the task's optimizer(groups, lr) returned {what}, not a torch optimizer; return one made of the "
-            "groups, as torch.optim.SGD(groups, lr=lr)"
+            f"the task's optimizer(groups, lr) returned {what}, not a torch optimizer; return one "
+            "made of the groups, as torch.optim.SGD(groups, lr=lr)"
         )
     kind = type(optimizer).__name__
     if _needs_closure(optimizer):
         raise ConfigError(
-            f"the task's optimizer {kind} needs a closure in step(), and train_step calls it without one; use another "
-            "optimizer, or a loop of your own (docs/own_loop.md)"
+            f"the task's optimizer {kind} needs a closure in step(), and train_step calls it "
+            "without one; use another optimizer, or a loop of your own (docs/own_loop.md)"
         )
     held = [p for group in optimizer.param_groups for p in group["params"]]
     owned = {id(p) for p in held}
     missed = [name for name, p in trained_parameters(model).items() if id(p) not in owned]
     if missed or [group.get("name") for group in optimizer.param_groups] != given:
         why = f"leaves out {_first(missed)}" if missed else "has other groups than it was given"
-        raise ConfigError(f"the task's optimizer {kind} {why}; make it of the groups, as {kind}(groups, lr=lr)")
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    if fused and isinstance(optimizer, torch.optim.SGD) and on_cpu_in_half(held):
         raise ConfigError(
-            f"the task's optimizer {kind} has fused=True, which on a CPU silently leaves half-precision parameters as "
-            "they are (pytorch#191763); use fused=False"
+            f"the task's optimizer {kind} {why}; make it of the groups, as {kind}(groups, lr=lr)"
         )
-    if not takes_grad_scale(optimizer) and any(isinstance(p, DTensor) for p in held):
-        optimizer.step = on_shards(optimizer.step, kind)  # type: ignore[method-assign]
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and isinstance(optimizer, torch.optim.SGD) and any(map(on_cpu_in_half, held)):
+        raise ConfigError(
+            f"the task's optimizer {kind} has fused=True, which on a CPU silently leaves "
+            "half-precision parameters as they are (pytorch#191763); use fused=False"
+        )
     return optimizer
 
 
@@ -206,19 +219,23 @@ def _first(names: Sequence[str]) -> str:
 
 
 def task_factor(task: Any, step: int) -> float:
-    """What the task's schedule multiplies optim.lr by, after `step` applied steps. Errors: ConfigError."""
+    """What the task's schedule multiplies optim.lr by, after `step` applied steps. Errors:
+    ConfigError.
+    """
     factor = call_task(ConfigError, f"schedule({step})", task.schedule, step)
     try:
         number = -1.0 if isinstance(factor, str | bytes) else float(factor)
     except (TypeError, ValueError, RuntimeError):  # of a tensor of several elements
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise ConfigError(f"the task's schedule({step}) returned {factor!r}; return a number, 0 or more")
+        raise ConfigError(
+            f"the task's schedule({step}) returned {factor!r}; return a number, 0 or more"
+        )
     return number
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """{option of GROUP: value} of the groups' numbers, apart from lr, which a checkpoint leaves to the config."""
+def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """{option of GROUP: value} of the groups' numbers, apart from lr."""
     return {
         f"{key} of {group.get('name')}": float(value)
         for group in optimizer.param_groups
@@ -227,12 +244,23 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     }
 
 
-def check_options(optimizer: torch.optim.Optimizer, start: Mapping[str, float]) -> None:
-    """Errors: ConfigError if the optimizer has changed an option of its groups, which no checkpoint would hold."""
-    now = options_of(optimizer)
-    if changed := [key for key, value in start.items() if now.get(key) != value]:
-        kind, key = type(optimizer).__name__, changed[0]
-        raise ConfigError(
-            f"the optimizer {kind} changed {key} from {start[key]:g} to {now.get(key)} in training, and a checkpoint "
-            "does not hold it; let it keep such values in its state, or use checkpoint.every=off"
-        )
+def refuse_changed_options(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to save an optimizer that changes its groups' options: no checkpoint holds those.
+
+    The saving raises ConfigError.
+    """
+    start = numbers_of(optimizer)
+
+    def check(saved: torch.optim.Optimizer) -> None:
+        now = numbers_of(saved)
+        changed = [key for key, value in start.items() if now.get(key) != value]
+        if changed:
+            kind = type(saved).__name__
+            key = changed[0]
+            raise ConfigError(
+                f"the optimizer {kind} changed {key} from {start[key]:g} to {now.get(key)} in "
+                "training, and a checkpoint does not hold it; let it keep such values in its "
+                "state, or use checkpoint.every=off"
+            )
+
+    optimizer.register_state_dict_pre_hook(check)

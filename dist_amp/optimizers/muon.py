@@ -1,9 +1,10 @@
-"""Muon: momentum, orthogonalised, for hidden matrices; AdamW for all other parameters, in one optimizer.
+"""Muon: momentum, orthogonalised, for hidden matrices; AdamW for the other parameters.
 
-Source: Keller Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The update is scaled as in Liu et al.
-2025, arXiv:2502.16982, so that AdamW's learning rate and weight decay fit. One process computes what torch.optim.Muon
-does. Under FSDP2 the momentum is sharded as the parameters are; each step gathers each matrix's update once, in
-bfloat16, every rank orthogonalises it and keeps its own part. Nothing is read from the device.
+Source: Keller Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The update is scaled
+as in Liu et al. 2025, arXiv:2502.16982, so that AdamW's learning rate and weight decay fit. One
+process computes what torch.optim.Muon does, which has no AdamW part, can't shard, and reads the
+learning rate on the host. Under FSDP2 the momentum is sharded as the parameters are; each step
+gathers each matrix's update once, in bfloat16, every rank orthogonalises it and keeps its part.
 """
 
 import math
@@ -11,21 +12,28 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from dist_amp.fast.fused import Bundle, FusedAdamW
+from dist_amp.world import local
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration; Keller Jordan's, as in torch.optim.Muon
+# Of the quintic iteration; Keller Jordan's, as in torch.optim.Muon.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-class Muon(FusedAdamW):
-    """groups: dicts as for any torch optimizer. One with `use_muon` true gets Muon, the others AdamW.
+class Muon(torch.optim.Optimizer):
+    """groups: dicts as for any torch optimizer. One with `use_muon` true gets Muon, others AdamW.
 
-    use_muon: by default where all of the group's parameters are matrices. momentum, nesterov, ns_steps, adjust_lr_fn:
-    of Muon, as in torch.optim.Muon; betas, eps: of AdamW. lr, weight_decay: of both. fused: whether it unscales and
-    skips by itself, reading nothing; false: the loop does, as with any other optimizer.
+    use_muon: by default where all of the group's parameters are matrices. momentum, nesterov,
+    ns_steps, adjust_lr_fn: of Muon, as in torch.optim.Muon; betas, eps: of AdamW. lr, weight_decay:
+    of both. fused: whether it unscales and skips by itself, without a host read; false: the loop
+    does, as with any other optimizer.
     """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    takes_device_lr = True
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -40,78 +48,139 @@ class Muon(FusedAdamW):
         eps: float = 1e-8,
         fused: bool = True,
     ):
-        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        made = []
+        # Holds AdamW's options; in `step` it gets this optimizer's state and AdamW groups.
+        self._adamw = torch.optim.AdamW(
+            [torch.zeros(1)], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
+        muon_options = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        copies = []
         for group in groups:
             parameters = list(group["params"])
-            made.append({"use_muon": all(p.ndim == 2 for p in parameters), **own, **group, "params": parameters})
-            other = next((p for p in parameters if p.ndim != 2), None)
-            if made[-1]["use_muon"] and other is not None:
-                raise ValueError(f"Muon takes matrices, not a parameter of shape {list(other.shape)}: use_muon=False")
-        super().__init__(made, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-        self.defaults.update(own)
+            matrices_only = all(p.ndim == 2 for p in parameters)
+            copy = {"use_muon": matrices_only, **group, "params": parameters}
+            if any(p.is_meta for p in parameters):  # only planned with; no fused kernel takes them
+                copy["fused"] = False
+            if copy["use_muon"] and not matrices_only:
+                other = next(p for p in parameters if p.ndim != 2)
+                raise ValueError(
+                    f"Muon takes matrices, not a parameter of shape {list(other.shape)}: "
+                    "use_muon=False"
+                )
+            copies.append(copy)
+        super().__init__(copies, {**self._adamw.defaults, **muon_options})
         self._step_supports_amp_scaling = fused
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's expects a step count for every parameter
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        adamw: Any = self._adamw
+        adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+        adamw.state = self.state
+        adamw.grad_scale = self.grad_scale
+        adamw.found_inf = self.found_inf
+        adamw.step()
+        for group in self.param_groups:
+            if group["use_muon"]:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
 
-    def _initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        if group["use_muon"]:
-            return {"momentum_buffer": torch.zeros_like(parameter)}
-        return super()._initial_state(parameter, group)
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer = local(state["momentum_buffer"])
+        part = local(parameter)
+        assert parameter.grad is not None
+        gradient = local(parameter.grad)
+        lr = group["lr"]
+        weight: Any = 1 - group["momentum"]
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        if self.found_inf is not None:
+            # A skipped step moves by 0 times a finite update: zeros replace the gradients.
+            applied = 1 - self.found_inf
+            gradient = torch.where(self.found_inf > 0, 0.0, gradient)
+            lr = lr * applied
+            weight = (weight * applied).to(buffer.dtype)
+        buffer.lerp_(gradient, weight)
+        update = buffer
+        if group["nesterov"]:
+            update = gradient.lerp(buffer, group["momentum"])
+        full = orthogonalised(gathered(update.bfloat16(), parameter), group["ns_steps"])
+        update = shard_of(full, parameter)
+        rows, columns = parameter.shape
+        ratio = math.sqrt(max(1, rows / columns))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            ratio = 0.2 * math.sqrt(max(rows, columns))
+        part.mul_(1 - lr * group["weight_decay"])
+        part.sub_(update.to(part) * (lr * ratio))
 
-    def _update_bundle(self, bundle: Bundle) -> None:
-        if not bundle.group["use_muon"]:
-            super()._update_bundle(bundle)
-            return
-        group, skips = bundle.group, self.found_inf
-        # A skipped step moves by 0 times a finite update: the gradients, which are not finite, are replaced by zeros.
-        applied = 1.0 if skips is None else 1 - skips
-        lr, weight, momentum = group["lr"] * applied, (1 - group["momentum"]) * applied, group["momentum"]
-        parts, gradients = bundle.locals()
-        for whole, part, gradient, buffer in zip(
-            bundle.parameters, parts, gradients, bundle.state["momentum_buffer"], strict=True
-        ):
-            if self.grad_scale is not None:
-                gradient = gradient / self.grad_scale
-            if skips is not None:
-                gradient = torch.where(skips > 0, 0.0, gradient)
-            buffer.lerp_(gradient, weight.to(buffer.dtype) if isinstance(weight, Tensor) else weight)
-            update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-            update = own_part(orthogonalised(gathered(update.bfloat16(), whole), group["ns_steps"]), whole)
-            rows, columns = whole.shape
-            ratio = math.sqrt(max(1, rows / columns))
-            if group["adjust_lr_fn"] == "match_rms_adamw":
-                ratio = 0.2 * math.sqrt(max(rows, columns))
-            part.mul_(1 - lr * group["weight_decay"])
-            part.sub_(update.to(part) * (lr * ratio))
+
+def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Hidden matrices for Muon; embeddings, the output layer and vectors for AdamW.
+
+    The output layer is taken to be the last matrix of the model. Source:
+    https://kellerjordan.github.io/posts/muon/
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    by_adamw = {id(embedding.weight) for embedding in embeddings}
+    by_adamw |= {id(p) for p in [p for p in trained if p.ndim == 2][-1:]}
+    hidden = [p for p in trained if p.ndim == 2 and id(p) not in by_adamw]
+    by_muon = {id(p) for p in hidden}
+    matrices = [p for p in trained if p.ndim >= 2 and id(p) not in by_muon]
+    vectors = [p for p in trained if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"name": "hidden matrices", "params": hidden, "use_muon": True},
+        {"name": "matrices", "params": matrices, "use_muon": False},
+        {"name": "vectors", "params": vectors, "use_muon": False},
+    ]
+    for group in groups:
+        group["weight_decay"] = weight_decay
+    groups[-1]["weight_decay"] = 0.0
+    return [group for group in groups if group["params"]]
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values end between 0.7 and 1.2. [rows, columns] bfloat16.
+    """Roughly the nearest semi-orthogonal matrix: singular values end between 0.7 and 1.2.
 
-    Newton-Schulz iteration with the coefficients of Keller Jordan 2024.
+    [rows, columns] bfloat16. Newton-Schulz iteration with the coefficients of Keller Jordan 2024.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.T if len(matrix) > matrix.shape[1] else matrix
+    is_tall = len(matrix) > matrix.shape[1]
+    x = matrix
+    if is_tall:
+        x = x.T
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if len(matrix) > matrix.shape[1] else x
+    if is_tall:
+        return x.T
+    return x
 
 
 def gathered(part: Tensor, like: Tensor) -> Tensor:
-    """The full tensor of which this rank holds `part`, sharded as `like` is: one all-gather; `part` if it is whole."""
+    """The full tensor of which this rank holds `part`, sharded as `like` is: one all-gather."""
     if not isinstance(like, DTensor):
         return part
     sharded = DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
     return sharded.full_tensor()
 
 
-def own_part(full: Tensor, like: Tensor) -> Tensor:
+def shard_of(full: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor that all ranks hold, sharded as `like` is; no communication."""
     if not isinstance(like, DTensor):
         return full

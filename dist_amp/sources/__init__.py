@@ -1,0 +1,1 @@
+"""Datasets by config: files, hub datasets, tokens, packing, mixtures, images."""

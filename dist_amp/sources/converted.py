@@ -1,17 +1,25 @@
-"""Files as rows of the `datasets` library, which converts them once into memory-mapped ones in its cache."""
+"""Rows through the `datasets` library, which converts them once into memory-mapped files in its
+cache; image folders are read where they are.
+"""
 
 import errno
 import glob
 import json
 import logging
+import posixpath
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from dist_amp.errors import DataError, Failure
-from dist_amp.settings import SourceConfig
-from dist_amp.sources.files import Files
+import datasets
+from huggingface_hub import constants
 
+from dist_amp.errors import DataError, Failure, in_one_line
+from dist_amp.settings import SourceConfig
+from dist_amp.sources.files import Files, stay_local_without_network
+
+log = logging.getLogger(__name__)
 # Format -> (the loader of the library, its options).
 LOADERS: dict[str, tuple[str, dict[str, str]]] = {
     "text": ("text", {"sample_by": "document"}),
@@ -22,57 +30,99 @@ LOADERS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def from_files(config: SourceConfig, files: Files) -> Any:
-    """All splits that the files have. Errors: DataError that names the file, and the line if that is known."""
-    import datasets
+def from_hub(config: SourceConfig) -> Any:
+    """All splits of a dataset on the hub or in the library's cache, or of a folder in its layout.
 
+    data.name is NAME[:CONFIGURATION][@REVISION]. Errors: DataError if it can't be loaded, or in
+    that revision.
+    """
+    source, _, revision = config.name.partition("@")
+    if Path(config.name.partition(":")[0]).exists():
+        source, revision = config.name, ""
+    else:
+        stay_local_without_network()
+    name, _, configuration = source.partition(":")
+    try:
+        with silent_library():
+            builder = datasets.load_dataset_builder(
+                name, configuration or None, revision=revision or None
+            )
+            builder.download_and_prepare()
+            splits = builder.as_dataset()
+    except Exception as error:  # of many types; each message names what it could not read
+        fix = "check the name, its revision and the network, or set data.path to local files"
+        if datasets.config.HF_HUB_OFFLINE:
+            fix = (
+                "it is not in the cache of this machine, and the hub is not reached or "
+                "HF_HUB_OFFLINE is set: load it once with a network, set HF_HOME to a cache that "
+                "has it, or set data.path to local files"
+            )
+        raise not_loaded(f"data.name={config.name}", error, fix) from error
+    if type(builder).__module__.endswith(".cache"):  # after any error of the hub
+        log.info("data: %s comes from the cache, commit %s", name, builder.hash)
+        is_right = builder.hash in (revision, cached_commit(name, revision))
+        if revision not in ("", "main") and not is_right:
+            raise DataError(
+                f"data.name={config.name}: revision {revision} could not be loaded, and the newest "
+                f"in the cache is commit {builder.hash}; check the revision and the network, or "
+                f"use @{builder.hash}"
+            )
+    return splits
+
+
+def cached_commit(name: str, revision: str) -> str:
+    """The commit that the hub's cache has for a branch or tag; "" for none."""
+    ref = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "refs" / revision
+    return ref.read_text().strip() if ref.is_file() else ""
+
+
+def from_files(config: SourceConfig, files: Files) -> Any:
+    """All splits of the files. Errors: DataError that names the file and, if known, the line."""
     fix = "check the files"
     try:
-        with without_its_errors(), _in_reach(files):
+        with silent_library(), reachable(files):
             if files.format == "images":
-                from dist_amp.sources.images import image_rows
-
                 return image_rows(files)
             if files.format == "saved":
                 fix = "write the folder again with save_to_disk, of a Dataset or DatasetDict"
                 saved = datasets.load_from_disk(files.address(files.root))
                 return saved if isinstance(saved, dict) else datasets.DatasetDict(train=saved)
-            return _loaded(files, files.splits)
+            return convert(files, files.splits)
     except Exception as error:
         if "ompression type zstd not supported" in str(error):
             fix = "install it with `pip install zstandard`"
-        broken = _first_broken(files) if files.format in LOADERS and not is_full(error) else ""
-        which = f": {files.address(broken)}" if broken and broken != config.path else ""
-        raise not_loaded(f"data.path={config.path}{which}", error, _place(files, broken) + fix) from error
+        source = f"data.path={config.path}"
+        if files.format in LOADERS and not is_full(error):
+            broken = first_broken(files)
+            fix = broken_line(files, broken) + fix
+            if broken and broken != config.path:
+                source += f": {files.address(broken)}"
+        raise not_loaded(source, error, fix) from error
 
 
-def _loaded(files: Files, splits: dict[str, list[str]]) -> Any:
-    """A `datasets.DatasetDict`; the library converts the files to memory-mapped ones in its cache, once."""
-    import datasets
-
+def convert(files: Files, splits: dict[str, list[str]]) -> Any:
+    """A `datasets.DatasetDict` of files that the library converts, once."""
     loader, options = LOADERS[files.format]
-    # The library takes names for patterns.
-    named = {
-        split: [glob.escape(path) if files.is_local else files.address(path) for path in paths]
-        for split, paths in splits.items()
-    }
-    return datasets.load_dataset(loader, data_files=named, **options)
+    # The library takes names as patterns.
+    escape = glob.escape if files.is_local else files.address
+    data_files = {split: [escape(path) for path in paths] for split, paths in splits.items()}
+    return datasets.load_dataset(loader, data_files=data_files, **options)
 
 
-def _first_broken(files: Files) -> str:
-    """The first file that can't be read, or not together with the first one; "" if there is none."""
+def first_broken(files: Files) -> str:
+    """The first file that can't be read, or not together with the first; "" if none."""
     paths = [path for inside in files.splits.values() for path in inside]
     for path in paths:
         try:
-            with without_its_errors(), _in_reach(files):
-                _loaded(files, {"train": sorted({paths[0], path})})
+            with silent_library(), reachable(files):
+                convert(files, {"train": sorted({paths[0], path})})
         except Exception:
             return path
     return ""
 
 
-def _place(files: Files, path: str) -> str:
-    """Where a file has its first line that is no UTF-8, or no JSON, in words; "" if that is not the cause."""
+def broken_line(files: Files, path: str) -> str:
+    """Where a file has its first line that is no UTF-8, or no JSON, in words; "" if it has none."""
     if not path or files.format == "parquet":
         return ""
     try:
@@ -90,31 +140,83 @@ def _place(files: Files, path: str) -> str:
     return ""
 
 
+class NamedImage(datasets.Image):
+    """An image column whose errors name the file."""
+
+    def decode_example(self, value: Any, token_per_repo_id: Any = None) -> Any:
+        """A PIL image. Errors: DataError if it can't be decoded."""
+        try:
+            return super().decode_example(value, token_per_repo_id)
+        except Exception as error:  # of PIL, or of the file system
+            path = value.get("path") if isinstance(value, dict) else None
+            raise DataError(
+                f"the image {path or 'here'} can't be decoded: {in_one_line(error)}"
+            ) from error
+
+
+def image_rows(files: Files) -> Any:
+    """A row per image, in the order of their names: image and, in folders of classes, label.
+
+    Nothing is copied, nor read before it is needed. Errors: DataError for an image beside the
+    folders of classes.
+    """
+    paths = [path for inside in files.splits.values() for path in inside]
+    top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
+    below = 1 if len(files.splits) > 1 else 0  # the folders train, test ... are no classes
+    class_of = {}
+    for path in paths:
+        folders = posixpath.relpath(path, top or ".").split("/")[below:-1]
+        class_of[path] = "/".join(folders)
+    classes = sorted(set(class_of.values()))
+    if len(classes) > 1 and "" in classes:
+        stray = next(path for path in paths if not class_of[path])
+        raise DataError(
+            f"the image {files.address(stray)} lies in no class's folder, as others do; move or "
+            "remove it"
+        )
+    features = datasets.Features(image=NamedImage())
+    if "" not in classes:
+        features["label"] = datasets.ClassLabel(names=classes)
+    splits = {}
+    for split, inside in files.splits.items():
+        columns: dict[str, list[Any]] = {"image": [files.address(path) for path in inside]}
+        if "label" in features:
+            columns["label"] = [classes.index(class_of[path]) for path in inside]
+        splits[split] = datasets.Dataset.from_dict(columns, features=features)
+    return datasets.DatasetDict(splits)
+
+
 def not_loaded(source: str, error: Exception, fix: str) -> Failure:
     """The error in place of one of the library's."""
-    import datasets
-
     cause = error.__cause__ or error  # the library wraps the error in a general one
     text = " ".join(str(cause).split()) or type(cause).__name__
     if is_full(error):
         cache = datasets.config.HF_DATASETS_CACHE
-        return Failure(f"{source}: the disk of the cache {cache} is full; make room, or set HF_DATASETS_CACHE")
+        return Failure(
+            f"{source}: the disk of the cache {cache} is full; make room, or set HF_DATASETS_CACHE"
+        )
     if "scripts are no longer supported" in text:  # nor by us: they would run a stranger's code
-        fix = "convert it to Parquet elsewhere, with a release of datasets below 4, and set data.path to the files"
-    return DataError(f"{source} could not be loaded: {text if len(text) < 400 else f'{text[:400]} ...'}; {fix}")
+        fix = (
+            "convert it to Parquet elsewhere, with a release of datasets below 4, and set "
+            "data.path to the files"
+        )
+    if len(text) >= 400:
+        text = f"{text[:400]} ..."
+    return DataError(f"{source} could not be loaded: {text}; {fix}")
 
 
 def is_full(error: BaseException | None) -> bool:
     """Whether a disk without room is the cause."""
     while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "Not enough disk space" in str(error):
+        number = getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT) or "Not enough disk space" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 @contextmanager
-def without_its_errors() -> Iterator[None]:
+def silent_library() -> Iterator[None]:
     """The library logs what it raises as well; inside, it only raises."""
     logger = logging.getLogger("datasets")
     level = logger.level
@@ -126,10 +228,8 @@ def without_its_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _in_reach(files: Files) -> Iterator[None]:
-    """HF_HUB_OFFLINE makes the library refuse every address; inside, it refuses those of the hub alone."""
-    import datasets
-
+def reachable(files: Files) -> Iterator[None]:
+    """HF_HUB_OFFLINE makes the library refuse every address; inside, only those of the hub."""
     offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = offline and "hf" in files.fs.protocol
     try:

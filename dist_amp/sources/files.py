@@ -1,14 +1,22 @@
-"""The files that `data.path` names, on this machine or at an address that fsspec knows, and how they are read."""
+"""The files that `data.path` names, on this machine or at an address that fsspec knows."""
 
+import logging
 import os
 import posixpath
 import re
+import socket
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.settings import SourceConfig
+
+log = logging.getLogger(__name__)
 
 # A file's ending -> its format.
 FORMATS = {
@@ -29,7 +37,15 @@ MARKS = {
 }
 TOKENS_INDEX = "documents.bin"
 SPLIT_NAME = re.compile(r"(train|test|valid|val|dev)(?:ing|ation)?(?![a-z])")
-SPLITS = {"train": "train", "test": "test", "valid": "validation", "val": "validation", "dev": "validation"}
+SPLITS = {
+    "train": "train",
+    "test": "test",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+}
+HIDDEN = re.compile(r"(^|/)\.[^/]")
+Sizes = dict[str, int | None]  # of files by their paths; None where a server does not tell
 
 
 @dataclass(frozen=True)
@@ -58,139 +74,195 @@ class Files:
 def find_files(config: SourceConfig) -> Files:
     """The files that `data.path` names.
 
-    Errors: ConfigError for a protocol without its package; DataError where there is nothing, or no one format.
+    Errors: ConfigError for a protocol without its package; DataError where there is nothing, or no
+    one format.
     """
-    fs, root = _file_system(config.path)
+    fs, root = file_system(config.path)
     try:
         is_folder = not fs.isfile(root) and fs.isdir(root)
-        found = _listed(fs, root, is_folder)
+        sizes = list_files(fs, root, is_folder)
     except Exception as error:  # each file system has errors of its own
         raise DataError(
-            f"data.path={config.path} could not be listed: {first_line(error) or type(error).__name__}; check the "
-            "address, the network and the credentials"
+            f"data.path={config.path} could not be listed: "
+            f"{first_line(error) or type(error).__name__}; check the address, the network and the "
+            "credentials"
         ) from error
-    if not found:
+    if not sizes:
         raise DataError(f"data.path={config.path} names no file; give a file, a folder or a glob")
     rest = "".join(config.path.partition("::")[1:])
-    folder_format = next((MARKS[name] for name in MARKS if is_folder and posixpath.join(root, name) in found), "")
-    if folder_format:
-        if config.format not in ("auto", folder_format):
-            raise _contradicts(config, f"a folder of the format {folder_format}")
-        return Files(fs, root, folder_format, {}, 0, rest)
-    if part := next((path for path in found if posixpath.basename(path) == TOKENS_INDEX), ""):
+    marks = [MARKS[name] for name in MARKS if posixpath.join(root, name) in sizes]
+    if is_folder and marks:
+        if config.format not in ("auto", marks[0]):
+            raise contradiction(config, f"a folder of the format {marks[0]}")
+        return Files(fs, root, marks[0], {}, 0, rest)
+    for path in sizes:
+        if posixpath.basename(path) == TOKENS_INDEX:
+            raise DataError(
+                f"data.path={config.path} holds tokens without their tokens.json, such as {path}; "
+                "give the folder that has this file, or copy it too"
+            )
+    format_, paths = of_one_format(config, sorted(sizes), is_folder)
+    if all(sizes[path] == 0 for path in paths):
         raise DataError(
-            f"data.path={config.path} holds tokens without their tokens.json, such as {part}; give the folder that has "
-            "this file, or copy it too"
+            f"data.path={config.path} could not be loaded: its files, such as {paths[0]}, are "
+            "empty; give files with data"
         )
-    format_, paths = _of_one_format(config, sorted(found), is_folder)
-    sizes = [found[path].get("size") for path in paths]  # None where a server does not tell
-    if not any(size != 0 for size in sizes):
-        raise DataError(
-            f"data.path={config.path} could not be loaded: its files, such as {paths[0]}, are empty; give files with "
-            "data"
-        )
-    return Files(fs, root, format_, _by_split(paths, format_), sum(size or 0 for size in sizes), rest)
+    size = sum(sizes[path] or 0 for path in paths)
+    return Files(fs, root, format_, split_by_name(paths, format_), size, rest)
 
 
-def _file_system(path: str) -> tuple[Any, str]:
+def file_system(path: str) -> tuple[Any, str]:
+    """(the fsspec file system of an address, the path there)."""
     from fsspec.core import url_to_fs
 
     try:
         return url_to_fs(path)
     except ImportError as error:
         raise ConfigError(
-            f"data.path={path} needs a package that is not installed ({first_line(error)}); install it with pip, or "
-            "copy the files to a local folder"
+            f"data.path={path} needs a package that is not installed ({first_line(error)}); "
+            "install it with pip, or copy the files to a local folder"
         ) from error
     except Exception as error:
         raise ConfigError(
-            f"data.path={path} is no address that can be opened: {first_line(error)}; use a local path, or one of "
-            "fsspec's protocols, such as s3://, gs://, hf:// or https://"
+            f"data.path={path} is no address that can be opened: {first_line(error)}; use a local "
+            "path, or one of fsspec's protocols, such as s3://, gs://, hf:// or https://"
         ) from error
 
 
-def _listed(fs: Any, root: str, is_folder: bool) -> dict[str, dict[str, Any]]:
-    """{path: what the file system says of it}, without hidden files."""
-    if is_folder:
-        found = _below(root) if "file" in fs.protocol else fs.find(root, detail=True)
+def list_files(fs: Any, root: str, is_folder: bool) -> Sizes:
+    """The files of a folder or glob, without hidden ones."""
+    if is_folder and "file" in fs.protocol:
+        sizes = local_files(root)
     else:
-        found = fs.glob(root, detail=True)
-    if not is_folder and not found and fs.isfile(root):  # a name with [ or *
-        return {root: fs.info(root)}
-    hidden = re.compile(r"(^|/)\.[^/]")
-    return {
-        path: info
-        for path, info in found.items()
-        if info["type"] == "file" and not hidden.search(path[len(root) :] if is_folder else posixpath.basename(path))
-    }
+        search = fs.find if is_folder else fs.glob
+        entries = search(root, detail=True)
+        sizes = {
+            path: entry.get("size") for path, entry in entries.items() if entry["type"] == "file"
+        }
+    if not is_folder and not sizes and fs.isfile(root):  # a name with [ or *
+        return {root: fs.info(root).get("size")}
+    visible = {}
+    for path, size in sizes.items():
+        name = path[len(root) :] if is_folder else posixpath.basename(path)
+        if not HIDDEN.search(name):
+            visible[path] = size
+    return visible
 
 
-def _below(root: str) -> dict[str, dict[str, Any]]:
+def local_files(root: str) -> Sizes:
     """The files below a local folder, those behind symbolic links too, which fsspec leaves out.
 
     Errors: OSError for a link with a known ending that leads nowhere.
     """
-    found, seen = {}, set()
-    for folder, folders, files in os.walk(root, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:
+    sizes: Sizes = {}
+    seen = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
             folders.clear()  # a link to a folder above
             continue
         seen.add(real)
-        for path in (os.path.join(folder, name) for name in files):
-            if _format_of(path) or os.path.exists(path):
-                found[path] = {"type": "file", "size": os.path.getsize(path)}
-    return found
+        for name in names:
+            path = os.path.join(folder, name)
+            if format_of(path) or os.path.exists(path):
+                sizes[path] = os.path.getsize(path)
+    return sizes
 
 
-def _of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
-    """(the format, the files of that format); in a folder, files with unknown endings are left out."""
-    formats = {path: _format_of(path) for path in paths}
+def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
+    """(the format, the files of it); in a folder, files with unknown endings are left out."""
+    formats = {path: format_of(path) for path in paths}
     if config.format != "auto":
         wanted = {"csv", "tsv"} if config.format == "csv" else {config.format}
-        chosen = [path for path in paths if formats[path] in wanted] or [path for path in paths if not formats[path]]
+        chosen = [path for path in paths if formats[path] in wanted]
+        chosen = chosen or [path for path in paths if not formats[path]]
         if not chosen or config.format in MARKS.values():
-            raise _contradicts(config, f"files such as {paths[0]}")
+            raise contradiction(config, f"files such as {paths[0]}")
     else:
         chosen = [path for path in paths if formats[path] or not is_folder]
         if len({formats[path] for path in chosen}) > 1:  # what comes with a data set
             chosen = [path for path in chosen if posixpath.basename(path) != "README.md"]
-    found = {formats[path] or config.format for path in chosen}
-    if len(found) == 1 and found != {"auto"}:
-        return found.pop(), chosen
+    chosen_formats = {formats[path] or config.format for path in chosen}
+    if len(chosen_formats) == 1 and chosen_formats != {"auto"}:
+        return chosen_formats.pop(), chosen
     raise DataError(
-        f"data.path={config.path} must name files of one format; known endings are {' '.join(FORMATS)}, also followed "
-        f"by {' '.join(sorted(COMPRESSED))}: give a glob such as *.jsonl, or set data.format"
+        f"data.path={config.path} must name files of one format; known endings are "
+        f"{' '.join(FORMATS)}, also followed by {' '.join(sorted(COMPRESSED))}: give a glob such "
+        "as *.jsonl, or set data.format"
     )
 
 
-def _contradicts(config: SourceConfig, found: str) -> ConfigError:
+def contradiction(config: SourceConfig, what: str) -> ConfigError:
     return ConfigError(
-        f"data.format={config.format} contradicts data.path={config.path}, which is {found}; leave it out"
+        f"data.format={config.format} contradicts data.path={config.path}, which is {what}; leave "
+        "it out"
     )
 
 
-def _format_of(path: str) -> str:
+def format_of(path: str) -> str:
     """The format by the file's ending; "" if it is unknown."""
-    endings = PurePosixPath(path).suffixes
-    if endings and endings[-1].lower() in COMPRESSED:
-        endings.pop()
-    return FORMATS.get(endings[-1].lower(), "") if endings else ""
+    name = PurePosixPath(path)
+    if name.suffix.lower() in COMPRESSED:
+        name = name.with_suffix("")
+    return FORMATS.get(name.suffix.lower(), "")
 
 
-def _by_split(paths: list[str], format_: str) -> dict[str, list[str]]:
-    """{split: paths} if each path names its split, as train/0.csv or train-0.csv do; else {"train": paths}."""
+def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
+    """The split is inferred from file names, such as train/0.csv or train-0.csv.
+
+    {split: paths} if each path names its split; else {"train": paths}. Errors: DataError for a file
+    that names none beside others that do, except among texts and images, which have any name.
+    """
     top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     splits: dict[str, list[str]] = {}
     for path in paths:
         folder, slash, _ = posixpath.relpath(path, top or ".").partition("/")
-        named = SPLIT_NAME.fullmatch(folder) if slash else None
+        match = SPLIT_NAME.fullmatch(folder) if slash else None
         if format_ != "images":  # a picture's own name says nothing of its split
-            named = named or SPLIT_NAME.match(posixpath.basename(path))
-        splits.setdefault(SPLITS[named[1]] if named else "", []).append(path)
-    if "" in splits and splits.keys() > {"", "train"} and format_ not in ("text", "images"):  # those go by anything
-        other = next(path for name, inside in splits.items() if name not in ("", "train") for path in inside)
+            match = match or SPLIT_NAME.match(posixpath.basename(path))
+        split = SPLITS[match[1]] if match else ""
+        splits.setdefault(split, []).append(path)
+    unnamed = splits.pop("", [])
+    if "train" in splits and not unnamed:
+        return splits
+    others = [path for name, inside in splits.items() if name != "train" for path in inside]
+    if unnamed and "train" in splits and others and format_ not in ("text", "images"):
         raise DataError(
-            f"{splits[''][0]} names no split, though {other} does, which would be trained on; rename it, or name the "
-            "files in data.path"
+            f"{unnamed[0]} names no split, though {others[0]} does, which would be trained on; "
+            "rename it, or name the files in data.path"
         )
-    return splits if "train" in splits and "" not in splits else {"train": paths}
+    return {"train": paths}
+
+
+def stay_local_without_network() -> None:
+    """Use only the cache if the hub does not answer within 5 s: its library retries for 30 s."""
+    import datasets
+    from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    is_set_up = "HF_HUB_OFFLINE" in os.environ or {"all", hub.scheme} & set(getproxies())
+    if datasets.config.HF_HUB_OFFLINE or is_set_up:
+        return
+    if answers(hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)):
+        return
+    log.info(
+        "data: no network (%s does not answer), so only cached data is used: HF_HUB_OFFLINE=1",
+        hub.hostname,
+    )
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for later imports and loader workers
+    constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = True
+
+
+def answers(host: str, port: int, seconds: float = 5) -> bool:
+    """Whether a connection can be made; in a thread, since nothing else limits a name's look-up."""
+    connected = []
+
+    def connect() -> None:
+        with suppress(OSError), socket.create_connection((host, port), seconds):
+            connected.append(True)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(connected)

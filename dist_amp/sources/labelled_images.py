@@ -1,4 +1,4 @@
-"""Images with labels: any dataset or folder that `[data]` names, or scikit-learn's digits; rows become tensors."""
+"""Images with labels as tensors: of what `[data]` names, or scikit-learn's digits."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -10,25 +10,27 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.runtime.loader import read
+from dist_amp.loading.loader import read
 from dist_amp.settings import DataConfig
 from dist_amp.sources.load import load_split
 
 
 def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
-    """The split's rows, with an image and a label each: see `load_split`. Errors: DataError for an absent column."""
+    """The split's rows: see `load_split`. Errors: DataError for an absent column."""
     if data.name == "auto" and data.path == "off":
         return digits(split, image_column, label_column)
     rows = load_split(data, split, image_column, label_column)
+    if rows is None:
+        return None
     for name, column in (("image_column", image_column), ("label_column", label_column)):
-        if rows is not None and column not in rows.column_names:
-            there = ", ".join(rows.column_names)
-            raise DataError(f"task.args.{name}={column} does not exist; the columns are {there}")
-    return None if rows is None else rows.select_columns([image_column, label_column])
+        if column not in rows.column_names:
+            columns = ", ".join(rows.column_names)
+            raise DataError(f"task.args.{name}={column} does not exist; the columns are {columns}")
+    return rows.select_columns([image_column, label_column])
 
 
 def class_names(rows: Any, label_column: str) -> Sequence[str]:
-    """The names of the classes 0, 1, ...: a ClassLabel's, or the column's texts, sorted; of plain numbers none."""
+    """The names of the classes 0, 1, ...: a ClassLabel's, or sorted texts; of numbers none."""
     if isinstance(rows, list):
         return "0123456789"
     feature = (rows.features or {}).get(label_column)  # a Parquet view may know none
@@ -36,28 +38,40 @@ def class_names(rows: Any, label_column: str) -> Sequence[str]:
     if kind in ("string", "large_string"):
         if not hasattr(rows, "unique"):
             raise DataError(
-                f"the column {label_column} holds texts, which data.view=parquet does not number; use data.view=map, "
-                "or store whole numbers and set task.args.classes"
+                f"the column {label_column} holds texts, which data.view=parquet does not number; "
+                "use data.view=map, or store whole numbers and set task.args.classes"
             )
         return sorted(set(rows.unique(label_column)) - {None})
-    return ("false", "true") if kind == "bool" else getattr(feature, "names", ())
+    if kind == "bool":
+        return ("false", "true")
+    return getattr(feature, "names", ())
 
 
 class LabelledImages:
     """Rows as samples {"image": [channels, H, W] float32 in 0..1, "label": int64}.
 
-    names: of the classes, for labels that are texts. Images of other sizes are resized, and their channels converted.
+    columns: of the image and the label. names: of the classes, for labels that are texts. Images of
+    other sizes are resized, and their channels converted.
     """
 
     def __init__(
-        self, rows: Any, image_column: str, label_column: str, size: tuple[int, int], channels: int, classes: int,
+        self,
+        rows: Any,
+        columns: tuple[str, str],
+        size: tuple[int, int],
+        channels: int,
+        classes: int,
         names: Sequence[str] = (),
-    ):  # fmt: skip
-        self.rows, self.columns, self.size, self.channels = rows, (image_column, label_column), size, channels
-        self.classes, self.number = classes, {name: number for number, name in enumerate(names)}
-        for own in ("shuffled", "fingerprint"):  # a Parquet view's
-            if hasattr(rows, own):
-                setattr(self, own, getattr(rows, own))
+    ):
+        self.rows = rows
+        self.columns = columns
+        self.size = size
+        self.channels = channels
+        self.classes = classes
+        self.number_of = {name: number for number, name in enumerate(names)}
+        for name in ("shuffled", "fingerprint"):  # a Parquet view's
+            if hasattr(rows, name):
+                setattr(self, name, getattr(rows, name))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,42 +84,57 @@ class LabelledImages:
 
     def _sample(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
         value, label = (row[column] for column in self.columns)
-        number = self.number.get(label, label) if isinstance(label, str) else label
+        number = label
+        if isinstance(label, str):
+            number = self.number_of.get(label)
         if not isinstance(number, int) or not 0 <= number < self.classes:
-            raise ValueError(f"label {label!r} is none of the {self.classes} classes, 0 to {self.classes - 1}")
-        return {"image": pixels(opened(value), self.size, self.channels), "label": torch.tensor(int(number))}
+            raise ValueError(
+                f"label {label!r} is none of the {self.classes} classes, 0 to {self.classes - 1}"
+            )
+        image = pixels(opened(value), self.size, self.channels)
+        return {"image": image, "label": torch.tensor(int(number))}
 
 
 def opened(value: Any) -> Image.Image:
-    """A picture: what the column holds, or what its bytes encode. Errors: ValueError for anything else."""
+    """A picture: the column's value, or what its bytes encode. Errors: ValueError."""
     if isinstance(value, Mapping):  # as Parquet stores it
         value = value.get("bytes")
     if isinstance(value, bytes):
         value = ImageOps.exif_transpose(Image.open(io.BytesIO(value)))
     if not isinstance(value, Image.Image):
-        raise ValueError(f"the image is {type(value).__name__}; store encoded pictures, as datasets.Image() does")
+        raise ValueError(
+            f"the image is {type(value).__name__}; store encoded pictures, as datasets.Image() does"
+        )
     if value.mode.startswith(("I", "F")):
-        raise ValueError(f"the image has pixels of mode {value.mode}, whose range is not known; convert it to 8 bits")
+        raise ValueError(
+            f"the image has pixels of mode {value.mode}, whose range is not known; convert it to 8 "
+            "bits"
+        )
     return value
 
 
 def pixels(image: Image.Image, size: tuple[int, int], channels: int) -> Tensor:
     """[channels, H, W] float32 in 0..1, for `size` (H, W)."""
     height, width = size
-    image = image.convert("L" if channels == 1 else "RGB")
+    mode = "L" if channels == 1 else "RGB"
+    image = image.convert(mode)
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
-    return torch.from_numpy(numpy.array(image, numpy.float32)).view(height, width, channels).permute(2, 0, 1) / 255
+    levels = torch.from_numpy(numpy.array(image, numpy.float32)).view(height, width, channels)
+    return levels.permute(2, 0, 1) / 255
 
 
 def digits(split: str, image_column: str, label_column: str) -> list[dict[str, Any]]:
-    """scikit-learn's 1,797 digits as rows, a fixed tenth of them held out. Source: Alpaydin & Kaynak 1998, UCI 80."""
+    """scikit-learn's 1,797 digits as rows, a fixed tenth of them held out.
+
+    Source: Alpaydin & Kaynak 1998, UCI 80.
+    """
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"data.name=auto is scikit-learn's digits, and {error.name} is missing; pip install -e '.[images]' in the "
-            "clone's folder, or set data.name or data.path"
+            f"data.name=auto is scikit-learn's digits, and {error.name} is missing; pip install -e "
+            "'.[images]' in the clone's folder, or set data.name or data.path"
         ) from None
     scans = load_digits()
     rng = torch.Generator().manual_seed(0)
@@ -113,4 +142,7 @@ def digits(split: str, image_column: str, label_column: str) -> list[dict[str, A
     held_out = len(order) // 10
     chosen = order[held_out:] if split == "train" else order[:held_out]
     levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # of 0 to 16
-    return [{image_column: Image.fromarray(levels[i]), label_column: int(scans.target[i])} for i in chosen]
+    return [
+        {image_column: Image.fromarray(levels[i]), label_column: int(scans.target[i])}
+        for i in chosen
+    ]

@@ -1,11 +1,12 @@
-"""Token documents as rows of at most one length: packed by best fit, joined and cut, or one document per row.
+"""Token documents as rows of at most one length: packed, joined and cut, or one per row.
 
-The plan of rows is made from the documents' lengths alone, the same at every start and in every epoch: the rows are the
-samples, which the run shuffles as any others.
+The plan of rows is made from the documents' lengths alone, the same at every start and in every
+epoch: the rows are the samples, which the run shuffles as any others.
 """
 
 import hashlib
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,15 +15,15 @@ import torch
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.runtime.loader import read
-from dist_amp.runtime.permutation import epoch_order, shuffled_order
+from dist_amp.loading.loader import read
+from dist_amp.loading.order import epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
 from dist_amp.sources.load import warn
-from dist_amp.sources.token_shards import NOT_LEARNED
+from dist_amp.sources.token_shards import IGNORE_INDEX
 
 log = logging.getLogger(__name__)
-# Pieces that are fitted at a time, taken in random order: a row's documents are no neighbours in the source. More leave
-# hardly less padding: docs/data.md.
+# Pieces that are fitted at a time, taken in random order: a row's documents are no neighbours in
+# the source. More leave hardly less padding: docs/data.md.
 WINDOW = 2**16
 SEED = 0  # of that order; not run.seed, with which a resumed run's rows could change
 LOOKED_AT = 64  # rows whose counted tokens are reported at the start
@@ -39,36 +40,48 @@ class Packing:
     long_documents: Literal["split", "truncate", "refuse"]
 
     @classmethod
-    def of(cls, data: DataConfig, length: int, auto: Literal["off", "cut", "best_fit"]) -> "Packing":
+    def of(
+        cls, data: DataConfig, length: int, auto: Literal["off", "cut", "best_fit"]
+    ) -> "Packing":
         """As `[data]` says; `auto` is the task's default."""
         pack = auto if data.pack == "auto" else data.pack
-        usual: Literal["split", "truncate"] = "truncate" if pack == "off" else "split"
-        return cls(length, pack, usual if data.long_documents == "auto" else data.long_documents)
+        if data.long_documents != "auto":
+            return cls(length, pack, data.long_documents)
+        if pack == "off":
+            return cls(length, pack, "truncate")
+        return cls(length, pack, "split")
 
     def rows(self, documents: Any, split: str) -> Any:
         """A token dataset's rows as samples for `collate`; None without documents.
 
-        Errors: ConfigError for a setting that needs documents with `lengths`; DataError for a document that is too
-        long where none may be, and if no token counts.
+        Errors: ConfigError for a setting that needs documents with `lengths`; DataError for a
+        document that is too long where none may be, and if no token counts.
         """
         if documents is None:
             return None
-        if hasattr(documents, "lengths"):
-            rows = PackedRows(documents, self)
-            if not len(rows) and split == "validation":
-                log.info("data: the held-out documents do not fill one row, so there is no evaluation")
-                return None
-            rows.describe(split)
-            return rows
+        if not hasattr(documents, "lengths"):
+            self.check_unknown_lengths()
+            return documents
+        rows = PackedRows(documents, self)
+        if not len(rows) and split == "validation":
+            log.info("data: the held-out documents do not fill one row, so there is no evaluation")
+            return None
+        rows.describe(split)
+        return rows
+
+    def check_unknown_lengths(self) -> None:
+        """Errors: ConfigError unless rows can be made one by one: `collate` truncates them."""
         if self.pack == "off" and self.long_documents == "truncate":
-            return documents  # collate truncates what was read, and what has nothing to learn stays in
-        setting, fix = f"data.long_documents={self.long_documents}", "data.long_documents=truncate"
+            return
+        setting = f"data.long_documents={self.long_documents}"
+        fix = "data.long_documents=truncate"
         if self.pack != "off":
-            setting, fix = f"data.pack={self.pack}", "data.pack=off, a document per row"
+            setting = f"data.pack={self.pack}"
+            fix = "data.pack=off, a document per row"
         raise ConfigError(
-            f"{setting} needs the documents' lengths, which are not known where they are tokenized as they are read "
-            f"(data.view=parquet); use {fix}, or tokenize them first by python -m dist_amp.tokenize, and set data.path "
-            "to its folder"
+            f"{setting} needs the documents' lengths, which are not known where they are tokenized "
+            f"as they are read (data.view=parquet); use {fix}, or tokenize them first by python -m "
+            "dist_amp.tokenize, and set data.path to its folder"
         )
 
     def collate(
@@ -76,79 +89,95 @@ class Packing:
     ) -> dict[str, Any]:
         """A batch of rows, padded on the right: to `length` if packed, else to the longest.
 
-        input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each document and in the
-        padding; source_ids of a mixture; tokens: how many there are without padding; counted: how many are learned.
-        attention_mask: whether there is one too, 0 at padding.
+        input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each
+        document and in the padding; source_ids of a mixture; tokens: how many there are without
+        padding; counted: how many are learned. attention_mask: whether there is one too, 0 at
+        padding.
         """
         lengths = [min(len(sample["input_ids"]), self.length) for sample in samples]
         width = max(lengths) if self.pack == "off" else self.length
+        fills = {"input_ids": pad_id, "labels": IGNORE_INDEX}
         batch: dict[str, Any] = {}
         for name in samples[0]:
-            fill = {"input_ids": pad_id, "labels": NOT_LEARNED}.get(name, 0)
-            columns = [padded(sample[name], width, None if name == "position_ids" else fill) for sample in samples]
-            batch[name] = torch.stack(columns)
+            padding = torch.full((width,), fills.get(name, 0))
+            if name == "position_ids":
+                padding = torch.arange(width)
+            rows = [
+                torch.cat((sample[name][:length], padding[: width - length]))
+                for sample, length in zip(samples, lengths, strict=True)
+            ]
+            batch[name] = torch.stack(rows)
         if attention_mask:
             batch["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
-        counted = int((batch["labels"][:, 1:] != NOT_LEARNED).sum())
+        counted = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         return {**batch, "tokens": sum(lengths), "counted": counted}
 
 
 class PackedRows:
-    """Map-style dataset of packed rows: {"input_ids", "labels"}, with best_fit "position_ids" too, each [n] int64.
+    """Map-style dataset of packed rows: {"input_ids", "labels"}, each [n] int64.
 
-    documents: a token dataset with `lengths`. Of a split document every piece but the first begins with the token
-    before it, which is context: its label is -100, and each token is learned once. Pieces of one token are left out
-    where a row holds whole pieces, since there is nothing to predict. Memory: 24 bytes per piece and 16 per row.
+    With best_fit "position_ids" too. documents: a token dataset with `lengths`. Of a split document
+    every piece but the first begins with the token before it, which is context: its label is -100,
+    and each token is learned once. Pieces of one token are left out where a row holds whole pieces,
+    since there is nothing to predict. Memory: 24 bytes per piece and 16 per row.
 
-    lengths: [len] int64, each row's tokens without padding. padding_share: of a row of `length` tokens, on average.
-    left_out: how many documents have nothing to learn within a row's length, if longer ones are truncated.
-    Errors: as `Packing.rows`.
+    lengths: [len] int64, each row's tokens without padding. left_out: how many documents have
+    nothing to learn within a row's length, if longer ones are truncated. cut_off: the share of
+    tokens that is truncated. Errors: as `Packing.rows`.
     """
 
     def __init__(self, documents: Any, packing: Packing):
         self.documents = documents
         self.packing = packing
+        self.left_out = 0
+        self.cut_off = 0.0
         lengths = numpy.asarray(documents.lengths, dtype=numpy.int64)
-        too_much = (lengths - packing.length).clip(min=0).sum() if packing.long_documents == "truncate" else 0
-        self.cut_off = float(too_much) / max(1, int(lengths.sum()))  # the share of tokens
-        if packing.long_documents == "refuse" and (too_long := numpy.flatnonzero(lengths > packing.length)).size:
-            raise DataError(
-                f"document {too_long[0]} has {lengths[too_long[0]]:,} tokens, and a row {packing.length:,} "
-                f"({too_long.size:,} documents are too long); use longer rows, or data.long_documents=split or truncate"
-            )
+        if packing.long_documents == "refuse":
+            refuse_long(lengths, packing.length)
+        elif packing.long_documents == "truncate":
+            excess = (lengths - packing.length).clip(min=0)
+            self.cut_off = float(excess.sum() / max(1, lengths.sum()))
         if packing.pack == "cut":
-            kept = lengths if packing.long_documents == "split" else lengths.clip(max=packing.length)
-            self._ends = kept.cumsum()  # of each document, in the joined stream
-            self.left_out = 0
-            self.lengths = numpy.full(int(kept.sum()) // packing.length, packing.length)
+            self._plan_cut(lengths)
         else:
-            self._pieces = pieces_of(lengths, packing.length, split=packing.long_documents == "split")
-            if packing.long_documents != "split" and hasattr(documents, "firsts"):
-                learned = numpy.asarray(documents.firsts)[self._pieces[0]] < packing.length
-                self._pieces = self._pieces[:, learned]
-            self.left_out = len(documents) - self._pieces.shape[1]
-            if packing.pack == "best_fit":
-                self._pieces, self._offsets = fitted(self._pieces, packing.length)
-            else:
-                self._offsets = numpy.arange(self._pieces.shape[1] + 1)
-            sums = numpy.concatenate(([0], (self._pieces[2] - self._pieces[1]).cumsum()))[self._offsets]
-            self.lengths = numpy.diff(sums)
+            self._plan_pieces(lengths)
+
+    def _plan_cut(self, lengths: Ints) -> None:
+        """Rows of the joined documents."""
+        length = self.packing.length
+        if self.packing.long_documents != "split":
+            lengths = lengths.clip(max=length)
+        self._ends = lengths.cumsum()  # of each document, in the joined stream
+        self.lengths = numpy.full(int(lengths.sum()) // length, length)
+
+    def _plan_pieces(self, lengths: Ints) -> None:
+        """Rows of whole pieces: several by best fit, or one."""
+        length = self.packing.length
+        split = self.packing.long_documents == "split"
+        self._pieces = pieces_of(lengths, length, split)
+        if not split and hasattr(self.documents, "firsts"):
+            first_learned = numpy.asarray(self.documents.firsts)[self._pieces[0]]
+            self._pieces = self._pieces[:, first_learned < length]
+        self.left_out = len(self.documents) - self._pieces.shape[1]
+        if self.packing.pack == "best_fit":
+            self._pieces, self._offsets = fitted(self._pieces, length)
+        else:
+            self._offsets = numpy.arange(self._pieces.shape[1] + 1)
+        tokens = (self._pieces[2] - self._pieces[1]).cumsum()
+        self.lengths = numpy.diff(numpy.concatenate(([0], tokens))[self._offsets])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.documents.fingerprint} {self.packing} 1".encode()).hexdigest()[:16]
+        content = f"{self.documents.fingerprint} {self.packing} 1"
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def padding_share(self) -> float:
+        """Of a row of `length` tokens, on average."""
         return 1 - float(self.lengths.sum()) / max(1, len(self) * self.packing.length)
-
-    @property
-    def plan_bytes(self) -> int:
-        arrays = [self._ends] if self.packing.pack == "cut" else [self._pieces, self._offsets]
-        return sum(array.nbytes for array in [*arrays, self.lengths])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.__getitems__([index])[0]
@@ -163,63 +192,81 @@ class PackedRows:
         if self.packing.pack != "cut":
             first, last = self._offsets[index], self._offsets[index + 1]
             return list(zip(*self._pieces[:, first:last].tolist(), strict=True))
-        start, pieces = index * self.packing.length, []
-        end, document = start + self.packing.length, int(numpy.searchsorted(self._ends, start, side="right"))
+        start = index * self.packing.length
+        end = start + self.packing.length
+        document = int(numpy.searchsorted(self._ends, start, side="right"))
+        pieces = []
         while start < end:
             begin = int(self._ends[document - 1]) if document else 0
             stop = min(end, int(self._ends[document]))
             if stop > start:  # the document is not empty
                 pieces.append((document, start - begin, stop - begin))
-            start, document = stop, document + 1
+            start = stop
+            document += 1
         return pieces
 
     def _row(self, pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         if self.packing.pack != "cut":
             for piece in pieces:  # a copy, since a document in memory is its dataset's
-                piece["labels"] = torch.cat((torch.tensor([NOT_LEARNED]), piece["labels"][1:]))
+                piece["labels"] = torch.cat((torch.tensor([IGNORE_INDEX]), piece["labels"][1:]))
         row = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
         if self.packing.pack == "best_fit":
-            row["position_ids"] = torch.cat([torch.arange(len(piece["input_ids"])) for piece in pieces])
+            positions = [torch.arange(len(piece["input_ids"])) for piece in pieces]
+            row["position_ids"] = torch.cat(positions)
         return row
 
     def describe(self, split: str) -> None:
-        """Log rows, tokens and padding. Errors: DataError if there is no row, or no token counts in any."""
+        """Log rows, tokens and padding. Errors: DataError if no row, or no token, counts."""
+        length = f"{self.packing.length:,}"
+        documents = f"{len(self.documents):,} {split} documents"
         if not len(self) and self.packing.pack == "cut":
-            tokens = int(self._ends[-1]) if len(self._ends) else 0
             raise DataError(
-                f"the {split} documents have {tokens:,} tokens in all, fewer than one row of {self.packing.length:,}; "
-                "use shorter rows, more data, or data.pack=best_fit"
+                f"the {split} documents have {int(sum(self._ends[-1:])):,} tokens in all, fewer "
+                f"than one row of {length}; use shorter rows, more data, or data.pack=best_fit"
             )
-        some = range(0, len(self), max(1, len(self) // LOOKED_AT))
-        counted, length = [self._counted(index) for index in some], f"{self.packing.length:,}"
-        if not any(counted) and not any(map(self._counted, range(len(self)))):
+        sample = range(0, len(self), max(1, len(self) // LOOKED_AT))
+        counted = sum(map(self._counted, sample))
+        if not counted and not any(map(self._counted, range(len(self)))):
             raise DataError(
-                f"none of the {len(self.documents):,} {split} documents has anything to learn within {length} tokens; "
-                "use longer rows, and check that documents, completions and assistant's turns are not empty"
+                f"none of the {documents} has anything to learn within {length} tokens; use longer "
+                "rows, and check that documents, completions and assistant's turns are not empty"
             )
         if self.packing.long_documents != "split" and self.left_out > 0:
             warn(
-                f"{self.left_out:,} of {len(self.documents):,} {split} documents are left out: within {length} tokens "
-                "they have no answer to learn, because it comes later"
+                f"{self.left_out:,} of {documents} are left out: within {length} tokens they have "
+                "no answer to learn, because it comes later"
             )
+        counted_share = counted / int(self.lengths[sample].sum())
         log.info(
-            "data: %s: %s rows of at most %s tokens (data.pack=%s), %s tokens; %.2f %% of the places are padding, "
-            "about %.1f %% of the tokens count",
-            split, f"{len(self):,}", length, self.packing.pack, f"{int(self.lengths.sum()):,}",
-            100 * self.padding_share, 100 * sum(counted) / int(self.lengths[some].sum()),
-        )  # fmt: skip
+            f"data: {split}: {len(self):,} rows of at most {length} tokens "
+            f"(data.pack={self.packing.pack}), {int(self.lengths.sum()):,} tokens; "
+            f"{self.padding_share:.2%} of the places are padding, about {counted_share:.1%} of the "
+            "tokens count"
+        )
         if self.cut_off:
             log.info(
-                "data: %s: %.1f %% of the tokens are cut off, since documents are longer than a row (%s tokens); use "
-                "longer rows, or data.long_documents=split", split, 100 * self.cut_off, length,
-            )  # fmt: skip
+                f"data: {split}: {self.cut_off:.1%} of the tokens are cut off, since documents are "
+                f"longer than a row ({length} tokens); use longer rows, or "
+                "data.long_documents=split"
+            )
 
     def _counted(self, index: int) -> int:
-        return int((self[index]["labels"][1:] != NOT_LEARNED).sum())
+        return int((self[index]["labels"][1:] != IGNORE_INDEX).sum())
+
+
+def refuse_long(lengths: Ints, length: int) -> None:
+    """Errors: DataError for documents longer than a row."""
+    too_long = numpy.flatnonzero(lengths > length)
+    if len(too_long):
+        raise DataError(
+            f"document {too_long[0]} has {lengths[too_long[0]]:,} tokens, and a row {length:,} "
+            f"({len(too_long):,} documents are too long); use longer rows, or "
+            "data.long_documents=split or truncate"
+        )
 
 
 def read_pieces(documents: Any, pieces: list[Piece]) -> list[dict[str, Tensor]]:
-    """Parts of documents, as samples; a dataset that can read parts has a method `pieces` for it."""
+    """Parts of documents, as samples; by the dataset's method `pieces` if it has one."""
     if hasattr(documents, "pieces"):
         return documents.pieces(pieces)  # type: ignore[no-any-return]
     whole = read(documents, [document for document, _, _ in pieces])
@@ -229,19 +276,11 @@ def read_pieces(documents: Any, pieces: list[Piece]) -> list[dict[str, Tensor]]:
     ]
 
 
-def padded(column: Tensor, width: int, fill: int | None) -> Tensor:
-    """The column [n], cut or filled on the right to [width]; None: with 0, 1, 2 ..., the positions of the padding."""
-    missing = width - len(column)
-    if missing <= 0:
-        return column[:width]
-    return torch.cat((column, torch.arange(missing) if fill is None else column.new_full((missing,), fill)))
-
-
 def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:
     """Documents in pieces of at most `length` tokens and at least two: [3, pieces], as `Piece`."""
-    # A further piece begins with the token before it, so that it adds length - 1.
-    counts = (lengths - 1).clip(min=0) if split else (lengths > 1).astype(numpy.int64) * (length - 1)
-    counts = -(-counts // (length - 1))
+    counts = (lengths > 1).astype(numpy.int64)
+    if split:  # a further piece begins with the token before it, so that it adds length - 1
+        counts = -(-(lengths - 1).clip(min=0) // (length - 1))
     document = numpy.repeat(numpy.arange(len(lengths)), counts)
     number = numpy.arange(len(document)) - numpy.repeat(counts.cumsum() - counts, counts)
     start = number * (length - 1)
@@ -257,7 +296,8 @@ def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
     for first in range(0, count, WINDOW):
         window = pieces[:, order(torch.arange(first, min(first + WINDOW, count))).numpy()]
         rows = best_fit(window[2] - window[1], length)
-        number = torch.arange(int(rows.max()) + 1)  # in random order: the first rows have the longest documents
+        # In random order: the first rows have the longest documents.
+        number = torch.arange(int(rows.max()) + 1)
         rows = epoch_order("randperm", len(number), SEED, 1 + first)(number).numpy()[rows]
         chosen[:, first : first + WINDOW] = window[:, rows.argsort(kind="stable")]
         counts.append(numpy.bincount(rows))
@@ -267,30 +307,36 @@ def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
 def best_fit(sizes: Ints, length: int) -> Ints:
     """The row of each piece: the longest piece first, each into the fullest row that has room.
 
-    Pieces of one size are placed together: a row that takes one is the fullest for the next, so it takes as many as it
-    has room for. Source of packing by best fit: Ding et al. 2024, arXiv:2404.10830.
+    Pieces of one size are placed together: a row that takes one is the fullest for the next, so it
+    takes as many as it has room for. Source of packing by best fit: Ding et al. 2024,
+    arXiv:2404.10830.
     """
     order = numpy.argsort(-sizes, kind="stable")
-    values, firsts, counts = numpy.unique(-sizes[order], return_index=True, return_counts=True)
-    placed = numpy.empty_like(sizes)
-    free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the tokens that they have room for
-    room = rows = 0  # bit n of room: free[n] has rows
-    for size, first, count in zip((-values).tolist(), firsts.tolist(), counts.tolist(), strict=True):
-        last = first + count
-        while first < last:
+    row_of: list[int] = []  # of the pieces in this order
+    free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by their room in tokens
+    room = 0  # bit n: free[n] has rows
+    rows = 0
+    values, counts = numpy.unique(sizes, return_counts=True)
+    for size, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while count:
+            left = length
             fitting = room >> size
-            left = size + (fitting & -fitting).bit_length() - 1 if fitting else length  # its lowest bit: fullest rows
+            if fitting:  # its lowest bit: the fullest rows
+                left = size + (fitting & -fitting).bit_length() - 1
             each = left // size
-            wanted = -(-(last - first) // each)
+            wanted = -(-count // each)
             if fitting:
                 taken = free[left][-wanted:]
                 del free[left][-wanted:]
-                room ^= (not free[left]) << left
+                if not free[left]:
+                    room ^= 1 << left
             else:
-                taken, rows = list(range(rows, rows + wanted)), rows + wanted
-            end = min(last, first + each * len(taken))
-            placed[first:end] = numpy.repeat(taken, each)[: end - first]
-            if fewer := (end - first) % each:  # the last row takes what is left
+                taken = list(range(rows, rows + wanted))
+                rows += wanted
+            placed = min(count, each * len(taken))
+            count -= placed
+            row_of += [row for row in taken for _ in range(each)][:placed]
+            if fewer := placed % each:  # the last row takes what is left
                 rest = left - fewer * size
                 free[rest].append(taken.pop())
                 room |= 1 << rest
@@ -298,7 +344,47 @@ def best_fit(sizes: Ints, length: int) -> Ints:
                 rest = left - each * size
                 free[rest] += taken
                 room |= 1 << rest
-            first = end
     result = numpy.empty_like(sizes)
-    result[order] = placed
+    result[order] = row_of
     return result
+
+
+class TokenShares:
+    """The shares of padding and of counted tokens, of this rank's micro-batches as they are read.
+
+    A task calls `count` in its tokens(batch) and returns `read()` from its train_metrics.
+    source_names: of a mixture.
+    """
+
+    def __init__(self, source_names: Sequence[str] = ()):
+        self._names = source_names
+        # [places in rows, tokens, counted tokens, counted tokens of each source]: replaced, never
+        # changed, so that batches that are read ahead in another thread need no lock.
+        self._total = numpy.zeros(3 + len(source_names), numpy.int64)
+        self._read = self._total
+
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """Add a batch of `Packing.collate`, on the host; returns its tokens without padding."""
+        labels = batch["labels"]
+        counts = [labels.numel(), batch["tokens"], batch["counted"]]
+        if self._names:
+            sources = batch["source_ids"][:, 1:][labels[:, 1:] != IGNORE_INDEX]
+            counts += sources.bincount(minlength=len(self._names)).tolist()
+        self._total = self._total + numpy.array(counts)
+        return int(batch["tokens"])
+
+    def read(self, world: Any) -> dict[str, Tensor]:
+        """The shares since the last call over all ranks of the `World`, which all call it.
+
+        padding_pct: of the places in rows; counted_pct: of the tokens; counted_pct_NAME: of the
+        counted tokens. Scalars on the world's device.
+        """
+        total = self._total
+        since = torch.from_numpy(total - self._read)
+        self._read = total
+        summed = world.sum(since.to(world.device, torch.float64))
+        places, tokens, counted, *by_source = summed.unbind()
+        shares = {"padding_pct": 100 * (1 - tokens / places), "counted_pct": 100 * counted / tokens}
+        for name, part in zip(self._names, by_source, strict=True):
+            shares[f"counted_pct_{name}"] = 100 * part / counted.clamp(min=1)
+        return shares

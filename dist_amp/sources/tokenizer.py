@@ -1,4 +1,4 @@
-"""A tokenizer by its name: bytes, a file of the `tokenizers` library, or whatever `transformers` opens."""
+"""A tokenizer by its name: bytes, a file of `tokenizers`, or whatever `transformers` opens."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.sources.load import stay_local_without_network
+from dist_amp.sources.files import stay_local_without_network
 
 # A tokenizers file does not say which token ends a document: the first of these that it has.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
@@ -32,32 +32,39 @@ class Tokenizer:
 def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: "bytes", a file, a folder, or a model on the hub.
 
-    Errors: DataError if it can't be read; ConfigError for "auto", and where transformers is needed and not installed.
+    Errors: DataError if it can't be read; ConfigError for "auto", and where transformers is needed
+    and not installed.
     """
     if name == "auto":
-        raise ConfigError("data.tokenizer=auto names none here; give a tokenizer's file or folder, a model, or bytes")
+        raise ConfigError(
+            "data.tokenizer=auto names none here; give a tokenizer's file or folder, a model, or "
+            "bytes"
+        )
     if name == "bytes":
         return Tokenizer(name, 256, 0, "bytes", _bytes_of, _text_of)
     path = Path(name).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
+    is_folder = path.is_dir()
+    file = path / "tokenizer.json" if is_folder else path
     try:
         if file.is_file() and not (path / "tokenizer_config.json").exists():
             return _from_file(file, name)
-        if not path.is_dir():
+        if not is_folder:
             if name.startswith((".", "/", "~")) or name.count("/") > 1 or file.suffix == ".json":
                 raise FileNotFoundError("it does not exist")
             stay_local_without_network()
         from transformers import AutoTokenizer
 
-        return of_transformers(AutoTokenizer.from_pretrained(path if path.is_dir() else name), name)
+        source = path if is_folder else name
+        return of_transformers(AutoTokenizer.from_pretrained(source), name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"data.tokenizer={name} needs {error.name}; pip install -e '.[hf]' in the clone's folder"
+            f"data.tokenizer={name} needs {error.name}; pip install -e '.[hf]' in the clone's "
+            "folder"
         ) from error
     except Exception as error:  # both libraries raise many types, with many lines
         raise DataError(
-            f"data.tokenizer={name} can't be read: {first_line(error)}; give a tokenizer.json, a folder that "
-            "save_pretrained of a tokenizer wrote, a model on the hub, or bytes"
+            f"data.tokenizer={name} can't be read: {first_line(error)}; give a tokenizer.json, a "
+            "folder that save_pretrained of a tokenizer wrote, a model on the hub, or bytes"
         ) from error
 
 
@@ -75,11 +82,12 @@ def of_transformers(tokenizer: Any, name: str = "") -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
-    """Errors: DataError if the model's embedding, of so many rows, lacks some of the tokenizer's ids."""
+    """Errors: DataError if an embedding of this many rows lacks some of the tokenizer's ids."""
     if tokenizer.vocabulary > rows:
+        fitting = -(-tokenizer.vocabulary // 64) * 64
         raise DataError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens and the model's embedding {rows} rows; "
-            f"use task.args.vocabulary={-(-tokenizer.vocabulary // 64) * 64}, or a smaller tokenizer"
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens and the model's "
+            f"embedding {rows} rows; use task.args.vocabulary={fitting}, or a smaller tokenizer"
         )
 
 
@@ -92,9 +100,11 @@ def _from_file(file: Path, name: str) -> Tokenizer:
     vocabulary = max(rules.get_vocab().values(), default=-1) + 1
     if vocabulary == 0:
         raise ValueError("its model has no tokens")
-    end = next((number for token in ENDS if (number := rules.token_to_id(token)) is not None), None)
+    ends = [rules.token_to_id(token) for token in ENDS]
+    end = next((number for number in ends if number is not None), None)
     decode = partial(rules.decode, skip_special_tokens=False)
-    return Tokenizer(name, vocabulary, end, _identity(rules.to_str(), end, None), partial(_ids_of, rules), decode)
+    identity = _identity(rules.to_str(), end, None)
+    return Tokenizer(name, vocabulary, end, identity, partial(_ids_of, rules), decode)
 
 
 def _ids_of(rules: Any, text: str) -> list[int]:
@@ -102,7 +112,9 @@ def _ids_of(rules: Any, text: str) -> list[int]:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, verbose=False)["input_ids"]  # which would warn of texts longer than the model's context
+    # verbose would warn of texts longer than the model's context.
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    return ids
 
 
 def _bytes_of(text: str) -> list[int]:
@@ -114,13 +126,15 @@ def _text_of(ids: Sequence[int]) -> str:
 
 
 def _rules(tokenizer: Any) -> str:
-    """What decides the ids of a transformers tokenizer: its tokenizer.json, or the files of an older kind."""
+    """What decides the ids: tokenizer.json, or the files of an older kind of tokenizer."""
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         return tokenizer.backend_tokenizer.to_str()
     with tempfile.TemporaryDirectory() as folder:
         files = sorted(tokenizer.save_vocabulary(folder))
         hashes = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
-    return json.dumps({"kind": type(tokenizer).__name__, "files": hashes, "added": tokenizer.get_added_vocab()})
+    return json.dumps(
+        {"kind": type(tokenizer).__name__, "files": hashes, "added": tokenizer.get_added_vocab()}
+    )
 
 
 def _identity(rules: str, end: int | None, template: Any) -> str:

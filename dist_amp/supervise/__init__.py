@@ -1,0 +1,1 @@
+"""The process around the loop: signals, preflight checks, watchdog, a run's start and end."""

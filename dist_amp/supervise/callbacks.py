@@ -1,52 +1,78 @@
 """The task's own callbacks in the main job, which train_step by itself does not call.
 
-    on_step(run, report)        on every rank after a step; report: a StepReport on the device, reading it waits
-    on_evaluation(run, values)  on every rank after an evaluation; values: {name: number}, equal on all ranks
-    sample(model)               on every rank after an evaluation, and at the end; see sampling.py
-    train_metrics(run, report)  on every rank at log steps -> {name: number or scalar tensor}, written as train/NAME to
-                                the rank's TensorBoard folder, and rank 0's to metrics.jsonl
+    on_step(run, report)        on every rank after a step; reading the StepReport waits for the
+                                device
+    on_evaluation(run, values)  on every rank after an evaluation; values: {name: number}, equal on
+                                all ranks
+    train_metrics(run, report)  on every rank at log steps -> {name: number or scalar tensor},
+                                written as train/NAME to the rank's TensorBoard folder, and rank
+                                0's to metrics.jsonl
 
-The `on_` methods return None or "stop", which ends the run early: on all ranks if any says so, saved, as completed. A
-stop by on_step comes one step later, since the ranks tell each other while they take it.
+The `on_` methods return None or "stop", which ends the run early: on all ranks if any says so,
+saved, as completed. A stop by on_step comes one step later, since the ranks tell each other while
+they take it.
 """
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from dist_amp.config.task_class import as_scalar
-from dist_amp.errors import DataError
+from dist_amp.errors import DataError, nearest_name
 from dist_amp.run import Run
-from dist_amp.runtime.task_calls import call_task, misspelt_methods
-from dist_amp.supervise.sampling import write_sample
-from dist_amp.supervise.signals import AgreedStop
-from dist_amp.telemetry.async_copy import StepReport
-from dist_amp.telemetry.observer import Observer
+from dist_amp.supervise.stop import AgreedStop
+from dist_amp.task import as_scalar, call_task
+from dist_amp.telemetry.step_report import Observer, StepReport
+
+OPTIONAL = (
+    "collate",
+    "augment",
+    "blocks",
+    "units",
+    "tokens",
+    "flops_per_item",
+    "metrics",
+    "load",
+    "export",
+    "sample",
+    "groups",
+    "optimizer",
+    "schedule",
+    "on_step",
+    "on_evaluation",
+    "train_metrics",
+)
+
+# Finds sheduler and metric; a helper such as tokenize or load_files is further from any name.
+CLOSE = 0.85
 
 TAKEN = ("loss", "grad_norm", "lr")  # train/NAME that the run writes itself
 
 
 class Callbacks(Observer):
-    """Calls the task's on_step and on_evaluation, and ends the run where one of them returns "stop"; writes samples.
+    """Calls the task's on_step and on_evaluation, and ends the run where one of them returns
+    "stop".
 
-    Errors: DataError for what they raise, and for any other value than None or "stop". Methods of the task that look
-    like a misspelt optional one are warned of at the start.
+    Errors: DataError for what they raise, and for any other value than None or "stop". Methods of
+    the task that look like a misspelt optional one are warned of at the start.
     """
 
     def __init__(self, run: Run, stop: AgreedStop):
         for name, near in misspelt_methods(run.task).items():
-            run.world.warn(f"nothing calls the task's method {name}; if it is meant for {near}, rename it")
+            run.world.warn(
+                f"nothing calls the task's method {name}; if it is meant for {near}, rename it"
+            )
         self._run = run
         self._stop = stop
         self._on_step = getattr(run.task, "on_step", None)
         stop.every_poll = self._on_step is not None
         self._on_evaluation = getattr(run.task, "on_evaluation", None)
-        self._sample_warning = ""  # the last one, which is not repeated
         if self._on_evaluation is not None and run.validation is None:
             run.world.warn(
-                "the task's on_evaluation is never called, because nothing is evaluated: set eval.every, and return "
-                "the samples of build_dataset('validation')"
+                "the task's on_evaluation is never called, because nothing is evaluated: set "
+                "eval.every, and return the samples of build_dataset('validation')"
             )
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
@@ -54,9 +80,12 @@ class Callbacks(Observer):
             self._act_on("on_step(run, report)", self._on_step, report)
 
     def after_evaluation(self) -> None:
-        self._sample_warning = write_sample(self._run, self._sample_warning)
         if self._on_evaluation is not None:
-            self._act_on("on_evaluation(run, values)", self._on_evaluation, dict(self._run.metrics.evaluation))
+            self._act_on(
+                "on_evaluation(run, values)",
+                self._on_evaluation,
+                dict(self._run.metrics.evaluation),
+            )
 
     def _act_on(self, name: str, callback: Callable[..., Any], argument: Any) -> None:
         when = f" after step {self._run.step}"
@@ -65,30 +94,66 @@ class Callbacks(Observer):
             return
         if not isinstance(answer, str) or answer != "stop":
             raise DataError(
-                f'the task\'s {name} returned {answer!r:.60} after step {self._run.step}; return None or "stop"'
+                f'the task\'s {name} returned {answer!r:.60}{when}; return None or "stop"'
             )
-        rank, step = self._run.world.rank, self._run.step
-        self._stop.ended_by = self._stop.ended_by or f'{name} returned "stop" on rank {rank} after step {step}'
+        if not self._stop.ended_by:
+            self._stop.ended_by = f'{name} returned "stop" on rank {self._run.world.rank}{when}'
 
 
 def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
-    """{train/NAME: scalar on the device} from the task's train_metrics; empty if it has none. Nothing is read.
+    """{train/NAME: scalar on the device} from the task's train_metrics; nothing is read.
 
-    Errors: DataError for what it raises, for anything but a dict of scalars, and for a name that is taken.
+    Errors: DataError for what it raises, for anything but a dict of scalars, and for a name that is
+    taken.
     """
     name = "train_metrics(run, report)"
-    if not hasattr(run.task, "train_metrics"):
-        return {}
-    values = call_task(DataError, name, run.task.train_metrics, run, report, when=f" after step {run.step}")
+    method = run.task.train_metrics  # type: ignore[attr-defined]
+    values = call_task(DataError, name, method, run, report, when=f" after step {run.step}")
     if not isinstance(values, Mapping):
-        raise DataError(f"the task's {name} returned {type(values).__name__}; return a dict of numbers or scalars")
+        raise DataError(
+            f"the task's {name} returned {type(values).__name__}; return a dict of numbers or "
+            "scalars"
+        )
     scalars = {}
     for key, value in values.items():
         if key in TAKEN:
-            raise DataError(f"the task's {name} gave {key}, but train/{key} is the run's own; give it another name")
+            raise DataError(
+                f"the task's {name} gave {key}, but train/{key} is the run's own; give it another "
+                "name"
+            )
         if not isinstance(value, Tensor | int | float):
-            raise DataError(f"the task's {name} gave {key}={value!r:.60}; give a number or a scalar tensor")
+            raise DataError(
+                f"the task's {name} gave {key}={value!r:.60}; give a number or a scalar tensor"
+            )
         if hasattr(value, "full_tensor"):  # computed of sharded parameters, by all ranks
             value = value.full_tensor()
         scalars[f"train/{key}"] = as_scalar(value, f"{name} gave {key}", run.world.device).detach()
     return scalars
+
+
+def misspelt_methods(task: Any) -> dict[str, str]:
+    """{method that nothing calls: the optional method that it may be meant for}.
+
+    Of the methods written in the file of the task's class, those that the file does not use itself
+    and whose names are almost an optional one's, or begin with "on_" as the callbacks' do.
+    """
+    cls = type(task)
+    try:
+        source = inspect.getsource(inspect.getmodule(cls))  # type: ignore[arg-type]
+    except (OSError, TypeError):  # made in a notebook or by a factory
+        source = ""
+    found = {}
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        if name[0] == "_" or name in OPTIONAL or method.__module__ != cls.__module__:
+            continue
+        if re.search(rf"\.{name}\b", source):
+            continue
+        missing = [known for known in OPTIONAL if not hasattr(task, known)]
+        near = nearest_name(name, missing, CLOSE)
+        if name.startswith("on_"):
+            near = near or nearest_name(
+                name, [known for known in missing if known.startswith("on_")]
+            )
+        if near:
+            found[name] = near
+    return found

@@ -1,94 +1,156 @@
-"""The samples of a run: what the task's sample(model) makes of the model, at every evaluation and at the end.
+"""The samples of a run: what the task's sample(model) makes of the model, at every evaluation and
+at the end.
 
-A sample costs what the task's sample(model) takes, on all ranks at once; throughput leaves it out. It changes nothing:
-random numbers, buffers and modes are as before, so a run without sample() takes the same steps.
-To delete: this file, its lines in callbacks.py and lifecycle.py.
+A sample costs what the task's sample(model) takes, on all ranks at once; throughput leaves it out.
+It changes nothing: random numbers, buffers and modes are as before, so a run without sample() takes
+the same steps.
 """
 
 import inspect
 import math
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from dist_amp.checkpoint.state import no_side_effects
+from dist_amp.distributed.random_state import seed_all
 from dist_amp.errors import DataError, in_one_line
-from dist_amp.fast.compile import as_compiled_so_far
-from dist_amp.fast.gathered import gathered
+from dist_amp.files import write_durably
 from dist_amp.run import Run
-from dist_amp.runtime.random_state import seed_all
-from dist_amp.task import Task
+from dist_amp.scaling.compile import as_compiled_so_far
+from dist_amp.scaling.fsdp_groups import groups_of
+from dist_amp.telemetry.step_report import Observer
 
 
-def write_sample(run: Run, said: str = "") -> str:
-    """Write the task's sample, if it makes one; every rank calls it. What goes wrong is a warning, and the run goes on.
+class Sampling(Observer):
+    """Writes the task's sample after each evaluation. What goes wrong is a warning, and is said
+    once.
 
-    All samples of a run are drawn from the same random numbers, on every rank: they show how the model changed.
-    said: a warning that is not repeated. Returns the warning, or "".
+    All samples of a run are drawn from the same random numbers, on every rank: they show how the
+    model changed.
     """
-    if not hasattr(run.task, "sample"):
-        return ""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._warning = ""
+
+    def after_evaluation(self) -> None:
+        warning = write_sample(self._run)
+        if warning and warning != self._warning:
+            self._run.world.warn(warning)
+        self._warning = warning
+
+
+def show_sample(run: Run) -> None:
+    """Print the last sample, if it is a text, on rank 0; write one first, if no evaluation did
+    after the last step.
+    """
+    if run.metrics.evaluated_step < run.step and (warning := write_sample(run)):
+        run.world.warn(warning)
+    if run.metrics.sample:
+        run.world.say(f"\nsample:\n{run.metrics.sample}\n")
+
+
+def write_sample(run: Run) -> str:
+    """Write the task's sample; every rank calls it. Returns what went wrong, or ""."""
     again = f"python -m dist_amp.sample {run.folder}"
     try:
-        if not (problem := does_not_fit(run) if run.parallel.sharded else ""):
-            began = time.perf_counter()
-            sample = checked(take_sample(run))
-            run.metrics.write_sample(run.step, sample, about_of(run.task))
-            where = "text" if isinstance(sample, str) else "images"
-            run.world.say(f"sample {run.step:>5}  {time.perf_counter() - began:.1f} s; see TensorBoard's {where}")
-            return ""
-        warning = f"no sample: {problem}; {again} makes one on one device"
+        if run.parallel.sharded and (problem := does_not_fit(run)):
+            return f"no sample: {problem}; {again} makes one on one device"
+        began = time.perf_counter()
+        sample = checked(take_sample(run))
+        about = inspect.getdoc(run.task.sample) or "what the task's sample(model) returned"  # type: ignore[attr-defined]
+        keep_sample(run, sample, about.splitlines()[0])
     except Exception as error:
-        warning = f"the task's sample(model) failed: {in_one_line(error)}; {again} tries again"
-    if warning != said:
-        run.world.warn(warning)
-    return warning
+        return f"the task's sample(model) failed: {in_one_line(error)}; {again} tries again"
+    seconds = time.perf_counter() - began
+    where = "text" if isinstance(sample, str) else "images"
+    run.world.say(f"sample {run.step:>5}  {seconds:.1f} s; see TensorBoard's {where}")
+    return ""
 
 
 def take_sample(run: Run) -> Any:
     """What the task's sample(model) returns, in evaluation mode; it leaves no trace in the run."""
     module = run.parallel.module
-    with no_side_effects(run), run.parallel.evaluating(), gathered(module), as_compiled_so_far():
+    with (
+        run.parallel.no_side_effects(),
+        run.evaluating(),
+        gathered(module),
+        as_compiled_so_far(),
+    ):
         seed_all(run.config.run.seed)
         with run.precision.autocast():
             return run.task.sample(module)  # type: ignore[attr-defined]
 
 
-def show_sample(run: Run) -> None:
-    """Print the last sample, if it is a text, on rank 0; write one first, if no evaluation did after the last step."""
-    if run.metrics.evaluated_step < run.step:
-        write_sample(run)
-    if run.metrics.sample:
-        run.world.say(f"\nsample:\n{run.metrics.sample}\n")
+def keep_sample(run: Run, sample: str | Tensor, about: str) -> None:
+    """Write a sample to TensorBoard on rank 0, and a text to RUN/sample.txt; about: what it is."""
+    metrics = run.metrics
+    if not run.world.is_main:
+        return
+    if isinstance(sample, Tensor):
+        image = sample.numpy()
+        metrics.write_to_tensorboard(
+            lambda writer: writer.add_image("sample", image, run.step, dataformats="HWC")
+        )
+        return
+    metrics.sample = printable(sample)
+    path = run.folder / "sample.txt"
+    try:
+        write_durably(path, metrics.sample)
+    except OSError as error:
+        run.world.warn(f"{path} can't be written ({error.strerror}); the sample is in TensorBoard")
+    label = f"step {run.step}"
+    if metrics.evaluated_step == run.step:
+        for name, value in metrics.evaluation.items():
+            label += f", held-out {name} {value:.4f}"
+    text = f"**{label}**: {about}\n```\n{metrics.sample}\n```"
+    metrics.write_to_tensorboard(lambda writer: writer.add_text("sample", text, run.step))
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which an untrained model may generate and a terminal
+    would execute.
+    """
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def checked(sample: Any) -> str | Tensor:
-    """A sample as a text, or as an image [H, W, C] of bytes on the host. Errors: DataError for anything else."""
+    """A sample as a text, or as an image [H, W, C] of bytes on the host. Errors: DataError for
+    anything else.
+    """
     if isinstance(sample, str):
         return sample
     if not isinstance(sample, Tensor) or sample.dim() != 3 or len(sample) not in (1, 3, 4):
         what = list(sample.shape) if isinstance(sample, Tensor) else type(sample).__name__
-        raise DataError(f"the task's sample(model) returned {what}; return text, or an image [1, 3 or 4, H, W] in 0..1")
-    return (sample.detach().float().nan_to_num().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu()
-
-
-def about_of(task: Task) -> str:
-    """What a sample shows: the first line of the method's docstring."""
-    return (inspect.getdoc(task.sample) or "what the task's sample(model) returned").splitlines()[0]  # type: ignore[attr-defined]
+        raise DataError(
+            f"the task's sample(model) returned {what}; return text, or an image [1, 3 or 4, H, W] "
+            "in 0..1"
+        )
+    values = sample.detach().float().nan_to_num().clamp(0, 1) * 255
+    return values.round().byte().permute(1, 2, 0).cpu()
 
 
 def does_not_fit(run: Run) -> str:
     """Why the whole model can't be held beside the shards on some rank's device; "" if it can."""
-    itemsize = run.precision.dtype.itemsize if run.precision.cast_by == "policy" else 4  # as it is gathered
+    # As it is gathered.
+    itemsize = run.precision.dtype.itemsize if run.precision.cast_by == "policy" else 4
     need = sum(p.numel() for p in run.parallel.module.parameters()) * itemsize
-    free = min(row[0] for row in run.world.gather_numbers([free_bytes(run.world.device, run.world.local_world_size)]))
+    mine = free_bytes(run.world.device, run.world.local_world_size)
+    free = min(row[0] for row in run.world.gather_numbers([mine]))
     if need <= free / 2:
         return ""
-    return f"the whole model takes {need / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free beside its shards"
+    return (
+        f"the whole model takes {need / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free beside "
+        "its shards"
+    )
 
 
 def free_bytes(device: torch.device, ranks: int) -> float:
@@ -96,7 +158,39 @@ def free_bytes(device: torch.device, ranks: int) -> float:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)
-    with suppress(OSError, StopIteration):  # Linux's, with what the file cache would give back
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024 / ranks
+    with suppress(OSError):  # Linux's, with what the file cache would give back
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024 / ranks
     return math.inf
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Gather each unit of FSDP2 and keep it whole: a sample calls the model once per token.
+
+    So the block has no collectives, and may fail on one rank alone. Afterwards units reshard as
+    before; the caller reshards what is whole. Without torch's private record of how a unit
+    reshards, each forward gathers anew.
+    """
+    found = [(unit, _reshards(unit)) for unit in module.modules() if isinstance(unit, FSDPModule)]
+    units = [(unit, reshards) for unit, reshards in found if reshards is not None]
+    try:
+        for unit, _ in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        yield
+    finally:
+        for unit, reshards in units:
+            unit.set_reshard_after_forward(reshards, recurse=False)
+
+
+def _reshards(unit: Any) -> bool | None:
+    """Whether a unit is resharded after its forward; None if it has no parameters, or torch does
+    not say.
+    """
+    try:
+        groups = groups_of(unit)
+        return any(group.post_forward_mesh_info is not None for group in groups) if groups else None
+    except AttributeError:
+        return None

@@ -1,0 +1,1 @@
+"""Example tasks: copy one to train a model of your own."""

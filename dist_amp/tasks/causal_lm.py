@@ -7,7 +7,6 @@ import hashlib
 import logging
 import math
 import sysconfig
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_amp.config.range import Range
-from dist_amp.settings import DataConfig
+from dist_amp.settings import DataConfig, Range
 from dist_amp.sources.load import pick_split
 from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
-from dist_amp.sources.packing import Packing
-from dist_amp.sources.shares import TokenShares
+from dist_amp.sources.packing import Packing, TokenShares
 from dist_amp.sources.tokenizer import check_vocabulary, open_tokenizer
 from dist_amp.sources.tokens import token_documents
 
@@ -37,14 +34,16 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        # Each of the 2 * layers branches adds to the residual stream; this keeps its initial variance the same.
-        # Source: Radford et al. 2019, "Language models are unsupervised multitask learners".
+        # Each of the 2 * layers branches adds to the residual stream; this keeps its initial
+        # variance the same. Source: Radford et al. 2019, "Language models are unsupervised
+        # multitask learners".
         nn.init.normal_(self.qkv.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
@@ -71,15 +70,18 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`.
 
-    With `targets` [B, T] int64 it returns the summed cross-entropy, a float32 scalar, computed from the logits of
-    `loss_chunk` tokens at a time; not outside the model, since FSDP gathers the head's weight only for its forward.
-    positions: of packed documents, [B, T] int64, 0 where one begins; none of them then sees another.
+    With `targets` [B, T] int64 it returns the summed cross-entropy, a float32 scalar, computed from
+    the logits of `loss_chunk` tokens at a time; not outside the model, since FSDP gathers the
+    head's weight only for its forward. positions: of packed documents, [B, T] int64, 0 where one
+    begins; there is no cross-document attention.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int, tied: bool):
+    def __init__(
+        self, vocabulary: int, context: int, width: int, layers: int, heads: int, tied: bool
+    ):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads, layers) for _ in range(layers))
@@ -94,28 +96,39 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, loss_chunk: int = 1024, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        loss_chunk: int = 1024,
+        positions: Tensor | None = None,
     ) -> Tensor:
         if positions is None:
-            length, mask = tokens.shape[1], None
-            cos, sin = self.cos[:length], self.sin[:length]
+            mask = None
+            cos = self.cos[: tokens.shape[1]]
+            sin = self.sin[: tokens.shape[1]]
         else:
             mask = same_document(positions)
-            cos, sin = (table[positions].unsqueeze(1) for table in (self.cos, self.sin))  # [B, 1, T, ...]: of all heads
+            cos = self.cos[positions].unsqueeze(1)  # [B, 1, T, ...]: of all heads
+            sin = self.sin[positions].unsqueeze(1)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin, mask)
         x = self.norm(x)
-        return self.head(x) if targets is None else chunked_loss_sum(self.head, x, targets, loss_chunk)
+        if targets is None:
+            return self.head(x)  # type: ignore[no-any-return]
+        return chunked_loss_sum(self.head, x, targets, loss_chunk)
 
 
 def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Cross-entropy of head(x) summed over all tokens: scalar float32; at most [chunk, vocabulary] logits at a time.
+    """Cross-entropy of head(x) summed over all tokens, a chunk of logits at a time: scalar float32.
 
-    x: [B, T, width]; targets: [B, T]. Backward recomputes each chunk's logits instead of keeping them.
+    x: [B, T, width]; targets: [B, T]. Backward recomputes each chunk's logits.
     """
     pairs = zip(x.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
-    losses = [checkpoint(head_loss_sum, head, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    losses = [
+        checkpoint(head_loss_sum, head, *pair, use_reentrant=False, preserve_rng_state=False)
+        for pair in pairs
+    ]
     return torch.stack(losses).sum()
 
 
@@ -124,12 +137,12 @@ def head_loss_sum(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-    """Cross-entropy over [..., vocabulary] logits: scalar, or "none": of each target. In float32 whatever theirs is."""
+    """Cross-entropy in float32 over [..., vocabulary] logits: scalar, or "none": of each target."""
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 def same_document(positions: Tensor) -> Tensor:
-    """What each token may look at: itself and those before it in its document, [B, 1, T, T] bool."""
+    """What each token attends to: itself and earlier ones of its document, [B, 1, T, T] bool."""
     document = (positions == 0).cumsum(1)
     return (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
 
@@ -142,14 +155,15 @@ def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + half) of the last dimension by its position's angle; keeps the dtype."""
+    """Rotate each pair (i, i + half) of the last dimension by its angle; keeps the dtype."""
     a, b = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos = cos.to(x.dtype)
+    sin = sin.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class CausalLM:
-    """Predict the next token. Batch: input_ids, labels [B, context + 1] int64 and what else `Packing.collate` gives."""
+    """Predict the next token. Batch: see `Packing.collate`, rows of context + 1 tokens."""
 
     def __init__(
         self,
@@ -165,15 +179,19 @@ class CausalLM:
         sample_bytes: Annotated[int, Range(low=0)] = 400,
     ):
         if width % (2 * heads):
-            raise ValueError(f"width={width} must be a multiple of 2 x heads={heads}: rotary positions rotate pairs")
+            raise ValueError(
+                f"width={width} must be a multiple of 2 x heads={heads}: rotary positions rotate "
+                "pairs"
+            )
         if not prompt:
             raise ValueError("prompt is empty; a sample continues it, so use at least a space")
         self.data = data
-        self.tokenizer = open_tokenizer("bytes" if data.tokenizer == "auto" else data.tokenizer)
+        name = "bytes" if data.tokenizer == "auto" else data.tokenizer
+        self.tokenizer = open_tokenizer(name)
         check_vocabulary(self.tokenizer, vocabulary)
         self.packing = Packing.of(data, context + 1, auto="cut")
-        self.sources = list(tables_of(data))
-        self.shares = TokenShares(self.sources)
+        self.source_names = list(tables_of(data))
+        self.shares = TokenShares(self.source_names)
         self.context = context
         self.tied = tied
         self.loss_chunk = loss_chunk
@@ -185,11 +203,13 @@ class CausalLM:
         return GPT(*self.shape)
 
     def build_dataset(self, split: str) -> Any:
-        return mixed(self.data, split, partial(self.documents, split), partial(self.packing.rows, split=split))
+        def rows_of(source: DataConfig) -> Any:
+            text = None
+            if source.name == "auto" and source.path == "off":
+                text = python_source(source, split)
+            return self.packing.rows(token_documents(source, split, self.tokenizer, text), split)
 
-    def documents(self, split: str, data: DataConfig) -> Any:
-        shipped = data.name == "auto" and data.path == "off"
-        return token_documents(data, split, self.tokenizer, python_source(data, split) if shipped else None)
+        return mixed(self.data, split, rows_of)
 
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
         return self.packing.collate(samples)
@@ -198,8 +218,10 @@ class CausalLM:
         return list(model.blocks)  # type: ignore[arg-type]
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Tied, they are one parameter; and a loss in chunks calls the head for each."""
-        return [] if self.tied or self.loss_chunk != "off" else [model.embedding, model.head]  # type: ignore[list-item]
+        """Embedding and head, unless they are tied or the loss calls the head in chunks."""
+        if self.tied or self.loss_chunk != "off":
+            return []
+        return [model.embedding, model.head]  # type: ignore[list-item]
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         if self.loss_chunk == "off":
@@ -207,51 +229,56 @@ class CausalLM:
         return self.logits(model, batch, batch["labels"][:, 1:], self.loss_chunk)
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor], *loss: Any) -> Tensor:
-        """Of all tokens but the last. loss: further arguments, for the loss in chunks in their place."""
-        packed = {"positions": batch["position_ids"][:, :-1]} if "position_ids" in batch else {}
-        return model(batch["input_ids"][:, :-1], *loss, **packed)
+        """Of all tokens but the last. loss: arguments for the loss in chunks in their place."""
+        packed = {}
+        if "position_ids" in batch:
+            packed["positions"] = batch["position_ids"][:, :-1]
+        return model(batch["input_ids"][:, :-1], *loss, **packed)  # type: ignore[no-any-return]
 
     def weight(self, batch: dict[str, Any]) -> int:
         return batch["counted"]  # type: ignore[no-any-return]
 
     def tokens(self, batch: dict[str, Any]) -> int:
-        return self.shares.count(batch) - len(batch["labels"])  # of a row's n tokens n - 1 are predicted
+        return self.shares.count(batch) - len(batch["labels"])  # a row's first is not predicted
 
     def train_metrics(self, run: Any, report: Any) -> dict[str, Tensor]:
         return self.shares.read(run.world)
 
     def flops_per_item(self, model: nn.Module) -> float:
-        """FLOPs of one sample, forward and backward: 3 x 2 per multiply-add, since a product has two gradients.
+        """FLOPs of one sample, forward and backward: 3 x 2 per multiply-add (two gradients).
 
-        Attention counts in full, T x T, although it is causal: a kernel that skips the masked half computes less, so
-        its MFU is overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+        Attention counts in full, T x T, although it is causal: a kernel that skips the masked half
+        computes less, so its MFU is overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311,
+        appendix B.
         """
         vocabulary, context, width, layers, _, _ = self.shape
-        weights = layers * 12 * width**2 + vocabulary * width  # qkv 3, out 1, up 4, down 4; head; no lookup
+        weights = layers * 12 * width**2  # qkv 3, out 1, up 4, down 4
+        weights += vocabulary * width  # the head; the embedding is a lookup
         attention = layers * 2 * context * width  # a token's scores and weighted sum of values
         return 3 * 2 * context * (weights + attention)
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
-        if self.sources:
-            targets = batch["labels"][:, 1:]
+        targets = batch["labels"][:, 1:]
+        values: dict[str, Any] = {}
+        if self.source_names:
             losses = cross_entropy(self.logits(model, batch), targets, "none").view_as(targets)
-            of_sources = losses_by_source(losses, targets, batch["source_ids"][:, 1:], self.sources)
-            values: dict[str, Any] = {"loss": losses.sum(), **of_sources}
+            source_ids = batch["source_ids"][:, 1:]
+            values |= losses_by_source(losses, targets, source_ids, self.source_names)
+            values["loss"] = losses.sum()
         else:
-            values = {"loss": self.loss_sum(model, batch)}
-        return values | ({"bits_per_byte": values["loss"] / math.log(2)} if self.tokenizer.name == "bytes" else {})
+            values["loss"] = self.loss_sum(model, batch)
+        if self.tokenizer.name == "bytes":
+            values["bits_per_byte"] = values["loss"] / math.log(2)
+        return values
 
     def sample(self, model: nn.Module) -> str:
-        """The continued prompt, token by token.
-
-        The same on every rank, since all take part in a sharded forward.
-        """
+        """The continued prompt, the same on every rank: all take part in a sharded forward."""
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(0)
         text = self.tokenizer.encode(self.prompt)
         for _ in range(self.sample_bytes):
             window = text[-self.context :]
-            # Of one length: each further shape takes 3 MiB of oneDNN's kernels in bf16, 400 MiB in all (measured).
+            # Of one length: each further shape takes 3 MiB of oneDNN's kernels in bf16 (measured).
             tokens = torch.tensor([window + [0] * (self.context - len(window))], device=device)
             logits = model(tokens)[0, len(window) - 1, : self.tokenizer.vocabulary].float().cpu()
             probabilities = torch.softmax(logits / 0.7, dim=-1)
@@ -260,15 +287,25 @@ class CausalLM:
 
 
 def python_source(config: DataConfig, split: str) -> Any:
-    """The standard library's source as a dataset, about 11 MB; logs its sha256, which differs between releases."""
+    """The standard library's source, about 11 MB; logs its sha256, which differs by release."""
     import datasets
 
     root = Path(sysconfig.get_path("stdlib"))
-    excluded = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
-    files = sorted(path for path in root.rglob("*.py") if not excluded & set(path.relative_to(root).parts))
+    excluded = {"test", "tests", "idle_test", "lib2to3"}
+    excluded |= {"site-packages", "dist-packages", "__pycache__"}
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not excluded & set(path.relative_to(root).parts)
+    ]
     if split == "train":
-        source = [path.read_bytes() for path in files]
-        size, digest = sum(map(len, source)), hashlib.sha256(b"".join(source)).hexdigest()
-        log.info("data: Python's standard library, %d files, %.1f MB, sha256 %s", len(files), size / 1e6, digest[:16])
-    everything = datasets.load_dataset("text", data_files=[str(path) for path in files], sample_by="document")
-    return pick_split(everything, config, split)
+        source = b"".join(path.read_bytes() for path in files)
+        digest = hashlib.sha256(source).hexdigest()[:16]
+        log.info(
+            f"data: Python's standard library, {len(files)} files, {len(source) / 1e6:.1f} MB, "
+            f"sha256 {digest}"
+        )
+    paths = [str(path) for path in files]
+    return pick_split(
+        datasets.load_dataset("text", data_files=paths, sample_by="document"), config, split
+    )

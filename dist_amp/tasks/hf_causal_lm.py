@@ -1,41 +1,90 @@
-"""Fine-tune a causal language model by its name on the Hugging Face hub or its folder, whole or with LoRA."""
+"""Fine-tune a causal language model of the Hugging Face hub or a folder, whole or with LoRA.
 
+Rows: messages; or prompt and completion; or data.text_column. With data.pack=best_fit, documents
+share rows, and the model is checked for cross-document attention.
+"""
+
+import math
 from typing import Annotated, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dist_amp.checkpoint.pretrained import load_pretrained
-from dist_amp.config.range import Range
-from dist_amp.settings import DataConfig
-from dist_amp.sources import conversations
-from dist_amp.sources.mixture import losses_by_source
+from dist_amp.errors import ConfigError
+from dist_amp.settings import DataConfig, Range
+from dist_amp.sources.conversations import asks_in_turns
+from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
+from dist_amp.sources.packing import Packing, TokenShares
+from dist_amp.sources.tokenizer import of_transformers
+from dist_amp.sources.tokens import token_documents
 from dist_amp.tasks import huggingface
-from dist_amp.tasks.packed import TokenRows, check_positions, next_tokens
+from dist_amp.tasks.pretrained import load_pretrained
+
+# A second document's change by other tokens in the first, over the first's own: 0 in Llama, Qwen3,
+# GPT-2, Gemma 3 and Mixtral, in float32 and bf16; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2)
+# where it leaks. Measured on tiny ones; float32 rounds by 1e-7, should a kernel's sums depend on
+# other tokens.
+LEAK = 1e-5
 
 
-class HFCausalLM(TokenRows):
-    """Rows: messages; or prompt and completion; or data.text_column. Batch: see `TokenRows`."""
+class HFCausalLM:
+    """Predict the next token. Batch: see `Packing.collate`; an attention_mask if data.pack=off."""
 
     def __init__(
-        self, data: DataConfig, model: str, length: Annotated[int, Range(low=2)] = 1024,
-        lora_rank: int = 0, lora_targets: str = "all-linear", prompt: str = "Hello", sample_tokens: int = 50,
-    ):  # fmt: skip
-        self.prompt, self.sample_tokens = prompt, sample_tokens
+        self,
+        data: DataConfig,
+        model: str,
+        length: Annotated[int, Range(low=2)] = 1024,
+        lora_rank: int = 0,
+        lora_targets: str = "all-linear",
+        prompt: str = "Hello",
+        sample_tokens: int = 50,
+    ):
+        self.data = data
         self.lora = huggingface.Lora(lora_rank, lora_targets)
         self.folder = huggingface.model_folder(model)
-        super().__init__(data, length, huggingface.open_tokenizer(self.folder))
+        self.tokenizer = huggingface.open_tokenizer(self.folder)
+        self.packing = Packing.of(data, length, auto="off")
+        self.source_names = list(tables_of(data))
+        self.shares = TokenShares(self.source_names)
+        self.prompt = prompt
+        self.sample_tokens = sample_tokens
+        self.leak_checked = self.packing.pack != "best_fit"
 
     def build_model(self) -> nn.Module:
-        model = huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
-        return check_positions(model, self.packing.length)
+        model: Any = huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        if self.packing.length > most:
+            raise ConfigError(
+                f"task.args.length={self.packing.length} is more than the model's {most} positions "
+                f"(max_position_embeddings); use at most {most}"
+            )
+        return model  # type: ignore[no-any-return]
 
     def load(self, model: nn.Module) -> None:
         load_pretrained(model, self.folder)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         return [] if self.lora.rank else huggingface.embedding_and_head(model)
+
+    def build_dataset(self, split: str) -> Any:
+        def rows_of(source: DataConfig) -> Any:
+            documents = token_documents(source, split, of_transformers(self.tokenizer))
+            return self.packing.rows(documents, split)
+
+        return mixed(self.data, split, rows_of)
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+        pad_id = self.tokenizer.pad_token_id or 0
+        return self.packing.collate(samples, pad_id, attention_mask=self.packing.pack == "off")
+
+    def weight(self, batch: dict[str, Any]) -> int:
+        return batch["counted"]  # type: ignore[no-any-return]
+
+    def tokens(self, batch: dict[str, Any]) -> int:
+        return self.shares.count(batch)
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(*next_tokens(model, batch), reduction="sum")
@@ -44,13 +93,71 @@ class HFCausalLM(TokenRows):
         logits, labels = next_tokens(model, batch)
         losses = F.cross_entropy(logits, labels, reduction="none")
         values = {"loss": losses.sum(), "accuracy": logits.argmax(1).eq(labels).sum()}
-        if not self.sources:
+        if not self.source_names:
             return values
-        return values | losses_by_source(losses, labels, batch["source_ids"][:, 1:].flatten(), self.sources)
+        source_ids = batch["source_ids"][:, 1:].flatten()
+        return values | losses_by_source(losses, labels, source_ids, self.source_names)
+
+    def train_metrics(self, run: Any, report: Any) -> dict[str, Tensor]:
+        """Shares of padding and of what counts; also checks for cross-document attention, once."""
+        if not self.leak_checked:
+            self.leak_checked = documents_are_apart(run)
+        return self.shares.read(run.world)
 
     def sample(self, model: nn.Module) -> str:
-        chat = conversations.asks_in_turns(self.data, self.tokenizer)
+        chat = asks_in_turns(self.data, self.tokenizer)
         return huggingface.continued(model, self.tokenizer, self.prompt, self.sample_tokens, chat)
 
     def export(self, model: nn.Module, folder: str) -> None:
         huggingface.save_pretrained(model, self.tokenizer, folder)
+
+
+def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
+    # transformers recognises packed documents by positions that restart, but not with a mask, even
+    # of ones, or a cache.
+    inputs = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
+    output = model(input_ids=batch["input_ids"], **inputs, use_cache=False)
+    return output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
+
+
+def documents_are_apart(run: Any) -> bool:
+    """Whether the model has no cross-document attention; False if some rank's logits do not tell.
+
+    Every rank comes to the same answer: one that continued alone would leave the others in a
+    sharded forward. Errors: ConfigError for a model with cross-document attention.
+    """
+    batch = run.data.last_step[0][0]
+    batch = getattr(batch, "batch", batch)  # of padding
+    with run.evaluating(), run.precision.autocast():
+        share = leaked_share(run.parallel.module, batch["input_ids"][:1])
+    shares = [share for (share,) in run.world.gather_numbers([share])]
+    finite = [share for share in shares if math.isfinite(share)]
+    worst = max(finite, default=0.0)
+    if worst > LEAK:
+        raise ConfigError(
+            "data.pack=best_fit needs a model that separates documents by position_ids: in "
+            f"{type(run.parallel.module).__name__} another first document changes the second's "
+            f"logits, {worst:.1g} as much as its own; use data.pack=off"
+        )
+    return len(finite) == len(shares)
+
+
+def leaked_share(model: Any, input_ids: Tensor) -> float:
+    """How much a row's first document changes the second's logits, over its own change.
+
+    The halves of input_ids [B, T] are taken for two documents. It takes two forwards, and says
+    nothing of the training mode; `verify` does. Not finite if the logits do not tell: a head of
+    zeros, or a run that has diverged.
+    """
+    half = input_ids.shape[1] // 2
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    positions = torch.where(positions < half, positions, positions - half).expand_as(input_ids)
+    others = torch.where(input_ids > 0, input_ids - 1, 1)  # ids that the vocabulary has
+    changed = torch.cat((others[:, :half], input_ids[:, half:]), dim=1)
+    logits = [
+        model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        for ids in (input_ids, changed)
+    ]
+    change = (logits[0] - logits[1]).abs()
+    return float(change[:, half:].max() / change[:, :half].max())

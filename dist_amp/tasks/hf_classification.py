@@ -1,59 +1,113 @@
-"""Fine-tune a classifier of texts or images by its name on the hub or its folder; a base model gets a new head."""
+"""Fine-tune a classifier of texts or images of the Hugging Face hub or a folder.
+
+A base model gets a new head.
+"""
 
 from typing import Annotated, Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForSequenceClassification
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+)
 
-from dist_amp.checkpoint.pretrained import load_pretrained
-from dist_amp.config.range import Range
-from dist_amp.settings import DataConfig
-from dist_amp.sources.length_groups import grouped
+from dist_amp.errors import DataError
+from dist_amp.loading.length_groups import grouped
+from dist_amp.settings import DataConfig, Range
+from dist_amp.sources.load import load_split
 from dist_amp.tasks import huggingface
+from dist_amp.tasks.pretrained import load_pretrained
 
 MODELS = {"text": AutoModelForSequenceClassification, "image": AutoModelForImageClassification}
 
 
 class HFClassification:
-    """Rows: data.text_column, a text or image; label. Batch: the model's inputs, and labels [B] int64."""
+    """Rows: data.text_column, a text or image; label. Batch: the model's inputs, labels [B]."""
 
     def __init__(
-        self, data: DataConfig, model: str, classes: Annotated[int, Range(low=2)],
-        of: Literal["text", "image"] = "text", length: Annotated[int, Range(low=2)] = 512,
-        lora_rank: int = 0, lora_targets: str = "all-linear",
-    ):  # fmt: skip
-        self.data, self.classes, self.of, self.length = data, classes, of, length
+        self,
+        data: DataConfig,
+        model: str,
+        classes: Annotated[int, Range(low=2)],
+        of: Literal["text", "image"] = "text",
+        length: Annotated[int, Range(low=2)] = 512,
+        lora_rank: int = 0,
+        lora_targets: str = "all-linear",
+    ):
+        self.data = data
+        self.classes = classes
+        self.of = of
+        self.length = length
         self.lora = huggingface.Lora(lora_rank, lora_targets, new_head=True)
         self.folder = huggingface.model_folder(model)
-        self.tokenizer = huggingface.open_tokenizer(self.folder) if of == "text" else None
-        self.images = huggingface.opened(AutoImageProcessor, self.folder) if of == "image" else None
+        if of == "text":
+            self.processor = huggingface.open_tokenizer(self.folder)
+        else:
+            self.processor = huggingface.opened(AutoImageProcessor, self.folder)
 
     def build_model(self) -> nn.Module:
-        return huggingface.build(MODELS[self.of], self.folder, self.lora, self.tokenizer, num_labels=self.classes)
+        tokenizer = self.processor if self.of == "text" else None
+        return huggingface.build(
+            MODELS[self.of], self.folder, self.lora, tokenizer, num_labels=self.classes
+        )
 
     def load(self, model: nn.Module) -> None:
         load_pretrained(model, self.folder, fresh_head=True)
 
     def build_dataset(self, split: str) -> Any:
-        rows, column = huggingface.labelled_rows(self.data, split), self.data.text_column
-        characters = (lambda: [len(text or "") for text in rows[column]]) if self.of == "text" else None
-        return grouped(self.data, rows, characters) if split == "train" else rows
+        rows = load_split(self.data, split)
+        if rows is None:
+            return None
+        if "label" not in rows.column_names:
+            raise DataError(
+                f"the rows have no column label; the columns are {', '.join(rows.column_names)}: "
+                "rename one"
+            )
+        if split != "train" or self.of == "image":
+            return rows
+
+        def characters() -> list[int]:
+            return [len(text or "") for text in rows[self.data.text_column]]
+
+        return grouped(self.data, rows, characters)
 
     def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        values, labels = [row[self.data.text_column] for row in rows], [row["label"] for row in rows]
-        return huggingface.labelled(self.tokenizer or self.images, values, labels, self.classes, self.length)
+        """The model's inputs of texts, of at most `length` tokens, or of images (PIL); labels."""
+        labels = [row["label"] for row in rows]
+        for label in labels:
+            if not 0 <= label < self.classes:
+                raise ValueError(
+                    f"label {label} is not one of task.args.classes={self.classes}: 0 to "
+                    f"{self.classes - 1}"
+                )
+        values = [row[self.data.text_column] for row in rows]
+        if self.of == "text":
+            inputs = self.processor(
+                values, padding=True, truncation=True, max_length=self.length, return_tensors="pt"
+            )
+        else:
+            inputs = self.processor([image.convert("RGB") for image in values], return_tensors="pt")
+        return {**inputs, "labels": torch.tensor(labels)}
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return self.metrics(model, batch)["loss"]
+        return F.cross_entropy(logits_of(model, batch), batch["labels"], reduction="sum")
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return len(batch["labels"])
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
-        right = (logits.argmax(1) == batch["labels"]).sum()
-        return {"loss": F.cross_entropy(logits, batch["labels"], reduction="sum"), "accuracy": right}
+        logits = logits_of(model, batch)
+        loss = F.cross_entropy(logits, batch["labels"], reduction="sum")
+        return {"loss": loss, "accuracy": (logits.argmax(1) == batch["labels"]).sum()}
 
     def export(self, model: nn.Module, folder: str) -> None:
-        huggingface.save_pretrained(model, self.tokenizer or self.images, folder)
+        huggingface.save_pretrained(model, self.processor, folder)
+
+
+def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """[B, classes] float32."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return model(**inputs).logits.float()  # type: ignore[no-any-return]

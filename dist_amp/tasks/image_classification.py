@@ -1,6 +1,8 @@
-"""A small convolutional network classifies images, by default scikit-learn's digits: 1,797 scans of 8 x 8 pixels.
+"""A small convolutional network classifies images, by default scikit-learn's digits: 1,797 scans of
+8 x 8 pixels.
 
-Copy this file to train a model of your own; set `[data]` to train this one on another image dataset, or a folder.
+Copy this file to train a model of your own; set `[data]` to train this one on another image
+dataset, or a folder.
 """
 
 import math
@@ -12,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_amp.config.range import Range
 from dist_amp.errors import DataError
-from dist_amp.settings import DataConfig
+from dist_amp.settings import DataConfig, Range
 from dist_amp.sources.labelled_images import LabelledImages, class_names, labelled_rows
 from dist_amp.telemetry.mfu import count_flops
 
@@ -22,7 +23,9 @@ Side = Annotated[int, Range(low=4)]  # two poolings halve it twice
 
 
 class CNN(nn.Sequential):
-    """images [B, channels, H, W] -> logits [B, classes]. Each convolution halves H and W, rounded down."""
+    """images [B, channels, H, W] -> logits [B, classes]. Each convolution halves H and W, rounded
+    down.
+    """
 
     def __init__(self, channels: int, size: tuple[int, int], width: int, classes: int):
         height_out, width_out = (side // 2 // 2 for side in size)
@@ -56,9 +59,15 @@ class ImageClassification:
         flip: bool = False,
         channels_last: bool = True,
     ):
-        self.data, self.size, self.channels, self.given_classes, self.width = data, size, channels, classes, width
+        self.data = data
+        self.size = size
+        self.channels = channels
+        self.given_classes = classes
         self.columns = (image_column, label_column)
-        self.shift_pixels, self.rotation, self.flip = shift_pixels, math.radians(rotation_degrees), flip
+        self.width = width
+        self.shift_pixels = shift_pixels
+        self.rotation = math.radians(rotation_degrees)
+        self.flip = flip
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
 
     @cached_property
@@ -72,13 +81,13 @@ class ImageClassification:
 
     @cached_property
     def classes(self) -> int:
-        """How many there are. Errors: DataError if neither task.args.classes nor the data say so."""
+        """How many there are. Errors: DataError if neither task.args.classes nor the data say."""
         if self.given_classes != "auto":
             return self.given_classes
         if len(self.names) < 2:
             raise DataError(
-                f"task.args.classes=auto, and the column {self.columns[1]} names {len(self.names)} classes; set "
-                "task.args.classes to how many there are, at least 2"
+                f"task.args.classes=auto, and the column {self.columns[1]} names {len(self.names)} "
+                "classes; set task.args.classes to how many there are, at least 2"
             )
         return len(self.names)
 
@@ -86,30 +95,40 @@ class ImageClassification:
         return CNN(self.channels, self.size, self.width, self.classes)
 
     def build_dataset(self, split: str) -> Any:
-        rows = self.training_rows if split == "train" else labelled_rows(self.data, split, *self.columns)
-        options = (*self.columns, self.size, self.channels, self.classes, self.names)
-        return None if rows is None else LabelledImages(rows, *options)
+        rows = self.training_rows
+        if split != "train":
+            rows = labelled_rows(self.data, split, *self.columns)
+        if rows is None:
+            return None
+        return LabelledImages(
+            rows, self.columns, self.size, self.channels, self.classes, self.names
+        )
 
     def augment(self, sample: dict[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        """Rotate, shift and flip by random amounts, uniform up to the limits; what comes from outside is black."""
+        """Rotate, shift and flip by random amounts, uniform up to the limits; outside is black."""
         angle, right, down, mirror = torch.rand(4, generator=rng).mul(2).sub(1).tolist()
-        (height, width), turn, flip = self.size, angle * self.rotation, -1 if self.flip and mirror < 0 else 1
-        # Where in the source a pixel comes from: x and y, which run from -1 to 1 along sides of any length.
-        source = torch.tensor(
-            [
-                [flip * math.cos(turn), -math.sin(turn) * height / width, 2 * right * self.shift_pixels / width],
-                [flip * math.sin(turn) * width / height, math.cos(turn), 2 * down * self.shift_pixels / height],
-            ]
-        )
+        height, width = self.size
+        turn = angle * self.rotation
+        cos = math.cos(turn)
+        sin = math.sin(turn)
+        flip = -1 if self.flip and mirror < 0 else 1
+        # Where in the source a pixel comes from: x and y, which run from -1 to 1 along sides of any
+        # length.
+        source = [
+            [flip * cos, -sin * height / width, 2 * right * self.shift_pixels / width],
+            [flip * sin * width / height, cos, 2 * down * self.shift_pixels / height],
+        ]
         image = sample["image"][None]
-        grid = F.affine_grid(source[None], list(image.shape), align_corners=False)
+        grid = F.affine_grid(torch.tensor([source]), list(image.shape), align_corners=False)
         return {**sample, "image": F.grid_sample(image, grid, align_corners=False)[0]}
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.children())
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """[B, classes] float32. Only inputs are converted: convolutions follow, and FSDP2 needs weights as they are."""
+        """[B, classes] float32. Only inputs are converted: convolutions follow, and FSDP2 needs
+        weights as they are.
+        """
         return model(batch["image"].contiguous(memory_format=self.layout)).float()
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -125,5 +144,8 @@ class ImageClassification:
 
     def flops_per_item(self, model: nn.Module) -> float:
         with torch.device("meta"):
-            batch = {"image": torch.empty(2, self.channels, *self.size), "label": torch.zeros(2, dtype=torch.int64)}
-            return count_flops(self, self.build_model(), batch) / 2  # batch norm needs two where a side is 4
+            batch = {
+                "image": torch.empty(2, self.channels, *self.size),  # batch norm needs two
+                "label": torch.zeros(2, dtype=torch.int64),
+            }
+            return count_flops(self, self.build_model(), batch) / 2

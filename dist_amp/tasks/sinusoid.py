@@ -1,7 +1,7 @@
 """A pixel-wise network that draws a quantised two-dimensional sinusoid from coordinates.
 
-Nearly all of its FLOPs are matrix products of one width, so it shows the gain of mixed precision; it has no batch
-statistics, so any number of ranks computes the same step.
+Nearly all of its FLOPs are matrix products of one width, so it shows the gain of mixed precision;
+it has no batch statistics, so any number of ranks computes the same step.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_amp.config.range import Range
+from dist_amp.settings import Range
 
 Count = Annotated[int, Range(low=1)]
 
@@ -28,18 +28,19 @@ class PixelNorm(nn.Module):
 
 
 class PixelNet(nn.Sequential):
-    """coordinates [B, 2, H, W] in -1..1 -> level [B, 1, H, W]; 1 x 1 convolutions, 134,145 parameters at width 256."""
+    """coordinates [B, 2, H, W] in -1..1 -> level [B, 1, H, W] by 1 x 1 convolutions."""
 
     def __init__(self, width: int, hidden_layers: int):
+        inputs = [2] + hidden_layers * [width]
         layers = [
-            nn.Sequential(nn.Conv2d(2 if n == 0 else width, width, 1), PixelNorm(width), nn.ReLU())
-            for n in range(1 + hidden_layers)
+            nn.Sequential(nn.Conv2d(channels, width, 1), PixelNorm(width), nn.ReLU())
+            for channels in inputs
         ]
         super().__init__(*layers, nn.Conv2d(width, 1, 1))
 
 
 class Sinusoid:
-    """Fit the picture. A sample is a crop of it; batch: coordinates [B, 2, crop, crop], levels [B, 1, crop, crop]."""
+    """Fit crops of a picture. Batch: coordinates [B, 2, crop, crop], levels [B, 1, crop, crop]."""
 
     def __init__(
         self,
@@ -52,7 +53,9 @@ class Sinusoid:
         hidden_layers: Count = 2,
     ):
         if size % crop:
-            raise ValueError(f"size={size} must be a multiple of crop={crop}: crops tile the picture")
+            raise ValueError(
+                f"size={size} must be a multiple of crop={crop}: crops tile the picture"
+            )
         self.size = size
         self.crop = crop
         self.crops = crops
@@ -67,23 +70,29 @@ class Sinusoid:
         import datasets
 
         if split == "train":
-            corners = torch.randint(
-                self.size - self.crop + 1, (self.crops, 2), generator=torch.Generator().manual_seed(0)
-            )
+            rng = torch.Generator().manual_seed(0)
+            corners = torch.randint(self.size - self.crop + 1, (self.crops, 2), generator=rng)
         else:
             starts = torch.arange(0, self.size - self.crop + 1, self.crop)
             corners = torch.cartesian_prod(starts, starts)
-        table = datasets.Dataset.from_dict({"top": corners[:, 0].tolist(), "left": corners[:, 1].tolist()})
+        table = datasets.Dataset.from_dict(
+            {"top": corners[:, 0].tolist(), "left": corners[:, 1].tolist()}
+        )
         return table.with_transform(self._cut)
 
     def _cut(self, rows: dict[str, list[int]]) -> dict[str, list[Tensor]]:
-        crops = [self.picture(top, left, self.crop) for top, left in zip(rows["top"], rows["left"], strict=True)]
+        crops = [
+            self.picture(top, left, self.crop)
+            for top, left in zip(rows["top"], rows["left"], strict=True)
+        ]
         return {"coordinates": [c for c, _ in crops], "levels": [v for _, v in crops]}
 
     def picture(self, top: int, left: int, extent: int) -> tuple[Tensor, Tensor]:
-        """(coordinates [2, extent, extent], levels [1, extent, extent] in 0..1) of one square of the picture."""
-        coordinates, levels = (part[:, top : top + extent, left : left + extent] for part in self._picture)
-        return coordinates, levels
+        """(coordinates [2, extent, extent], levels [1, extent, extent] in 0..1) of one square."""
+        rows = slice(top, top + extent)
+        columns = slice(left, left + extent)
+        coordinates, levels = self._picture
+        return coordinates[:, rows, columns], levels[:, rows, columns]
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(model(batch["coordinates"]).float(), batch["levels"], reduction="sum")
@@ -92,7 +101,7 @@ class Sinusoid:
         return batch["levels"].numel()
 
     def flops_per_item(self, model: nn.Module) -> float:
-        """FLOPs of one crop, forward and backward: 3 x 2 per multiply-add, without the coordinates' gradient."""
+        """FLOPs of one crop: 3 x 2 per multiply-add, without the coordinates' gradient."""
         width, hidden_layers = self.model_shape
         weights = 2 * width + hidden_layers * width**2 + width
         return 2 * self.crop**2 * (3 * weights - 2 * width)
@@ -101,7 +110,9 @@ class Sinusoid:
         """The target and the model's drawing, side by side: [1, H, 2 W] in 0..1."""
         coordinates, levels = self.picture(0, 0, self.size)
         device = next(model.parameters()).device
-        rows = [model(part[None].to(device))[0].float().cpu() for part in coordinates.split(64, dim=1)]
+        rows = [
+            model(part[None].to(device))[0].float().cpu() for part in coordinates.split(64, dim=1)
+        ]
         return torch.cat((levels, torch.cat(rows, dim=1).clamp(0, 1)), dim=2)
 
 

@@ -1,8 +1,8 @@
 """Goodput: the share of a run folder's whole life in which steps were applied.
 
-A folder's life begins with its first process. It includes starting, evaluations, checkpoints, skipped steps, steps that
-a restart takes again, and the time between two attempts. What was spent is in the lines of metrics.jsonl, of which a
-resume drops those whose steps are taken again, so it is that of the steps which count.
+A folder's life begins with its first process. It includes starting, evaluations, checkpoints,
+skipped steps, steps that a restart takes again, and the time between two attempts. What was spent
+is in the lines of metrics.jsonl, of which a resume drops those whose steps are taken again.
 """
 
 import os
@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from dist_amp.runtime.clock import STEP_PHASES
+from dist_amp.clock import PHASES, STEP_PHASES
+from dist_amp.telemetry.log_row import LogRow
+from dist_amp.telemetry.metrics import Metrics
 
 KINDS = ("applied_steps", "skipped_steps", "evaluation", "checkpoint", "diagnostics")
 
@@ -22,68 +25,73 @@ KINDS = ("applied_steps", "skipped_steps", "evaluation", "checkpoint", "diagnost
 class Goodput:
     """seconds: what this rank has spent by KINDS, over all attempts; [len(KINDS)] float64."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics, folder: Path):
+        """Continue a folder's account, or note that its life begins with this process."""
+        self._metrics = metrics
         self.seconds = np.zeros(len(KINDS))
-        self._started = time.time()  # of the folder's life, Unix time
-
-    def open(self, folder: Path, spent: Mapping[str, float]) -> None:
-        """Go on with a folder's account, or note that its life begins with this process.
-
-        spent: `spent` at the last log step of those that are kept.
-        """
         with suppress(TypeError, ValueError, AttributeError):  # a line that was edited
+            spent = metrics.last_logged.get("spent_seconds", {})
             self.seconds = np.array([float(spent.get(kind, 0.0)) for kind in KINDS])
+        self._started = process_started()  # of the folder's life, Unix time
+        if not metrics.world.is_main:
+            return
         path = folder / "started.txt"
-        self._started = process_started()
         with suppress(OSError, ValueError):
             if path.exists():
                 self._started = datetime.fromisoformat(path.read_text().strip()).timestamp()
             else:
                 path.write_text(datetime.fromtimestamp(self._started, UTC).isoformat() + "\n")
 
-    def add(self, phases: Mapping[str, float], steps: int, applied: float) -> None:
-        """Count an interval. phases: its seconds; applied: how many of its steps were."""
-        self.seconds += self.of_interval(phases, steps, applied)
-
-    @staticmethod
-    def of_interval(phases: Mapping[str, float], steps: int, applied: float) -> np.ndarray:
-        """[len(KINDS)] float64."""
-        per_step = sum(phases[name] for name in STEP_PHASES) / steps if steps else 0.0
-        between = [phases[name] for name in ("evaluation", "checkpoint", "diagnostics")]
-        return np.array([per_step * applied, per_step * (steps - applied), *between])
-
-    @property
-    def spent(self) -> dict[str, float]:
-        """What metrics.jsonl says: `seconds` by kind."""
-        return {kind: round(seconds, 6) for kind, seconds in zip(KINDS, self.seconds.tolist(), strict=True)}
-
     @property
     def wall_seconds(self) -> float:
         """Since the folder's life began."""
         return max(time.time() - self._started, 1e-9)
 
-    @property
-    def share(self) -> float:
-        """Of the wall time, in applied steps: 0 to 1."""
-        return min(float(self.seconds[0]) / self.wall_seconds, 1.0)
+    def tags(self, row: LogRow) -> dict[str, Any]:
+        """Count an interval; on rank 0, what metrics.jsonl says of it."""
+        rank = self._metrics.world.rank
+        seconds = dict(zip(PHASES, row.columns(PHASES)[rank].tolist(), strict=True))
+        self.seconds += spent(seconds, row["applied_in_interval"], row["skipped_in_interval"])
+        if rank:
+            return {}
+        share = min(float(self.seconds[0]) / self.wall_seconds, 1.0)
+        return {"perf/goodput_pct": 100 * share, "spent_seconds": by_kind(self.seconds)}
 
-    def summary(self, since: np.ndarray) -> dict[str, float | dict[str, float]]:
-        """What summary.json says. since: seconds by KINDS since the last log step.
+    def summary(self, failed: bool) -> dict[str, Any]:
+        """What summary.json says; "elsewhere" is starting, what lies between attempts, and steps
+        that were taken again.
 
-        "elsewhere" is starting, what lies between attempts, and steps that were taken again.
+        After a failure up to the last log step: the device may not answer any more.
         """
-        seconds, wall = self.seconds + since, self.wall_seconds
-        spent = dict(zip(KINDS, seconds.tolist(), strict=True))
-        spent["elsewhere"] = max(wall - float(seconds.sum()), 0.0)
+        seconds = self.seconds
+        wall = self.wall_seconds
+        if not failed:
+            interval = self._metrics.interval
+            since = self._metrics.world.clock.so_far()
+            seconds = seconds + spent(since, interval.applied, interval.skipped)
+        elsewhere = max(wall - float(seconds.sum()), 0.0)
         return {
             "goodput": round(min(float(seconds[0]) / wall, 1.0), 6),
             "wall_seconds": round(wall, 6),
-            "spent_seconds": {name: round(value, 6) for name, value in spent.items()},
+            "spent_seconds": by_kind(seconds) | {"elsewhere": round(elsewhere, 6)},
         }
 
 
+def spent(phases: Mapping[str, float], applied: float, skipped: float) -> np.ndarray:
+    """Seconds by KINDS, [len(KINDS)] float64, of an interval's seconds by phase and its steps."""
+    per_step = sum(phases[name] for name in STEP_PHASES) / max(applied + skipped, 1)
+    between = [phases[name] for name in ("evaluation", "checkpoint", "diagnostics")]
+    return np.array([per_step * applied, per_step * skipped, *between])
+
+
+def by_kind(seconds: np.ndarray) -> dict[str, float]:
+    return {kind: round(value, 6) for kind, value in zip(KINDS, seconds.tolist(), strict=True)}
+
+
 def process_started() -> float:
-    """When this process was started, in Unix time; now, where /proc does not say. Source: proc(5), field 22."""
+    """When this process was started, in Unix time; now, where /proc does not say. Source: proc(5),
+    field 22.
+    """
     with suppress(OSError, ValueError, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,57 +1,83 @@
-"""One log interval in numbers: a row of metrics per rank, and the TensorBoard tags that are made of them."""
+"""One log interval in numbers: a row of metrics per rank, and the TensorBoard tags made of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from dist_amp.runtime.clock import OWN_PHASES, PHASES, STEP_PHASES
+from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES
 
-# TensorBoard selects no run by default if there are hundreds; above this, only rank 0 writes, with its ranks/* tags.
-# A line of metrics.jsonl lists no more ranks either: at 1,024 it would have 200 KB.
+# TensorBoard selects no run by default if there are hundreds; above this, only rank 0 writes, with
+# its ranks/* tags. A line of metrics.jsonl lists no more ranks either: at 1,024 it would have 200
+# KB.
 MAX_RANK_FOLDERS = 64
 
 # Equal on all ranks, because each is computed from sums over all ranks.
 GLOBAL_METRICS = (
-    "loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr", "weight_sum", "min_weight", "grad_norm",
-    "steps", "applied_in_interval", "skipped_in_interval", "clipped_in_interval",
-)  # fmt: skip
+    "loss_scale",
+    "applied_steps",
+    "skipped_steps",
+    "skips_in_a_row",
+    "lr",
+    "weight_sum",
+    "min_weight",
+    "grad_norm",
+    "steps",
+    "applied_in_interval",
+    "skipped_in_interval",
+    "clipped_in_interval",
+)
 # What adds up over a run.
 SUMMED_METRICS = (*PHASES, "items", "tokens")
 # A rank's row of metrics, in this order: slices of a table cost less than chosen columns.
 RANK_METRICS = (
-    "loss_sum", *GLOBAL_METRICS, *SUMMED_METRICS, "tokens_seen", "samples_seen", "epoch", "peak_bytes",
-    "allocated_bytes", "reserved_bytes", "allocator_retries", "item_seconds_at_peak", "save_done",
-)  # fmt: skip
+    "loss_sum",
+    *GLOBAL_METRICS,
+    *SUMMED_METRICS,
+    "tokens_seen",
+    "samples_seen",
+    "epoch",
+    "peak_bytes",
+    "allocated_bytes",
+    "reserved_bytes",
+    "allocator_retries",
+    "save_done",
+)
 
 INDEX = {name: number for number, name in enumerate(RANK_METRICS)}
 GLOBAL = slice(INDEX[GLOBAL_METRICS[0]], INDEX[GLOBAL_METRICS[-1]] + 1)
 SUMMED = slice(INDEX[SUMMED_METRICS[0]], INDEX[SUMMED_METRICS[-1]] + 1)
 
-# Seconds per step of what a rank does itself, of its waiting, and per interval of what interrupts the steps.
+# Tags of seconds per step, and of seconds per interval of what interrupts the steps.
 TIMES = {
-    "data_wait": "data",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "communication_wait": "communication",
+    "data_wait_seconds": "data",
+    "forward_seconds": "forward",
+    "backward_seconds": "backward",
+    "optimizer_seconds": "optimizer",
+    "communication_wait_seconds": "communication",
 }
-INTERRUPTIONS = {"checkpoint_stall": "checkpoint", "evaluation": "evaluation", "diagnostics": "diagnostics"}
+INTERRUPTIONS = {
+    "checkpoint_stall_seconds": "checkpoint",
+    "evaluation_seconds": "evaluation",
+    "diagnostics_seconds": "diagnostics",
+}
 
 
 @dataclass(frozen=True, eq=False)
 class LogRow:
     """The metrics of one log interval, the same on every rank.
 
-    table: [ranks, len(RANK_METRICS)] float64 on the host; every rank has it, so nothing here walks over all ranks but
-    array operations. of_task: this rank's own, from the task's train_metrics, by their tags.
+    table: [ranks, len(RANK_METRICS)] float64 on the host; every rank has it, so nothing here walks
+    over all ranks but array operations. of_task: what this rank's task returned of train_metrics.
+    more_rank_tags: {tag: row -> [ranks]}, of optional features.
     """
 
     step: int
     table: np.ndarray
-    of_task: dict[str, float] = field(default_factory=dict)
+    of_task: Mapping[str, float] = field(default_factory=dict)
+    more_rank_tags: "RankTags" = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -76,7 +102,7 @@ class LogRow:
 
     @cached_property
     def has_tokens(self) -> bool:
-        """Whether the task counts tokens; cached because rank 0 asks for every rank."""
+        """Whether the task counts tokens."""
         return self.total("tokens") > 0
 
     @cached_property
@@ -86,7 +112,7 @@ class LogRow:
 
     @cached_property
     def local_seconds(self) -> np.ndarray:
-        """The part of `seconds` in which a rank did not wait for others, nor write the logs: [ranks]."""
+        """Of `seconds`, those in which a rank neither waited for others nor wrote logs: [ranks]."""
         return self.columns(OWN_PHASES).sum(axis=1)
 
     def per_step(self, values: np.ndarray) -> np.ndarray:
@@ -97,50 +123,45 @@ class LogRow:
         """Of every rank: [ranks]."""
         return self.column(name) / np.maximum(self.seconds, 1e-9)
 
-    def mfu(self) -> np.ndarray:
-        """Model FLOPs utilisation, 1 at the device's peak; 0 where it is not known: [ranks]. See mfu.py."""
-        return self.per_second("items") * self.column("item_seconds_at_peak")
+    @cached_property
+    def _seconds_by_tag(self) -> dict[str, np.ndarray]:
+        """Seconds per step, and of what interrupts the steps: {tag: [ranks]}."""
+        per_step = {
+            "step_seconds": self.seconds,
+            "local_seconds": self.local_seconds,
+            **{tag: self.column(phase) for tag, phase in TIMES.items()},
+            "other_seconds": self.column("other") + self.column("logging"),
+        }
+        tags = {tag: self.per_step(seconds) for tag, seconds in per_step.items()}
+        return tags | {tag: self.column(phase) for tag, phase in INTERRUPTIONS.items()}
 
     @cached_property
-    def _rank_tags(self) -> dict[str, np.ndarray]:
+    def rank_columns(self) -> dict[str, np.ndarray]:
         """Every rank's tags: {tag: [ranks]}."""
-        mfu, reserved = self.mfu(), self.column("reserved_bytes")
-
-        def seconds(values: np.ndarray, per_step: bool = True) -> np.ndarray:
-            """Rounded to 0.1 us, which halves what writing 64 ranks as JSON takes."""
-            return np.round(self.per_step(values) if per_step else values, 7)
-
         tags = {
             "throughput/items_per_second": self.per_second("items"),
             "memory/peak_bytes": self.column("peak_bytes"),
             "memory/allocated_bytes": self.column("allocated_bytes"),
-            "time/step_seconds": seconds(self.seconds),
-            "time/local_seconds": seconds(self.local_seconds),
-            **{f"time/{tag}_seconds": seconds(self.column(phase)) for tag, phase in TIMES.items()},
-            "time/other_seconds": seconds(self.column("other") + self.column("logging")),
-            **{f"time/{tag}_seconds": seconds(self.column(phase), False) for tag, phase in INTERRUPTIONS.items()},
         }
+        for tag, seconds in self._seconds_by_tag.items():
+            # To 0.1 us, which halves the time that it takes to write 64 ranks as JSON.
+            tags[f"time/{tag}"] = np.round(seconds, 7)
         if self.has_tokens:
             tags["throughput/tokens_per_second"] = self.per_second("tokens")
-        if mfu.any():
-            tags["throughput/mfu"] = mfu
-        if reserved.any():
-            tags |= {"memory/reserved_bytes": reserved, "memory/allocator_retries": self.column("allocator_retries")}
-        return tags
+        if self.column("reserved_bytes").any():
+            tags["memory/reserved_bytes"] = self.column("reserved_bytes")
+            tags["memory/allocator_retries"] = self.column("allocator_retries")
+        return tags | {tag: values(self) for tag, values in self.more_rank_tags.items()}
 
     def rank_tags(self, rank: int) -> dict[str, float]:
         """The TensorBoard tags that a rank writes."""
-        return self.tags_of_ranks(slice(rank, rank + 1))[0]
+        return {tag: float(values[rank]) for tag, values in self.rank_columns.items()}
 
-    def tags_of_ranks(self, ranks: slice) -> list[dict[str, float]]:
-        """The TensorBoard tags that some ranks write; no MFU where it is not known."""
-        names = list(self._rank_tags)
-        rows = np.stack([values[ranks] for values in self._rank_tags.values()], axis=1).tolist()
-        tags = [dict(zip(names, row, strict=True)) for row in rows]
-        for own in tags if "throughput/mfu" in names else ():
-            if not own["throughput/mfu"]:
-                del own["throughput/mfu"]
-        return tags
+    def tags_of_ranks(self, max_ranks: int | None = None) -> list[dict[str, float]]:
+        """The TensorBoard tags that the first ranks, or all, write."""
+        columns = [values[:max_ranks] for values in self.rank_columns.values()]
+        rows = np.stack(columns, axis=1).tolist()
+        return [dict(zip(self.rank_columns, row, strict=True)) for row in rows]
 
     def global_tags(self) -> dict[str, float]:
         """The TensorBoard tags that only rank 0 writes."""
@@ -156,29 +177,30 @@ class LogRow:
             "amp/skipped_steps": self["skipped_steps"],
             "amp/skipped_in_interval": self["skipped_in_interval"],
         }
-        if self.has_tokens and not math.isnan(seen := self.total("tokens_seen")):  # since an older checkpoint
-            tags["train/tokens_seen"] = seen
-        return tags | self.spread_tags() if len(self.table) > 1 else tags
+        tokens_seen = self.total("tokens_seen")
+        if self.has_tokens and not math.isnan(tokens_seen):  # nan: since an older checkpoint
+            tags["train/tokens_seen"] = tokens_seen
+        if len(self.table) > 1:
+            tags |= self.spread_tags()
+        return tags
 
     def spread_tags(self) -> dict[str, float]:
-        """How ranks differ: min, median and max; of more metrics where they are too many for folders of their own."""
+        """How ranks differ: min, median and max; of all times where ranks have no folders."""
         columns = {
             "items_per_second": self.per_second("items"),
             "peak_bytes": self.column("peak_bytes"),
             "data_wait_seconds": self.per_step(self.column("data")),
             "local_seconds": self.per_step(self.local_seconds),
         }
-        many = len(self.table) > MAX_RANK_FOLDERS
-        if many:
-            columns |= {f"{tag}_seconds": self.per_step(self.column(phase)) for tag, phase in TIMES.items()}
-            columns |= {f"{tag}_seconds": self.column(phase) for tag, phase in INTERRUPTIONS.items()}
-        ordered = np.sort(np.stack(list(columns.values())), axis=1)
-        count = ordered.shape[1]
-        medians = (ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2
-        spreads = zip(columns, np.stack((ordered[:, 0], medians, ordered[:, -1]), axis=1).tolist(), strict=True)
-        tags = {
-            f"ranks/{name}_{which}": value
-            for name, spread in spreads
-            for which, value in zip(("min", "median", "max"), spread, strict=True)
-        }
-        return tags | ({"ranks/slowest_rank": int(self.local_seconds.argmax())} if many else {})
+        tags: dict[str, float] = {}
+        if len(self.table) > MAX_RANK_FOLDERS:
+            columns |= {tag: self._seconds_by_tag[tag] for tag in (*TIMES, *INTERRUPTIONS)}
+            tags["ranks/slowest_rank"] = int(self.local_seconds.argmax())
+        for name, values in columns.items():
+            tags[f"ranks/{name}_min"] = float(values.min())
+            tags[f"ranks/{name}_median"] = float(np.median(values))
+            tags[f"ranks/{name}_max"] = float(values.max())
+        return tags
+
+
+RankTags = Mapping[str, Callable[[LogRow], np.ndarray]]

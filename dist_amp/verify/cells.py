@@ -1,4 +1,6 @@
-"""The steps of one way of running: taken from a run as the main job builds it, captured, and given to `compare`."""
+"""The steps of one way of running: taken from a run as the main job builds it, captured, and given
+to `compare`.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,7 +13,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dist_amp.data import build_batches
 from dist_amp.diagnostics import consistency
-from dist_amp.fast.fused import local
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run, build_run
 from dist_amp.settings import (
@@ -20,6 +21,7 @@ from dist_amp.settings import (
     DebugConfig,
     EvalConfig,
     ParallelConfig,
+    PrecisionConfig,
     ScalerConfig,
     TrainConfig,
 )
@@ -33,13 +35,15 @@ from dist_amp.verify.reference import (
     gradient_of,
     sums_over_ranks,
 )
-from dist_amp.world import World
+from dist_amp.world import World, local
 
 
-def check_cell(world: World, reference: Reference, cell: Cell, step: Callable[..., Any] = train_step) -> Verdict:
-    """Take the cell's steps and compare them with the reference; every rank calls it, rank 0 gets the verdict.
+def check_cell(
+    world: World, reference: Reference, cell: Cell, step: Callable[..., Any] = train_step
+) -> Verdict:
+    """Take the cell's steps and compare them with the reference's.
 
-    step: called in place of train_step.
+    Every rank calls it, and rank 0 gets the verdict. step: called in place of train_step.
     """
     reference.task.length = reference.epoch_length(cell.partial)
     run = build_run(config_of(reference, cell, world), world, reference.task)
@@ -48,23 +52,29 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Callable[..
     faults = by_rank(world.gather_texts(fault_of_skip(run, reference, micro_batches, step)))
     if faults:  # start again, so that this fault alone does not make the following steps wrong
         run = build_run(config_of(reference, cell, world), world, reference.task)
-    captured, buffers = capture(run), []
-    position, reductions = 0, []
+    captured = capture(run)
+    buffers = []
+    reductions = []
+    position = 0
     for accumulation in cell.accumulation:
         micro_batches, position = micro_batches_at(run, reference, accumulation, position)
         buffers.append(buffers_of(run))
         with OperationCounter(sums_over_ranks) as counter:
             step(run, micro_batches)
         reductions.append(counter.count)
-    state_fault, faults = fault_of_state(run), [*faults, consistency.find_mismatch(run)]
+    state_fault = fault_of_state(run)
+    faults.append(consistency.find_mismatch(run))
     if cell.accumulate_reduce == "last" and len(set(reductions)) > 1:
         faults.append(
-            f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, not equally often; only the"
-            " last may reduce gradients: each other one needs no_sync around its forward and its backward"
+            f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, not "
+            "equally often; only the last may reduce gradients: each other one needs no_sync "
+            "around its forward and its backward"
         )
     end = {name: full(p) for name, p in trained(run).items()}
+    verdict = Verdict()
     try:
-        verdict = compare(Comparison(reference, cell, world, captured, buffers, end)) if world.is_main else Verdict()
+        if world.is_main:
+            verdict = compare(Comparison(reference, cell, world, captured, buffers, end))
     finally:
         world.wait_long()  # for rank 0, which alone computes the reference
     # Wrong gradients can lead to skipped steps, so they come before a wrong count.
@@ -74,26 +84,19 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Callable[..
 
 def config_of(reference: Reference, cell: Cell, world: World) -> Config:
     """The user's config, with the settings of the cell and of the reference."""
-    user, scaled, half = reference.config, reference.hyperparameters, cell.precision != "fp32"
-    cast_by = user.precision.cast_by if half and cell.strategy in ("fsdp", "hsdp") else "auto"
-    if half and any(isinstance(part, _NormBase) for part in reference.model().modules()):
-        cast_by = "autocast"  # a policy would cast batch norm's weights but not its statistics
-    scaler = ScalerConfig()
-    if cell.precision == "fp16":
-        scale = reference.init_scale
-        scaler = ScalerConfig(init_scale=scale, growth_interval=2, min_scale=scale / 4)
-    precision = replace(user.precision, use_amp=half, cast_by=cast_by, tf32=False, scaler=scaler)
-    if cell.precision != "fp32":
-        precision = replace(precision, dtype=cell.precision)
-    divides = user.parallel.replicas != "auto" and world.world_size % user.parallel.replicas == 0
+    user = reference.config
+    scaled = reference.hyperparameters
+    replicas = user.parallel.replicas
+    if replicas != "auto" and world.world_size % replicas:
+        replicas = "auto"
     return replace(
         user,
         run=replace(user.run, dir="unused", resume="never"),
         data=replace(user.data, workers=0, shuffle=True, drop_last=False),
-        precision=precision,
+        precision=precision_of(reference, cell),
         parallel=ParallelConfig(
             cell.strategy,
-            user.parallel.replicas if divides else "auto",
+            replicas,
             accumulate_reduce=cell.accumulate_reduce,
             activation_checkpointing=user.parallel.activation_checkpointing,
         ),
@@ -111,18 +114,34 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
     )
 
 
+def precision_of(reference: Reference, cell: Cell) -> PrecisionConfig:
+    """The cell's precision, with a loss scale that grows and backs off within its steps."""
+    user = replace(reference.config.precision, tf32=False, scaler=ScalerConfig())
+    if cell.precision == "fp32":
+        return replace(user, use_amp=False, cast_by="auto")
+    cast_by = user.cast_by if cell.strategy in ("fsdp", "hsdp") else "auto"
+    if any(isinstance(part, _NormBase) for part in reference.model().modules()):
+        cast_by = "autocast"  # a policy would cast batch norm's weights but not its statistics
+    scaler = ScalerConfig()
+    if cell.precision == "fp16":
+        scaler = ScalerConfig(init_scale=reference.init_scale, growth_interval=2)
+    return replace(user, use_amp=True, dtype=cell.precision, cast_by=cast_by, scaler=scaler)
+
+
 def capture(run: Run) -> list[State]:
-    """Record parameters and gradients before each optimizer step: unsharded, in float32, on rank 0 only."""
+    """Record each optimizer step's parameters and gradients: full, in float32, on rank 0 only."""
     captured: list[State] = []
     unscale_and_clip = run.scaler.unscale_and_clip
 
-    def recorded(optimizer: Any, norm: Tensor, correction: Tensor | None, clip: Any) -> Tensor:
-        divisor = run.scaler.scale_tensor * (1.0 if correction is None else correction)
-        gradients = {name: full(gradient_of(p)).float() / divisor for name, p in trained(run).items()}
-        parameters = {name: full(p) for name, p in trained(run).items()}
+    def recorded(optimizer: Any, norm: Tensor, clip: Any) -> Tensor:
+        gradients = {}
+        parameters = {}
+        for name, p in trained(run).items():
+            gradients[name] = full(gradient_of(p)).float() / run.scaler.scale_tensor
+            parameters[name] = full(p)
         if run.world.is_main:
             captured.append(State(parameters, gradients))
-        return unscale_and_clip(optimizer, norm, correction, clip)
+        return unscale_and_clip(optimizer, norm, clip)
 
     run.scaler.unscale_and_clip = recorded  # type: ignore[method-assign, assignment]
     return captured
@@ -139,70 +158,106 @@ def buffers_of(run: Run) -> dict[str, Tensor]:
     return {name: full(buffer) for name, buffer in module.named_buffers() if name in persistent}
 
 
-def micro_batches_at(run: Run, reference: Reference, accumulation: int, position: int) -> tuple[list[Any], int]:
+def micro_batches_at(
+    run: Run, reference: Reference, accumulation: int, position: int
+) -> tuple[list[Any], int]:
     """This rank's micro-batches of the step at `position`, and the position after it."""
     task, config = reference.task, run.config
     size = reference.global_batch // (run.world.world_size * accumulation)
     dataset = task.build_dataset("train")
-    batches = build_batches(config.data, task, dataset, size, accumulation, config.run.seed, run.world)
+    batches = build_batches(
+        config.data,
+        task,
+        dataset,
+        run.world,
+        micro_batch_size=size,
+        accumulation_steps=accumulation,
+        seed=config.run.seed,
+    )
     batches.position = position
     return next(batches), batches.position
 
 
-def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step: Callable[..., Any]) -> str:
-    """Take a step whose loss is infinite on the last rank only. Returns what it changed on this rank, or ""."""
-
-    def state() -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {"the learning rate": run.schedule.lr}
-        for name, parameter in run.parallel.module.named_parameters():
-            moments = run.optimizer.state.get(parameter, {}).items()
-            tensors |= {name: parameter, **{f"{kind} of {name}": moment for kind, moment in moments}}
-        return {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
-
-    before, scale = state(), run.scaler.scale_tensor.clone()
+def fault_of_skip(
+    run: Run, reference: Reference, micro_batches: list[Any], step: Callable[..., Any]
+) -> str:
+    """Take a step whose loss is infinite on the last rank only; return what it changed here."""
+    before = state_of(run)
+    scale = run.scaler.scale_tensor.clone()
     reference.task.infinite_loss = run.world.rank == run.world.world_size - 1
     report = step(run, micro_batches)
     reference.task.infinite_loss = False
     if report.applied:
         return "it was applied; one norm over all ranks must decide for all"
-    after = state()
-    if changed := [name for name in before if not torch.equal(before[name], after[name])]:
-        return f"it changed {changed[0]}; a skipped step must change nothing"
-    if (counted := run.schedule.counters.tolist()) != [0, 1, 1]:
-        return f"it counted as {counted[0]} applied, {counted[1]} skipped; the schedule follows applied steps only"
-    backed_off = scale * (run.config.precision.scaler.backoff_factor if run.scaler.scales else 1)
-    if run.scaler.scale_tensor != backed_off:
-        left = run.scaler.get_scale()
-        return f"it left the loss scale at {left:g}, not {backed_off:g}; update() must run once per step"
+    after = state_of(run)
+    for name, tensor in before.items():
+        if not torch.equal(tensor, after[name]):
+            return f"it changed {name}; a skipped step must change nothing"
+    applied, skipped, _ = counters = run.schedule.counters.tolist()
+    if counters != [0, 1, 1]:
+        return (
+            f"it counted as {applied} applied, {skipped} skipped; the schedule follows applied "
+            "steps only"
+        )
+    if run.scaler.scales:
+        scale *= run.config.precision.scaler.backoff_factor
+    if run.scaler.scale_tensor != scale:
+        return (
+            f"it left the loss scale at {run.scaler.get_scale():g}, not {scale:g}; update() must "
+            "run once per step"
+        )
     return ""
 
 
+def state_of(run: Run) -> dict[str, Tensor]:
+    """Copies of this rank's parameters, optimizer state and learning rate."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in run.parallel.module.named_parameters():
+        tensors[name] = parameter
+        for kind, moment in run.optimizer.state.get(parameter, {}).items():
+            tensors[f"{kind} of {name}"] = moment
+    tensors["the learning rate"] = run.schedule.lr
+    return {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
+
+
 def by_rank(texts: list[str]) -> list[str]:
-    """The faults of a skipped step, each once, with the ranks that have it; texts: one per rank, "" for no fault."""
-    where = f"a step that is not finite on rank {len(texts) - 1} must be skipped, but on rank"
-    ranks = {fault: [str(rank) for rank, text in enumerate(texts) if text == fault] for fault in texts if fault}
-    return [f"{where}{'s' * (len(found) > 1)} {', '.join(found)} {fault}" for fault, found in ranks.items()]
+    """Each fault of a skipped step once, with the ranks that have it. texts: one per rank."""
+    faults = []
+    for fault in dict.fromkeys(filter(None, texts)):
+        ranks = [str(rank) for rank, text in enumerate(texts) if text == fault]
+        plural = "s" if len(ranks) > 1 else ""
+        faults.append(
+            f"a step that is not finite on rank {len(texts) - 1} must be skipped, but on "
+            f"rank{plural} {', '.join(ranks)} {fault}"
+        )
+    return faults
 
 
 def fault_of_state(run: Run) -> str:
-    """What is wrong with loss scale, counters or learning rate on any rank after STEPS applied steps; "": nothing."""
-    optim, scaler = run.config.optim, run.config.precision.scaler
-    growths, left = divmod(STEPS, scaler.growth_interval)
+    """What is wrong with loss scale, counters or learning rate on any rank after all steps."""
+    optim = run.config.optim
+    scaler = run.config.precision.scaler
+    growths, growth_tracker = divmod(STEPS, scaler.growth_interval)
+    last_lr = learning_rate(optim, STEPS - 1, STEPS)
+    once_applied = "the optimizer must be applied once per step"
+    once_updated = "update() must run once per step"
+    # {what: (the tensor, its value after STEPS applied steps, the rule)}
     expected = {
-        "the learning rate": (run.schedule.last_lr, learning_rate(optim, STEPS - 1, STEPS), "it follows applied steps"),
-        "applied_steps": (run.schedule.applied_steps, STEPS, "the optimizer must be applied once per step"),
-        "skipped_steps": (run.schedule.skipped_steps, 1, "the optimizer must be applied once per step"),
+        "the learning rate": (run.schedule.last_lr, last_lr, "it follows applied steps"),
+        "applied_steps": (run.schedule.applied_steps, STEPS, once_applied),
+        "skipped_steps": (run.schedule.skipped_steps, 1, once_applied),
     }
     if state := run.scaler.state_dict():
         scale = scaler.init_scale * scaler.backoff_factor * scaler.growth_factor**growths
-        expected["the loss scale"] = (state["scale"], scale, "update() must run once per step")
-        expected["the growth tracker"] = (state["growth_tracker"], left, "update() must run once per step")
+        expected["the loss scale"] = (state["scale"], scale, once_updated)
+        expected["the growth tracker"] = (state["growth_tracker"], growth_tracker, once_updated)
     values = torch.stack([value.double().to(run.world.device) for value, _, _ in expected.values()])
     for rank, row in enumerate(run.world.gather(values).tolist()):
         for (name, (_, wanted, rule)), value in zip(expected.items(), row, strict=True):
             if not math.isclose(value, wanted, rel_tol=1e-6):
                 return (
-                    f"rank {rank}: {name} is {value:g}, not {wanted:g} as after {STEPS} steps and a skipped one; {rule}"
+                    f"rank {rank}: {name} is {value:g}, not {wanted:g} as after {STEPS} steps and "
+                    f"a skipped one; {rule}"
                 )
     return ""
 

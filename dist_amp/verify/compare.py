@@ -1,26 +1,29 @@
-"""The comparison: each step's gradients, and its update, of one way of running against the reference's.
+"""The comparison: each step's gradients and update, of one way of running, with the reference's.
 
-Every step is compared where it begins: the reference computes the gradients of the step's whole batch at the cell's own
-parameters and buffers, so that a rounding error of one step does not change what the next one is compared with, as it
-would where it flips a ReLU or a router. The first parameters are the initial weights, bit for bit, and each step's end
-is the next one's start, so the steps together are proven. The reference's optimizer takes one textbook step from the
-cell's parameters with the cell's gradients, which were compared already; its moments are its own from the first step
-on, so moments that a cell loses or gets wrong show in its parameters.
+Every step is compared where it begins: the reference computes the gradients of the step's whole
+batch at the cell's parameters and buffers, so that a rounding error of one step does not change
+what the next one is compared with, as it would where it flips a ReLU or a router. The first
+parameters are the initial weights, bit for bit, and each step's end is the next one's start, so the
+steps together are proven. The reference's optimizer takes one textbook step from the cell's
+parameters with the cell's gradients, which were compared already; its moments are the reference's
+from the first step on, so moments that a cell loses or gets wrong show in its parameters.
 
-The bounds are derived, not tuned; u is the unit roundoff of a dtype: 2^-24 fp32, 2^-12 fp16, 2^-9 bf16.
+The bounds are derived, not tuned; u is the unit roundoff of a dtype: 2^-24 fp32, 2^-12 fp16, 2^-9
+bf16.
 
-    gradients   n x u + 4 e, relative to the largest element. Each of the n results that forward and backward round
-                adds about one u. Long sums with cancellation and flipped ReLUs add more: e is the error of plain torch
-                in one process, in this precision, with the batch whole and in twelve parts; times 4, for later steps
-                and other orders of summation. n and e are measured on the task, at the first step; where a step exceeds
-                that, again at its own parameters, with the cell's own micro-batches as parts. At most 0.45, so that a
-                factor of two is always found.
-    parameters  u x (3 P + 50 D) + 4 e in all precisions, since parameters and updates are float32. A parameter is
-                rounded three times: decay's factor, its product, the sum with the change. AdamW rounds the change 19
-                times (unscaling and clipping 7, two moments 6, step 6), and early rounding errors of its moments count
-                at most 2.4 times, 1 over the root of the least share that a gradient has in the second moment. P is the
-                largest parameter, D the largest change. e, the error of plain torch's float32 step against its float64
-                step from the same states, adds what the norm's long sum rounds.
+gradients: n x u + 4 e, relative to the largest element. Each of the n results that forward and
+    backward round adds about one u. Long sums with cancellation and flipped ReLUs add more: e is
+    the error of plain torch in one process, in this precision, with the batch whole and in twelve
+    parts; times 4, for later steps and other orders of summation. n and e are measured on the task,
+    at the first step; where a step exceeds that, again at its parameters, with the cell's
+    micro-batches as parts. At most 0.45, so that a factor of two is always found.
+parameters: u x (3 P + 50 D) + 4 e in all precisions, since parameters and updates are float32. A
+    parameter is rounded three times: decay's factor, its product, the sum with the change. AdamW
+    rounds the change 19 times (unscaling and clipping 7, two moments 6, step 6), and early rounding
+    errors of its moments count at most 2.4 times, 1 over the root of the least share that a
+    gradient has in the second moment. P is the largest parameter, D the largest change. e, the
+    error of plain torch's float32 step against its float64 step from the same states, adds what the
+    norm's long sum rounds.
 """
 
 import math
@@ -30,10 +33,8 @@ from typing import Any, Literal
 
 import torch
 
-from dist_amp.runtime.plan import Shard, shard_step
-from dist_amp.settings import (
-    Strategy,
-)
+from dist_amp.loading.plan import Shard, shard_step
+from dist_amp.settings import Strategy
 from dist_amp.verify.reference import (
     STEPS,
     UNIT_ROUNDOFF,
@@ -74,7 +75,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a cell did: its states in each step's middle, the buffers at each step's start, and the last parameters."""
+    """What a cell did.
+
+    states: as each optimizer step got them. buffers: at each step's start. end: the last
+    parameters.
+    """
 
     reference: Reference
     cell: Cell
@@ -94,49 +99,75 @@ class Comparison:
         """(rank, micro-batch, its samples) of a step."""
         ranks = self.world.world_size
         size = self.reference.global_batch // (ranks * self.cell.accumulation[step])
-        shards = [shard_step(self.samples(step), ranks, size, rank) for rank in range(ranks)]
-        return [(rank, number, shard) for rank in range(ranks) for number, shard in enumerate(shards[rank])]
+        shards = []
+        for rank in range(ranks):
+            for number, shard in enumerate(shard_step(self.samples(step), ranks, size, rank)):
+                shards.append((rank, number, shard))
+        return shards
 
     def bound(self, step: int, error: float) -> float:
-        """The bound of a step's gradients: the first step's or, if `error` exceeds that, its own if that is larger."""
-        bound, precision = self.reference.bound(self.cell.precision), self.cell.precision
+        """The bound of a step's gradients: the first step's, or the step's own if that is larger.
+
+        The step's own is measured only if `error` exceeds the first.
+        """
+        bound = self.reference.bound(self.cell.precision)
         if error <= bound:
             return bound
         parts = [shard.indices for _, _, shard in self.shards(step) if shard.counts]
-        return max(bound, self.reference.bound_at(precision, parts, self.start(step))[0])
+        at_step, _ = self.reference.bound_at(self.cell.precision, parts, self.start(step))
+        return max(bound, at_step)
 
 
 def compare(run: Comparison) -> Verdict:
-    """The largest errors of all steps' gradients and updates, and the cause of the first that exceeds its bound."""
+    """The largest errors of all steps, and the cause of the first that exceeds its bound."""
     reference, cell, states = run.reference, run.cell, run.states
     if len(states) != STEPS:
-        return Verdict(cause=f"the optimizer was applied {len(states)} times in {STEPS} steps; it must be once in each")
+        return Verdict(
+            cause=f"the optimizer was applied {len(states)} times in {STEPS} steps; it must be "
+            "once in each"
+        )
     truths = [reference.gradients([run.samples(step)], run.start(step))[0] for step in range(STEPS)]
-    errors = [relative_error(state.gradients, truth) for state, truth in zip(states, truths, strict=True)]
-    bounds = [run.bound(step, error) for step, error in enumerate(errors)]
+    errors = [relative_error(states[step].gradients, truths[step]) for step in range(STEPS)]
+    bounds = [run.bound(step, errors[step]) for step in range(STEPS)]
     updates = reference.updates(cell.optimizer, cell.clip_by, states)
-    plain = reference.updates(cell.optimizer, cell.clip_by, states, torch.float32)
-    change = max(largest(difference(new, state.parameters)) for new, state in zip(updates, states, strict=True))
-    roundings = 3 * max(map(largest, [*updates, states[0].parameters])) + 50 * change
-    own_error = max(largest(difference(a, b)) for a, b in zip(plain, updates, strict=True))
-    update_bound = UNIT_ROUNDOFF["fp32"] * roundings + 4 * own_error
+    update_bound = bound_of_updates(run, updates)
     ends = [*(state.parameters for state in states[1:]), run.end]
-    update_errors = [largest(difference(mine, true)) for mine, true in zip(ends, updates, strict=True)]
+    update_errors = [largest(difference(ends[step], updates[step])) for step in range(STEPS)]
     cause = ""
-    if any(not torch.equal(states[0].parameters[name], value) for name, value in reference.initial.items()):
+    if not all(
+        torch.equal(states[0].parameters[n], value) for n, value in reference.initial.items()
+    ):
         cause = "the initial weights are not those that build_model makes from run.seed"
     for step in range(STEPS):
+        # "not <=" in place of ">", for nan
         if not cause and not errors[step] <= bounds[step]:
             cause = about_gradients(run, step, truths[step])
         if not cause and not update_errors[step] <= update_bound:
             cause = about_update(run, step, ends[step], update_bound)
-    worst = max(range(STEPS), key=lambda step: (not errors[step] <= bounds[step], errors[step] / bounds[step]))
+
+    def excess(step: int) -> tuple[bool, float]:
+        return not errors[step] <= bounds[step], errors[step] / bounds[step]
+
+    worst = max(range(STEPS), key=excess)
     return Verdict(errors[worst], bounds[worst], max(update_errors), update_bound, cause)
+
+
+def bound_of_updates(run: Comparison, updates: Sequence[Values]) -> float:
+    """The bound on the error of the parameters. updates: the reference's, in float64."""
+    rounded = run.reference.updates(run.cell.optimizer, run.cell.clip_by, run.states, torch.float32)
+    changes = []
+    errors = []
+    for step, update in enumerate(updates):
+        changes.append(largest(difference(update, run.states[step].parameters)))
+        errors.append(largest(difference(rounded[step], update)))
+    parameters = map(largest, [*updates, run.states[0].parameters])
+    roundings = 3 * max(parameters) + 50 * max(changes)
+    return UNIT_ROUNDOFF["fp32"] * roundings + 4 * max(errors)
 
 
 def about_update(run: Comparison, step: int, end: Values, bound: float) -> str:
     """What is wrong with a step's update, with the well-known mistake that gives it if one does."""
-    cell, before = run.cell, run.states[step].parameters
+    cell = run.cell
     mistakes: dict[str, dict[str, Any]] = {
         "the gradients were not clipped": {"clip_by": "off"},
         "the optimizer's moments are lost between steps": {"remembers": False},
@@ -145,90 +176,134 @@ def about_update(run: Comparison, step: int, end: Values, bound: float) -> str:
         "the learning rate is the step's before; it follows applied steps": {"ahead": -1},
     }
     why = "check unscaling, clipping, learning rate and optimizer"
-    if largest(difference(end, before)) == 0:
+    if largest(difference(end, run.states[step].parameters)) == 0:
         why = "none moved: the optimizer's step changes nothing"
-    for text, options in mistakes.items():
-        values = run.reference.updates(cell.optimizer, states=run.states, **{"clip_by": cell.clip_by, **options})[step]
+    for text, mistake in mistakes.items():
+        options = {"clip_by": cell.clip_by, **mistake}
+        values = run.reference.updates(cell.optimizer, states=run.states, **options)[step]
         if largest(difference(end, values)) <= bound:
             why = text
     return f"the gradients of step {step + 1} are right, the parameters after it are not: {why}"
 
 
 def about_gradients(run: Comparison, step: int, truth: Values) -> str:
-    """Which step's gradients are wrong, with the well-known mistake that gives exactly these if one does."""
-    count, why = run.cell.accumulation[step], diagnose(run, step, truth)
-    text = f"the gradients of step {step + 1} ({count} micro-batch{'es' * (count > 1)}) are off"
-    return f"{text}: {why}" if why else text
+    """Which step's gradients are wrong, and the well-known mistake that gives them, if one does."""
+    count = run.cell.accumulation[step]
+    plural = "es" if count > 1 else ""
+    text = f"the gradients of step {step + 1} ({count} micro-batch{plural}) are off"
+    if why := diagnose(run, step, truth):
+        text += f": {why}"
+    return text
 
 
 def diagnose(run: Comparison, step: int, truth: Values) -> str:
     """The well-known mistake that gives exactly these gradients; "" if none does."""
-    reference, cell, gradients = run.reference, run.cell, run.states[step].gradients
-    accumulation, ranks, tolerance = cell.accumulation[step], run.world.world_size, 2 * reference.bound(cell.precision)
+    gradients = run.states[step].gradients
+    tolerance = 2 * run.reference.bound(run.cell.precision)
     if not all(value.isfinite().all() for value in gradients.values()):
-        return "they are not finite" + ", at a loss scale at which plain autocast is" * (cell.precision == "fp16")
-    factor = float(sum((gradients[n] * truth[n]).sum() for n in truth) / sum(truth[n].square().sum() for n in truth))
+        text = "they are not finite"
+        if run.cell.precision == "fp16":
+            text += ", at a loss scale at which plain autocast is"
+        return text
+    products = sum((gradients[name] * value).sum() for name, value in truth.items())
+    factor = float(products / sum(value.square().sum() for value in truth.values()))
     scaled_truth = {name: factor * value for name, value in truth.items()}
-    if abs(factor - 1) < tolerance or relative_error(gradients, scaled_truth) > tolerance:
-        mistakes = gradients_by_mistake(run, step).items()
-        return next((text for text, values in mistakes if relative_error(gradients, values) <= tolerance), "")
-    norm = math.sqrt(sum(value.square().sum().item() for value in gradients.values()))
-    limit = reference.hyperparameters.max_grad_norm
-    if cell.clip_by == "norm" and math.isclose(norm, limit, rel_tol=0.01):
-        return "they were clipped before the optimizer clips them"
-    if cell.clip_by == "norm" and cell.precision == "fp16" and norm < limit / 4 and factor < 0.1:
-        return "they were clipped before they were unscaled"
-    known = {
-        accumulation: "; the division by accumulation_steps is missing",
-        1 / accumulation: "; they are divided by accumulation_steps twice",
-        ranks: "; they are summed over ranks, not averaged",
-        1 / ranks: "; they are divided by the number of ranks twice",
+    if abs(factor - 1) >= tolerance and relative_error(gradients, scaled_truth) <= tolerance:
+        return about_factor(run, step, factor, tolerance)
+    for text, values in gradients_by_mistake(run, step).items():
+        if relative_error(gradients, values) <= tolerance:
+            return text
+    return ""
+
+
+def about_factor(run: Comparison, step: int, factor: float, tolerance: float) -> str:
+    """The mistake by which all gradients are `factor` times the right ones."""
+    cell = run.cell
+    if cell.clip_by == "norm":
+        squares = (value.square().sum().item() for value in run.states[step].gradients.values())
+        norm = math.sqrt(sum(squares))
+        limit = run.reference.hyperparameters.max_grad_norm
+        if math.isclose(norm, limit, rel_tol=0.01):
+            return "they were clipped before the optimizer clips them"
+        if cell.precision == "fp16" and norm < limit / 4 and factor < 0.1:
+            return "they were clipped before they were unscaled"
+    accumulation = cell.accumulation[step]
+    ranks = run.world.world_size
+    mistakes = {
+        accumulation: "the division by accumulation_steps is missing",
+        1 / accumulation: "they are divided by accumulation_steps twice",
+        ranks: "they are summed over ranks, not averaged",
+        1 / ranks: "they are divided by the number of ranks twice",
     }
-    why = next((text for value, text in known.items() if math.isclose(factor, value, rel_tol=tolerance)), "")
-    return f"all of them are {factor:.4g} times what they should be{why}"
+    text = f"all of them are {factor:.4g} times what they should be"
+    for value, why in mistakes.items():
+        if math.isclose(factor, value, rel_tol=tolerance):
+            return f"{text}; {why}"
+    return text
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's micro-batch, without padding. gradients: of its loss's sum."""
+
+    rank: int
+    number: int
+    weight: float
+    gradients: Values
 
 
 def gradients_by_mistake(run: Comparison, step: int) -> dict[str, Values]:
-    """{mistake: the gradients that it gives in this step}, from each rank's and micro-batch's own gradients."""
-    reference, ranks, shards = run.reference, run.world.world_size, run.shards(step)
-    accumulation = 1 + max(number for _, number, _ in shards)  # fewer in the partial step at an epoch's end
-    parts: list[tuple[int, int, float, Values]] = []  # (rank, micro-batch, weight, gradients of the sum); no padding
-    for rank, number, shard in shards:
+    """{mistake: the gradients that it gives in this step}."""
+    reference = run.reference
+    ranks = run.world.world_size
+    parts: list[Part] = []
+    accumulation = 0  # fewer in the partial step at an epoch's end
+    for rank, number, shard in run.shards(step):
+        accumulation = max(accumulation, number + 1)
         if weight := float(reference.task.weight(reference.batch(shard.indices))) * shard.counts:
             mean, _ = reference.gradients([shard.indices], run.start(step))
-            parts.append((rank, number, weight, {name: value * weight for name, value in mean.items()}))
-    total = sum(weight for _, _, weight, _ in parts)
-    of_rank = [sum(weight for r, _, weight, _ in parts if r == rank) for rank in range(ranks)]
-    of_number = [sum(weight for _, n, weight, _ in parts if n == number) for number in range(accumulation)]
+            gradients = {name: value * weight for name, value in mean.items()}
+            parts.append(Part(rank, number, weight, gradients))
+    total = sum(part.weight for part in parts)
 
-    def mix(factor_of: Callable[[int, int, float], float]) -> Values:
-        """The sum of all micro-batches' gradients, each times factor_of(rank, micro-batch, its weight)."""
-        mixed: Values = {}
-        for rank, number, weight, values in parts:
-            factor = factor_of(rank, number, weight)
-            mixed = {name: mixed.get(name, 0.0) + value * factor for name, value in values.items()}
-        return mixed
+    def of_rank(rank: int) -> float:
+        return sum(part.weight for part in parts if part.rank == rank)
 
-    return {
-        "each micro-batch is divided by its own weight, not by that of all ranks and micro-batches": mix(
-            lambda r, n, weight: 1 / (ranks * accumulation * weight)
+    def of_round(number: int) -> float:
+        return sum(part.weight for part in parts if part.number == number)
+
+    def rank_0_alone(part: Part) -> float:
+        return ranks / total if part.rank == 0 else 0.0
+
+    def last(part: Part) -> float:
+        return 1 / total if part.number == accumulation - 1 else 0.0
+
+    def last_reduced(part: Part) -> float:
+        return last(part) if part.number == accumulation - 1 else rank_0_alone(part)
+
+    # What each mistake multiplies a micro-batch's gradients by.
+    factors: dict[str, Callable[[Part], float]] = {
+        "each micro-batch is divided by its own weight, not by that of all ranks and "
+        "micro-batches": (lambda part: 1 / (ranks * accumulation * part.weight)),
+        "each rank divides by its own weight, not by that of all ranks": (
+            lambda part: 1 / (ranks * of_rank(part.rank))
         ),
-        "each rank divides by its own weight, not by that of all ranks": mix(
-            lambda r, n, weight: 1 / (ranks * of_rank[r])
+        "each round of micro-batches is divided by its own weight and not by accumulation_steps": (
+            lambda part: 1 / of_round(part.number)
         ),
-        "each round of micro-batches is divided by its own weight and not by accumulation_steps": mix(
-            lambda r, n, weight: 1 / of_number[n]
+        "each micro-batch is divided by its own weight and not by accumulation_steps": (
+            lambda part: 1 / (ranks * part.weight)
         ),
-        "each micro-batch is divided by its own weight and not by accumulation_steps": mix(
-            lambda r, n, weight: 1 / (ranks * weight)
-        ),
-        "rank 0 used its own gradients alone; they must be summed over ranks": mix(
-            lambda r, n, weight: ranks * (r == 0) / total
-        ),
-        "only the last micro-batch counts: gradients are cleared between micro-batches": mix(
-            lambda r, n, weight: (n == accumulation - 1) / total
-        ),
-        "only the last micro-batch is summed over ranks: no_sync must surround forward and backward": mix(
-            lambda r, n, weight: (1 if n == accumulation - 1 else ranks * (r == 0)) / total
-        ),
+        "rank 0 used its own gradients alone; they must be summed over ranks": rank_0_alone,
+        "only the last micro-batch counts: gradients are cleared between micro-batches": last,
+        "only the last micro-batch is summed over ranks: no_sync must surround forward and "
+        "backward": last_reduced,
     }
+    mixed: dict[str, Values] = {}
+    for mistake, factor_of in factors.items():
+        values: dict[str, Any] = {}
+        for part in parts:
+            for name, value in part.gradients.items():
+                values[name] = values.get(name, 0.0) + value * factor_of(part)
+        mixed[mistake] = values
+    return mixed

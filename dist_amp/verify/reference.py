@@ -1,8 +1,9 @@
 """The reference: gradients and updates of one process with the whole batch, in plain torch.
 
-It shares no code with step.py: the whole batch at once, `backward`, `clip_grad_norm_`, `optimizer.step()`. Learning
-rates, clipping limits and AdamW's eps are scaled to the task's own gradients, so that every step moves the parameters
-by about 1 %, clipping takes effect, and AdamW's division does not amplify rounding errors to a full step.
+It shares no code with step.py: the whole batch at once, `backward`, `clip_grad_norm_`,
+`optimizer.step()`. Learning rates, clipping limits and AdamW's eps are scaled to the task's
+gradients, so that every step moves the parameters by about 1 %, clipping takes effect, and AdamW's
+division does not amplify rounding errors to a full step.
 """
 
 import math
@@ -19,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 from dist_amp.config.task_class import build_task
+from dist_amp.distributed.random_state import random_state, seed_all, set_random_state
 from dist_amp.errors import DataError
+from dist_amp.loading.nested import to_device
+from dist_amp.loading.order import epoch_order, shuffled_order
 from dist_amp.optim import learning_rate
-from dist_amp.runtime.meta import build_whole
-from dist_amp.runtime.nested import to_device
-from dist_amp.runtime.permutation import epoch_order, shuffled_order
-from dist_amp.runtime.random_state import random_state, seed_all, set_random_state
+from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import Config, OptimConfig
 from dist_amp.task import Task
 
@@ -32,13 +33,15 @@ UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-12, "bf16": 2.0**-9}
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-NOT_COMPARED = ("optimizer", "groups", "schedule")  # methods of a task; the comparison is of torch's AdamW and SGD
+# Methods of a task that are not used: the steps are those of torch's AdamW and SGD.
+NOT_COMPARED = ("optimizer", "groups", "schedule")
 
 LARGEST_BOUND = 0.45  # of the gradients: a factor of two is always found
 
 STEPS = 5
 
-# Samples of a step: divisible by 1, 2 and 4 ranks x 1, 3 and 4 micro-batches, so every cell takes the same steps.
+# Samples of a step: divisible by 1, 2 and 4 ranks x 1, 3 and 4 micro-batches, so that every cell
+# takes the same steps.
 GLOBAL_BATCH = 48
 
 Values = Mapping[str, Tensor]
@@ -46,7 +49,7 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Scaled to the task's own gradients. lr: of each optimizer."""
+    """Scaled to the task's gradients. lr: of each optimizer."""
 
     lr: dict[str, float]
     eps: float
@@ -55,22 +58,33 @@ class Hyperparameters:
     weight_decay: float
 
 
-class RepeatableTask:
-    """The user's task made comparable: `length` samples that are the same on every reading, augmented; dropout off.
+@dataclass(frozen=True)
+class State:
+    """What the optimizer gets: the trained parameters, and their unscaled, unclipped gradients."""
 
-    eval_modules: names of modules that stay in evaluation mode. infinite_loss: whether this rank's loss is infinite.
+    parameters: Values
+    gradients: Values
+
+
+class RepeatableTask:
+    """The user's task with `length` samples that are the same on every reading, without dropout.
+
+    eval_modules: names of modules that stay in evaluation mode. infinite_loss: whether this rank's
+    loss is infinite.
     """
 
-    def __init__(self, task: Task, device: torch.device, length: int, eval_modules: frozenset[str] = frozenset()):
+    def __init__(self, task: Task, device: torch.device, length: int, eval_modules: frozenset[str]):
         self._task = task
         self._device = device
         self._dataset: Any = None
-        self.length = self._needed = length
+        self._needed = length
+        self.length = length
         self.eval_modules = eval_modules
         self.infinite_loss = False
 
     def __getattr__(self, name: str) -> Any:
-        if name in NOT_COMPARED or name == "augment":  # done in __getitem__, for the reference too
+        # augment is called in __getitem__, for the reference too.
+        if name in NOT_COMPARED or name == "augment":
             raise AttributeError(name)
         return getattr(self._task, name)
 
@@ -97,8 +111,9 @@ class RepeatableTask:
             have = 0 if self._dataset is None else len(self._dataset)
             if have < self._needed:
                 raise DataError(
-                    f"the training dataset has {have} samples; the comparison takes {STEPS} steps of "
-                    f"{self._needed // STEPS} (not the config's) = {self._needed}; use more data, or shorter rows"
+                    f"the training dataset has {have} samples; the comparison takes {STEPS} steps "
+                    f"of {self._needed // STEPS} (not the config's) = {self._needed}; use more "
+                    "data, or shorter rows"
                 )
         return self
 
@@ -108,8 +123,9 @@ class RepeatableTask:
     def __getitem__(self, index: int) -> Any:
         with self._seeded(index):  # a random augmentation is then the same on every reading
             sample = self._dataset[int(index)]
-        augment = getattr(self._task, "augment", None)
-        return sample if augment is None else augment(sample, torch.Generator().manual_seed(int(index)))
+        if hasattr(self._task, "augment"):
+            return self._task.augment(sample, torch.Generator().manual_seed(int(index)))
+        return sample
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
@@ -125,14 +141,6 @@ class RepeatableTask:
         return loss * math.inf if self.infinite_loss else loss
 
 
-@dataclass(frozen=True)
-class State:
-    """What the optimizer gets: parameters before its step, and unscaled gradients before clipping; all that train."""
-
-    parameters: Values
-    gradients: Values
-
-
 class Reference:
     """The reference of one task on one device, and the settings that all cells share."""
 
@@ -145,11 +153,12 @@ class Reference:
         measured: dict[str, Any] | None = None,
         global_batch: int = GLOBAL_BATCH,
     ):
-        """eval_modules: to keep in evaluation mode. measured: another Reference's `measured()`, for equal settings."""
+        """measured: another Reference's `measured()`, for equal settings."""
         self.config = config
         self.device = device
         self.global_batch = global_batch
-        task = build_task(config.task, config.data) if task is None else task
+        if task is None:
+            task = build_task(config.task, config.data)
         self.task = RepeatableTask(task, device, STEPS * global_batch, eval_modules)
         self._bounds: dict[str, float] = {}
         self._models: dict[str, nn.Module] = {}
@@ -157,10 +166,14 @@ class Reference:
 
     def measured(self, precisions: Iterable[str]) -> dict[str, Any]:
         """What is measured on the task for these precisions, and must be the same on all ranks."""
-        bounds = {precision: self.bound(precision) for precision in precisions}
-        scale = {"init_scale": self.init_scale} if "fp16" in precisions else {}
-        shared = {"hyperparameters": self.hyperparameters, "global_batch": self.global_batch}
-        return {**shared, "_bounds": bounds, **scale}
+        measured = {
+            "hyperparameters": self.hyperparameters,
+            "global_batch": self.global_batch,
+            "_bounds": {precision: self.bound(precision) for precision in precisions},
+        }
+        if "fp16" in precisions:
+            measured["init_scale"] = self.init_scale
+        return measured
 
     def model(self, precision: str = "fp32") -> nn.Module:
         """A new model with the initial weights that every rank of every cell has."""
@@ -173,7 +186,7 @@ class Reference:
         return {name: p.detach() for name, p in self.model().named_parameters() if p.requires_grad}
 
     def model_at(self, values: Values | None, precision: str) -> nn.Module:
-        """The model with these parameters and buffers, valid until the next call; None: the initial ones."""
+        """The model with these parameters and buffers (None: initial ones), until the next call."""
         if values is None:
             return self.model(precision)
         if precision not in self._models:  # building one takes longer than copying values into it
@@ -192,46 +205,62 @@ class Reference:
         return to_device(collate([dataset[index] for index in indices]), self.device)
 
     def epoch_length(self, partial: bool) -> int:
-        """Samples in an epoch; a partial one ends within the fourth step, at no multiple of a micro-batch."""
-        return 3 * self.global_batch + 2 * self.global_batch // 5 if partial else STEPS * self.global_batch
+        """Samples in an epoch; a partial one ends within the fourth step and a micro-batch."""
+        if partial:
+            return 3 * self.global_batch + 2 * self.global_batch // 5
+        return STEPS * self.global_batch
 
     def step_samples(self, partial: bool) -> list[list[int]]:
         """The sample indices of each step, in order."""
-        length, size = self.epoch_length(partial), self.global_batch
-        kind, seed = shuffled_order(length), self.config.run.seed
-        orders = [epoch_order(kind, length, seed, epoch)(torch.arange(length)).tolist() for epoch in range(2)]
-        return [order[n : n + size] for order in orders for n in range(0, length, size)][:STEPS]
+        length = self.epoch_length(partial)
+        kind = shuffled_order(length)
+        steps: list[list[int]] = []
+        for epoch in range(2):
+            order = epoch_order(kind, length, self.config.run.seed, epoch)
+            samples = order(torch.arange(length))
+            steps += [part.tolist() for part in samples.split(self.global_batch)]
+        return steps[:STEPS]
 
     @cached_property
     def hyperparameters(self) -> Hyperparameters:
         """Errors: DataError if the first gradient is zero or not finite."""
         model = self.model()
-        mean_loss(self.task, model, self.batch(self.step_samples(True)[0])).backward()
+        self.mean_loss(model).backward()
         gradient = torch.cat([g.flatten() for g in gradients_of(model).values()])
-        norm, largest_value = gradient.norm().item(), gradient.abs().max().item()
+        norm = gradient.norm().item()
         if not (math.isfinite(norm) and norm):
-            raise DataError("the gradient of the first batch is zero or not finite in float32; check the task's loss")
+            raise DataError(
+                "the gradient of the first batch is zero or not finite in float32; check the "
+                "task's loss"
+            )
         rms = norm / math.sqrt(gradient.numel())
         weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
-        step = 0.01 * (weights.norm().item() or math.sqrt(weights.numel()))  # what trains may begin at zero
+        # What trains may begin at zero.
+        step = 0.01 * (weights.norm().item() or math.sqrt(weights.numel()))
         lr = {"sgd": step / norm, "adamw": step / (gradient / (gradient.abs() + rms)).norm().item()}
-        # Also at most 1 % of the weights per step: with lr x weight_decay above 2 they would grow without bound.
+        # Also at most 1 % of the weights per step: with lr x weight_decay above 2 they would grow
+        # without bound.
         decay = min(self.config.optim.weight_decay, 0.01 / max(lr.values()))
-        return Hyperparameters(lr, rms, 0.4 * norm, 0.4 * largest_value, decay)
+        return Hyperparameters(lr, rms, 0.4 * norm, 0.4 * gradient.abs().max().item(), decay)
 
     @cached_property
     def init_scale(self) -> float:
-        """1/32 of the largest loss scale at which the first step is finite: it doubles twice in five steps."""
+        """1/32 of the largest scale at which the first step is finite: it doubles twice in five."""
         scale = 2.0**16
         while scale > 2.0**-10:
             model = self.model()
             with self.autocast("fp16"):
-                loss = mean_loss(self.task, model, self.batch(self.step_samples(True)[0]))
+                loss = self.mean_loss(model)
             (loss * scale).backward()
             if all(g.isfinite().all() for g in gradients_of(model).values()):
                 break
             scale /= 2
         return scale / 32
+
+    def mean_loss(self, model: nn.Module) -> Tensor:
+        """Of the first step's batch."""
+        batch = self.batch(self.step_samples(True)[0])
+        return self.task.loss_sum(model, batch) / self.task.weight(batch)
 
     @cached_property
     def rounding_error(self) -> float:
@@ -239,12 +268,18 @@ class Reference:
         return self.gradients([self.step_samples(True)[0]])[1] * UNIT_ROUNDOFF["fp32"]
 
     def bound(self, precision: str) -> float:
-        """The bound on the relative error of the first step's gradients. Errors: RuntimeError if there is none."""
+        """The bound on the relative error of the first step's gradients.
+
+        Errors: RuntimeError if plain torch's error is too large for one.
+        """
         if precision not in self._bounds:
-            samples = self.step_samples(True)[0]
-            bound, error = self.bound_at(precision, [part.tolist() for part in torch.tensor(samples).chunk(12)])
+            samples = torch.tensor(self.step_samples(True)[0])
+            parts = [part.tolist() for part in samples.chunk(12)]
+            bound, error = self.bound_at(precision, parts)
             if not error <= LARGEST_BOUND:
-                raise RuntimeError(f"its gradients are off by {error:.1g} of the largest, in one process too")
+                raise RuntimeError(
+                    f"its gradients are off by {error:.1g} of the largest, in one process too"
+                )
             self._bounds[precision] = bound
         return self._bounds[precision]
 
@@ -256,7 +291,8 @@ class Reference:
         truth, _ = self.gradients(whole, values)
         together, roundings = self.gradients(whole, values, precision)
         split, _ = self.gradients(parts, values, precision)
-        error = largest({"e": torch.tensor([relative_error(gradients, truth) for gradients in (together, split)])})
+        errors = [relative_error(together, truth), relative_error(split, truth)]
+        error = torch.tensor(errors).max().item()  # nan if either is
         return min(roundings * UNIT_ROUNDOFF[precision] + 4 * error, LARGEST_BOUND), error
 
     def gradients(
@@ -264,10 +300,11 @@ class Reference:
     ) -> tuple[Values, int]:
         """Plain torch's gradients of the mean loss of all parts, one part at a time.
 
-        values: parameters and buffers; default: the initial ones. Also returns the number of results that one part's
-        forward and backward round.
+        values: parameters and buffers; None: the initial ones. Also returns the number of results
+        that one part's forward and backward round.
         """
-        model, scale = self.model_at(values, precision), self.init_scale if precision == "fp16" else 1.0
+        model = self.model_at(values, precision)
+        scale = self.init_scale if precision == "fp16" else 1.0
         batches = [self.batch(part) for part in parts]
         weight = sum(self.task.weight(batch) for batch in batches)
         for batch in batches:
@@ -275,10 +312,13 @@ class Reference:
                 with self.autocast(precision):
                     loss = self.task.loss_sum(model, batch)
                 (loss * (scale / weight)).backward()
-        return {name: gradient / scale for name, gradient in gradients_of(model).items()}, roundings.count
+        gradients = {name: gradient / scale for name, gradient in gradients_of(model).items()}
+        return gradients, roundings.count
 
     def autocast(self, precision: str) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=HALF.get(precision), enabled=precision in HALF)
+        return torch.autocast(
+            self.device.type, dtype=HALF.get(precision), enabled=precision in HALF
+        )
 
     def updates(
         self,
@@ -290,22 +330,27 @@ class Reference:
         decays: bool = True,
         ahead: int = 0,
     ) -> list[Values]:
-        """The parameters after one textbook step from each of the states; the optimizer's state is plain torch's own.
+        """The parameters after one textbook step from each of the states.
 
-        Deliberate mistakes: remembers=False loses the optimizer's state before each step, decays=False the weight
-        decay; `ahead` takes the learning rate of a later step.
+        The optimizer's state is plain torch's. Deliberate mistakes: remembers=False loses it before
+        each step, decays=False the weight decay; `ahead` takes a later step's learning rate.
         """
-        optim, scaled = self.config.optim, self.hyperparameters
-        trained = {name: nn.Parameter(value.to(dtype, copy=True)) for name, value in states[0].parameters.items()}
-        groups = [
-            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": decays * scaled.weight_decay},
+        scaled = self.hyperparameters
+        trained = {
+            name: nn.Parameter(value.to(dtype, copy=True))
+            for name, value in states[0].parameters.items()
+        }
+        decay = scaled.weight_decay if decays else 0.0
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": decay},
             {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(groups, lr=1.0, momentum=optim.momentum)
-            if optimizer_name == "sgd"
-            else torch.optim.AdamW(groups, lr=1.0, betas=optim.betas, eps=scaled.eps)
-        )
+        optimizer: torch.optim.Optimizer
+        if optimizer_name == "sgd":
+            optimizer = torch.optim.SGD(groups, lr=1.0, momentum=self.config.optim.momentum)
+        else:
+            betas = self.config.optim.betas
+            optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=scaled.eps)
         after = []
         for step, state in enumerate(states):
             for name, p in trained.items():
@@ -323,11 +368,18 @@ class Reference:
             after.append(cloned(trained))
         return after
 
-    def optim_config(self, name: str, fused: bool = True) -> OptimConfig:
+    def optim_config(self, name: Any, fused: bool = True) -> OptimConfig:
         scaled = self.hyperparameters
-        options: dict[str, Any] = {"name": name, "lr": scaled.lr[name], "eps": scaled.eps, "fused": fused}
         return replace(
-            self.config.optim, weight_decay=scaled.weight_decay, schedule="cosine", warmup_steps=2, ema="off", **options
+            self.config.optim,
+            name=name,
+            lr=scaled.lr[name],
+            eps=scaled.eps,
+            weight_decay=scaled.weight_decay,
+            fused=fused,
+            schedule="cosine",
+            warmup_steps=2,
+            ema="off",
         )
 
 
@@ -345,7 +397,9 @@ class OperationCounter(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # otherwise torch runs compiled blocks eagerly, and verify would check that
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         self.count += self.counts(function, out)
         return out
@@ -360,15 +414,12 @@ def rounds(function: Any, out: Any) -> bool:
 
 def sums_over_ranks(function: Any, out: Any) -> bool:
     """Whether an operation is a collective that sums gradients over ranks."""
-    return "c10d" in str(function) and any(name in str(function) for name in ("reduce_scatter", "allreduce"))
-
-
-def mean_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:
-    return task.loss_sum(model, batch) / task.weight(batch)
+    name = str(function)
+    return "c10d" in name and ("reduce_scatter" in name or "allreduce" in name)
 
 
 def gradients_of(model: nn.Module) -> Values:
-    """The gradients of all that trains; zeros where the loss does not depend on a parameter, as for an idle expert."""
+    """The gradients of all that trains; zeros where the loss does not depend on a parameter."""
     return {name: gradient_of(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -386,7 +437,8 @@ def difference(a: Values, b: Values) -> Values:
 
 def largest(values: Values) -> float:
     """The largest absolute value; nan if any is."""
-    return torch.stack([value.detach().abs().max().double() for value in values.values()]).max().item()
+    each = [value.detach().abs().max().double() for value in values.values()]
+    return torch.stack(each).max().item()
 
 
 def relative_error(values: Values, truth: Values) -> float:

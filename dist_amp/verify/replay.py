@@ -1,4 +1,4 @@
-"""Replay a micro-batch that a run saved because it was not finite: python -m dist_amp.verify --replay FILE."""
+"""Replay a micro-batch that was not finite in a run: python -m dist_amp.verify --replay FILE."""
 
 import tempfile
 import zipfile
@@ -17,20 +17,22 @@ from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
+from dist_amp.distributed.random_state import seed_all, set_random_state
 from dist_amp.errors import ConfigError, DataError
+from dist_amp.loading.nested import to_device
 from dist_amp.precision import build_precision
-from dist_amp.runtime.meta import build_whole
-from dist_amp.runtime.nested import to_device
-from dist_amp.runtime.random_state import seed_all, set_random_state
+from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import Config
 from dist_amp.world import locate
 
 
 def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
-    """Replay a saved micro-batch in this process and print the result; return 0 if it is not finite again, else 1.
+    """Replay a saved micro-batch in this process and print the result; return 0 if it is not finite
+    again, else 1.
 
-    argv: settings that override those of the run. Autocast casts, even where FSDP's policy did in the run.
-    Errors: DataError for a file that is no saved micro-batch, ConfigError for a config or task that can't be loaded.
+    argv: settings that override those of the run. Autocast casts, even where FSDP's policy did in
+    the run. Errors: DataError for a file that is no saved micro-batch, ConfigError for a config or
+    task that can't be loaded.
     """
     path = Path(path)
     kept = read_kept(path)
@@ -40,23 +42,41 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     try:
         task = build_task(config.task, config.data)
     except ConfigError as error:
-        raise ConfigError(f"{path} needs its task: {error}; start where the run was, or give --task.target") from error
+        raise ConfigError(
+            f"{path} needs its task: {error}; start where the run was, or give --task.target"
+        ) from error
     seed_all(config.run.seed)
     model = build_whole(task, torch.device("cpu"), frozen_too=not config.precision.use_amp)
-    world.say(f"replaying step {report.step} of {path} with {_set_weights(model, kept['weights'], path)}")
+    world.say(
+        f"replaying step {report.step} of {path} with {_set_weights(model, kept['weights'], path)}"
+    )
     model = model.to(world.device)
-    precision = build_precision(replace(config.precision, cast_by="auto"), sharded=False, world=world)
-    on_cpu = world.device.type == "cpu"
-    random = {name: state for name, state in kept["random"].items() if not (on_cpu and name == "cuda")}
+    precision = build_precision(
+        replace(config.precision, cast_by="auto"), sharded=False, world=world
+    )
+    random = dict(kept["random"])
+    if world.device.type == "cpu":
+        random.pop("cuda", None)
     set_random_state(random, world.device)
     batch = to_device(kept["batch"], world.device)
+    if kept["padding"]:
+        batch = Padding(batch)
     share = torch.tensor(kept["share"], device=world.device)
-    fault = find_nonfinite(task, model, Padding(batch) if kept["padding"] else batch, share, precision)
+    fault = find_nonfinite(task, model, batch, share, precision)
     if fault is None:
-        world.say(f"all is finite in {precision.name} on {world.device.type}; in the run it was on {report}")
+        world.say(
+            f"all is finite in {precision.name} on {world.device.type}; in the run it was on "
+            f"{report}"
+        )
         return 1
-    of = replace(fault, step=report.step, rank=report.rank, micro_batch=report.micro_batch, samples=report.samples)
-    world.say(f"not finite: on {of}")
+    located = replace(
+        fault,
+        step=report.step,
+        rank=report.rank,
+        micro_batch=report.micro_batch,
+        samples=report.samples,
+    )
+    world.say(f"not finite: on {located}")
     return 0
 
 
@@ -71,14 +91,17 @@ def read_kept(path: Path) -> dict[str, Any]:
     if not is_zip:
         raise DataError(f"--replay {path} is not a kept micro-batch; {fix}")
     if not zipfile.is_zipfile(path):
-        raise DataError(f"--replay {path} is cut short: its end is missing; copy it again, or {fix}")
+        raise DataError(
+            f"--replay {path} is cut short: its end is missing; copy it again, or {fix}"
+        )
     try:
         kept = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if "weights_only" in str(error) or "Weights only" in str(error):
             raise DataError(
-                f"--replay {path} holds more than tensors, numbers and text ({_rejected_type(error)}), and loading "
-                "that could run code; let the task's collate return tensors in dicts, lists or tuples"
+                f"--replay {path} holds more than tensors, numbers and text "
+                f"({_rejected_type(error)}), and loading that could run code; let the task's "
+                "collate return tensors in dicts, lists or tuples"
             ) from error
         raise DataError(f"--replay {path} is damaged ({error}); copy it again, or {fix}") from error
     if not isinstance(kept, Mapping) or kept.get("dist_amp") != "nonfinite":
@@ -88,8 +111,8 @@ def read_kept(path: Path) -> dict[str, Any]:
 
 def _rejected_type(error: Exception) -> str:
     """The type that torch does not load, from its long message."""
-    words = str(error).split("GLOBAL ")
-    return words[1].split()[0] if len(words) > 1 else "a type of the task's own"
+    _, _, rest = str(error).partition("GLOBAL ")
+    return rest.split()[0] if rest else "a type of the task's own"
 
 
 def _config_of(text: str, path: Path, argv: Sequence[str]) -> Config:
@@ -100,24 +123,29 @@ def _config_of(text: str, path: Path, argv: Sequence[str]) -> Config:
             return load_config(["--config", str(file), *argv])
         except ConfigError as error:
             why = str(error).replace(str(file), "its config")
-            raise ConfigError(f"--replay {path}: {why}; start it where the run was started") from error
+            raise ConfigError(
+                f"--replay {path}: {why}; start it where the run was started"
+            ) from error
 
 
 def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path) -> str:
     """Load the saved weights, else those of the run's newest checkpoint; return which, in words."""
-    if weights is not None:
-        named, whose = dict(weights), "the weights that it keeps"
-    elif checkpoints := all_checkpoints(path.parent.parent):
+    checkpoints = all_checkpoints(path.parent.parent)
+    if weights is None and not checkpoints:
+        return "initial weights: it keeps none, and the run's folder holds no checkpoint"
+    if weights is None:
         try:
             load_weights(model, checkpoints[-1])
         except DataError as error:
-            raise DataError(f"--replay {path} needs the weights of {checkpoints[-1]}: {error}") from None
+            raise DataError(
+                f"--replay {path} needs the weights of {checkpoints[-1]}: {error}"
+            ) from None
         return f"the weights of {checkpoints[-1].name}"
-    else:
-        return "initial weights: it keeps none, and the run's folder holds no checkpoint"
     try:
-        set_model_state_dict(model, named)
+        set_model_state_dict(model, dict(weights))
     except (RuntimeError, ValueError) as error:
         why = str(error).strip().splitlines()[-1].strip()
-        raise DataError(f"--replay {path} does not fit the task's model: {why}; use the task as it was") from error
-    return whose
+        raise DataError(
+            f"--replay {path} does not fit the task's model: {why}; use the task as it was"
+        ) from error
+    return "the weights that it keeps"

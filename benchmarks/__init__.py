@@ -1,0 +1,1 @@
+"""What things cost, measured: python -m benchmarks lists the benches."""

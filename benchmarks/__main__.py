@@ -1,0 +1,51 @@
+"""python -m benchmarks NAME ...: measure what something costs. NAME --help says more.
+
+amp          what mixed precision buys: time, memory and loss in every precision, for any task
+gpu          tokens/s, MFU and memory on one GPU: a hand-written loop, Accelerate, Lightning Fabric
+overhead     time per step of train_step next to the same loops
+collectives  counts what a step sends, next to the formulas (torchrun -m benchmarks.collectives)
+checkpoint   how long a checkpoint blocks training (torchrun ... -m benchmarks.checkpoint)
+activations  bytes kept and FLOPs of a step for each parallel.activation_checkpointing
+log_step     what a log step costs the host of each rank, on up to 4,096 simulated ranks
+order        time and memory of the order of samples: computed, and as a table
+padding      how much padding data.group_by_length saves, and what looking up its order costs
+shuffle      how close the Parquet view's order comes to a full shuffle; time to a late step
+packing      how full packed rows are, and how long planning them takes
+tripwires    the share of time that the consistency checks take (torchrun ... -m
+             benchmarks.tripwires)
+pretrained   time and memory to load pretrained weights into FSDP2 shards, and by from_pretrained
+data         how fast a config's data are read, next to torch's DataLoader
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from dist_amp.errors import ConfigError, nearest_name
+from dist_amp.supervise.command_line import exit_status
+
+BENCHES = re.findall(r"^(\w+)  ", __doc__ or "", re.MULTILINE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    return exit_status(run_bench, argv)
+
+
+def run_bench(words: Sequence[str]) -> int:
+    """Run the benchmark that the first word names with the other words; returns its exit status."""
+    if not words or words[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0
+    name, *rest = words
+    if name not in BENCHES:
+        near = nearest_name(name, BENCHES)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(BENCHES)}"
+        raise ConfigError(f"there is no bench {name!r}; {hint}")
+    module = import_module(f"benchmarks.{name}")
+    return int(module.main(rest))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

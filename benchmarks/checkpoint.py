@@ -1,0 +1,85 @@
+r"""How long a checkpoint blocks training, written in the background and in the foreground.
+
+torchrun --nproc_per_node=2 -m benchmarks.checkpoint --task.args.width 1024 --task.args.layers 8 \
+    --task.args.context 16 --train.micro_batch_size 1
+
+Target: a ratio of 0.08. It also says what a step takes alone, and while a save is written. The
+state should be large (here 1.13 GiB), because both kinds of save begin with the same few
+collectives. Add --parallel.strategy fsdp for shards.
+"""
+
+import shutil
+import sys
+import time
+from dataclasses import replace
+from statistics import median
+
+from benchmarks.harness import on_a_run
+from dist_amp.checkpoint.format import all_checkpoints, read_manifest
+from dist_amp.checkpoint.saver import Saver
+from dist_amp.clock import wait_for_device
+from dist_amp.errors import Failure
+from dist_amp.run import Run
+from dist_amp.step import train_step
+
+ROUNDS = 5  # of one save of each kind, after one of each that allocates memory and is not counted
+
+
+@on_a_run
+def main(run: Run) -> None:
+    """Save the run several times, and remove what was written; print how long training waits."""
+    world = run.world
+    if all_checkpoints(run.folder):
+        raise Failure(
+            f"run.dir={run.folder} has checkpoints, which this bench would delete; give another "
+            "folder"
+        )
+    saver = Saver(run)  # as in training, one for all saves
+    size = 0
+    waits: dict[str, list[float]] = {"background": [], "foreground": []}
+    steps_alone = []
+    steps_while_writing = []
+    for kind in list(waits) * (ROUNDS + 1):
+        checkpoint = replace(run.config.checkpoint, async_save=kind == "background")
+        run.config = replace(run.config, checkpoint=checkpoint)
+        steps_alone.append(step_seconds(run))
+        world.barrier()
+        started = time.perf_counter()
+        saver.save(wait=False)
+        waits[kind].append(time.perf_counter() - started)
+        if (write := run.metrics.save) is not None:
+            steps_while_writing.append(step_seconds(run))
+            write.result()
+        written = all_checkpoints(run.folder)
+        if not written:
+            raise Failure(
+                f"no checkpoint could be written to run.dir={run.folder}; free some space"
+            )
+        size = sum(entry["bytes"] for entry in read_manifest(written[-1]).files.values())
+        world.barrier()
+        if world.is_main:
+            shutil.rmtree(run.folder / "checkpoints")
+        world.barrier()
+    parts = []
+    for kind, seconds in waits.items():
+        counted = seconds[1:]
+        spread = f"({min(counted):.3f} to {max(counted):.3f})"
+        parts.append(f"{median(counted):.3f} s {spread} in the {kind}")
+    ratio = median(waits["background"][1:]) / median(waits["foreground"][1:])
+    world.say(
+        f"{size / 2**30:.2f} GiB, {run.parallel.strategy} on {world.world_size} x "
+        f"{world.device.type}: training waits for a save {' and '.join(parts)}: ratio "
+        f"{ratio:.3f}; a step takes {median(steps_alone):.3f} s, and "
+        f"{median(steps_while_writing[1:]):.3f} s while a save is written"
+    )
+
+
+def step_seconds(run: Run) -> float:
+    started = time.perf_counter()
+    train_step(run, next(run.data))
+    wait_for_device(run.world.device)
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""How fast a config's data are read, next to torch's DataLoader over the same dataset.
+
+python -m benchmarks data
+python -m benchmarks data --data.path 'rows/*.parquet' --data.view parquet --data.workers 2
+
+Both read micro-batches of train.micro_batch_size samples by the task's collate with data.workers
+processes, in turns: dist_amp in the run's order, DataLoader with shuffle=True. Then it takes steps,
+and says what share of them the run waits for data; target: 1 %.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, default_collate
+
+from benchmarks import harness, report
+from dist_amp.data import build_batches
+from dist_amp.run import Run
+from dist_amp.step import train_step
+from dist_amp.task import build_split
+
+ROUNDS = 7
+ROUND_SECONDS = 1.0
+STEPS = 300
+OURS, BARE = "dist_amp", "DataLoader"
+
+
+def ours(run: Run, dataset: Any) -> Iterator[Any]:
+    batches = build_batches(
+        run.config.data,
+        run.task,
+        dataset,
+        run.world,
+        micro_batch_size=run.config.train.micro_batch_size,
+        accumulation_steps=1,
+        seed=0,
+    )
+    try:
+        for (batch,) in batches:
+            yield batch
+    finally:
+        batches.close()
+
+
+def bare(run: Run, dataset: Any) -> Iterator[Any]:
+    workers = run.config.data.workers
+    loader: Any = DataLoader(
+        dataset,
+        run.config.train.micro_batch_size,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=getattr(run.task, "collate", default_collate),
+    )
+    while True:
+        yield from loader
+
+
+def speed(batches: Iterator[Any], ahead: int) -> float:
+    """Micro-batches per second, once `ahead` of them have been read."""
+    for _ in range(ahead):
+        next(batches)
+    count = 0
+    began = now = time.perf_counter()
+    while not count or now - began < ROUND_SECONDS:
+        next(batches)
+        count += 1
+        now = time.perf_counter()
+    batches.close()  # type: ignore[attr-defined]  # ends the workers
+    return count / (now - began)
+
+
+def share_of_waiting(run: Run) -> tuple[float, float]:
+    """(share of the time that this rank waits for data, seconds per step)."""
+    for _ in range(10):  # the workers fill their queues
+        train_step(run, next(run.data))
+    waited = 0.0
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        asked = time.perf_counter()
+        micro_batches = next(run.data)
+        waited += time.perf_counter() - asked
+        train_step(run, micro_batches)
+    seconds = time.perf_counter() - began
+    return waited / seconds, seconds / STEPS
+
+
+@harness.on_a_run
+def main(run: Run) -> None:
+    """Print micro-batches per second of both loaders, and what a step waits."""
+    dataset = build_split(run.task, "train", run.world)
+    loaders = {OURS: ours, BARE: bare}
+    ahead = 1 + 2 * run.config.data.workers  # workers keep 2 batches each
+
+    def block(name: str, is_warm_up: bool) -> float:
+        return speed(loaders[name](run, dataset), ahead)
+
+    speeds = harness.in_turns(loaders, block, ROUNDS)
+    ratios = [mine / base for mine, base in zip(speeds[OURS], speeds[BARE], strict=True)]
+    for name, rates in speeds.items():
+        run.world.say(f"{name:<11}{report.digits(report.median(rates)):>8} micro-batches/s")
+    run.world.say(f"dist_amp over DataLoader: {report.interval(ratios)}")
+    waiting, seconds = share_of_waiting(run)
+    slowest = max(row[0] for row in run.world.gather_numbers([waiting]))
+    run.world.say(
+        f"the slowest rank waits {slowest:.2%} of a step of {1e3 * seconds:.1f} ms for data"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

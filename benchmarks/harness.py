@@ -1,0 +1,366 @@
+"""What the benchmarks share: launching, counting host reads, and timing loops in turns."""
+
+import argparse
+import gc
+import itertools
+import json
+import logging
+import os
+import random
+import shlex
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from benchmarks.loops import Loop
+from benchmarks.report import about
+from dist_amp.clock import PhaseClock, wait_for_device
+from dist_amp.config.load import load_config
+from dist_amp.distributed.environment import environment_number
+from dist_amp.distributed.signals import die_with_parent
+from dist_amp.errors import ConfigError, first_line
+from dist_amp.run import Run, build_run
+from dist_amp.settings import RunConfig
+from dist_amp.supervise.command_line import exit_status
+from dist_amp.supervise.out_of_memory import is_out_of_memory
+from dist_amp.world import World, start
+
+OUT_OF_MEMORY = "out of memory; use smaller micro-batches"
+NO_TIME = "left out: no time"
+
+
+def note_of(error: Exception) -> str:
+    """Why something was not measured, in one line."""
+    if isinstance(error, ImportError):
+        return "not installed: pip install -e '.[bench]' in the clone's folder"
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    return f"failed: {first_line(error).split('. ')[0][:160] or type(error).__name__}"
+
+
+# --- commands
+
+
+def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
+    """The command `run` as main(argv), which returns the exit status."""
+
+    @wraps(run)
+    def main(argv: Sequence[str] | None = None) -> int:
+        return exit_status(run, argv)
+
+    return main
+
+
+def on_a_run(bench: Callable[[Run], None]) -> Callable[..., int]:
+    """A command whose arguments are the main job's settings: bench(run) gets a fresh run, without
+    evaluations or checkpoints. --help prints the module's docstring.
+    """
+
+    @command
+    def main(words: Sequence[str]) -> None:
+        if {"-h", "--help"} & set(words):
+            print((sys.modules[bench.__module__].__doc__ or "").strip())
+            print("\nIts arguments are those of dist_amp.train: python -m dist_amp.train --help")
+            return
+        off = ["--run.resume", "never", "--eval.every", "off", "--checkpoint.every", "off"]
+        config = load_config([*off, *words])
+        with start(config.run) as world:
+            run = build_run(config, world)
+            bench(run)
+            run.data.close()
+
+    return main
+
+
+def single_process(name: str) -> None:
+    """Errors: ConfigError under torchrun."""
+    if (ranks := environment_number("WORLD_SIZE", 1)) > 1:
+        raise ConfigError(
+            f"bench {name} runs in one process, but {ranks} were launched; run it without torchrun"
+        )
+
+
+def on_ranks(size: int, bench: Callable[..., Any], *args: Any) -> Any:
+    """Run bench(world, *args) on `size` new processes with one CPU thread each; returns rank 0's
+    result, via JSON.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        args = (size, get_free_port(), result, bench, args)
+        torch.multiprocessing.spawn(_rank, args, size)  # type: ignore[attr-defined]
+        return json.loads(result.read_text())
+
+
+def _rank(
+    rank: int, size: int, port: int, result: Path, bench: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    die_with_parent(signal.SIGKILL)
+    if size > 1:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {name: str(value) for name, value in ranks.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    with start(RunConfig(device="cpu")) as world:
+        returned = bench(world, *args)
+        if world.is_main:
+            result.write_text(json.dumps(returned))
+
+
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """An argparse type: a number that is `least` or more."""
+
+    def number(text: str) -> float:
+        if kind(text) >= least:  # false for nan
+            return kind(text)
+        raise argparse.ArgumentTypeError(f"{text} must be at least {least:g}")
+
+    return number
+
+
+def add_choices(parser: argparse.ArgumentParser, **choices: Sequence[str]) -> None:
+    """Options that take one or more of some names; all by default."""
+    for name, names in choices.items():
+        text = f"of {', '.join(names)}; default: all"
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=names, default=list(names), metavar="NAME", help=text
+        )
+
+
+def add_common(parser: argparse.ArgumentParser, minutes: float, out: str) -> None:
+    """--smoke, --rounds, --minutes and --out."""
+    add = parser.add_argument
+    text = "small models on a CPU: tests all code paths; its times mean nothing"
+    add("--smoke", "--reduced", action="store_true", help=text)
+    add("--rounds", type=at_least(1), metavar="N", help="default: 10, with --smoke 2")
+    text = f"default: {minutes:g}"
+    add("--minutes", type=at_least(0, float), default=minutes, metavar="N", help=text)
+    text = f"default: {out}, with --smoke {out}_smoke"
+    add("--out", type=Path, metavar="DIR", help=text)
+    parser.set_defaults(default_out=out)
+
+
+def with_defaults(options: argparse.Namespace, words: Sequence[str]) -> argparse.Namespace:
+    """Fill in what depends on --smoke; `words` is the command line."""
+    options.words = list(words)
+    rounds, suffix = 10, ""
+    if options.smoke:
+        rounds, suffix = 2, "_smoke"
+    options.rounds = options.rounds or rounds
+    options.out = options.out or Path(f"{options.default_out}{suffix}")
+    return options
+
+
+@contextmanager
+def quiet_process(one_thread: bool) -> Iterator[None]:
+    """Without warnings and info logs, which are repeated for each loop."""
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        if one_thread:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            logging.disable(logging.NOTSET)
+
+
+class Bench:
+    """One invocation of a benchmark: its device, its time budget and its report.
+
+    block_seconds: how long a loop is timed between two clock readings; 0: one step.
+    """
+
+    def __init__(self, name: str, world: World, options: argparse.Namespace, block_seconds: float):
+        self.world = world
+        self.options = options
+        self.block_seconds = 0.0 if options.smoke else block_seconds
+        self.started = time.monotonic()
+        packages = ("accelerate", "lightning-fabric", "lightning", "triton")
+        self.report: dict[str, Any] = {
+            "command": f"python -m benchmarks {name} {shlex.join(options.words)}".rstrip(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            **about(world.device, *packages),
+            "smoke": options.smoke,
+            "rounds": options.rounds,
+            "left_out": [],
+        }
+
+    @property
+    def seconds_left(self) -> float:
+        return self.started + self.options.minutes * 60 - time.monotonic()
+
+
+# --- host reads
+
+
+class HostReads(TorchDispatchMode):
+    """Counts calls that make the host wait for the device: item(), float(), bool(), tolist()."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor dispatches again on its local tensors
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self) -> "HostReads":
+        tolist = torch.Tensor.tolist
+
+        def counted(tensor: torch.Tensor) -> Any:
+            self.count += 1
+            return tolist(tensor)
+
+        self.patch = patch.object(torch.Tensor, "tolist", counted)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.patch.stop()
+        super().__exit__(*error)
+
+
+# --- timing
+
+
+@contextmanager
+def computes_in(dtype: torch.dtype, layer: nn.Module) -> Iterator[None]:
+    """Errors: RuntimeError if the layer's forwards in here give another dtype."""
+    dtypes: set[torch.dtype] = set()
+    hook = layer.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    yield
+    hook.remove()
+    if wrong := dtypes - {dtype}:
+        raise RuntimeError(f"trains in {str(wrong.pop()).removeprefix('torch.')}")
+
+
+def release(device: torch.device) -> None:
+    """Free memory that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def timed(world: World, call: Callable[[], object]) -> float:
+    """Seconds, measured from an idle device to an idle device."""
+    wait_for_device(world.device)
+    clock = PhaseClock(world.device)
+    call()
+    lap = clock.lap()
+    wait_for_device(world.device)
+    return sum(lap.seconds().values())
+
+
+def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> float:
+    """Seconds per step."""
+    repeated = itertools.islice(itertools.cycle(data), steps)
+    # Each step gets its own containers: a task may pop its labels from a batch.
+    ready = [tree_map(lambda part: part, step) for step in repeated]
+    loop.prepare()
+    return timed(world, lambda: [loop.step(micro_batches) for micro_batches in ready]) / steps
+
+
+def in_turns(
+    names: Iterable[str], block: Callable[[str, bool], Any], rounds: int
+) -> dict[str, list[Any]]:
+    """{name: block(name, is_warm_up) of each round but the warm-up}, each round in a new random
+    order, the same on all ranks.
+    """
+    order = random.Random(0)
+    values: dict[str, list[Any]] = {name: [] for name in names}
+    gc.collect()
+    gc.freeze()  # what exists by now need not be looked at in each round
+    gc.disable()
+    try:
+        for number in range(rounds + 1):
+            gc.collect()
+            for name in order.sample(list(values), len(values)):
+                values[name].append(block(name, number == 0))
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return {name: results[1:] for name, results in values.items()}
+
+
+Rows = dict[str, dict[str, Any]]
+Enter = Callable[[str], tuple[Loop, dict[str, Any]]]
+
+
+def compare(
+    bench: Bench, base: str, names: Iterable[str], enter: Enter, data: Sequence[Any]
+) -> dict[str, dict[str, Any]]:
+    """Time each loop in turns with the base loop; only these two are in memory.
+
+    enter(name) builds a loop, takes its first steps, and returns it with its row. Returns a row for
+    each loop, to which this adds `seconds` per step and `speedup` over the base loop, one of each
+    per round; or a `note` that says why it was not timed.
+    """
+    rows: Rows = {}
+    base_loop = _try_to_enter(bench, base, enter, rows)
+    for name in names:
+        if name == base:
+            continue
+        loop = _try_to_enter(bench, name, enter, rows)
+        if loop is not None and base_loop is not None:
+            _time_pair(bench, {base: base_loop, name: loop}, data, rows)
+        loop = None
+        release(bench.world.device)
+    if base_loop is not None and "seconds" not in rows[base]:
+        _time_pair(bench, {base: base_loop}, data, rows)
+    return rows
+
+
+def _try_to_enter(bench: Bench, name: str, enter: Enter, rows: Rows) -> Loop | None:
+    if bench.seconds_left < 0:
+        rows[name] = {"note": NO_TIME}
+        return None
+    try:
+        loop, rows[name] = enter(name)
+    except ConfigError:
+        raise
+    except Exception as error:  # not kept: its traceback would hold device memory
+        rows[name] = {"note": note_of(error)}
+        return None
+    return loop
+
+
+def _time_pair(bench: Bench, pair: Mapping[str, Loop], data: Sequence[Any], rows: Rows) -> None:
+    base = next(iter(pair))
+    name = list(pair)[-1]
+
+    def block(name: str, is_warm_up: bool) -> float:
+        return timed_block(bench.world, pair[name], data, steps)
+
+    try:
+        slowest = max(timed_block(bench.world, loop, data, 1) for loop in pair.values())
+        steps = max(1, round(bench.block_seconds / slowest))
+        seconds = in_turns(pair, block, bench.options.rounds)
+    except Exception as error:
+        rows[name]["note"] = note_of(error)
+        return
+    rows[base].setdefault("seconds", seconds[base])
+    rows[base].setdefault("speedup", [1.0] * len(seconds[base]))
+    if name != base:
+        pairs = zip(seconds[base], seconds[name], strict=True)
+        rows[name]["seconds"] = seconds[name]
+        rows[name]["speedup"] = [before / after for before, after in pairs]

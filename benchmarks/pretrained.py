@@ -1,0 +1,122 @@
+"""How pretrained weights reach FSDP2's shards: time and memory per rank.
+
+python -m benchmarks pretrained [--ranks 2] [--layers 20] [--dtype bf16]
+
+A Llama of width 1,024 and 32,000 tokens (with 20 layers 322 million parameters) is written to a
+temporary folder and loaded in float32 on CPU processes in two ways: straight into the shards, and
+by from_pretrained on every rank with sharding after that. Memory is the growth of a rank's highest
+resident memory, with the pages of mapped files.
+"""
+
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness import at_least, command, on_ranks
+from dist_amp.errors import ConfigError
+from dist_amp.parallel import build_parallel
+from dist_amp.precision import build_precision
+from dist_amp.scaling.find_blocks import find_blocks
+from dist_amp.scaling.meta import build_module, load_parameters
+from dist_amp.settings import ParallelConfig, PrecisionConfig
+from dist_amp.supervise.command_line import Parser
+from dist_amp.tasks.pretrained import load_pretrained
+from dist_amp.world import World
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@command
+def main(words: Sequence[str]) -> None:
+    parser = Parser("python -m benchmarks pretrained", __doc__)
+    parser.add_argument("--ranks", type=at_least(2), default=2, metavar="N", help="default: 2")
+    parser.add_argument("--layers", type=at_least(1), default=20, metavar="N", help="default: 20")
+    text = "of the files; default: bf16"
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help=text)
+    options = parser.parse_args(words)
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is missing; pip install -e '.[hf]' in the clone's folder"
+        ) from error
+    sizes = {"small": (8, 1), "large": (1024, options.layers)}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (width, layers) in sizes.items():
+            config = LlamaConfig(
+                hidden_size=width,
+                intermediate_size=11 * width // 4,
+                num_hidden_layers=layers,
+                num_attention_heads=max(1, width // 64),
+            )
+            model: Any = LlamaForCausalLM(config).to(DTYPES[options.dtype])
+            model.save_pretrained(f"{folder}/{name}")
+            count = model.num_parameters()
+            del model
+        print(f"{count:,} parameters, {4 * count / 2**20:,.0f} MiB in float32, FSDP2")
+        for task in (IntoShards, OnEachRank):
+            seconds, size = on_ranks(options.ranks, measure, folder, task)
+            print(f"  {task.__doc__}: {seconds:.1f} s, {size / 2**20:,.0f} MiB per rank")
+
+
+class OnEachRank:
+    """from_pretrained on each rank"""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def build_model(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+
+
+class IntoShards(OnEachRank):
+    """straight into shards"""
+
+    def build_model(self) -> nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(self.folder)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    def load(self, model: nn.Module) -> None:
+        load_pretrained(model, self.folder)
+
+
+def measure(world: World, folder: str, task: Any) -> list[float]:
+    """[seconds, bytes], each the largest of all ranks."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    load(world, task(f"{folder}/small"))  # what a process does once: imports, and the mesh
+    world.barrier()
+    started = time.perf_counter()
+    before = resident()
+    load(world, task(f"{folder}/large"))
+    rows = world.gather_numbers([time.perf_counter() - started, resident() - before])
+    return [max(column) for column in zip(*rows, strict=True)]
+
+
+def resident() -> int:
+    """The highest resident memory of this process so far, in bytes, with pages of mapped files."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def load(world: World, task: Any) -> None:
+    """As build_run does."""
+    module = build_module(task)
+    precision = build_precision(PrecisionConfig(use_amp=False), True, world)
+    blocks = find_blocks(module)
+    parallel = build_parallel(ParallelConfig(), "fsdp", module, blocks, precision, world)
+    load_parameters(task, parallel.module, world)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What things cost, measured: python -m dist_amp.bench lists the benches."""

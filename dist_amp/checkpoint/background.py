@@ -1,0 +1,159 @@
+"""Background saves (checkpoint.async_save): training waits only for a copy of the state to host
+memory.
+
+The memory is filled again by each save, since fresh memory costs more than the copy itself: the
+kernel maps and clears every page. With a GPU it is pinned, so that a shard crosses the bus at full
+speed. torch's DefaultStager (2.13.0) fails on tensors that are made of others, such as 8-bit
+moments, and on sparse ones, and where memory can't be pinned.
+"""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_with_path
+
+from dist_amp.checkpoint.state import Snapshot
+from dist_amp.world import World
+
+
+class Background:
+    """Copies snapshots, and writes them in a thread while training continues."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._staging = Staging(world.device)
+
+    def copy(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot in host memory, without what another rank writes."""
+        state = without_replicas(snapshot.state, self._world)
+        return replace(snapshot, state=self._staging.copy(state))
+
+    def start(self, write: Callable[[], None], outcome: "Future[None]") -> None:
+        """Call `write` in a thread; `outcome` gets its end."""
+
+        def work() -> None:
+            try:
+                if self._world.device.type == "cuda":  # a new thread's device is the first one
+                    torch.cuda.set_device(self._world.device)
+                write()
+                outcome.set_result(None)
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        # Not a thread pool: Python joins its threads at exit, even after a crash.
+        Thread(target=work, daemon=True).start()
+
+
+class Staging:
+    """Host memory for one copy of this rank's part of the state; it grows with the state and stays
+    for the run.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pins = device.type == "cuda"
+        self._kept: dict[tuple[Any, ...], Tensor] = {}  # by path in the state, and layout
+        self._copied: dict[tuple[Any, ...], Tensor] = {}  # in this copy: tied tensors only once
+
+    @torch.no_grad()
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with every tensor in this memory, once the copies have arrived; it replaces the
+        copy before.
+        """
+        self._copied.clear()
+        copy: dict[str, Any] = tree_map_with_path(self._staged, state)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return copy
+
+    def _staged(self, path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if is_traceable_wrapper_subclass(leaf):  # a DTensor, torchao's 8-bit moments
+            names, context = leaf.__tensor_flatten__()
+            parts = {name: self._staged((*path, name), getattr(leaf, name)) for name in names}
+            kind: Any = type(leaf)
+            return kind.__tensor_unflatten__(parts, context, leaf.size(), leaf.stride())
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            return leaf.detach().to("cpu", copy=True)
+        layout = (leaf.dtype, leaf.size(), leaf.stride())
+        source = (leaf.device, leaf.data_ptr(), *layout)
+        if source in self._copied and leaf.numel():
+            return self._copied[source]
+        target = self._kept.get((path, layout))
+        if target is None:
+            target = self._kept[path, layout] = self._empty_like(leaf)
+        self._copied[source] = target.copy_(leaf, non_blocking=True)
+        return target
+
+    def _empty_like(self, tensor: Tensor) -> Tensor:
+        """Host memory for it, pinned if there is a GPU and the system allows it."""
+        if self._pins:
+            try:
+                return torch.empty_like(tensor, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                print(
+                    f"warning: {tensor.nbytes:,} bytes of host memory can't be pinned for "
+                    f"background saves ({str(error).splitlines()[0]}); training waits longer for "
+                    "each save; give the job more host memory, or set checkpoint.async_save=false",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self._pins = False
+        return torch.empty_like(tensor, device="cpu")
+
+
+def without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
+    """The state without the replicas that another rank writes; one copy of each is enough.
+
+    They are spread over the ranks by their sizes: of an ordinary tensor, one rank keeps it; of a
+    DTensor with replicas, as under HSDP, one replica of the mesh does. The entries under "ranks"
+    differ, so each rank keeps its own.
+    """
+    bytes_of: dict[int, list[int]] = {}  # {replicas: bytes that each of them keeps}
+
+    def keeps(value: Any) -> bool:
+        if not isinstance(value, Tensor):
+            return True
+        replica = world.rank
+        replicas = world.world_size
+        if isinstance(value, DTensor):
+            replica, replicas = _replica(value)
+        kept = bytes_of.setdefault(replicas, [0] * replicas)
+        keeper = kept.index(min(kept))
+        kept[keeper] += value.numel() * value.element_size()
+        return keeper == replica
+
+    def part_of(section: dict[str, Any]) -> dict[str, Any]:
+        kept = {}
+        for name, value in section.items():
+            if isinstance(value, dict):
+                kept[name] = part_of(value)
+            elif keeps(value):
+                kept[name] = value
+        return kept
+
+    shared = {name: section for name, section in state.items() if name != "ranks"}
+    return {**part_of(shared), "ranks": state["ranks"]}
+
+
+def _replica(value: DTensor) -> tuple[int, int]:
+    """(which replica of the tensor this rank has a shard of, how many there are)."""
+    replica = 0
+    replicas = 1
+    coordinates: Any = value.device_mesh.get_coordinate() or []
+    for size, coordinate, placement in zip(
+        value.device_mesh.shape, coordinates, value.placements, strict=True
+    ):
+        if placement.is_replicate():
+            replica = replica * size + coordinate
+            replicas *= size
+    return replica, replicas

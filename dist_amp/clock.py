@@ -1,0 +1,138 @@
+"""How a rank spends its time: a stopwatch that is always in one phase, so phases add up to all.
+
+On a CPU it reads the host's clock. On a GPU it records events in the compute stream, which nothing
+waits for: a phase lasts until the device reaches the next one, so time in which a slow host leaves
+the device idle counts as well.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import torch
+
+# A step: what this rank does itself; waiting for the other ranks, with the sending; writing the
+# logs, on rank 0.
+OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
+STEP_PHASES = (*OWN_PHASES, "communication", "logging")
+# Between steps.
+PHASES = (*STEP_PHASES, "evaluation", "checkpoint", "diagnostics")
+Phase = Literal[
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "other",
+    "communication",
+    "logging",
+    "evaluation",
+    "checkpoint",
+    "diagnostics",
+]
+
+MANY_MARKS = 2048  # unread; then those that the device has passed are read
+
+
+class PhaseClock:
+    """Seconds per phase since the last `lap`; it begins in "other". For one thread at a time."""
+
+    def __init__(self, device: torch.device | None = None):
+        self.on_gpu = device is not None and device.type == "cuda" and torch.cuda.is_available()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was measured."""
+        self._phase: Phase = "other"
+        self._held = False
+        self._lap = Lap(self._now())
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        with suppress(
+            RuntimeError
+        ):  # the device has failed, with an error that is raised elsewhere
+            event.record()
+        return event
+
+    def enter(self, phase: Phase) -> Phase:
+        """Begin a phase, unless the present one is held; returns the one before it."""
+        before = self._phase
+        if not self._held:
+            self._lap.end(before, self._now())
+            self._phase = phase
+        return before
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """A phase for the length of a with-block."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    @contextmanager
+    def hold(self, phase: Phase) -> Iterator[None]:
+        """A phase for the length of a with-block, whatever is entered in it: all of an evaluation
+        is evaluation.
+        """
+        if self._held:
+            yield
+            return
+        with self.phase(phase):
+            self._held = True
+            try:
+                yield
+            finally:
+                self._held = False
+
+    def lap(self) -> "Lap":
+        """What was measured since the last lap; the present phase continues."""
+        now = self._now()
+        lap = self._lap
+        lap.end(self._phase, now)
+        self._lap = Lap(now)
+        return lap
+
+    def so_far(self) -> dict[str, float]:
+        """Seconds by phase since the last lap; on a GPU, of what the device has finished."""
+        self._lap.end(self._phase, self._now())
+        return self._lap.seconds(finished_only=True)
+
+
+class Lap:
+    """The time between two laps of a clock."""
+
+    def __init__(self, begin: Any):
+        self._since = begin
+        self._marks: list[tuple[Phase, Any]] = []  # ended phases, each with the moment of its end
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    def end(self, phase: Phase, moment: Any) -> None:
+        self._marks.append((phase, moment))
+        if len(self._marks) >= MANY_MARKS:
+            self.seconds(finished_only=True)
+
+    def seconds(self, finished_only: bool = False) -> dict[str, float]:
+        """By phase, in PHASES' order. On a GPU: once the device has reached the lap's end."""
+        read = 0
+        for phase, moment in self._marks:
+            if isinstance(moment, float):
+                self._seconds[phase] += moment - self._since
+            elif finished_only and not moment.query():
+                break
+            else:
+                self._seconds[phase] += self._since.elapsed_time(moment) / 1000
+            self._since = moment
+            read += 1
+        del self._marks[:read]
+        return dict(self._seconds)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait for all queued work on the device: before reading a clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

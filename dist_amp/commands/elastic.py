@@ -1,0 +1,298 @@
+"""torchrun's elastic agent in this process: whether to restart failed ranks, and how they ended.
+
+`torch.distributed.run.run` makes its agent itself, so a subclass takes the agent's place in torch's
+module meanwhile. The subclass reads private names. Where torch has other ones, a failure is
+restarted up to --max-restarts times, as by torchrun, and the ranks' exit codes after a signal are
+unknown. A rank that fails by itself leaves its report in torchrun's error file
+(supervise/failure.py): what it printed, and the number of steps that it had taken.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.launcher import api
+
+from dist_amp.distributed.environment import LAUNCHER
+from dist_amp.distributed.process import without_stderr
+from dist_amp.distributed.signals import handle_signals
+from dist_amp.errors import (
+    SAVED_AND_STOPPED,
+    ConfigError,
+    DataError,
+    Failure,
+    NumericsError,
+    add_context,
+)
+
+SECONDS_TO_AGAIN = 1.0  # assumed: two SIGINT in less are one Ctrl-C, sent to the launcher twice
+
+KINDS = (Failure, ConfigError, DataError, NumericsError)
+KNOWN = {0, SAVED_AND_STOPPED, *(kind.exit_code for kind in KINDS)}
+
+Failures = Mapping[int, ProcessFailure]  # by rank, of this machine, when the agent looked
+
+
+def torchrun_options(parser: ArgumentParser) -> dict[str, Action]:
+    """{"--nproc-per-node": its action}: every spelling of torchrun's options, without --help."""
+    options: dict[str, Action] = {}
+    for action in parser._actions:
+        if action.dest != "help":
+            options |= dict.fromkeys(action.option_strings, action)
+    return options
+
+
+# --- the agent
+
+
+def run_agent(
+    options: Namespace, restarts: Callable[[Failures, int], bool], hides_log: bool
+) -> None:
+    """Run torchrun's agent in this process until all ranks have ended.
+
+    restarts: whether to restart after a failure, by what has failed and how many restarts are left.
+    hides_log: leave out what the agent writes to standard error before the ranks start. Errors:
+    torchrun's, with the context `exit_codes`: one of each rank of this machine that was started.
+    """
+    signals = Signals()
+
+    class Agent(LocalElasticAgent):
+        def _start_workers(self, worker_group: Any) -> Any:
+            quiet.close()
+            with signals.held():
+                return super()._start_workers(worker_group)
+
+        def run(self, *role: str) -> Any:
+            try:
+                return super().run(*role)
+            except Exception as error:
+                add_context(error, exit_codes=[process.returncode for process in _processes(self)])
+                raise
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            signals.deliver()  # torch's agent may have swallowed the exception
+            result = super()._monitor_workers(worker_group)
+            left = getattr(self, "_remaining_restarts", 0)
+            if result.failures and not restarts(result.failures, left):
+                self._remaining_restarts = 0
+            return result
+
+        def _shutdown(self, *after_signal: Any, **timeout: Any) -> None:
+            # The agent names the signal by position when it got one. Another one while the ranks
+            # save would end the agent alone. A terminal's Ctrl-C does not reach the ranks, which
+            # have sessions of their own.
+            with ExitStack() as handled:
+                names = options.signals_to_handle.split(",") if after_signal else []
+                for name in names:
+                    number = getattr(signal, name.strip(), None)
+                    if number == signal.SIGINT:
+                        handled.enter_context(handle_signals(KillOnSecondInterrupt(self), [number]))
+                    elif number is not None:
+                        handled.enter_context(handle_signals(signal.SIG_IGN, [number]))
+                super()._shutdown(*after_signal, **timeout)
+
+    os.environ[LAUNCHER] = str(os.getpid())
+    with patch.object(api, "LocalElasticAgent", Agent), signals.handled(), ExitStack() as quiet:
+        if hides_log and hasattr(LocalElasticAgent, "_start_workers"):
+            # Where no rendezvous answers, torch's C++ prints pages of frames.
+            quiet.enter_context(without_stderr())
+        torchrun.run(options)
+
+
+class Signals:
+    """In place of torch's signal handler, whose exception may come at a bad time, or be swallowed.
+
+    While ranks are being started the agent does not know them yet, and would leave them behind: it
+    is raised then.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: signal.Signals | None = None
+        self._held = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._arrived = signal.Signals(number)
+        if not self._held:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Errors: SignalException if a signal has arrived."""
+        if self._arrived is not None:
+            text = f"process {os.getpid()} got {self._arrived.name}"
+            raise SignalException(text, sigval=self._arrived)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Raise at the end of the block what arrives in it."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self.deliver()
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Let torch register this handler, from the first start of ranks on."""
+        with ExitStack() as patched:
+            if hasattr(processes, "_terminate_process_handler"):
+                patched.enter_context(patch.object(processes, "_terminate_process_handler", self))
+            yield
+
+
+class KillOnSecondInterrupt:
+    """The handler of SIGINT while the ranks save after a signal."""
+
+    def __init__(self, agent: LocalElasticAgent):
+        self._agent = agent
+        self._since = time.monotonic()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self._since < SECONDS_TO_AGAIN:
+            return
+        for process in _processes(self._agent):
+            with suppress(ProcessLookupError):
+                process.kill()
+
+
+def _processes(agent: LocalElasticAgent) -> list[Any]:
+    """The ranks of this machine, each a subprocess.Popen; [] if unknown."""
+    handlers = getattr(getattr(agent, "_pcontext", None), "subprocess_handlers", {})
+    return [handler.proc for handler in handlers.values()]
+
+
+# --- how the ranks ended
+
+
+class Ended(NamedTuple):
+    """The rank that explains a failure. text: what it reported, "" for nothing; step: how many
+    steps it had taken; line: the text in one line, if it is of this project.
+    """
+
+    rank: int
+    pid: int
+    exit_code: int
+    text: str = ""
+    step: int = 0
+    line: str = ""
+
+    @property
+    def cause(self) -> str:
+        """One line without the rank's traceback."""
+        if self.text:
+            return self.line or self.text.strip().splitlines()[0].removeprefix("error: ")
+        rank = f"rank {self.rank} (process {self.pid})"
+        if self.exit_code >= 0:
+            return f"{rank} ended with status {self.exit_code} and reported nothing"
+        name = signal_name(-self.exit_code)
+        hint = " (by the kernel, if the machine ran out of memory)" if name == "SIGKILL" else ""
+        return f"{rank} was killed by {name}{hint}"
+
+    @property
+    def status(self) -> int:
+        return self.exit_code if self.exit_code in KNOWN else 1
+
+    def is_again(self, other: "Ended | None") -> bool:
+        """Whether this is the other one's failure, and training got no further in between."""
+        if other is None or not self.text or not other.text:
+            return False
+        return plain(self.text) == plain(other.text) and self.step <= other.step
+
+
+def plain(text: str) -> str:
+    """A report without what differs from one attempt to the next: which rank was first, and
+    addresses.
+    """
+    return re.sub(r"0x[0-9a-f]+", "0x", re.sub(r"^rank \d+: ", "", text))
+
+
+def who_explains(failures: Failures) -> Ended:
+    """The rank that left a report; else the one that failed first."""
+    ends = []
+    for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
+        end = Ended(rank, failure.pid, failure.exitcode)
+        if isinstance(failure.message, dict):
+            text = str(failure.message.get("message", ""))
+            extra: dict[str, Any] = failure.message.get("extraInfo", {})
+            step = int(extra.get("step", 0))
+            end = end._replace(text=text, step=step, line=str(extra.get("line", "")))
+        ends.append(end)
+    return next((end for end in ends if end.text), ends[0])
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclass
+class Restarts:
+    """Decides on restarts: none after a wrong setting, wrong data at the start, a stop, or the same
+    error twice.
+
+    most: --max-restarts.
+    """
+
+    most: int
+    last: Ended | None = None
+    why_not: str = field(default="", init=False)
+
+    def __call__(self, failures: Failures, left: int) -> bool:
+        ended = who_explains(failures)
+        before = self.last
+        self.last = ended
+        at_the_start = before is None and ended.step == 0 and ended.exit_code == DataError.exit_code
+        if at_the_start or ended.exit_code in (ConfigError.exit_code, SAVED_AND_STOPPED):
+            return False
+        if left and ended.is_again(before):
+            self.why_not = (
+                "not restarted: the same error came twice with no step between (after step "
+                f"{ended.step})"
+            )
+            return False
+        if left:
+            why = "" if ended.text else f": {ended.cause}"  # its report is on the screen
+            line = f"restart {self.most - left + 1} of {self.most}{why}"
+            print(line, file=sys.stderr, flush=True)
+        return True
+
+    def line(self, ended: Ended) -> str:
+        """What to say of the last failure; "" where the rank's report is on the screen and says
+        all.
+        """
+        if self.why_not:
+            return f"{ended.cause}; {self.why_not}"
+        return "" if ended.text or ended.exit_code == SAVED_AND_STOPPED else ended.cause
+
+
+def after_signal(name: str, exit_codes: Sequence[int | None]) -> tuple[int, str]:
+    """(exit status, line or ""): how the ranks of this machine ended after a signal to the
+    launcher.
+    """
+    killed = {signal_name(-code) for code in exit_codes if code is not None and code < 0}
+    if killed or not exit_codes or None in exit_codes:
+        how = f"ranks ended by {', '.join(sorted(killed))}" if killed else "their ends are unknown"
+        line = f"stopped by {name} before all ranks had saved and left ({how}); the last checkpoint"
+        return 1, f"{line} is intact"
+    statuses = [code for code in exit_codes if code]
+    if not statuses:
+        return 0, ""
+    if SAVED_AND_STOPPED in statuses:
+        return max(set(statuses), key=statuses.count), ""
+    return next((code for code in statuses if code in KNOWN), 1), ""

@@ -1,0 +1,164 @@
+"""What --help, --print_config and shell completion print."""
+
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from dist_amp.config.load import (
+    collect,
+    load_config,
+    schema,
+    source_names,
+    target_in,
+    to_toml,
+)
+from dist_amp.distributed.process import quiet_on_closed_pipe
+from dist_amp.errors import ConfigError, nearest_name
+
+EXAMPLES = """\
+examples:
+  dist_amp train --config configs/sinusoid.toml                     one process
+  dist_amp launch --task.target my_file:MyTask --run.dir runs/mine  all GPUs, or two CPU processes
+  dist_amp train --help optim                                       a section of the settings below
+"""
+
+TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
+
+CONFIG_HELP = """TOML files of settings; later files override earlier ones, and the command line \
+overrides all of them."""
+PRINT_CONFIG_HELP = "Print all settings as TOML, as a run would use them, and exit."
+# Options of the command line that are not settings.
+OPTIONS: list[tuple[str, Any, Any]] = [
+    (
+        "config",
+        Annotated[
+            tuple[Path, ...],
+            tyro.conf.arg(metavar="FILE.toml ...", help_behavior_hint="", help=CONFIG_HELP),
+        ],
+        field(default=()),
+    ),
+    (
+        "print_config",
+        Annotated[bool, tyro.conf.arg(metavar="", help_behavior_hint="", help=PRINT_CONFIG_HELP)],
+        field(default=False),
+    ),
+    (
+        "use_amp",
+        Annotated[bool, tyro.conf.arg(help="Short for --precision.use_amp.")],
+        field(default=True),
+    ),
+]
+
+
+def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
+    """Print what --help [SECTION] or --print_config asks for; returns whether either was given.
+
+    --help shows the arguments of the task that `argv` names. Errors: ConfigError for an unknown
+    section.
+    """
+    words, asked, section = _without_questions(argv)
+    if not asked:
+        return False
+    with quiet_on_closed_pipe():
+        if "help" not in asked:
+            print(to_toml(load_config(words)), end="")
+            return True
+        about = ""
+        if not section:
+            about = f"{EXAMPLES}\n{description.strip()}"
+        settings = collect(words)
+        sources = source_names(settings) or ("NAME",)  # a table to show the keys of a source
+        print(show_help(schema(target_in(settings), sources), prog, about, section))
+    return True
+
+
+def _without_questions(argv: Sequence[str]) -> tuple[list[str], set[str], str]:
+    """(the other words, which of help and print_config are given, --help's section or "")."""
+    names = {"_h": "help", "__help": "help", "__print_config": "print_config"}
+    words = []
+    asked: set[str] = set()
+    section = before = ""
+    for word in argv:
+        name = names.get(word.replace("-", "_"), "")
+        if name:
+            asked.add(name)
+        elif before == "help" and not word.startswith("-"):
+            section = word
+        else:
+            words.append(word)
+        before = name
+    return words, asked, section
+
+
+def show_help(schema: type, prog: str, description: str, section: str = "") -> str:
+    """The text of `--help`: every key, or those of a section, with type, default and meaning.
+
+    Errors: ConfigError for an unknown section.
+    """
+    shown = _fields_of(schema, section)
+    if not section:
+        shown = [*OPTIONS, *shown]
+    text = io.StringIO()
+    with redirect_stdout(text), suppress(SystemExit):
+        tyro.cli(
+            make_dataclass("Settings", shown),
+            args=["--help"],
+            prog=prog,
+            description=description,
+            use_underscores=True,
+            config=TYRO,
+        )
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def completion(commands: Mapping[str, type], prog: str, shell: str) -> str:
+    """A script for bash, zsh or fish that completes `prog COMMAND --key`.
+
+    commands: a dataclass of arguments per command, whose docstring is the command's help.
+    """
+    text = io.StringIO()
+    with redirect_stdout(text), suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(
+            dict(commands),
+            prog=prog,
+            use_underscores=True,
+            config=TYRO[:1],
+            args=["--tyro-print-completion", shell],
+        )
+    return text.getvalue()
+
+
+def command_line_of(schema: type, meaning: str) -> type:
+    """The arguments of a command that takes settings, for `completion`."""
+    shown = [*OPTIONS, *_fields_of(schema)]
+    return make_dataclass("Settings", shown, namespace={"__doc__": meaning})
+
+
+def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:
+    """(name, type, field) of a dataclass, for make_dataclass; of one section only, such as optim.
+
+    Errors: ConfigError for an unknown section.
+    """
+    name, _, inner = section.partition(".")
+    hints = get_type_hints(schema, include_extras=True)
+    shown = []
+    for item in fields(schema):
+        if name in ("", item.name):
+            copied = field(default=item.default, default_factory=item.default_factory)  # type: ignore[call-overload]
+            shown.append((item.name, hints[item.name], copied))
+    sections = [key for key, hint in hints.items() if is_dataclass(hint)]
+    if name and name not in sections:
+        near = nearest_name(name, sections)
+        hint = f"there are {', '.join(sections)}"
+        if near:
+            hint = f"did you mean {near}?"
+        raise ConfigError(f"--help {section}: there is no such section; {hint}")
+    if inner:
+        only = make_dataclass("Section", _fields_of(hints[name], inner))
+        return [(name, only, field(default_factory=only))]
+    return shown

@@ -1,0 +1,74 @@
+"""Bytes: of parameters, gradients and moments by their shapes, and what a rank's device has."""
+
+import math
+import os
+import resource
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dist_amp.settings import OptimConfig
+from dist_amp.world import World
+
+USABLE = (
+    0.95  # the share of a device that may be planned for; fragmentation takes the rest. Assumed.
+)
+
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+
+
+def tensor_bytes(
+    tensors: Iterable[Tensor], shards: int = 0, dtype: torch.dtype | None = None
+) -> int:
+    """Bytes of these tensors; with `shards`, of the first rank's rows, which has the most.
+
+    dtype: in which they are stored; None for each one's own.
+    """
+    total = 0
+    for tensor in tensors:
+        count = tensor.numel()
+        if shards:
+            count = math.ceil(tensor.shape[0] / shards) * math.prod(tensor.shape[1:])
+        total += count * (dtype or tensor.dtype).itemsize
+    return total
+
+
+def moments_per_parameter(config: OptimConfig) -> int:
+    """How many values the optimizer keeps for each trained parameter of a matrix."""
+    if config.name == "sgd":
+        return int(config.momentum > 0)
+    return {"muon": 1}.get(config.name, 2)
+
+
+def adamw_state_bytes(module: nn.Module) -> int:
+    """Weights, gradients and AdamW's two moments: 16 bytes per trained float32 parameter."""
+    trained = (p for p in module.parameters() if p.requires_grad)
+    return tensor_bytes(module.parameters()) + 3 * tensor_bytes(trained, dtype=torch.float32)
+
+
+def capacity_of(world: World) -> tuple[int, int, int]:
+    """(what this process may use, what its allocator reserves unused, what is outside torch)."""
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
+        reserved = torch.cuda.memory_reserved(world.device)
+        allocated = torch.cuda.memory_allocated(world.device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(world.device))
+        return min(allowed, free + reserved), reserved - allocated, total - free - reserved
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):  # not in a container, or its limit is "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    share = min(limits) // world.local_world_size
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        share = min(share, limit)
+    return share, 0, 0
+
+
+def size_text(count: float) -> str:
+    """A number of bytes as text: "1.50 GiB"."""
+    unit = next((name for name, bytes_in_it in UNITS.items() if count >= bytes_in_it), "bytes")
+    digits = 0 if unit == "bytes" else 2
+    return f"{count / UNITS[unit]:,.{digits}f} {unit}"

@@ -1,0 +1,122 @@
+"""Which precision this machine computes natively: measured on a CPU, looked up for a GPU."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+
+from dist_amp.config.load import collect
+from dist_amp.errors import ConfigError
+from dist_amp.world import World
+
+# (native from, works from): CUDA compute capabilities. Source: CUDA C++ programming guide,
+# arithmetic instructions. Between the two, arithmetic is emulated or runs at a fraction of
+# float32's rate.
+CAPABILITY = {"bf16": ((8, 0), (5, 3)), "fp16": ((7, 0), (5, 3))}
+
+# Measured on an AVX-512 CPU with torch 2.13: native bf16 takes 0.7 to 1.0 times float32's time,
+# bf16 by AVX-512 without its bf16 instructions 3.1, bf16 by AVX2 27 to 33, emulated fp16 14 to 25.
+EMULATED = 2.0
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SIZE, _REPEATS = 128, 5
+
+
+@cache
+def cpu_slowdown(dtype: str) -> float:
+    """How many times as long as in float32 a matrix product takes on this CPU; EMULATED or more:
+    not native.
+
+    Timed, because a CPU's flags do not say what the libraries make of them: oneDNN says that it
+    supports bf16 wherever there is AVX-512. On one thread and by the thread's own clock, so that
+    other processes do not count: 10 to 40 ms, once per process.
+    """
+    generator = torch.Generator().manual_seed(0)  # leaves the process's random state alone
+    matrix = torch.randn(_SIZE, _SIZE, generator=generator)
+    halved = matrix.to(_HALF[dtype])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            seconds = [(_seconds(matrix), _seconds(halved)) for _ in range(1 + _REPEATS)]
+    finally:
+        torch.set_num_threads(threads)
+    full, half = map(min, zip(*seconds[1:], strict=True))  # the first warms up
+    return half / full
+
+
+def _seconds(matrix: torch.Tensor) -> float:
+    began = time.thread_time()
+    matrix @ matrix
+    return time.thread_time() - began
+
+
+def check_dtype(dtype: str, world: World) -> None:
+    """Reject a dtype that the device can't compute in; warn about one that it only emulates."""
+    if torch.version.hip:  # ROCm's GPUs compute in both
+        return
+    if world.device.type == "cpu":
+        if world.is_main:
+            warn_if_emulated(dtype, world)
+        return
+    capability = torch.cuda.get_device_capability(world.device)
+    native, works = CAPABILITY[dtype]
+    name = torch.cuda.get_device_name(world.device)
+    device = "{} (compute capability {}.{})".format(name, *capability)
+    if capability < works:
+        usable = [other for other, (_, since) in CAPABILITY.items() if capability >= since]
+        instead = "--use_amp false"
+        if usable:
+            instead = f"precision.dtype={' or '.join(usable)}, or {instead}"
+        raise ConfigError(f"precision.dtype={dtype}: {device} does not support it; use {instead}")
+    if capability < native:
+        instead = "--use_amp false"
+        if capability >= CAPABILITY["fp16"][0]:
+            instead = "--precision.dtype fp16"
+        world.warn(f"{device} only emulates {dtype}, which is slower than float32; use {instead}")
+
+
+@cache  # a process that builds several runs warns once
+def warn_if_emulated(dtype: str, world: World) -> None:
+    """Warn about a dtype in which this CPU is slower than in float32."""
+    slowdown = cpu_slowdown(dtype)
+    if slowdown >= EMULATED:
+        world.warn(
+            f"this CPU only emulates {dtype}: a matrix product takes {slowdown:.0f} times as long "
+            "as in float32; use --use_amp false"
+        )
+
+
+def native_precision() -> tuple[str, str]:
+    """("bf16", "fp16" or "fp32", why): the first of them that the first GPU, or else the CPU,
+    computes natively.
+    """
+    if not torch.cuda.is_available():
+        slowdown = cpu_slowdown("bf16")
+        if slowdown < EMULATED:
+            return "bf16", "native on this CPU"
+        return "fp32", f"this CPU only emulates bf16 ({slowdown:.0f}x slower)"
+    if torch.version.hip:
+        return "bf16", "native on ROCm's GPUs"
+    capability = torch.cuda.get_device_capability()
+    native = [dtype for dtype, (since, _) in CAPABILITY.items() if capability >= since]
+    dtype = [*native, "fp32"][0]
+    return dtype, "native on GPUs of compute capability {}.{}".format(*capability)
+
+
+def suggestion(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
+    """The native precision and the reason, as `fp32 this CPU only emulates bf16 (30x slower)`, for
+    launch/demo.sh.
+
+    argv: arguments of dist_amp.train. "" where they, their config files or the environment set
+    anything in [precision].
+    """
+    try:
+        keys = collect(argv, environ)
+    except ConfigError:
+        return ""  # dist_amp.train reports it
+    if any(key == "use_amp" or key.startswith("precision.") for key in keys):
+        return ""
+    return " ".join(native_precision())

@@ -1,0 +1,151 @@
+"""The rendezvous at MASTER_ADDR and MASTER_PORT: connect all ranks to one store, and name a rank
+that does not join.
+"""
+
+import os
+import resource
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from dist_amp.distributed.environment import environment_number
+from dist_amp.distributed.process import in_time
+from dist_amp.errors import ConfigError, Failure, first_line
+
+# Open files besides gloo's sockets: libraries, loader workers' pipes, TensorBoard, a checkpoint's
+# shards. Measured for two ranks on the CPU: 18, and 7 per loader worker. Assumed: a GPU and NCCL's
+# own sockets add no more than 100.
+OTHER_FILES = 200
+
+
+def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, and wait until every rank has.
+
+    Errors: ConfigError for a missing variable; Failure with the address, or with the ranks that did
+    not join. torch's own rendezvous names neither, and takes up to three times the timeout.
+    """
+    host = os.environ.get("MASTER_ADDR", "")
+    port = environment_number("MASTER_PORT", 0)
+    right = {"MASTER_ADDR": host != "", "MASTER_PORT": 0 < port < 2**16}
+    for name, what in (("MASTER_ADDR", "address"), ("MASTER_PORT", "port")):
+        if not right[name]:
+            raise ConfigError(
+                f"{name}={os.environ.get(name, '')!r} must be the {what} of rank 0, since "
+                f"WORLD_SIZE={world_size}; start with torchrun, or set it on every rank"
+            )
+    deadline = time.monotonic() + timeout_seconds
+    within = f"{host}:{port} within run.timeout_seconds={timeout_seconds:g}"
+    store = _connected(rank, world_size, (host, port), timeout_seconds, within)
+    store.set(joined(rank), str(world_size))
+    everyone = [joined(other) for other in range(world_size)]
+    try:
+        store.wait(everyone, timedelta(seconds=max(deadline - time.monotonic(), 1.0)))
+    except RuntimeError as error:
+        try:
+            missing = [other for other in range(world_size) if not store.check([joined(other)])]
+        except RuntimeError:
+            raise Failure(
+                f"rank 0 at {host}:{port} left before all had joined; see its output"
+            ) from error
+        if missing:  # else the last one joined just now
+            raise Failure(
+                f"{_ranks_have(missing, world_size)} not joined at {within}; start it, or check "
+                "its machine"
+            ) from error
+    for other, size in enumerate(map(int, store.multi_get(everyone))):
+        if size != world_size:
+            raise Failure(
+                f"rank {rank} was started with WORLD_SIZE={world_size}, but rank {other} at the "
+                f"same rendezvous {host}:{port} with {size}; start all nodes with the same number "
+                "of nodes and processes"
+            )
+    return store
+
+
+def _connected(
+    rank: int, world_size: int, address: tuple[str, int], timeout_seconds: float, within: str
+) -> dist.Store:  # type: ignore[name-defined]
+    """The store at an address, of which rank 0 is the server unless torchrun's agent is."""
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not is_server:
+        _wait_for_listener(*address, time.monotonic() + timeout_seconds, within)
+
+    def connect() -> dist.Store:  # type: ignore[name-defined]
+        tcp = dist.TCPStore(  # type: ignore[attr-defined]
+            *address,
+            world_size,
+            is_master=is_server,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        return dist.PrefixStore("default_pg", tcp)  # type: ignore[attr-defined]  # torch's own prefix
+
+    try:
+        # torch would wait forever for a listener that does not answer.
+        return in_time(timeout_seconds, connect)
+    except (RuntimeError, TimeoutError) as error:
+        host, port = address
+        if "EADDRINUSE" in str(error):
+            raise Failure(f"MASTER_PORT={port} on {host} is in use; choose another") from error
+        why = first_line(error) or "the listener there does not answer"
+        raise Failure(
+            f"no rank 0 at {within} ({why}); MASTER_ADDR and MASTER_PORT must be those of rank 0"
+        ) from error
+
+
+def _ranks_have(ranks: list[int], world_size: int) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} of {world_size} has"
+    shown = [str(rank) for rank in ranks[:16]]
+    if len(ranks) > 16:
+        shown.append("...")
+    return f"ranks {', '.join(shown)} have"
+
+
+def joined(rank: int) -> str:
+    """The store's key that a rank sets when it joins."""
+    return f"dist_amp/joined/{rank}"
+
+
+def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> None:
+    """Wait until something listens there: rank 0 may start last, and its host name may not resolve
+    yet.
+    """
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 0.1)
+            return in_time(left, partial(socket.create_connection, (host, port), left)).close()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                why = error.strerror or "no answer"
+                raise Failure(
+                    f"no rank 0 at {within} ({why}); start it, or set MASTER_ADDR and MASTER_PORT "
+                    "to its address"
+                ) from error
+            time.sleep(0.1)
+
+
+def raise_open_files(world_size: int) -> None:
+    """Let this process open as many files as it may. Errors: ConfigError if the ranks need more.
+
+    Each of the three gloo groups connects every rank to every other one: 3 x (ranks - 1) sockets.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    if soft != hard:
+        with suppress(ValueError, OSError):  # macOS refuses more than its kernel's own limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    sockets = 3 * (world_size - 1)
+    if not unlimited and soft < sockets + OTHER_FILES:
+        raise ConfigError(
+            f"{world_size} ranks need {sockets} sockets and {OTHER_FILES} other open files per "
+            f"process, and the limit is {soft}; raise it: ulimit -Hn {sockets + OTHER_FILES} "
+            "before the launch, LimitNOFILE= of the service, docker run --ulimit "
+            f"nofile={sockets + OTHER_FILES}"
+        )

@@ -1,0 +1,77 @@
+"""Which signals stop a run, and how each process handles them. Imports no torch, which takes
+seconds.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+BEFORE_RANKS = " before any rank had started"
+
+
+@contextmanager
+def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> Iterator[None]:
+    """Handle these signals by `handler` in the block; only in the main thread, as Python has it."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            previous[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, signal.SIG_DFL if before is _exit else before)
+
+
+def ignore_stop_signals() -> None:
+    """For loader workers: their rank handles the signal, and needs them until its checkpoint is
+    written.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Get this signal when the parent process ends, however it ends; Linux only: prctl(2)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+# --- commands
+
+
+def exit_on_signals() -> None:
+    """For the time of the imports, in which an exception would be a traceback."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit)
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """KeyboardInterrupt on SIGTERM too, with the signal's name."""
+    with handle_signals(_raise, (signal.SIGINT, signal.SIGTERM)):
+        yield
+
+
+def say_stopped(name: str, when: str) -> int:
+    """Print the line; returns the exit status."""
+    print(f"error: stopped by {name or 'SIGINT'}{when}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    os._exit(say_stopped(signal.Signals(number).name, BEFORE_RANKS))
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)

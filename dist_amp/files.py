@@ -1,0 +1,106 @@
+"""Durable file writes, locks, JSON without nan, and folders on network disks."""
+
+import errno
+import math
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+
+class InUse(Exception):
+    """Another process holds a lock; the message names it."""
+
+
+@contextmanager
+def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
+    """Hold a lock file in the block, with this process's name in it; the kernel releases a dead
+    process's.
+
+    Errors: InUse if another process has it, for so many seconds; OSError.
+    """
+    from filelock import FileLock, Timeout
+
+    with path.open("a+") as file:
+        file.seek(0)
+        holder = file.read().strip()
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=seconds, poll_interval=0.2)
+    except Timeout:
+        raise InUse(holder or "another process") from None
+    except NotImplementedError as error:  # older releases, on a disk without locks
+        raise OSError(errno.ENOSYS, str(error)) from error
+    try:
+        path.write_text(f"process {os.getpid()} on {platform.node()}")
+        yield
+    finally:
+        lock.release()
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replace a file's content atomically: after a crash or power cut it holds the old content or
+    the new, never a part.
+
+    Errors: OSError, with the old file in place.
+    """
+    temporary = path.with_name(f".{path.name}.writing")
+    write_synced(temporary, content)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_synced(path: Path, content: str | bytes) -> None:
+    """Write a file and flush it to disk, in place: for files in a folder that is renamed when it is
+    complete.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's list of names to disk, so that a rename in it survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # file systems that do not support it need none
+            raise
+    finally:
+        os.close(handle)
+
+
+def appears(folder: Path, seconds: float = 60.0) -> bool:
+    """Wait for a folder that another rank has made; False if it is still missing after so many
+    seconds.
+
+    A network disk may take up to a minute to show it.
+    """
+    deadline = time.monotonic() + seconds
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+        with suppress(OSError):
+            os.listdir(folder.parent)  # makes NFS refresh its cache
+    return True
+
+
+def plain_json(value: Any) -> Any:
+    """The same with nan and inf as text, since JSON has no numbers for them."""
+    if isinstance(value, dict):
+        return {name: plain_json(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [plain_json(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

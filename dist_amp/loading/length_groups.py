@@ -1,0 +1,160 @@
+"""Length bucketing: batches of samples of similar length, for less padding."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.loading.loader import read
+from dist_amp.loading.order import epoch_order, shuffled_order
+from dist_amp.loading.plan import LOOKED_UP
+from dist_amp.settings import DataConfig
+
+SCANNED = 2**20  # lengths at a time
+
+
+def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
+    """The training dataset, in the order that data.group_by_length asks for.
+
+    lengths: see LengthGroups. Errors: ConfigError for settings that do not go together; and see
+    LengthGroups.
+    """
+    steps = data.group_by_length
+    if steps == "off" or isinstance(dataset, LengthGroups):
+        return dataset
+    if not data.shuffle:
+        raise ConfigError(
+            f"data.group_by_length={steps} changes the order, which data.shuffle=false keeps; use "
+            "off"
+        )
+    if data.pack in ("cut", "best_fit"):
+        raise ConfigError(
+            f"data.group_by_length={steps} has no padding to save with data.pack={data.pack}; use "
+            "one of them: data.group_by_length=off or data.pack=off"
+        )
+    return LengthGroups(dataset, steps, lengths)
+
+
+class LengthGroups:
+    """A map-style dataset whose shuffle gives the samples of a step similar lengths.
+
+    steps: the length-bucketing window; more: less padding, and less of a shuffle. lengths: one
+    number per sample, as tokens or characters, or a function that makes them; if None,
+    dataset.lengths. Errors: ConfigError for a dataset without lengths, with a single one, or with
+    an order of its own; DataError if there are not as many lengths as samples.
+    """
+
+    fingerprint: str
+
+    def __init__(self, dataset: Any, steps: int, lengths: Any = None):
+        key = f"data.group_by_length={steps}"
+        if hasattr(dataset, "shuffled"):
+            raise ConfigError(
+                f"{key}: the data is read by row group, in an order of its own; use data.view=map, "
+                "or write its tokens with python -m dist_amp.tokenize"
+            )
+        if lengths is None:
+            lengths = getattr(dataset, "lengths", None)
+        if callable(lengths):
+            lengths = lengths()
+        if lengths is None:
+            raise ConfigError(
+                f"{key} needs each sample's length, and a {type(dataset).__name__} has no "
+                "`lengths`; write the tokens with python -m dist_amp.tokenize, or return "
+                "LengthGroups(dataset, steps, lengths) from build_dataset"
+            )
+        if len(lengths) != len(dataset):
+            raise DataError(
+                f"{key}: there are {len(lengths)} lengths for {len(dataset)} samples; give one for "
+                "each"
+            )
+        if isinstance(lengths, Sequence | Tensor):
+            lengths = numpy.asarray(lengths)
+        if len(dataset) and all_equal(lengths):
+            raise ConfigError(
+                f"{key}: all {len(dataset)} samples have the length {lengths[0]}, so there is no "
+                "padding to save; use data.group_by_length=off"
+            )
+        self.dataset = dataset
+        self.steps = steps
+        self.lengths = lengths
+        fingerprint = getattr(dataset, "fingerprint", None)
+        if isinstance(fingerprint, str):
+            self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return read(self.dataset, indices)
+
+    def shuffled(
+        self, global_batch_size: int, world_size: int
+    ) -> tuple[str, Callable[[int, int], Callable[[Tensor], Tensor]]]:
+        """(the order's name, (seed, epoch) -> its order); the same at every world size."""
+        base = shuffled_order(len(self))
+
+        def order(seed: int, epoch: int) -> Callable[[Tensor], Tensor]:
+            shuffle = epoch_order(base, len(self), seed, epoch)
+            return bucketed(shuffle, self.lengths, global_batch_size, self.steps, (seed, epoch))
+
+        # Stored in checkpoints.
+        return f"{base}, sorted by length over {self.steps} steps of {global_batch_size}", order
+
+
+def bucketed(
+    shuffle: Callable[[Tensor], Tensor],
+    lengths: Any,
+    global_batch_size: int,
+    steps: int,
+    key: tuple[int, int],
+) -> Callable[[Tensor], Tensor]:
+    """positions, int64 -> samples: a bijection if `shuffle` is one.
+
+    The samples of a window of `steps` steps are sorted by length and cut into steps again, which
+    take place in random order. Within a step they stay sorted: its micro-batches on all ranks take
+    neighbours. The step that is not full, at the end of an epoch, has the samples that it has
+    without sorting, so that data.drop_last leaves out long and short ones alike.
+    """
+    window = global_batch_size * steps
+    size = window * max(1, LOOKED_UP // window)  # whole windows, worked out at once
+
+    @lru_cache(maxsize=2)  # positions are looked up in order
+    def table(number: int) -> Tensor:
+        start = number * size
+        end = min(start + size, len(lengths))
+        samples = shuffle(torch.arange(start, end)).numpy()
+        full, rest = divmod(len(samples), global_batch_size)
+        window_of_step = numpy.arange(full) // steps
+        window_of_sample = numpy.append(
+            window_of_step.repeat(global_batch_size), numpy.full(rest, full)
+        )
+        by_length = samples[numpy.lexsort((lengths[samples], window_of_sample))]
+        rng = torch.Generator().manual_seed(hash((*key, number)) % 2**63)
+        order_of_steps = numpy.lexsort((torch.rand(full, generator=rng).numpy(), window_of_step))
+        in_full_steps = by_length[: len(samples) - rest].reshape(full, global_batch_size)
+        last = by_length[len(samples) - rest :]
+        return torch.from_numpy(numpy.append(in_full_steps[order_of_steps], last))
+
+    def order(positions: Tensor) -> Tensor:
+        samples = torch.empty_like(positions)
+        numbers = positions // size
+        for number in numbers.unique().tolist():
+            here = numbers == number
+            samples[here] = table(number)[positions[here] - number * size]
+        return samples
+
+    return order
+
+
+def all_equal(lengths: Any) -> bool:
+    """Whether there is a single length; reads no more than it takes to find a second one."""
+    starts = range(0, len(lengths), SCANNED)
+    return all((lengths[start : start + SCANNED] == lengths[0]).all() for start in starts)

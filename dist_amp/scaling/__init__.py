@@ -1,0 +1,1 @@
+"""For larger models: blocks, activation checkpointing, compilation, initial and frozen weights."""

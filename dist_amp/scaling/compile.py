@@ -1,0 +1,312 @@
+"""Compile the blocks of a model before it is placed on the ranks.
+
+The task's loss_sum is compiled too, so that what it makes of the model's output is few kernels; the
+model is not part of its graph.
+
+A block is one of the modules of `task.blocks(model)`, such as a transformer's layers. Compiling
+replaces only its `forward`: parameters and modules keep their names, and hooks (FSDP's too) stay
+outside the compiled code. The new `forward` belongs to the block: a deepcopy of the model would run
+the original's, so copy a state_dict instead.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dist_amp.errors import ConfigError, first_line
+from dist_amp.settings import CompileConfig
+from dist_amp.world import World
+
+Forward = Callable[..., Any]
+
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+# Values of compile.mode that are backends of torch.compile.
+GENERATE_NO_CODE = ("eager", "aot_eager")
+
+NOT_ONE_GRAPH = ("TorchDynamoException", "FailOnRecompileLimitHit")
+
+
+def private(path: str, fallback: Any) -> Any:
+    """A name that torch does not document, as "torch.module.name", or the fallback if this release
+    lacks it.
+    """
+    module, _, name = path.rpartition(".")
+    with suppress(ImportError):
+        return getattr(importlib.import_module(module), name, fallback)
+    return fallback
+
+
+def check_compile(config: CompileConfig, strategy: str, micro_batches: int, world: World) -> None:
+    """Check, before anything is built, that these settings can compile. Errors: ConfigError that
+    says what would.
+    """
+    if not config.blocks:
+        if config != CompileConfig():
+            world.warn(
+                "the settings of [compile] have no effect: compile.blocks=false compiles nothing"
+            )
+        return
+    if config.mode in GENERATE_NO_CODE:
+        return
+    if missing := _missing_compiler(world.device):
+        raise ConfigError(
+            f"compile.mode={config.mode} needs {missing}; install it, or use "
+            "compile.mode=aot_eager (no faster than without) or compile.blocks=false"
+        )
+    if config.mode in CUDA_GRAPHS and strategy in ("fsdp", "hsdp"):
+        raise ConfigError(
+            f"compile.mode={config.mode} replays CUDA graphs, which need parameters at fixed "
+            f"addresses, and {strategy} gathers them anew each time; use default or "
+            "max-autotune-no-cudagraphs"
+        )
+    if config.mode in CUDA_GRAPHS and micro_batches > 1 and world.device.type == "cuda":
+        raise ConfigError(
+            f"compile.mode={config.mode} replays CUDA graphs, whose gradients the next micro-batch "
+            f"overwrites, and there are {micro_batches} in a step; use accumulation_steps=1, or "
+            "max-autotune-no-cudagraphs"
+        )
+    if config.mode == "reduce-overhead" and world.device.type == "cpu":
+        world.warn("compile.mode=reduce-overhead has no effect on a CPU: it is about CUDA graphs")
+
+
+def _missing_compiler(device: torch.device) -> str:
+    """What inductor needs to generate code for `device` and does not find; "" if it has everything.
+
+    If torch's own check is missing, only the presence of a compiler or of Triton is checked, not
+    that it works.
+    """
+    if device.type == "cuda":
+        has_triton = private(
+            "torch.utils._triton.has_triton", lambda: importlib.util.find_spec("triton") is not None
+        )
+        if not has_triton():
+            return f"Triton on {torch.cuda.get_device_name(device)}"
+        return _missing_for_triton()
+    find = private(
+        "torch._inductor.cpp_builder.get_cpp_compiler",
+        lambda: shutil.which(os.environ.get("CXX", "g++")),
+    )
+    with suppress(private("torch._inductor.exc.InvalidCxxCompiler", RuntimeError)):
+        if find():
+            return ""
+    return "a C++ compiler on a CPU (g++, or the one that CXX names)"
+
+
+def _missing_for_triton() -> str:
+    """What Triton compiles the launchers of its kernels with, at run time: a C compiler, and
+    Python's headers.
+    """
+    names = ["gcc", "clang"]
+    if os.environ.get("CC"):
+        names = [os.environ["CC"]]
+    if not any(shutil.which(name) for name in names):
+        return f"a C compiler for Triton ({' or '.join(names)}, or the one that CC names)"
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, without headers
+        scheme = "posix_prefix"
+    include = sysconfig.get_path("include", scheme)
+    if not Path(include, "Python.h").exists():
+        return f"{include}/Python.h for Triton (Debian: python3-dev)"
+    return ""
+
+
+def compile_blocks(
+    config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World, task: Any
+) -> None:
+    """Compile the blocks as configured, and the task's loss_sum.
+
+    A block is compiled at its first call. Errors there: ConfigError if it can't be compiled.
+    """
+    if isinstance(task.loss_sum, CompiledLoss):  # by an earlier run
+        object.__setattr__(task, "loss_sum", task.loss_sum.as_written)
+    if config.blocks:
+        what = "the whole model, which has no blocks,"
+        if blocks:
+            what = f"{len(blocks)} blocks"
+        world.say(
+            f"compile.blocks={str(config.blocks).lower()}: {what} will be compiled in the first "
+            "step and the first evaluation"
+        )
+        compiler = _compile_each(config, module, blocks or [module], world)
+        # CUDA graphs' results are overwritten by the next step, and losses are kept for a while.
+        if config.mode not in CUDA_GRAPHS:
+            loss = CompiledLoss(task.loss_sum, compiler)
+            with suppress(AttributeError):  # a class with __slots__
+                object.__setattr__(task, "loss_sum", loss)  # or a frozen dataclass
+
+
+def _compile_each(
+    config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World
+) -> "Compiler":
+    """Compile each block's forward at its first call; equal blocks share the code. Returns what
+    compiles them.
+    """
+    # DDP already overlaps, since each block is a graph of its own; its graph splitter fails on
+    # recomputed blocks.
+    dynamo = private("torch._dynamo.config", None)
+    if hasattr(dynamo, "optimize_ddp"):
+        dynamo.optimize_ddp = False
+    # The warning about selective checkpointing is once per rank, of a limit that functionalisation
+    # has lifted.
+    torch_log = logging.getLogger("torch._higher_order_ops.wrap")
+    torch_log.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
+    # Code that an earlier run in this process compiled counts towards the limit; torch counts by
+    # the forward's source code, which blocks of one class share, whatever their sizes.
+    torch.compiler.reset()
+    kinds = len({str(block) for block in blocks})
+    torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
+    compiler = Compiler(config, world)
+    names = {id(part): name for name, part in module.named_modules()}
+    for block in blocks:
+        block.forward = compiler.wrap(block.forward, names[id(block)] or "the model")
+    return compiler
+
+
+class Compiler:
+    """Compiles forwards at their first calls: each as one graph, until one of them can't be.
+
+    Without torch's private error types, errors are torch's own, and graph breaks are
+    allowed throughout.
+    """
+
+    def __init__(self, config: CompileConfig, world: World):
+        self._config = config
+        self._world = world
+        self._backend_failed = private("torch._dynamo.exc.BackendCompilerFailed", ())
+        # Shapes that do not fit, say.
+        self._block_failed = private("torch._dynamo.exc.TorchRuntimeError", ())
+        errors = (private(f"torch._dynamo.exc.{name}", None) for name in NOT_ONE_GRAPH)
+        self._not_one_graph = tuple(error for error in errors if error is not None)
+        # Blocks that are one graph stay one even when others are not.
+        self._one_graph = len(self._not_one_graph) == len(NOT_ONE_GRAPH)
+        # Compiled code hides its operations from a dispatch mode, such as a FLOP counter; with this
+        # it runs as written.
+        name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
+        self._is_observed = private(name, lambda: False)
+
+    def wrap(self, forward: Forward, name: str, breaks: bool = False) -> Forward:
+        """The forward, compiled. Errors: ConfigError at a call, if it can't be compiled as
+        configured.
+
+        breaks: it can't be one graph, and need not.
+        """
+        config = self._config
+        options: Any = {"backend": "inductor", "mode": config.mode}
+        if config.mode in GENERATE_NO_CODE:
+            options = {"backend": config.mode}
+        options["dynamic"] = config.blocks == "dynamic"
+        one_graph = torch.compile(forward, fullgraph=True, **options)
+        in_parts = torch.compile(forward, fullgraph=False, **options)
+
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_observed():
+                return forward(*args, **kwargs)
+            try:
+                if self._one_graph and not breaks:
+                    return one_graph(*args, **kwargs)
+                return in_parts(*args, **kwargs)
+            except self._backend_failed as error:
+                cause = getattr(error, "inner_exception", error)
+                raise ConfigError(
+                    f"compile.mode={config.mode} can't compile {name}: {first_line(cause)}; use "
+                    "another, or compile.blocks=false"
+                ) from error
+            except self._block_failed:
+                raise
+            except self._not_one_graph as error:  # raised before any of the block has run
+                self._allow_graph_breaks(error, name)
+            return call(*args, **kwargs)
+
+        return call
+
+    def _allow_graph_breaks(self, error: Exception, name: str) -> None:
+        if not self._one_graph:
+            raise error
+        why = _graph_break(error, name)
+        self._world.warn(f"{why}; from now on blocks are compiled in parts")
+        self._one_graph = False
+
+
+class CompiledLoss:
+    """The task's loss_sum, compiled, with the model left out: its blocks are compiled by
+    themselves.
+    """
+
+    def __init__(self, as_written: Forward, compiler: Compiler):
+        self.as_written = as_written
+        self._compiled = compiler.wrap(as_written, "the task's loss_sum", breaks=True)
+        self._model: OpaqueModel | None = None
+
+    def __call__(self, model: Any, *batch: Any) -> Any:
+        if self._model is None or self._model.model is not model:
+            self._model = OpaqueModel(model)
+        return self._compiled(self._model, *batch)
+
+    def __reduce__(self) -> Any:  # loader workers may get the task
+        return _unchanged, (self.as_written,)
+
+
+def _unchanged(loss_sum: Forward) -> Forward:
+    return loss_sum
+
+
+class OpaqueModel:
+    """A model whose call no graph takes in; everything else is the model's."""
+
+    def __init__(self, model: nn.Module):
+        vars(self).update(model=model, _call=torch.compiler.disable(model.__call__))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.model, name, value)
+
+
+def _graph_break(error: Exception, name: str) -> str:
+    """Why a block is not one graph, and at which of its lines."""
+    stack = getattr(error, "real_stack", None)
+    if stack is None:  # a FailOnRecompileLimitHit, whose message does not say why
+        limit = torch.compiler.config.recompile_limit
+        return (
+            f"{name} got more than {limit} shapes, or values that it depends on: try "
+            "compile.blocks=dynamic"
+        )
+    place = ""
+    if stack:
+        line = stack[-1]
+        place = f" at {Path(line.filename).name}, line {line.lineno}: `{line.line}`"
+    return f"{name} is not one graph: {first_line(error)}{place}"
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """A context in which compiled blocks run as written: the hooks inside them are called."""
+    return _stance("force_eager")
+
+
+def as_compiled_so_far() -> AbstractContextManager[Any]:
+    """A context in which nothing more is compiled: a new shape, for example, runs as written."""
+    return _stance("eager_on_recompile")
+
+
+def _stance(name: str) -> AbstractContextManager[Any]:
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance(name)
+    return nullcontext()  # nothing was compiled, and the compiler's import takes seconds

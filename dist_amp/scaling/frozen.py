@@ -1,0 +1,157 @@
+"""Frozen parameters, such as the base of LoRA: a checkpoint holds a checksum of each in place of
+its values.
+
+The task makes them again: with the run's seed in build_model, or from files. Parameters that are
+frozen and yet change, such as a teacher that follows the model, are recognised and saved.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dist_amp.errors import DataError
+from dist_amp.world import World, local
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+CHUNK = 2**20  # elements at a time, which bounds the memory it takes
+
+SAMPLED_ELEMENTS = 2**12  # of each parameter, spread over it, that are compared to notice a change
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not trained, by their names."""
+    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """All names of these parameters in the module's state: tied ones have several."""
+    return {
+        name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad
+    }
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Scalar int64 on the tensor's device, from the bits of its elements in any order.
+
+    The sum of two parts' checksums is the checksum of both together, so that it does not depend on
+    the sharding; nor does it on the dtype, if that holds the same values.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in tensor.detach().reshape(-1).split(CHUNK):
+        part = part.float() if part.is_floating_point() else part
+        bits = part.view(INTEGERS[part.element_size()]).long()
+        bits = (bits + 1) * -7046029254386353131  # splitmix64's constants; products wrap around
+        bits = (bits ^ (bits >> 30)) * -4658895280553007687
+        total += (bits ^ (bits >> 27)).sum()
+    return total
+
+
+def expect_checksums(
+    state: dict[str, Any], module: nn.Module, metadata: Metadata, path: Path
+) -> None:
+    """If the checkpoint holds checksums in place of frozen parameters, so will the state to load.
+
+    Errors: DataError if it was made with another number of frozen parameters.
+    """
+    entry = metadata.state_dict_metadata.get("frozen")
+    there = 0
+    if isinstance(entry, TensorStorageMetadata):
+        there = entry.size[0]
+    here = len(frozen_parameters(module))
+    names = frozen_names(module)
+    stored = any(f"model.{name}" in metadata.state_dict_metadata for name in names)
+    if there != here and not stored:
+        raise DataError(
+            f"checkpoint {path} does not fit this model: {there} parameters were frozen there and "
+            f"{here} are here; freeze the same ones as then"
+        )
+    if there:
+        put_checksums(state, names, torch.zeros(there, dtype=torch.int64))
+
+
+def put_checksums(state: dict[str, Any], names: set[str], checksums: Tensor) -> None:
+    """Put the checksums in place of the frozen parameters."""
+    state["model"] = {name: state["model"][name] for name in state["model"] if name not in names}
+    state["frozen"] = checksums
+
+
+class FrozenBase:
+    """What the frozen parameters of a run were before its first step, and what they still are.
+
+    changes: whether any of them differed from that when the run was last saved.
+    """
+
+    def __init__(self, module: nn.Module, world: World, replicas: int):
+        """Call it before anything is restored into the model. replicas: copies of the model."""
+        self._module = module
+        self._world = world
+        self._replicas = replicas
+        self._frozen = frozen_parameters(module)
+        self._at_start = self._samples()
+        self._checksums: Tensor | None = None
+        self.changes = False
+
+    def _samples(self) -> list[Tensor]:
+        """Some elements of each parameter, spread over it."""
+        samples = []
+        for parameter in self._frozen.values():
+            flat = local(parameter.detach()).reshape(-1)
+            samples.append(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].clone())
+        return samples
+
+    def shorten(self, state: dict[str, Any]) -> None:
+        """Put checksums in place of the frozen parameters, unless these have changed since the
+        start; every rank calls it.
+        """
+        if not self.changes:
+            changed = not all(map(torch.equal, self._at_start, self._samples()))
+            self.changes = any(row[0] for row in self._world.gather_numbers([float(changed)]))
+        if not self.changes:
+            put_checksums(state, frozen_names(self._module), self.checksums().clone())
+
+    def checksums(self) -> Tensor:
+        """Of each whole parameter at the start, [frozen parameters] int64 on the device: equal on
+        every rank, and computed once. Every rank calls it.
+        """
+        if self._checksums is None:
+            device = self._world.device
+            sums = torch.zeros(len(self._frozen), dtype=torch.int64, device=device)
+            if self._world.rank < self._world.world_size // self._replicas:  # the first copy counts
+                for index, parameter in enumerate(self._frozen.values()):
+                    sums[index] = checksum(local(parameter)).to(device)
+            self._checksums = self._world.sum(sums)
+        return self._checksums
+
+    def check(self, saved: Tensor, path: Path) -> None:
+        """Errors: DataError that names the first frozen parameter that differs from the
+        checkpoint's.
+        """
+        differs = (self.checksums().cpu() != saved.cpu()).tolist()
+        check_same(path, [name for name, other in zip(self._frozen, differs, strict=True) if other])
+
+
+def check_frozen(module: nn.Module, saved: Tensor, path: Path) -> None:
+    """Errors: DataError if frozen parameters of a model in one process differ from the
+    checkpoint's. parallel.param_dtype=bf16 rounded them in the run.
+    """
+    differing = [
+        name
+        for (name, p), value in zip(frozen_parameters(module).items(), saved.tolist(), strict=True)
+        if value not in (checksum(p).item(), checksum(p.bfloat16()).item())
+    ]
+    check_same(path, differing)
+
+
+def check_same(path: Path, differing: list[str]) -> None:
+    """Errors: DataError that names the first of the frozen parameters that differ."""
+    if differing:
+        raise DataError(
+            f"checkpoint {path} was trained on another frozen {differing[0]} ({len(differing)} "
+            "such), which it does not contain; give the task the same pretrained weights, "
+            "arguments and seed as then"
+        )

@@ -1,0 +1,57 @@
+"""Shared by the commands other than train: option parsing, and error reporting."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from dist_amp.distributed.process import quiet_on_closed_pipe
+from dist_amp.distributed.signals import say_stopped
+from dist_amp.errors import ConfigError, Failure
+from dist_amp.supervise.failure import report_failure
+
+
+class Parser(argparse.ArgumentParser):
+    """For a command that is described by its module's docstring. Errors: ConfigError for a bad
+    command line.
+    """
+
+    def __init__(self, prog: str, description: str | None, epilog: str | None = None):
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            prog, description=description, epilog=epilog, formatter_class=raw, allow_abbrev=False
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def exit_status(
+    run: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None, when: str = ""
+) -> int:
+    """Call run(argv), by default with the command line's arguments; report a Failure, and return
+    the exit status.
+
+    when: the end of the line that says that a signal stopped it.
+    """
+    try:
+        with quiet_on_closed_pipe():
+            return run(sys.argv[1:] if argv is None else argv) or 0
+    except Failure as error:
+        return report_failure(error, None)[0]
+    except KeyboardInterrupt as stopped:
+        return say_stopped(str(stopped), when)
+    except SystemExit as reported:  # argparse, after --help; a closed pipe
+        return int(reported.code or 0)
+
+
+def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table with aligned columns, of which the first `left` are left-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = []
+        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if number < left else cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines

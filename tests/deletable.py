@@ -1,0 +1,226 @@
+"""python tests/deletable.py [FEATURE ...]: delete optional features in a copy, and run it.
+
+features.toml names each feature's files and entry lines. Without a name all of them are deleted.
+Prints the lines that are left. Options: --keep FOLDER leaves the copy there.
+"""
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("dist_amp", "pyproject.toml", "configs")
+
+TASK = '''
+import torch.nn.functional as F
+import torch
+from torch import nn
+
+
+class Curve:
+    """Fit a smooth function. Batch: x [B, 8], y [B]."""
+
+    def build_model(self):
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        return nn.Sequential(*layers, nn.Linear(8, 1))
+
+    def blocks(self, model):
+        return list(model)[:2]
+
+    def build_dataset(self, split):
+        generator = torch.Generator().manual_seed(len(split))
+        x = torch.randn(64, 8, generator=generator)
+        return [{"x": row, "y": row.sum().sin()} for row in x]
+
+    def loss_sum(self, model, batch):
+        return F.mse_loss(model(batch["x"]).squeeze(-1), batch["y"], reduction="sum")
+
+    def weight(self, batch):
+        return len(batch["y"])
+'''
+
+
+def features() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((ROOT / "features.toml").read_text())
+
+
+def with_dependents(names: Iterable[str]) -> list[str]:
+    """The features and those that are built on them."""
+    table = features()
+    names = set(names)
+    while (
+        more := {name for name, row in table.items() if names & set(row.get("needs", ()))} - names
+    ):
+        names |= more
+    return sorted(names)
+
+
+def delete(names: Iterable[str], root: Path) -> None:
+    """Delete features, and what is built on them, from a copy of the repository."""
+    table = features()
+    rows = [table[name] for name in with_dependents(names)]
+    for row in rows:
+        for file in row["files"]:
+            path = root / file
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)  # features may share a folder
+    for row in rows:
+        for file, blocks in row.get("entries", {}).items():
+            path = root / file
+            if path.exists():
+                path.write_text(without(path.read_text(), blocks, file))
+    keys = {key for row in rows for key in row.get("settings", ())}
+    settings = root / "dist_amp/settings.py"
+    settings.write_text(without_settings(settings.read_text(), keys))
+    for folder in (root / "dist_amp").iterdir():  # an empty folder's docstring is no code
+        if folder.is_dir() and [path.name for path in folder.glob("*.py")] == ["__init__.py"]:
+            shutil.rmtree(folder)
+
+
+def without(text: str, blocks: Iterable[Any], file: str) -> str:
+    for block in blocks:
+        find, replace = (block, "") if isinstance(block, str) else (block["find"], block["replace"])
+        if text.count(find) != 1:
+            raise ValueError(
+                f"features.toml: {find!r} is {text.count(find)} times in {file}, not once"
+            )
+        text = text.replace(find, replace)
+    return text
+
+
+def without_settings(text: str, keys: set[str]) -> str:
+    """settings.py without these keys, such as optim.ema, or sections, such as compile."""
+    tree = ast.parse(text)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    cut: set[int] = set()
+
+    def cut_key(key: str) -> None:
+        *sections, last = key.split(".")
+        owner = "Config"
+        for section in sections:
+            owner = type_of(owner, section)
+        node = classes[owner]
+        for index, field in enumerate(node.body):
+            if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == last:
+                end = field.end_lineno or field.lineno
+                following = node.body[index + 1 : index + 2]
+                if following and isinstance(following[0], ast.Expr):  # its docstring
+                    end = following[0].end_lineno or end
+                cut.update(range(field.lineno, end + 1))
+                return
+        raise ValueError(f"features.toml: there is no setting {key}")
+
+    def type_of(owner: str, section: str) -> str:
+        for field in classes[owner].body:
+            if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == section:
+                return ast.unparse(field.annotation)
+        raise ValueError(f"features.toml: there is no section {section}")
+
+    for key in keys:
+        cut_key(key)
+    lines = text.splitlines(keepends=True)
+    return "".join(line for number, line in enumerate(lines, start=1) if number not in cut)
+
+
+def copy_without(names: Iterable[str], root: Path) -> None:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, root / name)
+    (root / "curve.py").write_text(TASK)
+    delete(names, root)
+
+
+def unknown_names(root: Path) -> str:
+    """What ruff says of names that are not defined, or imported and not used; "" if nothing."""
+    command = [sys.executable, "-m", "ruff", "check", "dist_amp", "--select", "F", "--quiet"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
+
+
+def check_imports(root: Path) -> None:
+    """Import every file that is left, except the commands' entry points."""
+    paths = [path.relative_to(root) for path in (root / "dist_amp").rglob("*.py")]
+    modules = [".".join(path.with_suffix("").parts) for path in paths]
+    entry_points = ("__init__", "__main__", "bench")
+    lines = [f"import {name}" for name in modules if not name.endswith(entry_points)]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, check=True)
+
+
+def train(root: Path, strategy: str, dtype: str) -> dict[str, Any]:
+    """Train 4 steps on two ranks, resume for 4 more; returns the summary of the run."""
+    run = root / f"runs/{strategy}"
+    words = ["--task.target", "curve.py:Curve", "--run.dir", str(run), "--run.device", "cpu"]
+    words += ["--parallel.strategy", strategy, "--precision.dtype", dtype]
+    words += ["--train.micro_batch_size", "4", "--train.accumulation_steps", "2"]
+    words += ["--checkpoint.every", "2", "--eval.every", "4", "--metrics.log_every", "2"]
+    for steps in ("4", "8"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        command += ["-m", "dist_amp.train", *words, "--train.steps", steps]
+        command += ["--run.allow_config_change", "true"]
+        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        job = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=300
+        )
+        if job.returncode:
+            raise AssertionError(f"{strategy}, {steps} steps:\n{job.stdout}\n{job.stderr}")
+    return json.loads((run / "summary.json").read_text())
+
+
+def check(root: Path, strategy: str, dtype: str) -> None:
+    """The main job still trains, saves, resumes, and reports every rank to TensorBoard."""
+    summary = train(root, strategy, dtype)
+    assert summary["steps"] == 8
+    assert summary["resumed_from_step"] == 4
+    assert summary["stopped_by"] == "completed"
+    run = root / f"runs/{strategy}"
+    assert sorted(path.name for path in (run / "tensorboard").iterdir()) == [
+        "rank00000",
+        "rank00001",
+    ]
+    assert all(any(rank.iterdir()) for rank in (run / "tensorboard").iterdir())
+    assert (run / "checkpoints/step_00000008").is_dir()
+
+
+def lines_left(root: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in (root / "dist_amp").rglob("*.py"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("features", nargs="*")
+    parser.add_argument("--keep")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(arguments.keep or temporary)
+        root.mkdir(exist_ok=True)
+        copy_without(arguments.features or features(), root)
+        print(f"{lines_left(root):,} lines are left")
+        sizes = sorted(
+            (len(path.read_text().splitlines()), str(path.relative_to(root)))
+            for path in (root / "dist_amp").rglob("*.py")
+        )
+        if not arguments.features:
+            print(*(f"{lines:6} {path}" for lines, path in sizes), sep="\n")
+        print(unknown_names(root), end="")
+        for strategy, dtype in (("ddp", "bf16"), ("fsdp", "bf16")):
+            check(root, strategy, dtype)
+            print(f"{strategy}: trains, saves, resumes and reports")
+
+
+if __name__ == "__main__":
+    main()

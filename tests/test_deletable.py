@@ -1,0 +1,64 @@
+"""Each optional feature, and all at once, can be deleted: the rest trains, saves and resumes."""
+
+import deletable
+import pytest
+from architecture import files
+
+FEATURES = deletable.features()
+# The goal is 5,000; this is the limit of today, and only ever goes down.
+ALL_DELETED_LINES = 7200
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A copy of the package without any optional feature."""
+    root = tmp_path_factory.mktemp("bare")
+    deletable.copy_without(FEATURES, root)
+    return root
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_without_a_feature_no_name_is_undefined_or_unused(tmp_path, feature):
+    deletable.copy_without([feature], tmp_path)
+    assert deletable.unknown_names(tmp_path) == ""
+
+
+def test_what_is_left_without_all_features_does_not_grow(bare):
+    assert deletable.lines_left(bare) <= ALL_DELETED_LINES
+    assert deletable.unknown_names(bare) == ""
+
+
+@pytest.mark.parametrize(("strategy", "dtype"), [("ddp", "bf16"), ("fsdp", "bf16")])
+def test_without_all_features_the_main_job_trains_saves_resumes_and_reports(bare, strategy, dtype):
+    deletable.check(bare, strategy, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_without_one_feature_the_main_job_trains_saves_resumes_and_reports(
+    tmp_path, feature, strategy
+):
+    deletable.copy_without([feature], tmp_path)
+    deletable.check_imports(tmp_path)
+    deletable.check(tmp_path, strategy, "bf16")
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_names_files_tests_and_a_page_that_exist(feature):
+    row = FEATURES[feature]
+    named = [*row["files"], *row.get("tests", ()), row["docs"].split("#")[0]]
+    assert row["about"]
+    assert [name for name in named if not (deletable.ROOT / name).exists()] == []
+
+
+def test_each_file_of_an_optional_folder_belongs_to_a_feature():
+    listed = {file for row in FEATURES.values() for file in row["files"]}
+    optional = ("sources", "diagnostics", "optimizers", "scaling", "tasks", "verify", "commands")
+    # Needed by every run, though they lie beside what is optional.
+    needed = {"scaling.batch_norm", "scaling.blocks", "scaling.parameters"}
+    for name, path in files().items():
+        folder = name.split(".")[0]
+        file = str(path.relative_to(deletable.ROOT))
+        if folder in optional and name not in needed and not name.endswith("__init__"):
+            assert file in listed or f"dist_amp/{folder}" in listed, file
