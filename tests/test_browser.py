@@ -110,7 +110,7 @@ def test_config_environment_and_samples_are_texts(port):
         page.get_by_text("[precision]").first.wait_for()
         page.get_by_text('"torch":').first.wait_for()
         page.get_by_text("sample", exact=True).first.click()  # the third group of texts is closed
-        page.get_by_text("The continued prompt, token by token.").first.wait_for()
+        page.get_by_text("The continued prompt, the same on every rank.").first.wait_for()
         assert page.get_by_text("held-out loss").count() == 2, "evaluations"
 
 

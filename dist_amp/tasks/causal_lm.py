@@ -272,7 +272,7 @@ class CausalLM:
         return values
 
     def sample(self, model: nn.Module) -> str:
-        """The continued prompt, the same on every rank: all take part in a sharded forward."""
+        """The continued prompt, the same on every rank."""
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(0)
         text = self.tokenizer.encode(self.prompt)
