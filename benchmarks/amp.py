@@ -225,9 +225,7 @@ def parity(name: str, curve: Sequence[float], reference: Sequence[float]) -> dic
 
 
 def best(result: Report, mode: str) -> str:
-    """The precision to use: the fastest that learns what float32 learns, if it is faster beyond
-    noise; bf16 where fp16 is hardly faster.
-    """
+    """The fastest precision that learns what float32 learns; bf16 if fp16 is hardly faster."""
     speeds = {}
     for name, row in result["modes"][mode].items():
         learned = result["parity"].get(name, {}).get("verdict") == "within"
@@ -313,9 +311,7 @@ def markdown(found: Report) -> str:
 
 
 def parse(words: Sequence[str]) -> Any:
-    """The options; arguments that are none of them are the main job's, for the user's task. Errors:
-    ConfigError.
-    """
+    """The options; all other arguments are the main job's, for the user's task."""
     parser = Parser("python -m benchmarks amp", __doc__)
     harness.add_choices(parser, precisions=list(RECIPES), modes=MODES)
     harness.add_common(parser, 20.0, "runs/amp")

@@ -68,9 +68,7 @@ def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
 
 
 def on_a_run(bench: Callable[[Run], None]) -> Callable[..., int]:
-    """A command whose arguments are the main job's settings: bench(run) gets a fresh run, without
-    evaluations or checkpoints. --help prints the module's docstring.
-    """
+    """A command that takes the main job's settings: bench(run) gets a fresh run."""
 
     @command
     def main(words: Sequence[str]) -> None:
@@ -97,9 +95,7 @@ def single_process(name: str) -> None:
 
 
 def on_ranks(size: int, bench: Callable[..., Any], *args: Any) -> Any:
-    """Run bench(world, *args) on `size` new processes with one CPU thread each; returns rank 0's
-    result, via JSON.
-    """
+    """bench(world, *args) on `size` new processes of one thread: rank 0's result, via JSON."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         args = (size, get_free_port(), result, bench, args)
@@ -283,9 +279,7 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> fl
 def in_turns(
     names: Iterable[str], block: Callable[[str, bool], Any], rounds: int
 ) -> dict[str, list[Any]]:
-    """{name: block(name, is_warm_up) of each round but the warm-up}, each round in a new random
-    order, the same on all ranks.
-    """
+    """{name: block(name, is_warm_up) per round}; each round in a new order, equal on all ranks."""
     order = random.Random(0)
     values: dict[str, list[Any]] = {name: [] for name in names}
     gc.collect()

@@ -47,9 +47,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(size: int) -> tuple[float, float, float]:
-    """Median seconds of CPU time: of the gather, of what every rank does with it, and of what rank
-    0 writes.
-    """
+    """Median CPU seconds: of the gather, of every rank's part, and of what rank 0 writes."""
     metrics = Metrics(World(), Clip("norm", 1.0))
     metrics.world = World(world_size=size, control=dist.group.WORLD)
     metrics._totals = metrics._totals.repeat(size, axis=0)

@@ -166,9 +166,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Loop:
-    """What is timed: step(micro_batches) takes one optimizer step of `module`, after prepare(),
-    which is not timed.
-    """
+    """step(micro_batches) takes one optimizer step and is timed; prepare() before it is not."""
 
     module: nn.Module
     step: Step

@@ -189,9 +189,7 @@ def drift_of(loop: Loop, data: Sequence[Any], path: Steps) -> float:
 def timed_rounds(
     world: World, built: dict[str, Loop], data: Sequence[Any], rounds: int
 ) -> dict[str, Any]:
-    """{loop: {"fastest", "mean"}}: processor time per step, one number per round, of the slowest
-    rank.
-    """
+    """{loop: {"fastest", "mean"}}: processor seconds per step of the slowest rank, by round."""
 
     def block(name: str, is_warm_up: bool) -> list[float]:
         world.barrier()
