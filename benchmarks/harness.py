@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.loops import Loop
 from benchmarks.report import about
-from dist_amp.clock import PhaseClock, wait_for_device
+from dist_amp.clock import wait_for_device
 from dist_amp.config.load import load_config
 from dist_amp.distributed.environment import environment_number
 from dist_amp.distributed.signals import die_with_parent
@@ -61,8 +61,15 @@ def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
     """The command `run` as main(argv), which returns the exit status."""
 
     @wraps(run)
+    def checked(words: Sequence[str]) -> int | None:
+        try:
+            return run(words)
+        except ModuleNotFoundError as error:
+            fix = "pip install -e '.[bench,hf]' in the clone's folder"
+            raise ConfigError(f"{error.name} is missing; {fix}") from error
+
     def main(argv: Sequence[str] | None = None) -> int:
-        return exit_status(run, argv)
+        return exit_status(checked, argv)
 
     return main
 
@@ -159,23 +166,21 @@ def with_defaults(options: argparse.Namespace, words: Sequence[str]) -> argparse
         rounds, suffix = 2, "_smoke"
     options.rounds = options.rounds or rounds
     options.out = options.out or Path(f"{options.default_out}{suffix}")
+    try:  # before hours of measuring rather than after
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {options.out} can't be written: {error.strerror}; choose another folder"
+        ) from None
     return options
 
 
-@contextmanager
-def quiet_process(one_thread: bool) -> Iterator[None]:
-    """Without warnings and info logs, which are repeated for each loop."""
-    threads = torch.get_num_threads()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        if one_thread:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            logging.disable(logging.NOTSET)
+def quiet_process(one_thread: bool) -> None:
+    """Drop warnings and info logs, which would be repeated for each loop."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if one_thread:
+        torch.set_num_threads(1)
 
 
 class Bench:
@@ -260,11 +265,10 @@ def release(device: torch.device) -> None:
 def timed(world: World, call: Callable[[], object]) -> float:
     """Seconds, measured from an idle device to an idle device."""
     wait_for_device(world.device)
-    clock = PhaseClock(world.device)
+    began = time.perf_counter()
     call()
-    lap = clock.lap()
     wait_for_device(world.device)
-    return sum(lap.seconds().values())
+    return time.perf_counter() - began
 
 
 def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> float:

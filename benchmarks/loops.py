@@ -32,12 +32,7 @@ from dist_amp.world import World
 SAMPLES = 1024
 Step = Callable[[Sequence[Any]], object]
 # A benchmark needs no run folder, evaluation or checkpoint.
-UNDISTURBED = [
-    *("--run.dir", "unused"),
-    *("--run.resume", "never"),
-    *("--eval.every", "off"),
-    *("--checkpoint.every", "off"),
-]
+UNDISTURBED = "--run.dir unused --run.resume never --eval.every off --checkpoint.every off".split()
 PRECISION_WORDS = {
     "fp32": "--use_amp false",
     "bf16": "--precision.dtype bf16",

@@ -134,17 +134,10 @@ def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
 
 def steps_of_data(setup: Setup) -> list[Any]:
     """The same eight steps for every loop."""
-    config = setup.config
     split = build_split(setup.task, "train", setup.world)
-    batches = build_batches(
-        config.data,
-        setup.task,
-        split,
-        setup.world,
-        micro_batch_size=config.train.micro_batch_size,
-        accumulation_steps=ACCUMULATION,
-        seed=config.run.seed,
-    )
+    sizes = {"micro_batch_size": setup.config.train.micro_batch_size}
+    sizes |= {"accumulation_steps": ACCUMULATION, "seed": setup.config.run.seed}
+    batches = build_batches(setup.config.data, setup.task, split, setup.world, **sizes)
     return list(itertools.islice(batches, 8))
 
 

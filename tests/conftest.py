@@ -117,6 +117,7 @@ def clean_environment(monkeypatch):
 @pytest.fixture(autouse=True)
 def fresh_log():
     """A main job that ran in this process has set up the log of its rank."""
+    logging.disable(logging.NOTSET)  # as the benchmarks leave it
     log = logging.getLogger("dist_amp")
     log.handlers.clear()
     log.setLevel(logging.NOTSET)
