@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -24,7 +24,7 @@ from benchmarks.harness import command
 from dist_amp.diagnostics.consistency import check_metrics_agree
 from dist_amp.precision import Clip
 from dist_amp.supervise.command_line import Parser
-from dist_amp.telemetry.log_row import GLOBAL, RANK_METRICS
+from dist_amp.telemetry.log_row import GLOBAL, RANK_METRICS, LogRow
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World
 
@@ -77,7 +77,7 @@ def measure(size: int) -> tuple[float, float, float]:
         for step in range(ROUNDS):
             metrics.begin(step, state, state, state)
             reads.append(timed(read))
-            writes.append(timed(lambda: metrics.write(metrics.last)))  # type: ignore[arg-type]
+            writes.append(timed(lambda: metrics.write(cast(LogRow, metrics.last))))
         metrics.close()
     checks = [read - gather for read, gather in zip(reads, gathers, strict=True)]
     return median(gathers), median(checks), median(writes)

@@ -3,9 +3,9 @@
 python -m benchmarks pretrained [--ranks 2] [--layers 20]
 
 A Llama of width 1,024 and 32,000 tokens (with 20 layers 322 million parameters) is written to a
-temporary folder in bfloat16 and loaded in float32 on CPU processes in two ways: straight into the shards, and
-by from_pretrained on every rank with sharding after that. Memory is the growth of a rank's highest
-resident memory, with the pages of mapped files.
+temporary folder in bfloat16 and loaded in float32 on CPU processes in two ways: straight into the
+shards, and by from_pretrained on every rank with sharding after that. Memory is the growth of a
+rank's highest resident memory, with the pages of mapped files.
 """
 
 import resource
