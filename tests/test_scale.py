@@ -33,7 +33,7 @@ from dist_amp.diagnostics import consistency
 from dist_amp.errors import Failure
 from dist_amp.step import train_step
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.telemetry.log_row import RANK_METRICS
+from dist_amp.telemetry.step_report import RANK_METRICS
 from dist_amp.train import observers_of, train
 from dist_amp.world import World
 
