@@ -62,7 +62,7 @@ class PhaseClock:
 
     @contextmanager
     def hold(self, phase: str) -> Iterator[None]:
-        """A phase for a with-block, whatever is entered in it: all of an evaluation is evaluation."""
+        """A phase for a with-block, whatever is entered in it: an evaluation is all evaluation."""
         if self._held:
             yield
             return
