@@ -1,4 +1,4 @@
-"""What is added up without waiting for the device: a log interval's steps, an evaluation's means."""
+"""What is added up without waiting for the device: log intervals and evaluations."""
 
 import json
 import math
