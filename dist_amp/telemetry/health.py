@@ -139,7 +139,7 @@ def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
 
 
 def handle_of(nvml: Any, properties: Any) -> Any:
-    """NVML's handle of a torch device, found by its hardware: CUDA_VISIBLE_DEVICES reorders them."""
+    """NVML's handle of a torch device, by its hardware: CUDA_VISIBLE_DEVICES reorders them."""
     for kind in ("GPU", "MIG"):
         with suppress(AttributeError, nvml.NVMLError):  # older torch has no uuid
             return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{properties.uuid}")
