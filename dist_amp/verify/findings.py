@@ -51,7 +51,7 @@ class Trace:
 def inspect_task(reference: Reference) -> list[Finding]:
     """Check the task; sets `reference.task.eval_modules` to what is compared in evaluation mode."""
     findings = _notes(reference)
-    samples = reference.step_samples(True)[0][:SAMPLES]
+    samples = reference.step_samples[0][:SAMPLES]
     batch = reference.batch(samples)
     first = trace(reference, batch)
     if not all(value.isfinite().all() for value in (first.loss, *first.gradients.values())):
