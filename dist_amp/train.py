@@ -19,14 +19,8 @@ from dist_amp.errors import Failure
 from dist_amp.run import Run, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise.lifecycle import (
-    Job,
-    close_run,
-    is_finished,
-    open_run,
-    report_failure,
-    supervised,
-)
+from dist_amp.supervise.failure import report_failure, supervised
+from dist_amp.supervise.lifecycle import Job, close_run, is_finished, open_run
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.step_report import Observer, StepReport
 from dist_amp.world import World, start

@@ -18,7 +18,7 @@ from forked import ROOT, TESTS
 
 from dist_amp.errors import Failure
 from dist_amp.precision import Clip
-from dist_amp.supervise.lifecycle import report_failure
+from dist_amp.supervise.failure import report_failure
 from dist_amp.telemetry import console as consoles
 from dist_amp.telemetry.console import Console, columns, duration, power_of_two
 from dist_amp.telemetry.metrics import Metrics

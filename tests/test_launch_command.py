@@ -26,7 +26,7 @@ from dist_amp.commands import launch as command
 from dist_amp.commands.elastic import Restarts, Signals, after_signal, who_explains
 from dist_amp.errors import ConfigError, Failure, add_context
 from dist_amp.supervise import preflight
-from dist_amp.supervise.lifecycle import report_failure
+from dist_amp.supervise.failure import report_failure
 
 # A stand-in for dist_amp.train, which starts in 0.1 s: argument n says how the ranks end in attempt
 # n.

@@ -4,7 +4,7 @@
 module meanwhile. The subclass reads private names. Where torch has other ones, a failure is
 restarted up to --max-restarts times, as by torchrun, and the ranks' exit codes after a signal are
 unknown. A rank that fails by itself leaves its report in torchrun's error file
-(supervise/lifecycle.py): what it printed, and the number of steps that it had taken.
+(supervise/failure.py): what it printed, and the number of steps that it had taken.
 """
 
 import os

@@ -8,7 +8,7 @@ from typing import NoReturn
 from dist_amp.distributed.process import quiet_on_closed_pipe
 from dist_amp.distributed.signals import say_stopped
 from dist_amp.errors import ConfigError, Failure
-from dist_amp.supervise.lifecycle import report_failure
+from dist_amp.supervise.failure import report_failure
 
 
 class Parser(argparse.ArgumentParser):

@@ -381,7 +381,7 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 
 def main_thread_is_in() -> str:
-    """The main thread's innermost function outside libraries: `loss_sum (task.py, line 12)`, or ""."""
+    """The main thread's innermost function outside libraries: `loss_sum (task.py, line 12)`."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     places = traceback.extract_stack(frame) if frame is not None else []
     for place in reversed(places):

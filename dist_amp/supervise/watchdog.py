@@ -403,7 +403,10 @@ class Watchdog:
                 "another rank has failed, and this one's main thread did not end: its collectives "
                 "were aborted"
             )
-        what = "died without an error: it was killed, perhaps for memory; its machine's log may say why"
+        what = (
+            "died without an error: it was killed, perhaps for memory; its machine's log may say "
+            "why"
+        )
         if event == LOST and not all(self._processes[rank].is_dead for rank in verdict.silent):
             what = (
                 f"gave no sign of life for {self._heartbeat.limit_seconds:g} s: it is stopped, or "
