@@ -52,14 +52,12 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
                 file = stack.enter_context(safe_open(path, "pt"))
                 slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
             check_shapes(folder, targets, slices)
-            values, missing, unexpected = read(base, targets, slices)
+            missing, unexpected = fill(base, targets, slices)
     except (OSError, SafetensorError) as error:
         raise DataError(
             f"the weights in {folder} can't be read ({error}); fetch them again"
         ) from error
     fresh = check_names(folder, base, targets, missing, unexpected, slices, fresh_head)
-    for name, value in values.items():
-        place(value, targets[name][0])
     initialise(model, base, fresh)
     for first, *others in targets.values():
         for other in others:  # peft's trained copy of a module
@@ -125,45 +123,52 @@ def check_shapes(
             )
 
 
-def read(
+def fill(
     base: Any, targets: Mapping[str, list[Tensor]], slices: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """({name: value, or this rank's shards of it}, names that are missing, names left over)."""
+) -> tuple[list[str], list[str]]:
+    """Copy what the files have into the targets: (names that are missing, names left over)."""
     if not (hasattr(base, "base_model_prefix") and hasattr(base, "config")):
-        values = {name: slices[name][...] for name in targets.keys() & slices.keys()}
+        for name in targets.keys() & slices.keys():
+            place(slices[name][...], targets[name][0])
         missing = [name for name in targets if name not in slices]
-        return values, missing, [name for name in slices if name not in targets]
+        return missing, [name for name in slices if name not in targets]
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     kind = type(base)
     if isinstance(base, FSDPModule):  # which has another class, and names depend on the class
         kind = kind.__mro__[2]
     with torch.device("meta"):
         twin: Any = kind._from_config(copy.deepcopy(base.config))
-    # The loader reads into new tensors, in the dtype and sharding of those that it finds.
-    present = {name: of[0].detach() for name, of in targets.items()}
-    twin.load_state_dict(present, strict=False, assign=True)
-    disable_progress_bar()
     config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(twin))
-    found, _ = convert_and_load_state_dict_in_model(twin, slices, config)
-    if problems := [*map(str, found.mismatched_keys), *found.conversion_errors.values()]:
-        text = problems[0].strip().splitlines()[-1]
-        raise DataError(f"the weights do not fit the model: {text}; use the config of these files")
-    state = twin.state_dict()
-    loaded = targets.keys() & state.keys() - found.missing_keys
-    # A tied tensor has several names, and is filled by any of them.
-    filled = {id(targets[name][0]) for name in loaded}
-    twin._adjust_missing_and_unexpected_keys(found)
-    may_be_missing = state.keys() - found.missing_keys
+    present = {name: of[0].detach() for name, of in targets.items()}
+    layers: dict[str, dict[str, Any]] = {}
+    for key, part in slices.items():
+        layers.setdefault(re.match(r"(.*?\.\d+\.)?", key)[0], {})[key] = part
+    filled = set()  # by id: a tied tensor has several names, and is filled by any of them
+    missing_keys = set(targets)
+    unexpected = set()
+    # One at a time: the loader reads into new tensors, of the dtype and sharding that it finds.
+    for layer in layers.values():
+        twin.load_state_dict(present, strict=False, assign=True)
+        found, _ = convert_and_load_state_dict_in_model(twin, layer, config)
+        if problems := [*map(str, found.mismatched_keys), *found.conversion_errors.values()]:
+            why = problems[0].strip().splitlines()[-1]
+            raise DataError(f"the weights do not fit the model: {why}; use the files' own config")
+        state = twin.state_dict()
+        for name in targets.keys() & state.keys() - found.missing_keys:
+            place(state[name], targets[name][0])
+            filled.add(id(targets[name][0]))
+        twin._adjust_missing_and_unexpected_keys(found)
+        missing_keys -= state.keys() - found.missing_keys
+        unexpected |= found.unexpected_keys
     missing = [
-        name
-        for name, (target, *_) in targets.items()
-        if id(target) not in filled and name not in may_be_missing
+        name for name in targets if name in missing_keys and id(targets[name][0]) not in filled
     ]
-    return {name: state[name] for name in loaded}, missing, sorted(found.unexpected_keys)
+    return missing, sorted(unexpected)
 
 
 def check_names(
