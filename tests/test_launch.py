@@ -133,37 +133,30 @@ def stand_ins(folder, **scripts):
     return f"{folder}:{ACTIVATED}"
 
 
-@needs_ip
-def test_a_machine_of_several_that_sees_no_gpu_says_so_unless_told_how_many_ranks(tmp_path):
-    told = "error: torch sees no GPU on this machine; fix that, or set NPROC_PER_NODE for ranks on the CPU"
-    assert start(NPROC_PER_NODE="", PATH=stand_ins(tmp_path, python3="echo 0")) == (1, told)
-
-
 def test_a_machine_0_whose_own_name_is_127_0_1_1_gives_the_others_an_address_that_they_reach(
     tmp_path,
 ):
-    """As Debian's /etc/hosts has it; the time to save in is the user's."""
+    """As Debian's /etc/hosts has it."""
     scripts = {
         "getent": "echo 127.0.1.1",
         "hostname": "echo 10.213.0.1 10.214.0.1",
-        "python3": "echo 0",
     }
     scripts["ip"] = 'echo "1 wire src 10.213.0.1 uid 0 $*"'
     scripts["timeout"] = "exit 1"  # nothing listens at machine 0's port
-    scripts["torchrun"] = 'echo "$GLOO_SOCKET_IFNAME $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"'
+    scripts["python3"] = 'echo "$GLOO_SOCKET_IFNAME $*"'
+    scripts["torchrun"] = ""
     environ = {
         "NNODES": "2",
         "NODE_RANK": "0",
         "MASTER_ADDR": "node0",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
     }
     environ |= {"PATH": stand_ins(tmp_path, **scripts), "NPROC_PER_NODE": "1"}
     told = subprocess.check_output(
         ["/bin/bash", ROOT / "launch/many_nodes.sh"], env=environ, text=True
     )
     assert "machine 0 of 2 (10.213.0.1): " in told
-    assert "\nwire 600 " in told
-    assert "--local-addr 10.213.0.1 " in told
+    assert "\nwire -m dist_amp.launch " in told
+    assert "--local-addr=10.213.0.1 " in told
 
 
 def test_settings_are_refused_once_before_any_rank_starts():
@@ -319,7 +312,7 @@ def test_a_host_that_stays_away_ends_the_run_and_the_same_command_goes_on(hosts,
     hosts.give_up_soon()
     a, b = cut_in_training(hosts, chaos, folder, RDZV_TIMEOUT="40")
     assert [a.end(), b.end()] == [1, 1]
-    assert "RendezvousTimeoutError" in a.text
+    assert "not all of --nnodes=2 machines joined the rendezvous at" in a.text
     hosts.wire("up")
     time.sleep(1)
     a, b = (hosts.start(host, folder, chaos.words) for host in "ab")
@@ -339,7 +332,7 @@ def test_hosts_with_other_code_settings_or_versions_are_told_both(hosts, chaos, 
     words, path = chaos.words | {"run.timeout_seconds": 60}, f"{other}:{ROOT / 'tests'}"
     a = hosts.start("a", folder, words, MAX_RESTARTS="0")
     b = hosts.start("b", folder, words | {"optim.lr": 1e-3}, MAX_RESTARTS="0", PYTHONPATH=path)
-    assert [a.end(), b.end()] == [1, 1]
+    assert [a.end(), b.end()] == [64, 64]
     (told,) = [line for _, line in a.lines + b.lines if line.startswith("error: the ranks differ")]
     assert "dist_amp/step.py is " in told
     assert "optim.lr is 0.0003 on rank 0 (host-a), 0.001 on rank 1 (host-b)" in told
@@ -363,4 +356,4 @@ def test_hosts_that_count_another_number_of_hosts_wait_so_long_and_have_said_for
         "machine 1 of 3 (10.213.0.2): waits at most 5 s for the others at 10.213.0.1:29500"
         in b.text
     )
-    assert "RendezvousTimeoutError" in a.text
+    assert "not all of --nnodes=2 machines joined the rendezvous at" in a.text

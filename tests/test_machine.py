@@ -1,14 +1,8 @@
-"""GPUs that torch can't use are refused before anything trains, and ranks are bound to CPUs only
-where that works.
-"""
-
-import os
-from types import SimpleNamespace
+"""GPUs that torch can't use are refused before anything trains."""
 
 import pytest
 import torch
 
-from dist_amp.commands import local_gpus
 from dist_amp.distributed import environment, gpu_checks
 from dist_amp.distributed.gpu_checks import (
     check_architecture,
@@ -246,89 +240,3 @@ def test_inductor_on_a_gpu_needs_what_triton_compiles_with(
     with pytest.raises(ConfigError) as error:
         check_compile(CompileConfig(blocks=True), "single", 1, world)
     assert said in str(error.value)
-
-
-# ---- NUMA ----
-
-
-@pytest.fixture
-def two_nodes(tmp_path, monkeypatch):
-    """The root of a machine with CPUs 0-3 and 4-7 on two nodes, and a GPU on each; all CPUs are
-    allowed.
-    """
-    for number, (cpus, bus) in enumerate((("0-3", 1), ("4-5,6,7", 0x41))):
-        node = tmp_path / f"sys/devices/system/node/node{number}"
-        gpu = tmp_path / f"sys/bus/pci/devices/0000:{bus:02x}:00.0"
-        node.mkdir(parents=True)
-        gpu.mkdir(parents=True)
-        (node / "cpulist").write_text(f"{cpus}\n")
-        (gpu / "numa_node").write_text(f"{number}\n")
-    (tmp_path / "sys/devices/system/node/possible").write_text("0-1")
-    gpus = [SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in (1, 0x41)]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    numactl = tmp_path / "bin/numactl"
-    numactl.parent.mkdir()
-    numactl.write_text('#!/bin/sh\n[ "$1" = --physcpubind=0 ] && exec true\n')
-    numactl.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{numactl.parent}:{os.environ['PATH']}")
-    return tmp_path
-
-
-def test_ranks_are_bound_where_each_has_a_cpu_on_its_gpus_node(two_nodes):
-    assert local_gpus.has_nodes(two_nodes)
-    assert local_gpus.cpus_of(1, two_nodes) == {4, 5, 6, 7}
-    assert local_gpus.why_unbound(2, 2, two_nodes) == ""
-
-
-@pytest.mark.bad_input("ranks that can't be bound to the CPUs of their GPUs' NUMA nodes")
-def test_ranks_are_not_bound_where_the_cpuset_has_no_cpu_of_their_gpus_node(two_nodes, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    why = "1 ranks have their GPU on node 1, of whose CPUs this process may use 0"
-    assert local_gpus.why_unbound(2, 2, two_nodes) == why
-    assert local_gpus.why_unbound(1, 2, two_nodes) == "", "the first GPU's node has some"
-
-
-def test_ranks_are_not_bound_where_torchrun_would_fail(two_nodes, monkeypatch):
-    assert local_gpus.why_unbound(3, 2, two_nodes) == "there are 2 GPUs for 3 ranks"
-    (two_nodes / "bin/numactl").write_text(
-        "#!/bin/sh\necho sched_setaffinity: Operation not permitted >&2; exit 1\n"
-    )
-    assert (
-        local_gpus.why_unbound(2, 2, two_nodes)
-        == "numactl fails: sched_setaffinity: Operation not permitted"
-    )
-    (two_nodes / "sys/bus/pci/devices/0000:41:00.0/numa_node").unlink()
-    assert local_gpus.why_unbound(2, 2, two_nodes).startswith("/sys does not show the nodes (")
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert local_gpus.why_unbound(2, 2, two_nodes) == "numactl is not installed"
-
-
-def asked(capsys, *words):
-    assert local_gpus.exit_status(local_gpus.ask, words) in (0, 64)
-    return capsys.readouterr()
-
-
-def test_the_launchers_get_the_number_of_gpus_and_the_option_or_why_not(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(local_gpus, "has_nodes", lambda: True)
-    monkeypatch.setattr(
-        local_gpus, "why_unbound", lambda ranks, gpus: "" if ranks == gpus else "a reason"
-    )
-    assert asked(capsys).out == "2 --numa-binding=node\n"
-    monkeypatch.setenv("NPROC_PER_NODE", "1")
-    said = asked(capsys)
-    assert said.out == "2 \n"
-    assert said.err == "numa   ranks are not bound to the CPUs near their GPUs: a reason\n"
-    assert asked(capsys, "--run.device", "cpu", "-h").out == "0 \n"
-    monkeypatch.setattr(local_gpus, "has_nodes", lambda: False)
-    assert asked(capsys).out == "2 \n"
-
-
-def test_the_launchers_refuse_gpus_that_torch_cannot_use_once(root, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(local_gpus, "check_gpus_are_used", lambda: check_gpus_are_used(root))
-    assert asked(capsys).err.startswith(
-        "error: run.device=auto: this machine has 2 NVIDIA GPUs, and their driver 570"
-    )
-    assert asked(capsys, "--run.device", "cpu").out == "0 \n"
