@@ -148,7 +148,6 @@ def test_a_mistake_is_one_line_before_any_rank_starts(words, said, capfd, nothin
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import os; os._exit(5)", "ended the process with status 5"),
         ("import os; os._exit(0)", "ended the process with status 0"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended the process by SIGKILL"),
         ("raise RuntimeError('one\\ntwo')", "failed with RuntimeError: one"),
@@ -213,12 +212,13 @@ def test_the_defaults_are_two_processes_on_the_cpu_with_restarts_and_the_signals
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-def test_a_rank_per_gpu_near_its_cpus(started, monkeypatch):
+def test_a_rank_per_gpu_near_its_cpus_unless_told_otherwise(started, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(command, "binding", lambda ranks, gpus: "node" if ranks == gpus else None)
     assert (started().nproc_per_node, started().numa_binding) == ("4", "node")
     assert started("--nproc-per-node=3").numa_binding is None
     assert started("--numa-binding=socket").numa_binding == "socket"
+    assert command.gpus_to_use(["--run.device", "cpu"]) == 0
 
 
 @pytest.mark.bad_input("ranks that can't be bound to the CPUs of their GPUs' NUMA nodes")
@@ -248,16 +248,13 @@ def test_ranks_are_bound_where_torchrun_can_and_otherwise_told_why_not(
     assert capsys.readouterr().err == said
 
 
-def test_gpus_are_counted_unless_ranks_are_for_the_cpu_and_refused_once_if_torch_cannot_use_them(
-    monkeypatch,
-):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert command.gpus_to_use([]) == 2
-    assert command.gpus_to_use(["--run.device", "cpu"]) == 0
+def test_gpus_that_torch_cannot_use_are_refused_once(monkeypatch):
+    def refuse():
+        raise ConfigError("a reason")
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(command, "check_gpus_are_used", lambda: pytest.fail("asked"))
-    with pytest.raises(pytest.fail.Exception, match="asked"):
-        command.gpus_to_use([])
+    monkeypatch.setattr(command, "check_gpus_are_used", refuse)
+    assert command.main([]) == 64
 
 
 @pytest.mark.parametrize(

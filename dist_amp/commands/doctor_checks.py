@@ -1,6 +1,4 @@
-"""What `doctor` checks on each machine, and with several ranks; every check is a line, also one that
-can't be made.
-"""
+"""What `doctor` checks on each machine, and with several ranks: a line each, even if it fails."""
 
 import json
 import os
