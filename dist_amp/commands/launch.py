@@ -283,8 +283,8 @@ def gpus_to_use(words: Sequence[str]) -> int:
 def binding(ranks: int, gpus: int, nodes: Path = Path("/sys/devices/system/node")) -> str | None:
     """torchrun's --numa-binding; None on a machine of one node, or if it can't be done: say why.
 
-    It takes numactl and CPUs of each GPU's node, which Slurm or a container may deny. torchrun fails
-    then, so its way of starting a rank is tried here.
+    It takes numactl and CPUs of each GPU's node, which Slurm or a container may deny:
+    torchrun would fail then, so its way of starting a rank is tried here.
     """
     if not gpus or len(list(nodes.glob("node[0-9]*"))) < 2:
         return None
