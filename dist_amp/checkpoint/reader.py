@@ -39,8 +39,6 @@ ALLOWED = {
     },
 }
 
-UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError)
-
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
@@ -76,7 +74,9 @@ class Reader(FileSystemReader):
         try:
             with (self.folder / ".metadata").open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except (*UNREADABLE, pickle.PickleError) as error:
+        except CheckpointRejected:
+            raise
+        except Exception as error:  # whatever damaged bytes make of a pickle
             raise CheckpointRejected(f".metadata can't be read ({error})") from None
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise CheckpointRejected(".metadata is not that of a checkpoint")
