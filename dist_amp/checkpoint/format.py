@@ -99,10 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
-    """Why a checkpoint is not valid, or "" if it is.
-
-    Verifies the manifest and every `parts`-th file, from `part` on, so that ranks share the work.
-    """
+    """Why it is not valid, or "". Ranks share the work: every `parts`-th file, from `part` on."""
     try:
         files = read_manifest(folder).files
     except CheckpointRejected as error:
@@ -186,10 +183,7 @@ def _validation_loss(checkpoint: Path) -> float:
 
 
 def quarantine_after(run_folder: Path, step: int) -> list[Path]:
-    """Rename the rejected checkpoints of later steps, and remove half-written ones.
-
-    Those steps are taken again, and an existing folder is never written into. Returns new names.
-    """
+    """Rename rejected checkpoints of later steps, to be taken again; remove half-written ones."""
     for leftover in run_folder.glob("checkpoints/.step_*.writing"):
         shutil.rmtree(leftover, ignore_errors=True)
     newest = checkpoint_folder(run_folder, step)

@@ -101,10 +101,7 @@ class Planner(DefaultLoadPlanner):
 
 
 def read_into(state: dict[str, Any], reader: Reader, world: World | None = None) -> None:
-    """Fill the tensors of `state`. Every rank of `world` calls it, or one process without one.
-
-    Errors: CheckpointRejected, or CheckpointException, which does not derive from Exception.
-    """
+    """Fill the tensors of `state`; every rank calls it. Errors: CheckpointRejected, or DCP's."""
     world = world or World()
     silence_single_process_warning()
     try:

@@ -212,10 +212,7 @@ def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
 
 
 def on_all_ranks(world: World, work: Callable[[], Any]) -> list[Any]:
-    """Call `work` on every rank; return all results in rank order.
-
-    Errors: Failure on all ranks if one fails.
-    """
+    """All ranks' results of `work`, in rank order. Errors: Failure on all ranks if one fails."""
     result = None
     failure = ""
     try:

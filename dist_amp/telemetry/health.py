@@ -98,10 +98,7 @@ class Health(Observer):
 
 
 def say_problems(problem: str, world: World) -> None:
-    """One line of rank 0 about all ranks on whose GPU something can't be read.
-
-    Every rank calls it. problem: this rank's; "" if there is none.
-    """
+    """One line of rank 0 about what can't be read on some ranks; "" of a rank is no problem."""
     texts = world.gather_texts(f"{platform.node()}: {problem}" if problem else "")
     problems = [text for text in texts if text]
     if len(problems) == world.world_size:

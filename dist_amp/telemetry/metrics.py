@@ -229,19 +229,13 @@ class Metrics:
 
     @property
     def last_logged(self) -> dict[str, Any]:
-        """The latest global metrics by their tags, with "step"; may be empty.
-
-        Right after a resume the last line of metrics.jsonl, which has "ranks" too.
-        """
+        """The latest global tags, with "step"; after a resume the last line of metrics.jsonl."""
         if self.last is not None:
             return {"step": self.last.step, **self.last.global_tags()}
         return self._jsonl.last if self._jsonl is not None else {}
 
     def rank_table(self) -> list[dict[str, float]]:
-        """Each rank's tags, with the throughput since the start or resume.
-
-        Right after a resume those of the last line of metrics.jsonl.
-        """
+        """Each rank's tags, with the throughput since the start; after a resume the last line's."""
         if self.last is None:
             return self.last_logged.get("ranks", [])  # type: ignore[no-any-return]
         table = self.last.table.copy()

@@ -126,10 +126,7 @@ def log_mfu(metrics: Metrics, config: Config, task: Task, parallel: Parallel) ->
 
 
 def flops_per_item(task: Task, model: nn.Module) -> float:
-    """The task's count for one item's forward and backward; 0 if it has none.
-
-    Errors: DataError if its method fails, or returns anything but a finite number above 0.
-    """
+    """The task's count for one item, or 0. Errors: DataError for anything but a number above 0."""
     if not hasattr(task, "flops_per_item"):
         return 0.0
     flops = call_task(DataError, "flops_per_item(model)", task.flops_per_item, model)

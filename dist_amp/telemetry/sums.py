@@ -108,10 +108,7 @@ class WeightedMeans:
         self._names_vary = False  # whether the names come from the task's metrics()
 
     def checked(self, values: Any) -> dict[str, Any]:
-        """A copy of what metrics() returned.
-
-        Errors: DataError unless it is a dict with equal names for every batch.
-        """
+        """A copy of what metrics() returned. Errors: DataError unless names are equal."""
         self._names_vary = True
         if not isinstance(values, Mapping):
             raise DataError(
