@@ -34,8 +34,7 @@ from dist_amp.sources.labelled_images import LabelledImages, class_names, labell
 from dist_amp.sources.load import load_rows, load_split
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.tokenizer import open_tokenizer
-from dist_amp.sources.tokenizing import tokenize
-from dist_amp.sources.tokens import token_documents
+from dist_amp.sources.tokens import token_documents, tokenize
 from dist_amp.world import World
 
 BYTES = open_tokenizer("bytes")

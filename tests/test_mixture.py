@@ -215,9 +215,9 @@ def test_without_tables_the_one_source_is_built():
 def test_each_source_is_built_from_its_own_keys_and_no_others(data):
     seen = []
     mixed(replace(data, workers=3), "train", lambda data: seen.append(data) or build(data))
-    assert [(one.path, one.text_column, one.workers, fields(one.sources)) for one in seen] == [
-        ("wiki", "text", 3, ()),
-        ("code", "text", 3, ()),
+    assert [(one.path, one.text_column, one.workers, one.sources) for one in seen] == [
+        ("wiki", "text", 3, {}),
+        ("code", "text", 3, {}),
     ]
 
 
@@ -231,7 +231,9 @@ def test_weights_count_rows():
 def said(monkeypatch):
     """The lines that the mixture has logged."""
     lines = []
-    monkeypatch.setattr(mixture.log, "info", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(
+        mixture.log, "info", lambda text, *args: lines.append(text % args if args else text)
+    )
     return lines
 
 

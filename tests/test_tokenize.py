@@ -20,10 +20,10 @@ import torch
 
 from dist_amp.commands import tokenize as command
 from dist_amp.errors import DataError, Failure
-from dist_amp.sources import tokenizing
+from dist_amp.sources import conversations, tokens
 from dist_amp.sources.token_shards import IGNORE_INDEX, MANIFEST, TokenShards, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
-from dist_amp.sources.tokenizing import tokenize
+from dist_amp.sources.tokens import tokenize
 
 BYTES = open_tokenizer("bytes")
 FORK = get_context("fork")
@@ -70,9 +70,9 @@ def test_documents_are_the_rows_with_something_to_learn_in_order(make, tmp_path)
     split = write(tmp_path, make()).splits["train"]
     documents = TokenShards(tmp_path, "train")
     expected = [(ids, counted) for ids, counted in map(encoded, make()) if any(counted)]
-    assert len(documents) == split.total("documents") == len(expected) < 41
-    assert split.total("tokens") == sum(len(ids) for ids, _ in expected)
-    assert split.total("counted") == sum(sum(counted) for _, counted in expected)
+    assert len(documents) == split.totals["documents"] == len(expected) < 41
+    assert split.totals["tokens"] == sum(len(ids) for ids, _ in expected)
+    assert split.totals["counted"] == sum(sum(counted) for _, counted in expected)
     assert any("counted" in name for name in content(tmp_path)) == (make is pairs)
     assert len(documents.of.shards) > 3
     assert documents.lengths.tolist() == [len(ids) for ids, _ in expected]
@@ -108,7 +108,7 @@ def test_ids_take_as_many_bytes_as_the_vocabulary_needs(size, dtype, tmp_path):
 
 
 def test_several_workers_write_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizing, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(tokens, "CHUNK_ROWS", 3)
     write(tmp_path / "one", pairs())
     write(tmp_path / "many", pairs(), workers=3)
     assert content(tmp_path / "one") == content(tmp_path / "many")
@@ -161,30 +161,32 @@ def test_a_run_that_is_killed_anywhere_continues_to_the_same_files(tmp_path):
 
 
 def test_after_an_interruption_only_what_is_missing_is_encoded(tmp_path, monkeypatch):
-    seen, interrupted, encode_row = [], [], tokenizing.encode_row
+    seen, interrupted, encode_row = [], [], conversations.encode
 
-    def failing(number, *args):
+    def failing(row, *args):
+        number = rows.index(row)
         seen.append(number)
         if number == 30 and not interrupted:
             interrupted.append(number)
-            raise OSError("interrupted")
-        return encode_row(number, *args)
+            raise KeyboardInterrupt
+        return encode_row(row, *args)
 
-    monkeypatch.setattr(tokenizing, "encode_row", failing)
-    monkeypatch.setattr(tokenizing, "CHUNK_ROWS", 2)
-    with pytest.raises(OSError, match="interrupted"):
-        write(tmp_path, texts())
+    rows = [{"text": f"{n}{row['text']}"} for n, row in enumerate(texts())]
+    monkeypatch.setattr(conversations, "encode", failing)
+    monkeypatch.setattr(tokens, "CHUNK_ROWS", 2)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, rows)
     with pytest.raises(
         DataError, match=r"is not complete: dist_amp.tokenize was interrupted; start it again as"
     ):
         TokenShards(tmp_path, "train")
-    begin = read_manifest(tmp_path).splits["train"].end_row
+    begin = read_manifest(tmp_path).splits["train"].shards[-1].end_row
     assert 10 < begin < 30
     seen.clear()
-    write(tmp_path, texts())
+    write(tmp_path, rows)
     assert seen == list(range(begin, 40))
     seen.clear()
-    write(tmp_path, texts())
+    write(tmp_path, rows)
     assert seen == []
 
 
@@ -228,8 +230,8 @@ def test_a_worker_that_dies_is_reported(tmp_path):
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizing, "SECONDS", 0)
-    monkeypatch.setattr(tokenizing, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(tokens, "SECONDS", 0)
+    monkeypatch.setattr(tokens, "CHUNK_ROWS", 16)
     monkeypatch.setattr("datasets.utils.tqdm.disable", True, raising=False)
     datasets.disable_progress_bars()
     try:

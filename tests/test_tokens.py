@@ -12,7 +12,7 @@ import torch
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
-from dist_amp.sources import tokenizing, tokens
+from dist_amp.sources import conversations, tokens
 from dist_amp.sources.conversations import IGNORE_INDEX, asks_in_turns, encode
 from dist_amp.sources.token_shards import TokenShards
 from dist_amp.sources.tokenizer import check_vocabulary, of_transformers, open_tokenizer
@@ -207,7 +207,7 @@ def test_rows_are_tokenized_once_and_then_read_from_the_cache(tmp_path, cache, m
     first = token_documents(data, "train", BYTES)
     assert isinstance(first, TokenShards)
     assert len(first) == 18
-    monkeypatch.setattr(tokenizing, "encode_row", None)  # it would fail
+    monkeypatch.setattr(conversations, "encode", None)  # it would fail
     again = token_documents(data, "train", BYTES)
     assert again.fingerprint == first.fingerprint
     assert len(list(cache.iterdir())) == 1
@@ -248,10 +248,10 @@ def test_the_cache_knows_rows_tokenizer_column_and_split_apart(tmp_path, cache):
 
 def test_a_folder_of_tokens_is_a_source_of_its_splits(tmp_path):
     rows = datasets.Dataset.from_list(TEXTS)
-    tokenizing.tokenize(
+    tokens.tokenize(
         tmp_path / "both", {"train": rows, "validation": rows.select([1, 2])}, BYTES, "text", print
     )
-    tokenizing.tokenize(tmp_path / "one", {"train": rows}, BYTES, "text", print)
+    tokens.tokenize(tmp_path / "one", {"train": rows}, BYTES, "text", print)
     both, one = (DataConfig(path=str(tmp_path / name)) for name in ("both", "one"))
     assert [len(token_documents(both, split, BYTES)) for split in ("train", "validation")] == [
         24,
@@ -266,7 +266,7 @@ def test_a_folder_of_tokens_is_a_source_of_its_splits(tmp_path):
 )
 def test_tokens_of_another_tokenizer_are_refused_with_both(tmp_path):
     make_tokenizer(tmp_path / "model")
-    tokenizing.tokenize(
+    tokens.tokenize(
         tmp_path / "tokens", {"train": datasets.Dataset.from_list(TEXTS)}, BYTES, "text", print
     )
     other = open_tokenizer(str(tmp_path / "model"))
@@ -339,7 +339,7 @@ def test_rows_of_a_view_are_tokenized_as_they_are_read_in_its_own_order(
     assert view.read == [4, 1]
     ahead = (
         TokenShards(tmp_path, "train")
-        if tokenizing.tokenize(tmp_path, {"train": view}, BYTES, "text", print)
+        if tokens.tokenize(tmp_path, {"train": view}, BYTES, "text", print)
         else 0
     )
     for number, sample in zip([4, 1], samples, strict=True):
@@ -362,5 +362,5 @@ def test_a_row_of_a_view_without_tokens_is_named(tmp_path):
 def test_a_folder_of_tokens_knows_whether_its_rows_were_chats(make, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "model")
     rows = {"train": datasets.Dataset.from_list(make())}
-    tokenizing.tokenize(tmp_path / "tokens", rows, of_transformers(tokenizer), "text", print)
+    tokens.tokenize(tmp_path / "tokens", rows, of_transformers(tokenizer), "text", print)
     assert asks_in_turns(DataConfig(path=str(tmp_path / "tokens")), tokenizer) == (make is chats)
