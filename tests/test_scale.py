@@ -22,18 +22,16 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import log_step as log_step_bench
-from benchmarks import order as order_bench
 from benchmarks.collectives import Counting, check, measure
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.commands.estimates import Collective
-from dist_amp.commands.plan import table
-from dist_amp.commands.planned import make_plan
+from dist_amp.commands.plan import make_plan, table
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import consistency
 from dist_amp.errors import Failure
 from dist_amp.step import train_step
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.telemetry.log_row import RANK_METRICS
+from dist_amp.telemetry.step_report import RANK_METRICS
 from dist_amp.train import observers_of, train
 from dist_amp.world import World
 
@@ -291,7 +289,9 @@ def test_objects_are_exchanged_only_at_the_start_and_where_the_state_is_checked(
 def test_the_page_has_the_numbers_of_its_command(words):
     page = (ROOT / "docs" / "collectives.md").read_text()
     config = load_config(["--config", str(ROOT / "configs" / "gpt_124m.toml"), *words], environ={})
-    (line,) = [line for line in table(make_plan(config, 8, 0)) if line.startswith("sent per step")]
+    (line,) = [
+        line for line in table(make_plan(config, 8, 0)[0]) if line.startswith("sent per step")
+    ]
     assert line in page
 
 
@@ -341,12 +341,10 @@ def test_a_log_step_is_one_collective_also_while_a_checkpoint_is_being_written(t
     assert on_ranks(2, collectives_of_log_steps, tmp_path) == [([1, 1, 1], [True, True, False])] * 2
 
 
-def test_the_benches_of_a_log_step_and_of_the_order_run():
+def test_the_benchmark_of_a_log_step_runs():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
     try:
         with patch.object(log_step_bench, "ROUNDS", 3):
             assert all(seconds >= 0 for seconds in log_step_bench.measure(64))
     finally:
         dist.destroy_process_group()
-    with patch.object(order_bench, "STEPS", 3):
-        assert all(seconds > 0 for seconds in order_bench.measure("feistel", 10**7))
