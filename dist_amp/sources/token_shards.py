@@ -246,7 +246,7 @@ def check_hash(path: Path, content: bytes, expected: str) -> None:
 def write_shard(
     folder: Path, name: str, manifest: Manifest, documents: list[tuple[Array, Array]], end_row: int
 ) -> Manifest:
-    """Write a split's next shard, of the documents before a row; returns the manifest that lists it.
+    """Write the next shard of a split, of the documents before a row; returns the new manifest.
 
     A document: (ids [n] of manifest.dtype, which are learned [n] bool: not the first, at least one
     other). Errors: DataError if the index is damaged; Failure if the folder can't be written.
