@@ -319,9 +319,9 @@ def collectives_of_log_steps(world, folder):
         for observer in observers:
             observer.on_log(row)  # the first has checks of its own
         saver.save(wait=False)
-        end = saver._pending
+        end = run.metrics.save
         pending = Future()  # one that ends on rank 1 later than on rank 0
-        saver._pending = run.metrics.save = pending
+        run.metrics.save = pending
         counted, waiting = [], []
         for done_on in ((), (0,), (0, 1)):
             if world.rank in done_on and not pending.done():
@@ -332,7 +332,7 @@ def collectives_of_log_steps(world, folder):
                 for observer in (*observers, saver):
                     observer.on_log(row)
             counted.append(counting.collectives.total())
-            waiting.append(saver._pending is not None)
+            waiting.append(run.metrics.save is not None)
         end.result()
     return counted, waiting
 
