@@ -16,8 +16,7 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.packing import Packing
 from dist_amp.supervise.callbacks import train_metrics
 from dist_amp.tasks.causal_lm import CausalLM
-from dist_amp.verify.findings import inspect_task
-from dist_amp.verify.packing import leaks
+from dist_amp.verify.findings import inspect_task, leaks
 from dist_amp.verify.reference import Reference
 from dist_amp.world import World
 
@@ -146,9 +145,9 @@ def test_a_leak_is_named_with_the_module_it_begins_in_and_its_fix(task, where, c
 
 @pytest.mark.bad_input("a packed task in which `verify` finds no embedding of input_ids")
 def test_a_model_without_an_embedding_of_the_tokens_is_not_passed_in_silence():
-    text, fails = leaks(reference_of(OfALayer(nn.Identity, embedding=nn.Linear)), rows=8)
-    assert "not checked for leaks: no nn.Embedding" in text
-    assert not fails
+    (finding,) = leaks(reference_of(OfALayer(nn.Identity, embedding=nn.Linear)), rows=8)
+    assert "not checked for leaks: no nn.Embedding" in finding.text
+    assert not finding.fails
 
 
 def test_rows_with_a_second_document_are_looked_for_and_if_there_are_none_a_line_says_so():
@@ -163,9 +162,9 @@ def test_rows_with_a_second_document_are_looked_for_and_if_there_are_none_a_line
     ):
         task = Task()
         task.documents = Documents(documents)
-        text, fails = leaks(reference_of(task), rows=8)
-        assert words in text
-        assert not fails
+        (finding,) = leaks(reference_of(task), rows=8)
+        assert words in finding.text
+        assert not finding.fails
 
 
 # Packed equals unpacked.
