@@ -147,12 +147,15 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     if not len(columns):
         return ""
     rank, column = different_ranks[0], columns[0]
-    where = f"and {rank} after step {run.step}"
-    if column < len(parameters):
-        rule = "every rank must start with the same weights and apply the same update"
-        return f"the parameter {names[column]} is not the same on ranks {rank % stride} {where}; {rule}"
-    rule = "a buffer that is updated from a rank's own batch must be reduced over the ranks"
-    return f"the buffer {names[column]} is not the same on ranks 0 {where}; {rule}"
+    other = rank % stride
+    what = "parameter"
+    rule = "every rank must start with the same weights and apply the same update"
+    if column >= len(parameters):
+        other = 0
+        what = "buffer"
+        rule = "a buffer that is updated from a rank's own batch must be reduced over the ranks"
+    where = f"on ranks {other} and {rank} after step {run.step}"
+    return f"the {what} {names[column]} is not the same {where}; {rule}"
 
 
 def compared_buffers(run: Run, with_batch_statistics: bool) -> dict[str, Tensor]:

@@ -120,9 +120,7 @@ class NonFinite:
 
 @torch.no_grad()
 def stats_of(what: str, values: Any) -> list[TensorStats]:
-    """The range, and what is not finite, of this rank's part of each floating-point tensor in nested
-    containers; waits for the device.
-    """
+    """Of this rank's part of each floating-point tensor in nested containers; it reads the device."""
     found = []
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
@@ -160,7 +158,7 @@ def bad(stats: Iterable[TensorStats]) -> list[TensorStats]:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module; graph nodes that it recorded have numbers from `begin` to below `end`."""
+    """One call of a module; its graph nodes have numbers from `begin` to below `end`."""
 
     module: str
     module_class: str
@@ -494,7 +492,7 @@ class NonfiniteReplay(Observer):
             warn(text)
 
     def _report(self, fault: NonFinite, kept: dict[str, Any]) -> None:
-        """To reports.jsonl each time, to the console once per module, phase and rank; on all ranks."""
+        """To reports.jsonl each time; to the console once per module, phase and rank."""
         world = self.run.world
         key = (fault.module, fault.phase, fault.rank)
         self.faults.append(fault)

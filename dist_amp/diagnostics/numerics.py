@@ -30,7 +30,7 @@ SURELY_LOST = 2.0**-9
 
 
 class Numerics(Observer):
-    """Measures log steps if debug.numerics=true; warns at the start about updates that bf16 will lose.
+    """Measures log steps if debug.numerics=true; warns at the start of updates that bf16 will lose.
 
     Errors: ConfigError in fp16 with FSDP's mixed-precision policy.
     """
@@ -116,7 +116,7 @@ class Numerics(Observer):
         self._hooks = []
 
     def _count_underflow(self, micro_batches: Sequence[Any]) -> None:
-        """Under FSDP of gradients summed over ranks, as its shards are; otherwise of this rank's."""
+        """Of this rank's gradients; under FSDP of those summed over ranks, as its shards are."""
         run = self.run
         weight = run.world.sum(weight_of(run.task, micro_batches, run.world.device))
         factor = run.world.world_size / weight

@@ -104,7 +104,7 @@ class Profile(Observer):
             self._finish()
         self._ranges.close()
         world = self._run.world
-        # After a failure. With several GPUs, stopping might wait for one that waits for a dead rank.
+        # After a failure. With several GPUs, stopping may wait for one that waits for a dead rank.
         if self._profiler is not None and (world.world_size == 1 or world.device.type == "cpu"):
             with suppress(Exception):
                 self._profiler.stop()

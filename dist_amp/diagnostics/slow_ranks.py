@@ -82,7 +82,7 @@ def slowdown(rank: int | None, factor: float, extra: np.ndarray, intervals: int)
 
 
 class SlowRanks(Observer):
-    """Rank 0 compares the ranks' local time and warns of one that was slow at two log steps in a row.
+    """Rank 0 compares the ranks' local time, and warns of one slow at two log steps in a row.
 
     It warns again only after as many log steps without a finding as the longest window has.
     """
