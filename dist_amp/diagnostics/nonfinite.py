@@ -120,7 +120,7 @@ class NonFinite:
 
 @torch.no_grad()
 def stats_of(what: str, values: Any) -> list[TensorStats]:
-    """Of this rank's part of each floating-point tensor in nested containers; it reads the device."""
+    """Of this rank's part of each floating-point tensor in nested containers; reads the device."""
     found = []
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
