@@ -81,7 +81,7 @@ def main(run: Run) -> None:
     loaders = {OURS: ours, BARE: bare}
     ahead = 1 + 2 * run.config.data.workers  # workers keep 2 batches each
 
-    def block(name: str, is_warm_up: bool) -> float:
+    def block(name: str) -> float:
         return speed(loaders[name](run, dataset), ahead)
 
     speeds = harness.in_turns(loaders, block, ROUNDS)

@@ -281,19 +281,19 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> fl
 
 
 def in_turns(
-    names: Iterable[str], block: Callable[[str, bool], Any], rounds: int
+    names: Iterable[str], block: Callable[[str], Any], rounds: int
 ) -> dict[str, list[Any]]:
-    """{name: block(name, is_warm_up) per round}; each round in a new order, equal on all ranks."""
+    """{name: block(name) of each round}; each in a new random order, the same on all ranks."""
     order = random.Random(0)
     values: dict[str, list[Any]] = {name: [] for name in names}
     gc.collect()
     gc.freeze()  # what exists by now need not be looked at in each round
     gc.disable()
     try:
-        for number in range(rounds + 1):
+        for _ in range(rounds + 1):
             gc.collect()
             for name in order.sample(list(values), len(values)):
-                values[name].append(block(name, number == 0))
+                values[name].append(block(name))
     finally:
         gc.enable()
         gc.unfreeze()
@@ -346,7 +346,7 @@ def _time_pair(bench: Bench, pair: Mapping[str, Loop], data: Sequence[Any], rows
     base = next(iter(pair))
     name = list(pair)[-1]
 
-    def block(name: str, is_warm_up: bool) -> float:
+    def block(name: str) -> float:
         return timed_block(bench.world, pair[name], data, steps)
 
     try:

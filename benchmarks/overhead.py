@@ -184,7 +184,7 @@ def timed_rounds(
 ) -> dict[str, Any]:
     """{loop: {"fastest", "mean"}}: processor seconds per step of the slowest rank, by round."""
 
-    def block(name: str, is_warm_up: bool) -> list[float]:
+    def block(name: str) -> list[float]:
         world.barrier()
         seconds = []
         for micro_batches in itertools.islice(itertools.cycle(data), BLOCK):
@@ -195,7 +195,7 @@ def timed_rounds(
         return [min(seconds), sum(seconds) / BLOCK]
 
     started = time.perf_counter()
-    block(BASELINE, True)
+    block(BASELINE)
     factor = min(max(round(ROUND_SECONDS / (time.perf_counter() - started)), 1), MOST_ROUNDS)
     factor = int(world.from_main(str(factor)))
     times = harness.in_turns(built, block, rounds * factor)
