@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
@@ -66,21 +66,14 @@ def number_of(task, batch):
     return 0.0 if isinstance(batch, Padding) else float(task.weight(batch))
 
 
-def with_share(share):
-    return lambda run, micro_batches: loop(run, micro_batches, share)
-
-
-@with_share
 def missing_division_by_accumulation(run, all, batch, weight):
     return run.world.world_size * len(all) / weight
 
 
-@with_share
 def mean_of_means(run, all, batch, weight):
     return 1 / (max(number_of(run.task, batch), 1e-9) * len(all))
 
 
-@with_share
 def local_normalisation(run, all, batch, weight):
     return 1 / max(sum(number_of(run.task, one) for one in all), 1e-9)
 
@@ -220,14 +213,24 @@ def verdict_of(world, strategy, precision, step, uneven=True, accumulation=4, **
 
 
 LOOP_FAULTS = [
-    ("ddp", missing_division_by_accumulation, "fp32", "division by accumulation_steps is missing"),
+    (
+        "ddp",
+        partial(loop, share=missing_division_by_accumulation),
+        "fp32",
+        "division by accumulation_steps is missing",
+    ),
     (
         "fsdp",
         mean_of_means,
         "fp32",
         "each micro-batch is divided by its own weight, not by that of",
     ),
-    ("ddp", local_normalisation, "fp32", "each rank divides by its own weight, not by that of all"),
+    (
+        "ddp",
+        partial(loop, share=local_normalisation),
+        "fp32",
+        "each rank divides by its own weight, not by that of all",
+    ),
     ("fsdp", clip_before_unscale, "fp16", "they were clipped before they were unscaled"),
     ("ddp", second_update, "fp16", "update() must run once per step"),
     ("fsdp", one_rank_has_a_scale_of_its_own, "fp16", "on rank 1 it left the loss scale at 512,"),

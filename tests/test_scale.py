@@ -1,6 +1,4 @@
-"""What a step sends is what docs/collectives.md says, and no rank has more to do because there are
-more ranks.
-"""
+"""What a step sends is what docs/collectives.md says; more ranks are no more work for any."""
 
 import gc
 import sys
@@ -9,6 +7,7 @@ from collections import Counter
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -62,20 +61,16 @@ def imagined(size):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         everyone = dist.group.WORLD
-        yield World(
-            0, 0, size, min(size, 8), torch.device("cpu"), control=everyone, background=everyone
-        )
+        groups = {"control": everyone, "background": everyone}
+        yield World(0, 0, size, min(size, 8), torch.device("cpu"), **groups)
     finally:
         dist.destroy_process_group()
 
 
 def run_of(world, task, *words):
-    """A run; in an imagined world with DDP's reductions called from Python, since a fake one brings
-    it no result.
-    """
-    run = make_run(
-        world, TASKS[task](samples=LOTS), "--train.micro_batch_size", 1, "--train.steps", 8, *words
-    )
+    """A run; in an imagined world DDP's reductions are called from Python: they bring no result."""
+    words = ("--train.micro_batch_size", 1, "--train.steps", 8, *words)
+    run = make_run(world, TASKS[task](samples=LOTS), *words)
     if run.parallel.strategy == "ddp" and dist.get_backend() == "fake":
 
         def reduce(state, bucket):
@@ -89,17 +84,11 @@ def run_of(world, task, *words):
 
 
 def ways(strategies, micro_batches, precisions):
-    """Command lines: each strategy, as it sums gradients up, for each number of micro-batches, in
-    each precision.
-    """
-    for strategy in strategies:
+    """Command lines: each strategy, as it sums up gradients, and number of micro-batches."""
+    for strategy, steps, precision in product(strategies, micro_batches, precisions):
         for reduce in ("last",) if strategy == "ddp" else ("last", "every"):
-            for steps in micro_batches:
-                for precision in precisions:
-                    yield [
-                        *("--parallel.strategy", strategy, "--parallel.accumulate_reduce", reduce),
-                        *("--train.accumulation_steps", steps, *precision),
-                    ]
+            words = ["--parallel.strategy", strategy, "--parallel.accumulate_reduce", reduce]
+            yield [*words, "--train.accumulation_steps", steps, *precision]
 
 
 BF16, FP32 = (), ("--use_amp", "false")
@@ -111,9 +100,7 @@ COMPRESSED = ("--precision.dtype", "fp16", "--parallel.comm_dtype", "fp16")
 
 
 def measured(world, tasks, command_lines):
-    """(task, words, what was called beyond the formula, what was not) where they differ; the number
-    of collectives.
-    """
+    """Where the calls differ from the formula, and how; the number of collectives."""
     apart, calls = [], 0
     for task in tasks:
         for words in command_lines:
@@ -138,13 +125,10 @@ def test_a_step_calls_the_collectives_of_the_formula_with_its_bytes(ranks, strat
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (2, "hsdp"), (4, "hsdp")])
 def test_a_step_calls_the_collectives_of_the_formula_in_every_precision(ranks, strategy):
-    precisions = [BF16, FP32, FP16, AUTOCAST] + (
-        [COMPRESSED] if strategy == "ddp" else [HALF_SUMS, HALF_STATE]
-    )
-    command_lines = [*ways([strategy], (1, 2, 4), precisions)]
-    for apart, _ in on_ranks(
-        ranks, measured, ["tiny", "rooted"], command_lines, timeout_seconds=300
-    ):
+    precisions = [BF16, FP32, FP16, AUTOCAST]
+    precisions += [COMPRESSED] if strategy == "ddp" else [HALF_SUMS, HALF_STATE]
+    arguments = (["tiny", "rooted"], [*ways([strategy], (1, 2, 4), precisions)])
+    for apart, _ in on_ranks(ranks, measured, *arguments, timeout_seconds=300):
         assert apart == []
 
 
@@ -183,13 +167,10 @@ def test_the_formula_holds_for_any_number_of_ranks_whoever_casts(size):
 
 
 def work_of_a_step(size, strategy):
-    """What rank 0 of so many does from one step to the next: {operation: times}, {function in
-    Python or C: times}.
-    """
+    """{operation: times}, {function in Python or C: times} of a step of rank 0 of so many."""
     with imagined(size) as world:
-        run = run_of(
-            world, "rooted", "--parallel.strategy", strategy, "--train.accumulation_steps", 2
-        )
+        words = ["--parallel.strategy", strategy, "--train.accumulation_steps", 2]
+        run = run_of(world, "rooted", *words)
         stop = AgreedStop(world)
         stop.every_poll = True  # else it depends on the time that the steps take
 
@@ -221,15 +202,13 @@ def work_of_a_step(size, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_a_step_takes_as_many_operations_and_calls_on_a_thousand_ranks_as_on_two(strategy):
-    few, *more = [
-        work_of_a_step(size, strategy) for size in ((16 if strategy == "hsdp" else 2), 1024)
-    ]
-    for operations, calls in more:
-        assert operations == few[0]
-        # By chance torch compares a few specs whose hashes collide in its caches; a call per rank
-        # would be 62 and more.
-        apart = (calls - few[1]) + (few[1] - calls)
-        assert apart.total() < 30, apart
+    few, calls_of_few = work_of_a_step(16 if strategy == "hsdp" else 2, strategy)
+    operations, calls = work_of_a_step(1024, strategy)
+    assert operations == few
+    # By chance torch compares a few specs whose hashes collide in its caches; a call per rank would
+    # be 62 and more.
+    apart = (calls - calls_of_few) + (calls_of_few - calls)
+    assert apart.total() < 30, apart
 
 
 def log_step(world):
@@ -244,9 +223,8 @@ def log_step(world):
 
 def test_a_log_step_gathers_once_and_the_stop_is_one_exchange():
     for logging, polling in on_ranks(2, log_step):
-        assert logging == {
-            Collective("all_gather", 2, 8 * len(RANK_METRICS), 2 * 8 * len(RANK_METRICS)): 1
-        }
+        size = 8 * len(RANK_METRICS)
+        assert logging == {Collective("all_gather", 2, size, 2 * size): 1}
         assert polling == {Collective("all_reduce", 2, 8, 8): 1}
 
 
@@ -276,10 +254,8 @@ def exchanges_of_a_run(world):
 
 def test_objects_are_exchanged_only_at_the_start_and_where_the_state_is_checked():
     for exchanges in on_ranks(2, exchanges_of_a_run):
-        start = exchanges.pop(0)
-        assert (
-            start == 4
-        )  # the state's faults, the generators, and two of the replay of skipped steps
+        # The state's faults, the generators, and two of the replay of skipped steps.
+        assert exchanges.pop(0) == 4
         # The state at the first log step and every 12 from there, at the next log step, and at the
         # last: the same two. Metrics are read a step later.
         assert exchanges == {6: 2, 21: 2, 30: 2}
@@ -300,9 +276,8 @@ def test_a_step_that_sends_other_bytes_than_the_formulas_is_an_error(capsys):
         run = run_of(world, "rooted", "--parallel.strategy", "fsdp")
         check(run)
         counted, formula = capsys.readouterr().out.splitlines()[-2:]
-        assert literal_eval(formula.removeprefix("by formula").strip()) == literal_eval(
-            counted.removeprefix("counted").strip()
-        )
+        expected = literal_eval(formula.removeprefix("by formula").strip())
+        assert expected == literal_eval(counted.removeprefix("counted").strip())
         run.config = replace(run.config, parallel=replace(run.config.parallel, reduce_dtype="bf16"))
         with pytest.raises(Failure, match="rank 0 put .* bytes into collectives, by the formula"):
             check(run)
