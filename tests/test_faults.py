@@ -208,7 +208,7 @@ LOOP_FAULTS = [
     ),
     (
         "fsdp",
-        mean_of_means,
+        partial(loop, share=mean_of_means),
         "fp32",
         "each micro-batch is divided by its own weight, not by that of",
     ),
