@@ -45,6 +45,12 @@ class Watched(Tiny):
         print(f"on_evaluation {run.step} on rank {run.world.rank}: {sorted(values)} {is_same}")
         return "stop" if self.patience and run.step >= self.patience else None
 
+    def train_metrics(self, run, report):
+        """Numbers of the host, one of the device, one of sharded parameters."""
+        norm = sum(p.detach().square().sum() for p in run.parallel.parameters).sqrt()
+        values = {"rank": run.world.rank, "loss_per_rank": report.loss_sum}
+        return values | {"parameter_norm": norm, "best": math.inf}
+
 
 SMALL = """
     --task.target test_callbacks:Watched --train.micro_batch_size 2 --train.steps 12 --run.dir run
@@ -65,6 +71,12 @@ def rows_of(folder):
     return [line for line in lines if "train/loss" in line]
 
 
+def scalars_of(folder, rank):
+    events = EventAccumulator(str(folder / f"run/tensorboard/rank{rank:05d}")).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
 def started(launch, *words):
     """The outputs of a run on two ranks."""
     done = launch.each(2, *SMALL, *words)
@@ -73,7 +85,7 @@ def started(launch, *words):
 
 
 def test_callbacks_are_called_on_every_rank_and_one_that_says_stop_ends_the_run(launch, tmp_path):
-    words = ["--task.args.stop_at", 7, "--task.args.stop_rank", 1]
+    words = ["--parallel.strategy", "fsdp", "--task.args.stop_at", 7, "--task.args.stop_rank", 1]
     outputs = started(launch, *words)
     for rank, text in enumerate(outputs):
         assert [line for line in text.splitlines() if line.startswith("on_")] == [
@@ -91,11 +103,26 @@ def test_callbacks_are_called_on_every_rank_and_one_that_says_stop_ends_the_run(
     assert "done: 8 steps (8 applied, 0 skipped), loss " in outputs[0]
     assert steps_of(tmp_path) == ["step_00000006", "step_00000008"]
     assert [row["step"] for row in rows_of(tmp_path)] == [5, 8]
+    check_metrics(tmp_path)
     before = rows_of(tmp_path)
     again = started(launch, *words)[0]
     finished = f"run is finished: it ended after 8 of train.steps=12, because the task's {cause};"
     assert f"{finished} to go on, st" in again
     assert (rows_of(tmp_path), summary_of(tmp_path)) == (before, summary)
+
+
+def check_metrics(folder):
+    """The task's metrics are written by every rank at log steps."""
+    norms = []
+    for rank in range(2):
+        scalars = scalars_of(folder, rank)
+        assert scalars["train/rank"] == [(5, rank), (8, rank)]
+        assert [step for step, _ in scalars["train/loss_per_rank"]] == [5, 8]
+        norms.append(scalars["train/parameter_norm"])
+    assert norms[0] == norms[1]
+    rows = rows_of(folder)
+    assert [row["train/rank"] for row in rows] == [0, 0]
+    assert [(row["step"], pytest.approx(row["train/parameter_norm"])) for row in rows] == norms[0]
 
 
 def test_an_evaluation_callback_ends_the_run_at_its_own_step(launch, tmp_path):
@@ -160,37 +187,8 @@ def test_a_callback_that_fails_is_one_line_with_the_status_of_wrong_data(launch,
     assert f"error: {said} fix it" in done.stderr.splitlines()[-1]
 
 
-class Measures(Tiny):
-    """Numbers of the host, one of the device, one of sharded parameters."""
-
-    def train_metrics(self, run, report):
-        norm = sum(p.detach().square().sum() for p in run.parallel.parameters).sqrt()
-        values = {"rank": run.world.rank, "loss_per_rank": report.loss_sum}
-        return values | {"parameter_norm": norm, "best": math.inf}
-
-
-def scalars_of(folder, rank):
-    events = EventAccumulator(str(folder / f"run/tensorboard/rank{rank:05d}")).Reload()
-    tags = events.Tags()["scalars"]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
-
-
-def test_the_tasks_metrics_are_written_by_every_rank_at_log_steps(launch, tmp_path):
-    started(launch, "--task.target", "test_callbacks:Measures", "--parallel.strategy", "fsdp")
-    norms = []
-    for rank in range(2):
-        scalars = scalars_of(tmp_path, rank)
-        assert scalars["train/rank"] == [(5, rank), (10, rank), (12, rank)]
-        assert [step for step, _ in scalars["train/loss_per_rank"]] == [5, 10, 12]
-        norms.append(scalars["train/parameter_norm"])
-        assert norms[-1] == norms[0]
-    rows = rows_of(tmp_path)
-    assert [row["train/rank"] for row in rows] == [0, 0, 0]
-    assert [(row["step"], pytest.approx(row["train/parameter_norm"])) for row in rows] == norms[0]
-
-
 def test_the_tasks_own_metrics_are_not_waited_for():
-    run = make_run(World(), Measures())
+    run = make_run(World(), Watched())
     report = take_steps(run, 1)[0]
     run.metrics.record(report)
     with Counter("_local_scalar_dense") as counter:
@@ -259,7 +257,7 @@ def test_a_method_that_looks_like_a_misspelt_optional_one_is_warned_of(capsys):
 
 def test_helpers_of_a_task_are_not_warned_of():
     assert misspelt_methods(Helpers()) == {}
-    for kind in (Tiny, Watched, Measures, CausalLM, Sinusoid, HFCausalLM, HFClassification):
+    for kind in (Tiny, Watched, CausalLM, Sinusoid, HFCausalLM, HFClassification):
         assert misspelt_methods(kind.__new__(kind)) == {}
 
 

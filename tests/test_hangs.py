@@ -7,8 +7,10 @@ import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -17,7 +19,8 @@ import torch
 import torch.distributed as dist
 from forked import context
 from ranks import on_ranks
-from test_train import TINY
+from test_guards import watchdog_of
+from test_train import TINY, wait_for
 from tiny import Tiny, make_run, take_steps
 
 from dist_amp.checkpoint import reader, saver
@@ -33,11 +36,14 @@ from dist_amp.supervise.rank_reports import (
     Board,
     Process,
     Report,
+    Verdict,
     common_verdict,
     judge,
+    main_thread_is_in,
     where_they_wait,
 )
 from dist_amp.supervise.stop import AgreedStop
+from dist_amp.supervise.watchdog import Heartbeat
 from dist_amp.train import train
 from dist_amp.world import World, locate
 
@@ -158,45 +164,6 @@ def test_explaining_a_failure_asks_the_store_equally_often_for_4_and_for_64_rank
     assert max(each.requests for each in stores) <= 16
 
 
-# --- who is alive
-
-
-def heartbeats(processes):
-    """The heartbeat of each rank, all of them in this process; a rank is lost after 8 s."""
-    store = dist.HashStore()
-    size = len(processes)
-    config = load_config(["--run.timeout_seconds", "10"], environ={})
-    beats = []
-    for rank in range(size):
-        job = SimpleNamespace(config=config, world=World(rank, 0, size), folder=None, steps_taken=5)
-        beats.append(watchdog.Heartbeat(job, Board(store, rank, size), processes, lambda: WAITING))
-    return beats
-
-
-def test_a_neighbour_that_is_dead_or_gives_no_sign_is_lost_and_one_that_lives_is_not(monkeypatch):
-    dead = context.Process(target=time.sleep, args=(0,))
-    dead.start()
-    dead.join()
-    now = [0.0]
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    here = Process.this()
-    elsewhere = [Process(f"host-{rank}", 1, f"machine-{rank}") for rank in range(3)]
-    ranks = heartbeats(elsewhere)
-    for _ in range(20):
-        now[0] += 1.0
-        assert [each.poll("") for each in ranks] == [None] * 3
-    seen = []
-    for _ in range(12):  # rank 2 gives no sign from here on
-        now[0] += 1.0
-        seen.append([each.poll("") for each in ranks[:2]])
-    assert seen[5] == [None, None]
-    assert seen[-1] == [None, 2]
-    dead_neighbour = [here, Process(here.host, dead.pid, here.machine), here]
-    assert heartbeats(dead_neighbour)[0].poll("") == 1
-    # Another container on the same host has a process table of its own.
-    assert not Process(here.host, dead.pid, "another table").is_dead
-
-
 # --- in real runs
 
 BLOCKED = """
@@ -253,8 +220,6 @@ def test_a_hanging_rank_is_named_with_the_collective_that_it_has_not_entered(lau
 
 def ended_by_the_thread(world):
     """What the watchdog ends rank 0's process with: NCCL reports a collective that does not end."""
-    from test_guards import watchdog_of
-
     groups = {"control": world.control, "background": world.background}
     gpu = World(world.rank, 0, 2, 2, torch.device("cuda"), **groups)
     unfinished = {"0": "41"} if world.rank == 0 else {}
@@ -304,8 +269,6 @@ def test_a_rank_that_nccl_blocks_ends_by_its_watchdog_and_the_one_that_hangs_sho
 
 
 def test_a_collective_that_does_not_end_is_noticed_and_a_busy_gpu_is_not(monkeypatch):
-    from test_guards import watchdog_of
-
     now, finished = [0.0], itertools.count()
     ranks = watchdog_of(World(device=torch.device("cuda")), seconds=10.0)
     ranks._heartbeat = SimpleNamespace(poll=lambda stall: None)
@@ -370,20 +333,6 @@ def test_every_group_of_a_mesh_has_the_timeout_of_the_default_group():
         assert set(found.values()) == {30.0}, found  # of ranks.py
 
 
-def slow_barrier(world):
-    """The timeout after a long wait of rank 0 for rank 1."""
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
-    world = World(world.rank, 0, 2, 2, control=control)
-    if world.rank == 1:
-        time.sleep(2)
-    world.wait_long()
-    return process_group.timeout_of(control).total_seconds()
-
-
-def test_a_long_wait_outlasts_the_timeout_and_leaves_it_as_it_was():
-    assert on_ranks(2, slow_barrier) == [1.0, 1.0]
-
-
 def patient_restore(world, folder):
     """The step that is resumed; the control group's timeout while a rank reads, and afterwards."""
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
@@ -432,27 +381,6 @@ def test_no_two_threads_use_one_group_in_a_run_that_saves_evaluates_and_profiles
         assert background[-1] == control[0]
         assert control[0] not in background[:-1]
         assert len(background) > 1
-
-
-def wait_during_a_save(world, folder):
-    """A long wait of the main threads while rank 1's thread writes a checkpoint later."""
-    run = make_run(world, Tiny(), "--run.dir", folder, "--checkpoint.every", 1)
-    take_steps(run, 1)
-    real = saver.write
-
-    def later(*args):
-        time.sleep(0.3 * world.rank)
-        real(*args)
-
-    with patch.object(saver, "write", later), saver.Saver(run) as saving:
-        saving.save(wait=False)
-        time.sleep(0.3 * (1 - world.rank))
-        world.wait_long()
-    return saver.checkpoint_folder(folder, 1).exists()
-
-
-def test_a_long_wait_while_a_checkpoint_is_written_is_no_deadlock(tmp_path):
-    assert on_ranks(2, wait_during_a_save, tmp_path, timeout_seconds=60) == [True, True]
 
 
 def refusal(pipe, ranks):
@@ -536,3 +464,400 @@ def test_an_evaluation_exchanges_at_its_first_poll_because_its_pace_is_another()
     for interval, exchanged in on_ranks(2, polls_with_evaluation):
         assert interval > 1
         assert exchanged
+
+
+# --- while a collective waits: who is missing is said long before the timeout
+
+TASK = """
+import os, time
+import torch
+import torch.distributed as dist
+from dist_amp.supervise import watchdog
+from tiny import Tiny
+
+watchdog.POLL_SECONDS, watchdog.ANSWER_SECONDS, watchdog.BEAT_SECONDS = 0.1, 0.5, 0.3
+watchdog.COMPARED, watchdog.NAMED = 1 / 60, 1 / 40  # of 60 s
+
+def sleep_in_the_forward():
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+
+class Task(Tiny):
+    taken = 0
+    def loss_sum(self, model, batch):
+        Task.taken += 1
+        if Task.taken == 5:
+            {first} if os.environ["RANK"] == "0" else {second}
+        if Task.taken == 6 and os.environ["RANK"] == "1":
+            {then}
+        return super().loss_sum(model, batch)
+"""
+
+
+@pytest.fixture
+def start(launch, tmp_path):
+    """start(first, second, then, strategy): two ranks of a run, and what they do."""
+    started = []
+
+    def run(first="None", second="None", then="None", strategy="ddp"):
+        (tmp_path / "own.py").write_text(TASK.format(first=first, second=second, then=then))
+        words = [*TINY, "--task.target", "own:Task", "--run.timeout_seconds", "60"]
+        words += ["--run.dir", "run", "--train.steps", "8", "--parallel.strategy", strategy]
+        started.extend(launch.start_each(2, *words))
+        return started
+
+    yield run
+    for process in started:
+        process.kill()
+
+
+def said(process):
+    path = process._output / "stderr"
+    return path.read_text() if path.exists() else ""
+
+
+def named(process, times=1):
+    """The last line about a missing rank, once there are so many."""
+    wait_for(lambda: said(process).count("the run ends if this lasts") == times, "the line", 60)
+    return [line for line in said(process).splitlines() if line.startswith("warning: rank")][-1]
+
+
+def stacks(folder, rank):
+    path = folder / f"run/stacks/rank{rank:05d}.txt"
+    wait_for(lambda: path.exists() and path.read_text().count("\n") > 5, f"rank {rank}'s stacks")
+    return path.read_text()
+
+
+@pytest.mark.bad_input("a rank that keeps the others waiting in a collective")
+@pytest.mark.bad_input("a rank that is stopped (SIGSTOP)")
+def test_a_rank_that_sleeps_or_is_stopped_is_named_and_the_run_continues_when_it_does(
+    start, tmp_path
+):
+    first, second = start(second="sleep_in_the_forward()", then="os.kill(os.getpid(), 19)")
+    line = named(first)
+    assert line.startswith("warning: rank 0 of 2 has waited "), line
+    assert f"; rank 1 (process {second.pid} on " in line
+    assert "has not arrived (entered " in line
+    assert "in step 5, in sleep_in_the_forward (own.py, line " in line
+    assert "; stacks of all ranks in run/stacks; the run ends if this lasts for run.tim" in line
+    assert "in sleep_in_the_forward" in stacks(tmp_path, 1)
+    assert "in train_step" in stacks(tmp_path, 0)
+    assert line.removeprefix("warning: ") in stacks(tmp_path, 1)
+    (tmp_path / "go").touch()
+    line = named(first, times=2)
+    assert "the ranks continue: they had waited " in said(first)
+    assert f"; rank 1 (process {second.pid} on " in line
+    assert " is stopped (SIGSTOP); " in line
+    os.kill(second.pid, signal.SIGCONT)
+    assert [process.wait(300) for process in (first, second)] == [0, 0]
+    assert said(first).count("warning: rank") == 2
+    assert "warning: rank" not in said(second), "one line for all ranks"
+
+
+@pytest.mark.bad_input("a rank that calls another collective than the others, or skips one")
+@pytest.mark.parametrize(
+    ("first", "second", "waits", "instead", "strategy"),
+    [
+        # The sender of a gather does not wait: it is in the next collectives of the step.
+        ("dist.all_reduce(torch.ones(4))", "dist.gather(torch.ones(4), dst=0)", "all_reduce", "gather", "fsdp"),
+        # The next collective of the step takes its place.
+        ("dist.barrier()", "None", "barrier", "all_", "ddp"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_does_another_collective_or_skips_one_is_named_with_both(
+    start, tmp_path, first, second, waits, instead, strategy
+):
+    ranks = start(first, second, strategy=strategy)
+    wait_for(lambda: any("the run ends if" in said(rank) for rank in ranks), "the line", 60)
+    (line,) = [line for rank in ranks for line in said(rank).splitlines() if "the run ends" in line]
+    assert f" s in gloo:{waits} " in line, line
+    assert f"; rank 1 (process {ranks[1].pid} on " in line
+    assert f" entered gloo:{instead}" in line
+    assert " instead, and is in step 5, in " in line
+    assert all("train_step" in stacks(tmp_path, rank) for rank in range(2))
+
+
+# --- by a clock, and reports that are planted
+
+
+class Job:
+    """Ranks in one process that poll once a second, in a run whose collectives may take 300 s."""
+
+    def __init__(self, monkeypatch, folder, size):
+        self.now = 1000.0
+        self.stores = []
+        self.boards = []
+        self.jobs = []
+        self.ranks = []
+        self.started = [0.0] * size  # when each rank's collective was started; 0: it waits in none
+        self.reports = [report("alive", step=41)] * size
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self.now))
+        store = dist.HashStore()
+        config = load_config([], environ={})
+        processes = [Process(f"host-{n}", 1, f"machine-{n}") for n in range(size)]
+        for rank in range(size):
+            self.stores.append(CountingStore(store))
+            self.boards.append(Board(self.stores[rank], rank, size))
+            world = World(rank, 0, size)
+            job = SimpleNamespace(config=config, world=world, folder=folder, steps_taken=5)
+            self.jobs.append(job)
+            own = partial(self.report, rank)
+            self.ranks.append(Heartbeat(job, self.boards[rank], processes, own))
+
+    def next_step(self):
+        for job in self.jobs:
+            job.steps_taken += 1
+
+    def report(self, rank):
+        waited = self.now - self.started[rank] if self.started[rank] else 0.0
+        return replace(self.reports[rank], waited_seconds=waited)
+
+    def wait_in(self, ranks, timeout_seconds=300.0, number=42, operation="all_reduce"):
+        last = Entered("step", number, operation)
+        waiting = replace(WAITING, state="alive", groups={"step": ("", [], last)}, waits_in=last)
+        waiting = replace(waiting, timeout_seconds=timeout_seconds)
+        for rank in ranks:
+            self.reports[rank] = waiting
+            self.started[rank] = self.now
+
+    def continue_at(self, number):
+        size = len(self.ranks)
+        self.reports = [report("alive", step=number)] * size
+        self.started = [0.0] * size
+
+    def seconds(self, count, silent=()):
+        """Poll once a second; notes each rank that is lost, by the one that misses it."""
+        for _ in range(count):
+            self.now += 1.0
+            self.lost = {}
+            for rank, (each, board) in enumerate(zip(self.ranks, self.boards, strict=True)):
+                lost = None
+                if rank not in silent:
+                    lost = each.poll(board.store.get("stall").decode())
+                if lost is not None:
+                    self.lost[rank] = lost
+
+
+@pytest.fixture
+def job(monkeypatch, tmp_path):
+    def make(size=4):
+        made = Job(monkeypatch, tmp_path, size)
+        made.seconds(6)
+        made.next_step()  # beyond the process's first step
+        made.seconds(6)
+        return made
+
+    return make
+
+
+def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arrival_is_said(
+    job, capfd, tmp_path
+):
+    ranks = job()
+    ranks.wait_in([0, 1, 3])
+    ranks.seconds(59)
+    assert capfd.readouterr().err == ""
+    ranks.seconds(20)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: ranks 0, 1, 3 of 4 have waited 6")
+    assert "; rank 2 (process " in line
+    assert sorted(path.name for path in (tmp_path / "stacks").iterdir()) == [
+        f"rank0000{rank}.txt" for rank in range(4)
+    ]
+    assert {each.stacks_folder for each in ranks.ranks} == {str(tmp_path / "stacks")}
+    ranks.seconds(100)
+    assert capfd.readouterr().err == ""
+    ranks.continue_at(42)
+    ranks.next_step()
+    ranks.seconds(30)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("the ranks continue: they had waited 18")
+    assert {each.stacks_folder for each in ranks.ranks} == {""}
+    ranks.wait_in([1, 2], number=43)
+    ranks.seconds(80)
+    assert capfd.readouterr().err.startswith("warning: ranks 1, 2 of 4 have waited ")
+
+
+def test_ranks_in_two_collectives_of_one_number_are_named_as_soon_as_they_compare(job, capfd):
+    ranks = job()
+    ranks.wait_in([0, 1, 3])
+    ranks.wait_in([2], operation="broadcast")
+    ranks.seconds(30)
+    assert " entered broadcast as number 42 instead" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_rank_that_does_not_answer_is_named_by_another_one(job, capfd, silent):
+    ranks = job()
+    ranks.wait_in(set(range(4)) - {silent})
+    ranks.seconds(90, silent=[silent])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"; rank {silent} (process " in line
+    assert " does not answer; stacks of all ranks in " in line
+
+
+def test_a_neighbour_that_is_dead_or_gives_no_sign_is_lost_and_one_that_lives_is_not(job):
+    ranks = job(3)
+    lost = []
+    for _ in range(250):  # 240 s without a sign
+        ranks.seconds(1, silent=[2])
+        lost.append(ranks.lost)
+    assert not any(lost[:230])
+    assert {1: 2} in lost[230:]
+    assert not any(0 in each for each in lost)
+    dead = context.Process(target=time.sleep, args=(0,))
+    dead.start()
+    dead.join()
+    here = Process.this()
+    first = ranks.ranks[0]
+    first._processes[1] = Process(here.host, dead.pid, here.machine)
+    first._same_machine = [1]
+    assert first.poll("") == 1
+    # Another container on the same host has a process table of its own.
+    assert not Process(here.host, dead.pid, "another table").is_dead
+
+
+def one_rank_fills_a_cache(ranks):
+    ranks.wait_in([1, 2, 3], timeout_seconds=86_400.0)
+    ranks.seconds(1000)
+
+
+def the_first_step_compiles(ranks):
+    for each in ranks.ranks:
+        each._first_step = ranks.jobs[0].steps_taken
+    ranks.wait_in([1, 2, 3])
+    ranks.seconds(140)
+
+
+def every_rank_has_entered_it_as_a_gpu_computes_for_long(ranks):
+    ranks.wait_in([0, 1, 2, 3])
+    ranks.seconds(290)
+
+
+def nobody_is_in_a_collective_as_in_an_evaluation(ranks):
+    ranks.seconds(1000)
+
+
+def short_ones_in_turn(ranks):
+    for number in range(42, 62):
+        ranks.wait_in([0, 1, 3], number=number)
+        ranks.seconds(25)
+        ranks.continue_at(number)
+        ranks.seconds(1)
+
+
+LEGAL = [one_rank_fills_a_cache, the_first_step_compiles, short_ones_in_turn]
+LEGAL += [every_rank_has_entered_it_as_a_gpu_computes_for_long]
+LEGAL += [nobody_is_in_a_collective_as_in_an_evaluation]
+
+
+@pytest.mark.parametrize("wait", LEGAL)
+def test_nothing_is_said_of_a_long_wait_that_is_legal(job, capfd, tmp_path, wait):
+    wait(job())
+    assert capfd.readouterr().err == ""
+    assert not (tmp_path / "stacks").exists()
+
+
+def test_the_error_that_ends_the_run_says_where_the_stacks_are():
+    ranks = watchdog_of(World())
+    ranks._heartbeat = SimpleNamespace(stacks_folder="run/stacks", close=lambda: None)
+    text = ranks._text(Verdict([], [0], "rank 1 of 2 waits"), "timed out")
+    assert text.endswith("; rank 1 of 2 waits; stacks of all ranks in run/stacks")
+
+
+@pytest.mark.parametrize("size", [4, 64])
+def test_a_stall_costs_each_rank_few_requests_whatever_the_number_of_ranks(job, capfd, size):
+    ranks = job(size)
+    before = [each.requests for each in ranks.stores]
+    ranks.wait_in(range(1, size))
+    ranks.seconds(100)
+    assert "has not arrived" in capfd.readouterr().err
+    beats = 100 // 5
+    # A beat: a report and the neighbour's; one rank reads all of them, and says what it found.
+    requests = [each.requests - old for each, old in zip(ranks.stores, before, strict=True)]
+    assert max(requests) <= 100 + 4 * beats
+
+
+def entry(number, operation="nccl:all_reduce", group="0", done=False, age=0.0, **more):
+    """A collective as both recorders of torch describe it."""
+    return {"collective_seq_id": number, "profiling_name": operation, "process_group": [group, "default_pg"],
+            "retired": done, "state": "completed" if done else "started", "is_p2p": False, "timeout_ms": 360_000,
+            "time_created_ns": time.time_ns() - int(age * 1e9), **more}  # fmt: skip
+
+
+def test_of_a_recorders_entries_the_first_unfinished_one_is_where_a_rank_waits(monkeypatch):
+    """Under NCCL the host has started later ones, too."""
+    old = [entry(number, done=True, age=100 - number) for number in range(1, 41)]
+    sent = entry(7, "nccl:send", age=55, is_p2p=True)
+    new = [entry(41, age=50), entry(42, "nccl:broadcast", age=40)]
+    written = entry(3, "gloo:gather", group="5", age=60)
+    monkeypatch.setattr(flight_recorder, "_members", lambda _: [])
+    entries = {"nccl": {"entries": [*old, sent, *new]}, "gloo": {"entries": [written]}}
+    found = flight_recorder.progress(entries, {"5"})
+    assert found.waits_in == Entered("0", 41, "nccl:all_reduce")
+    assert (round(found.waited_seconds), found.timeout_seconds) == (50, 360.0)
+    assert found.latest == Entered("0", 42, "nccl:broadcast")
+    assert [*found.recent["0"]] == [str(number) for number in range(35, 43)]
+    unknown = entry(1, age=50)
+    del unknown["timeout_ms"]  # of another release: it is never too late
+    found = flight_recorder.progress({"nccl": {"entries": [unknown]}}, set())
+    assert found.timeout_seconds == float("inf")
+
+
+def progress_now():
+    return flight_recorder.progress(flight_recorder.dump(), set())
+
+
+def waits_during_a_save(world, folder):
+    """Where the watchdog sees rank 0's main thread while its writer waits for rank 1's."""
+    run = make_run(world, Tiny(), "--run.dir", folder, "--checkpoint.every", 1)
+    take_steps(run, 1)
+    real, found = saver.write, []
+
+    def later(*args):
+        time.sleep(1.0 * world.rank)
+        real(*args)
+
+    ranks = watchdog_of(world)
+    with patch.object(saver, "write", later), saver.Saver(run) as saving:
+        saving.save(wait=False)
+        if world.rank == 0:
+            wait_for(lambda: progress_now().waits_in is not None, "the writer's wait", 60)
+            now = progress_now().waits_in
+            is_writer = now is None or now.group == run.world.background.group_name
+            found = [is_writer, ranks._own_report("alive").waits_in]
+    ranks.__exit__()
+    return found
+
+
+def test_a_checkpoint_that_takes_one_rank_long_is_not_taken_for_a_wait_of_the_others(tmp_path):
+    assert on_ranks(2, waits_during_a_save, tmp_path)[0] == [True, None]
+
+
+def waits_of(world):
+    """How long rank 0's collective may take by the recorder, inside wait_long and outside."""
+    found = []
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    own = World(world.rank, 0, 2, 2, control=control)
+    for wait in (own.wait_long, own.barrier):
+        if world.rank == 0:
+            waiting = ThreadPoolExecutor(1).submit(wait)
+            wait_for(lambda: progress_now().waited_seconds > 0.2, "rank 0 in its barrier", 60)
+            now = progress_now()
+            found.append((now.waits_in.operation, now.timeout_seconds))
+            dist.send(torch.ones(1), 1)
+            waiting.result(60)
+        else:
+            dist.recv(torch.ones(1), 0)
+            wait()
+    return found
+
+
+def test_the_recorder_says_how_long_the_collective_may_take_in_which_a_rank_waits():
+    assert on_ranks(2, waits_of)[0] == [("gloo:barrier", 86_400.0), ("gloo:barrier", 20.0)]
+
+
+def test_where_the_main_thread_is_leaves_out_libraries():
+    with ThreadPoolExecutor(1) as pool:
+        place = pool.submit(main_thread_is_in).result()
+    assert place.startswith("test_where_the_main_thread_is_leaves_out_libraries (")

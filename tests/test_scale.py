@@ -30,7 +30,6 @@ from dist_amp.diagnostics import consistency
 from dist_amp.errors import Failure
 from dist_amp.step import train_step
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.telemetry.step_report import RANK_METRICS
 from dist_amp.train import observers_of, train
 from dist_amp.world import World
 
@@ -198,23 +197,6 @@ def test_a_step_takes_as_many_operations_and_calls_on_a_thousand_ranks_as_on_two
     assert apart.total() < 30, apart
 
 
-def log_step(world):
-    run = run_of(world, "tiny")
-    take_steps(run, 1)
-    with Counting() as logging:
-        run.metrics.log(1, run.schedule, run.scaler, run.data)
-    with AgreedStop(world) as stop, Counting() as polling:
-        stop.poll()
-    return logging.collectives, polling.collectives
-
-
-def test_a_log_step_gathers_once_and_the_stop_is_one_exchange():
-    for logging, polling in on_ranks(2, log_step):
-        size = 8 * len(RANK_METRICS)
-        assert logging == {Collective("all_gather", 2, size, 2 * size): 1}
-        assert polling == {Collective("all_reduce", 2, 8, 8): 1}
-
-
 def exchanges_of_a_run(world):
     """{step: collectives of Python objects} of a run with logs, evaluations and consistency checks."""
     words = ["--train.steps", 30, "--metrics.log_every", 5, "--eval.every", 12]
@@ -271,7 +253,7 @@ def test_a_step_that_sends_other_bytes_than_the_formulas_is_an_error(capsys):
 
 
 def collectives_of_log_steps(world, folder):
-    """What on_log and reading the metrics send while a checkpoint is being written, and once it is."""
+    """What on_log and reading the metrics send while a checkpoint is being written, and later."""
     run = make_run(world, Tiny(), "--run.dir", folder, "--checkpoint.every", 1)
     with AgreedStop(world) as stop, Saver(run) as saver:
         observers = observers_of(run, stop)
@@ -296,10 +278,13 @@ def collectives_of_log_steps(world, folder):
             counted.append(counting.collectives.total())
             waiting.append(run.metrics.save is not None)
         end.result()
+    with AgreedStop(world) as stop, Counting() as polling:
+        stop.poll()
+    assert polling.collectives == {Collective("all_reduce", 2, 8, 8): 1}
     return counted, waiting
 
 
-def test_a_log_step_is_one_collective_also_while_a_checkpoint_is_being_written(tmp_path):
+def test_a_log_step_and_a_poll_are_one_collective_also_while_a_checkpoint_is_written(tmp_path):
     assert on_ranks(2, collectives_of_log_steps, tmp_path) == [([1, 1, 1], [True, True, False])] * 2
 
 
