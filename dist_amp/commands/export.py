@@ -9,8 +9,8 @@ its newest valid checkpoint. DIR gets model.safetensors and the run's config.tom
     safetensors.torch.load_model(model, "DIR/model.safetensors")
 
 The model is then float32, as the task builds it, whatever --dtype was; model.to(torch.bfloat16)
-computes in bf16. A run with optim.ema exports the moving average of its parameters; --weights model
-exports the parameters themselves.
+computes in bf16. A run with a moving average of its parameters exports that; --weights model exports
+the parameters themselves.
 
 --format hf writes what `save_pretrained` does, or the task's export(model, folder) if it has one:
 config, weights and tokenizer, for AutoModel...from_pretrained("DIR"). For a model with adapters it
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
 from dist_amp.checkpoint.resume import checkpoints_at, newest_valid
-from dist_amp.checkpoint.weights import has_average, load_weights
+from dist_amp.checkpoint.weights import average_of, load_weights
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.distributed.random_state import seed_all
@@ -71,7 +71,9 @@ def run(argv: Sequence[str]) -> int:
     config = load_config_of(checkpoint, settings)
     task = build_task(config.task, config.data)
     model: Any = build_model(task, config)
-    average = options.weights == "auto" and has_average(checkpoint)
+    average = ""
+    if options.weights == "auto":
+        average = average_of(checkpoint)
     step = load_weights(model, checkpoint, average)
     config_text = (checkpoint / CONFIG).read_text(encoding="utf-8")
     if settings:
@@ -92,7 +94,7 @@ def run(argv: Sequence[str]) -> int:
         "format": "pt",
         "step": str(step),
         "dtype": options.dtype,
-        "weights": "ema" if average else "model",
+        "weights": average or "model",
         "checkpoint": checkpoint.resolve().name,
         "torch": torch.__version__,
     }
@@ -146,7 +148,7 @@ class PathParser(Parser):
             "--weights",
             default="auto",
             choices=("auto", "model"),
-            help="auto: the moving average where the checkpoint has one (optim.ema); model: the "
+            help="auto: the parameters' moving average where the checkpoint has one; model: the "
             "parameters themselves",
         )
 

@@ -379,7 +379,6 @@ class Reference:
             fused=fused,
             schedule="cosine",
             warmup_steps=2,
-            ema="off",
         )
 
 
