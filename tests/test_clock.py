@@ -198,11 +198,11 @@ def parameters_of(world, named):
     """Of a small model after two steps, with or without FSDP2's private names."""
     from unittest.mock import patch
 
-    from dist_amp.scaling import communication_time
+    from dist_amp.scaling import hooks
 
     without = (
-        patch.object(communication_time, "WAITS", ("renamed",)),
-        patch.object(torch.autograd, "Variable", object()),
+        patch.object(hooks, "WAITS", ("renamed",)),
+        patch.object(hooks, "ENGINE", None),
     )
     with ExitStack() as patches:
         for one in () if named else without:
@@ -217,15 +217,14 @@ def test_steps_are_the_same_where_torch_has_other_private_names():
 
 
 def waits_of_a_group(on_gpu):
-    from dist_amp.scaling import communication_time
-    from dist_amp.scaling.communication_time import WAITS, time_gathers
+    from dist_amp.scaling import hooks
+    from dist_amp.scaling.hooks import WAITS, time_gathers
 
     group = SimpleNamespace(**dict.fromkeys(WAITS, lambda: None))
     before = dict(vars(group))
     model = SimpleNamespace()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communication_time, "groups_of", lambda unit: [group])
-        patch.setattr(communication_time, "fsdp_units", lambda model: [None])
+        patch.setattr(hooks, "fsdp_groups", lambda model: [group])
         time_gathers(model, SimpleNamespace(on_gpu=on_gpu))
     return [name for name in WAITS if getattr(group, name) is not before[name]]
 

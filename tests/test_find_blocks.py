@@ -12,8 +12,7 @@ from tiny import Rows, Tiny, make_run, take_steps
 from torch import nn
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.scaling.blocks import pick_blocks
-from dist_amp.scaling.find_blocks import find_blocks
+from dist_amp.scaling.blocks import find_blocks, pick_blocks
 from dist_amp.world import World
 
 COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from dist_amp.checkpoint.saver import save
-from dist_amp.distributed.random_state import seed_all
-from dist_amp.scaling.initial_weights import Placement, build_on_ranks, digests
+from dist_amp.distributed.process import seed_all
+from dist_amp.scaling.meta import Placement, build_on_ranks, digest
 from dist_amp.tasks.causal_lm import GPT
 
 
@@ -187,7 +187,7 @@ def built(world, task):
     return (
         [p.is_meta for p in module.parameters()],
         dict(module.named_buffers()),
-        digests(module)[0],
+        digest(module),
     )
 
 

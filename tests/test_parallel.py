@@ -14,7 +14,7 @@ from dist_amp.checkpoint.saver import save
 from dist_amp.config.auto import pick_cast, pick_strategy
 from dist_amp.config.validate import check_parallel
 from dist_amp.errors import ConfigError
-from dist_amp.scaling.find_blocks import find_blocks
+from dist_amp.scaling.blocks import find_blocks
 from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig
 from dist_amp.tasks.causal_lm import GPT
 from dist_amp.world import World, locate

@@ -42,7 +42,7 @@ from dist_amp.checkpoint.resume import checkpoints_at, newest_valid
 from dist_amp.checkpoint.weights import average_of, load_weights
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.task_class import build_task
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.files import sync_folder, write_synced
 from dist_amp.scaling.meta import build_whole

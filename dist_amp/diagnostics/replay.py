@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
-from dist_amp.distributed.random_state import random_state, set_random_state
+from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.files import plain_json
 from dist_amp.loading.nested import plain_mappings
 from dist_amp.run import Run

@@ -1,14 +1,19 @@
-"""Parameter groups and the optimizer that a task makes of them, checked before the first step."""
+"""A task's parameter groups, optimizer and schedule: checked, and made to work on shards."""
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
 
-from dist_amp.errors import ConfigError, nearest_name
+from dist_amp.errors import ConfigError, first_line, nearest_name
 from dist_amp.optimizers.sgd import on_cpu_in_half
 from dist_amp.settings import OptimConfig
 from dist_amp.task import call_task
@@ -18,33 +23,27 @@ Group = dict[str, Any]
 # Of a group; other keys are the optimizer's.
 GROUP_KEYS = ("params", "name", "lr_scale", "weight_decay", "use_muon")
 
+# What DTensor says of an operation that it can't compute on shards, in torch 2.11 to 2.13.
+NOT_ON_SHARDS = re.compile(r"sharding strategy|placement|Sharding propagation|DTensor")
+
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """{name: parameter} of those that are trained; a parameter with two names, such as a tied one,
-    has both.
-    """
-    return {
-        name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
-    }
+    """{name: parameter} of those that are trained; a tied one has all its names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in named if p.requires_grad}
 
 
 def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]:
-    """What the task's groups(model) returned, with tensors in place of names and patterns, and the
-    defaults filled in.
+    """The task's groups(model), with tensors in place of names and patterns, and the defaults.
 
-    Errors: ConfigError for a group that is malformed or empty, and for a parameter that is missed
-    or in two groups.
+    Errors: ConfigError for a malformed group, and a parameter that is missed or in two groups.
     """
     parameters = trained_parameters(model)
     groups: list[Group] = []
     owner: dict[int, str] = {}
     for number, given in enumerate(_given_groups(task, model)):
-        group = {
-            "name": f"group {number}",
-            "weight_decay": config.weight_decay,
-            "lr_scale": 1.0,
-            **given,
-        }
+        defaults = {"name": f"group {number}", "weight_decay": config.weight_decay, "lr_scale": 1.0}
+        group = defaults | dict(given)
         _check_values(group)
         entries = _entries(given["params"], group["name"])
         names = [name for entry in entries for name in _named_by(entry, parameters, group["name"])]
@@ -72,9 +71,7 @@ def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]
 
 
 def _given_groups(task: Any, model: nn.Module) -> list[Mapping[str, Any]]:
-    """What groups(model) returned or yielded. Errors: ConfigError unless it is several dicts with
-    "params".
-    """
+    """What groups(model) returned or yielded: dicts with "params", or ConfigError."""
     groups = call_task(ConfigError, "groups(model)", task.groups, model)
     if isinstance(groups, str | Mapping) or not isinstance(groups, Iterable):
         raise ConfigError(
@@ -96,12 +93,12 @@ def _given_groups(task: Any, model: nn.Module) -> list[Mapping[str, Any]]:
 
 
 def _group_name(name: Any) -> str:
-    """A group in a message: one without a name has its number."""
-    return f"the task's {name}" if str(name).startswith("group ") else f"the task's group {name}"
+    if not str(name).startswith("group "):  # its number
+        name = f"group {name}"
+    return f"the task's {name}"
 
 
 def _check_values(group: Group) -> None:
-    """Errors: ConfigError for a learning rate, or a scale or weight decay below 0."""
     if "lr" in group:
         raise ConfigError(
             f"{_group_name(group['name'])} has an lr; give lr_scale, which multiplies optim.lr"
@@ -115,9 +112,7 @@ def _check_values(group: Group) -> None:
 
 
 def check_keys(given: Sequence[Group], optimizer: torch.optim.Optimizer) -> None:
-    """Errors: ConfigError for a key of the groups that were given to the optimizer which nothing
-    reads.
-    """
+    """Errors: ConfigError for a key of the groups given to the optimizer that nothing reads."""
     kind = type(optimizer).__name__.removeprefix("Fused")
     known = (*GROUP_KEYS, *(key for key in optimizer.defaults if key != "lr"))
     for group in given:
@@ -126,8 +121,10 @@ def check_keys(given: Sequence[Group], optimizer: torch.optim.Optimizer) -> None
                 hint = f"it takes {', '.join(known)}"
                 if near := nearest_name(str(key), known):
                     hint = f"did you mean {near}?"
-                name = _group_name(group["name"])
-                raise ConfigError(f"{name} has the key {key!r}, which {kind} does not read; {hint}")
+                raise ConfigError(
+                    f"{_group_name(group['name'])} has the key {key!r}, which {kind} does not "
+                    f"read; {hint}"
+                )
 
 
 def _entries(params: Any, group: Any) -> list[Any]:
@@ -168,26 +165,25 @@ def _named_by(entry: Any, parameters: Mapping[str, Tensor], group: str) -> list[
 def task_optimizer(
     task: Any, groups: list[Group], lr: float, model: nn.Module
 ) -> torch.optim.Optimizer:
-    """What the task's optimizer(groups, lr) returned, checked.
-
-    Errors: ConfigError if it is no torch optimizer, does not hold the model's trained parameters,
-    or steps by closures.
-    """
+    """What the task's optimizer(groups, lr) returned, checked. Errors: ConfigError."""
     given = [group["name"] for group in groups]
     optimizer = call_task(ConfigError, "optimizer(groups, lr)", task.optimizer, groups, lr)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        what = f"the class {kind}" if isinstance(optimizer, type) else f"an object of {kind}"
+        what = f"an object of {type(optimizer).__name__}"
+        if isinstance(optimizer, type):
+            what = f"the class {optimizer.__name__}"
         raise ConfigError(
             f"the task's optimizer(groups, lr) returned {what}, not a torch optimizer; return one "
             "made of the groups, as torch.optim.SGD(groups, lr=lr)"
         )
     kind = type(optimizer).__name__
-    if _needs_closure(optimizer):
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
         raise ConfigError(
             f"the task's optimizer {kind} needs a closure in step(), and train_step calls it "
             "without one; use another optimizer, or a loop of your own (docs/own_loop.md)"
-        )
+        ) from error
     held = [p for group in optimizer.param_groups for p in group["params"]]
     owned = {id(p) for p in held}
     missed = [name for name, p in trained_parameters(model).items() if id(p) not in owned]
@@ -205,28 +201,20 @@ def task_optimizer(
     return optimizer
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step() can't be called without arguments."""
-    try:
-        inspect.signature(optimizer.step).bind()
-    except TypeError:
-        return True
-    return False
-
-
 def _first(names: Sequence[str]) -> str:
-    return f"the parameter {names[0]}" + (f" ({len(names)} in all)" if len(names) > 1 else "")
+    text = f"the parameter {names[0]}"
+    if len(names) > 1:
+        text += f" ({len(names)} in all)"
+    return text
 
 
 def task_factor(task: Any, step: int) -> float:
-    """What the task's schedule multiplies optim.lr by, after `step` applied steps. Errors:
-    ConfigError.
-    """
+    """What the task's schedule multiplies optim.lr by after `step` applied ones; or ConfigError."""
     factor = call_task(ConfigError, f"schedule({step})", task.schedule, step)
-    try:
-        number = -1.0 if isinstance(factor, str | bytes) else float(factor)
-    except (TypeError, ValueError, RuntimeError):  # of a tensor of several elements
-        number = -1.0
+    number = -1.0
+    with suppress(TypeError, ValueError, RuntimeError):  # of a tensor of several elements
+        if not isinstance(factor, str | bytes):
+            number = float(factor)
     if not 0 <= number < float("inf"):
         raise ConfigError(
             f"the task's schedule({step}) returned {factor!r}; return a number, 0 or more"
@@ -235,7 +223,6 @@ def task_factor(task: Any, step: int) -> float:
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """{option of GROUP: value} of the groups' numbers, apart from lr."""
     return {
         f"{key} of {group.get('name')}": float(value)
         for group in optimizer.param_groups
@@ -245,10 +232,7 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def refuse_changed_options(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to save an optimizer that changes its groups' options: no checkpoint holds those.
-
-    The saving raises ConfigError.
-    """
+    """Make saving raise ConfigError if its options have changed: no checkpoint has them."""
     start = numbers_of(optimizer)
 
     def check(saved: torch.optim.Optimizer) -> None:
@@ -264,3 +248,56 @@ def refuse_changed_options(optimizer: torch.optim.Optimizer) -> None:
             )
 
     optimizer.register_state_dict_pre_hook(check)
+
+
+class _Permissive(TorchFunctionMode):
+    """Lets an optimizer that was written for whole tensors step on DTensors.
+
+    They refuse to change a tensor in place where the result would be laid out in another way: a
+    norm that is still to be summed over the ranks, or a sharded state that moves towards a value
+    that is not, as in torch.optim.Adafactor. This sums partial results at once, and does out of
+    place what can't be done in place.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            out = function(*args, **kwargs)
+        except RuntimeError as error:  # before anything was changed: the layouts alone decide
+            name = getattr(function, "__name__", "")
+            if "placement" not in str(error) or not name.endswith("_") or name.endswith("__"):
+                raise
+            target = args[0]
+            value = getattr(Tensor, name[:-1])(*args, **kwargs)
+            return target.copy_(value.redistribute(placements=target.placements))
+        if isinstance(out, DTensor) and any(p.is_partial() for p in out.placements):
+            whole = [Replicate() if p.is_partial() else p for p in out.placements]
+            out = out.redistribute(placements=whole)
+        return out
+
+
+def step_on_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Change the optimizer's step for sharded parameters, if it has any."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(p, DTensor) for p in parameters):
+        return
+    step = optimizer.step
+
+    @wraps(step)
+    def permissive(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with _Permissive():
+                return step(*args, **kwargs)
+        except RuntimeError as error:
+            if not NOT_ON_SHARDS.search(str(error)):
+                raise
+            raise ConfigError(
+                f"the task's optimizer {type(optimizer).__name__} does not work on sharded "
+                "parameters, as torch says: "
+                f"{first_line(error).partition('. ')[0].rstrip('.')}; use parallel.strategy=ddp, "
+                "or another optimizer"
+            ) from error
+
+    optimizer.step = permissive  # type: ignore[method-assign]

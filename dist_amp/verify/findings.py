@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
-from dist_amp.distributed.random_state import random_state, seed_all, set_random_state
+from dist_amp.distributed.process import random_state, seed_all, set_random_state
+from dist_amp.precision import to_float32
 from dist_amp.scaling.meta import build_module
-from dist_amp.scaling.parameters import to_float32
 from dist_amp.task import as_scalar
 from dist_amp.verify.dtypes import tensors_in
 from dist_amp.verify.packing import leaks

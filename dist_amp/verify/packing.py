@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.verify.dtypes import tensors_in
 from dist_amp.verify.reference import Reference
 
