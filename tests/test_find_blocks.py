@@ -348,10 +348,7 @@ def norms_of_two_steps(world, name, adapters, words):
     return [report.norm.item() for report in take_steps(run, 2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "adapters"),
-    [("llama", True), ("t5", False), ("mixtral", False)],
-)
+@pytest.mark.parametrize(("name", "adapters"), [("llama", True), ("t5", False), ("mixtral", False)])
 def test_models_of_transformers_train_in_these_blocks_as_they_do_whole(name, adapters):
     pytest.importorskip("peft")
     alone = on_ranks(1, norms_of_two_steps, name, adapters, ["--train.micro_batch_size", 4])

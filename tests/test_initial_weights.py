@@ -184,11 +184,7 @@ def built(world, task):
     """What build_on_ranks gives: whether its parameters are on meta, its buffers, and its digest."""
     seed_all(0)
     module = build_on_ranks(task, "fsdp", world, False)
-    return (
-        [p.is_meta for p in module.parameters()],
-        dict(module.named_buffers()),
-        digest(module),
-    )
+    return ([p.is_meta for p in module.parameters()], dict(module.named_buffers()), digest(module))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Process groups: the store, timeouts, meshes and the abort.
 
-Timeouts and the abort use private names of torch's, without which collectives keep the timeout that
-their group began with, and the default group alone is aborted.
+Without torch's private names, collectives keep the timeout that their group began with, and the
+default group alone is aborted.
 """
 
 import atexit
@@ -18,12 +18,10 @@ from dist_amp.distributed.environment import Place
 
 A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
 
-# NCCL's timeout ends the process and names no rank, so the watchdog, which does, has so long before
-# it. Assumed: it needs some 15 s to ask all ranks and to end them.
+# NCCL's timeout names no rank, so the watchdog, which does, comes first. Assumed: it takes 15 s.
 NCCL_MARGIN_SECONDS = 60.0
 
-# torch's own default; 1 MB as JSON. Measured on one gloo rank: 4 to 5 us per collective, as by
-# default since torch 2.9.
+# torch's own default; 1 MB as JSON. Measured on one gloo rank: 4 to 5 us per collective.
 RECORDED_COLLECTIVES = 2000
 
 # torch ends a process whose NCCL threads give no sign for this long; its default in 2.11 to 2.13.
@@ -108,9 +106,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 @contextmanager
 def without_timeout(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Lift the group's timeout inside: a rank may take hours to fill a cache or to read a shard."""
-    before = None
-    if group is not None:
-        before = timeout_of(group)
+    before = timeout_of(group) if group is not None else None
     if group is None or before is None:
         yield
         return
@@ -135,8 +131,7 @@ def make_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
 def abort_process_groups() -> None:
     """Abort the collectives of all NCCL groups, because destroying the groups would wait for them.
 
-    Without the private function, the default group alone is aborted: others, as of a mesh, end with
-    the process, and torch warns that they were not destroyed.
+    Without the private function, groups other than the default one end with the process.
     """
     abort_all = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort_all is not None:
