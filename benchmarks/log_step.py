@@ -24,8 +24,8 @@ from benchmarks.harness import command
 from dist_amp.diagnostics.consistency import check_metrics_agree
 from dist_amp.precision import Clip
 from dist_amp.supervise.command_line import Parser
-from dist_amp.telemetry.log_row import GLOBAL, RANK_METRICS, LogRow
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.step_report import GLOBAL, RANK_METRICS, LogRow
 from dist_amp.world import World
 
 SIZES = (2, 64, 1024, 4096)

@@ -63,9 +63,7 @@ def average_of(checkpoint: Path) -> str:
 
 
 def _in_stored_dtype(value: Any, stored: Any) -> Any:
-    """The tensor to read an entry into: parallel.param_dtype=bf16 stores a float32 model's
-    parameters in bf16.
-    """
+    """The tensor to read into: parallel.param_dtype=bf16 stores float32 parameters in bf16."""
     if not (isinstance(stored, TensorStorageMetadata) and isinstance(value, Tensor)):
         return value
     dtype = stored.properties.dtype
