@@ -7,27 +7,12 @@ import sys
 
 import pytest
 import torch
-from ranks import on_ranks
 from test_blocks import COMPILED, INDUCTOR, InParts
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.distributed.process_group import shared_store
 from dist_amp.errors import ConfigError
 from dist_amp.scaling import compile as fast_compile
 from dist_amp.world import World
-
-# ---- the default process group ----
-
-
-def key_of_the_other(world):
-    store = shared_store()
-    store.set(f"test_fast/{world.rank}", str(world.rank))
-    return store.get(f"test_fast/{1 - world.rank}").decode()
-
-
-def test_all_ranks_share_one_store():
-    assert on_ranks(2, key_of_the_other) == ["1", "0"]
-
 
 ABORT = """
 import torch.distributed as dist
@@ -65,12 +50,6 @@ def without(monkeypatch):
         )
 
     return remove
-
-
-def test_a_private_name_that_is_missing_gives_the_fallback():
-    assert fast_compile.private("torch.no_such_module.name", 1) == 1
-    assert fast_compile.private("torch.compiler.no_such_name", 2) == 2
-    assert fast_compile.private("torch.compiler.reset", 3) is torch.compiler.reset
 
 
 def test_blocks_compile_without_any_private_name(without, capsys):
