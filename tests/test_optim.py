@@ -146,7 +146,7 @@ def test_shards_take_the_steps_of_one_process_with_an_optimizer_of_the_tasks(kin
 
 @pytest.mark.bad_input("a task's optimizer that can't unscale and skip in its kernel")
 @pytest.mark.parametrize(
-    ("kind", "said", "reads"), [("lion", "Lion", 2), ("nesterov", "SGD", 2), ("muon", "", 0)]
+    ("kind", "said", "reads"), [("lion", "Lion", 1), ("nesterov", "SGD", 1), ("muon", "", 0)]
 )
 def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_says_so_once(
     capsys, kind, said, reads
@@ -159,7 +159,7 @@ def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_say
     batch = next(run.data)
     with Counter("_local_scalar_dense") as counter:
         train_step(run, batch)
-    assert counter.count == reads
+    assert counter.count == reads  # by item(); reading the learning rate is another
 
 
 class OwnStep(torch.optim.AdamW):
