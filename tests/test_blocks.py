@@ -20,6 +20,7 @@ from dist_amp.config.load import load_config
 from dist_amp.diagnostics.nonfinite import find_nonfinite
 from dist_amp.errors import ConfigError
 from dist_amp.scaling import activation_checkpointing as recompute
+from dist_amp.scaling import compile as compiling
 from dist_amp.scaling.compile import as_compiled_so_far, check_compile
 from dist_amp.settings import CompileConfig, DataConfig
 from dist_amp.step import loss_of
@@ -260,6 +261,13 @@ def test_a_block_that_is_not_one_graph_is_compiled_in_parts_and_said_once(capsys
     assert "`if x.sum() > 0:`; from now on blocks are compiled in parts" in said
 
 
+def test_blocks_compile_without_any_private_name(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "private", lambda path, default: default)
+    take_steps(make_run(World(), Tiny(), *COMPILED), 2)
+    take_steps(make_run(World(), InParts(), *COMPILED), 2)
+    assert "warning" not in capsys.readouterr().err, "graph breaks are allowed from the start"
+
+
 def run_many_shapes(*words):
     run = make_run(World(), Tiny(depth=1), *FP32, *COMPILED, "--compile.mode", "eager", *words)
     for rows in range(2, 20):
@@ -413,11 +421,13 @@ def test_a_backend_that_fails_is_named_with_the_block():
 
 
 @pytest.mark.bad_input("inductor without a C++ compiler, or without Triton on a GPU")
-def test_inductor_without_a_compiler_is_refused_at_the_start():
-    from torch._inductor import config as inductor
-
-    with inductor.patch("cpp.cxx", ("no-such-compiler",)):
-        text = refusal(Tiny(), *INDUCTOR)
+def test_inductor_without_a_compiler_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    with pytest.raises(ConfigError, match="needs Triton on a GPU; install"):
+        check_compile(CompileConfig(blocks=True), "single", 1, World(device=torch.device("cuda")))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    text = refusal(Tiny(), *INDUCTOR)
     assert "compile.mode=default needs a C++ compiler on a CPU" in text
     assert "use compile.mode=aot_eager (no faster than without) or compile.blocks=false" in text
 

@@ -103,8 +103,7 @@ def skipped_and_resumed(world, folder, strategy, kind, width):
     return all(are_equal(all_of(run), all_of(other)) for other in others)
 
 
-OFTEN = [("lion", "ddp"), ("muon", "single")]
-OFTEN += [(kind, "fsdp") for kind in ("muon", "adafactor", "lion", "nesterov")]
+OFTEN = [("lion", "ddp"), ("muon", "fsdp"), ("adafactor", "fsdp")]
 # .ci/run installs torchao with the engines.
 SLOW = {"adamw_8bit": [pytest.mark.slow, pytest.mark.engine]}
 # Two of torch's do not work on sharded parameters: Rprop's masked assignment, fused SGD's kernel.

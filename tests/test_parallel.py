@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -265,3 +267,21 @@ def test_a_script_under_torchrun_joins_the_ranks_by_itself(tmp_path):
     assert all(
         torch.equal(first[name], value) and value.isfinite().all() for name, value in second.items()
     )
+
+
+ABORT = """
+import torch.distributed as dist
+from dist_amp.distributed.process_group import abort_process_groups
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if {remove}:
+    del dist.distributed_c10d._abort_process_group
+abort_process_groups()
+print("aborted", dist.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_process_groups_are_aborted_also_without_the_private_function(remove):
+    command = [sys.executable, "-c", ABORT.format(remove=remove)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"aborted {remove}\n", done.stderr

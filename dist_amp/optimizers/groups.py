@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from dist_amp.errors import ConfigError, first_line, nearest_name
@@ -38,80 +39,94 @@ def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]
 
     Errors: ConfigError for a malformed group, and a parameter that is missed or in two groups.
     """
+    what = "the task's groups(model)"
+    given_groups = call_task(ConfigError, "groups(model)", task.groups, model)
+    if isinstance(given_groups, str | Mapping) or not isinstance(given_groups, Iterable):
+        raise ConfigError(f"{what} returned {type(given_groups).__name__}; return a list of dicts")
     parameters = trained_parameters(model)
     groups: list[Group] = []
-    owner: dict[int, str] = {}
-    for number, given in enumerate(_given_groups(task, model)):
-        defaults = {"name": f"group {number}", "weight_decay": config.weight_decay, "lr_scale": 1.0}
-        group = defaults | dict(given)
-        _check_values(group)
-        entries = _entries(given["params"], group["name"])
-        names = [name for entry in entries for name in _named_by(entry, parameters, group["name"])]
-        group["params"] = list({id(parameters[name]): parameters[name] for name in names}.values())
+    owner: dict[Tensor, str] = {}
+    # A generator runs in `list`.
+    for given in call_task(ConfigError, "groups(model)", list, given_groups):
+        if not isinstance(given, Mapping):
+            kind = type(given).__name__
+            raise ConfigError(f'{what} gave {kind} as a group; give a dict with "params"')
+        if "params" not in given:
+            keys = sorted(map(str, given))
+            raise ConfigError(f"{what} gave a group with {keys}, but no params")
+        group = {"name": f"group {len(groups)}", "lr_scale": 1.0, **given}
+        group.setdefault("weight_decay", config.weight_decay)
+        text = _in_words(group)
+        if "lr" in group:
+            raise ConfigError(f"{text} has an lr; give lr_scale, which multiplies optim.lr")
+        for key in ("lr_scale", "weight_decay"):
+            if not _is_factor(group[key]):
+                raise ConfigError(f"{text} has {key}={group[key]!r}; give a number, 0 or more")
+        names = _names(given["params"], parameters, text)
+        group["params"] = list(dict.fromkeys(parameters[name] for name in names))
         for name in names:
-            other = owner.setdefault(id(parameters[name]), group["name"])
+            other = owner.setdefault(parameters[name], group["name"])
             if other != group["name"]:
                 raise ConfigError(
-                    f"the task's groups(model) put the parameter {name} into two groups, {other} "
-                    f"and {group['name']}; name it in one"
+                    f"{what} put the parameter {name} into two groups, {other} and "
+                    f"{group['name']}; name it in one"
                 )
+        if any(group["name"] == other["name"] for other in groups):
+            raise ConfigError(
+                f"{what} gave two groups the name {group['name']}; name each differently"
+            )
         groups.append(group)
-    names = [group["name"] for group in groups]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    if missed := [name for name, p in parameters.items() if p not in owner]:
         raise ConfigError(
-            f"the task's groups(model) gave two groups the name {twice}; name each differently"
-        )
-    missed = [name for name, p in parameters.items() if id(p) not in owner]
-    if missed:
-        raise ConfigError(
-            f"the task's groups(model) leave out {_first(missed)}; put each trained parameter into "
-            "one group, or set requires_grad=False"
+            f"{what} leave out {_first(missed)}; put each trained parameter into one group, or set "
+            "requires_grad=False"
         )
     return groups
 
 
-def _given_groups(task: Any, model: nn.Module) -> list[Mapping[str, Any]]:
-    """What groups(model) returned or yielded: dicts with "params", or ConfigError."""
-    groups = call_task(ConfigError, "groups(model)", task.groups, model)
-    if isinstance(groups, str | Mapping) or not isinstance(groups, Iterable):
-        raise ConfigError(
-            f"the task's groups(model) returned {type(groups).__name__}; return a list of dicts"
-        )
-    groups = call_task(ConfigError, "groups(model)", list, groups)  # a generator runs here
-    for given in groups:
-        if not isinstance(given, Mapping):
-            raise ConfigError(
-                f"the task's groups(model) gave {type(given).__name__} as a group; give a dict "
-                'with "params"'
-            )
-        if "params" not in given:
-            raise ConfigError(
-                f"the task's groups(model) gave a group with {sorted(map(str, given))}, but no "
-                "params"
-            )
-    return groups
-
-
-def _group_name(name: Any) -> str:
-    if not str(name).startswith("group "):  # its number
+def _in_words(group: Mapping[str, Any]) -> str:
+    name = str(group["name"])
+    if not name.startswith("group "):  # its number
         name = f"group {name}"
     return f"the task's {name}"
 
 
-def _check_values(group: Group) -> None:
-    if "lr" in group:
-        raise ConfigError(
-            f"{_group_name(group['name'])} has an lr; give lr_scale, which multiplies optim.lr"
-        )
-    for key in ("lr_scale", "weight_decay"):
-        value = group[key]
-        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < float("inf")
+
+
+def _names(params: Any, parameters: Mapping[str, Tensor], text: str) -> list[str]:
+    """The names of the trained parameters that a group's names, patterns and tensors refer to."""
+    entries = [params]
+    if isinstance(params, Iterable) and not isinstance(params, str | Tensor | nn.Module):
+        entries = call_task(ConfigError, "groups(model)", list, params)
+    names: list[str] = []
+    for entry in entries:
+        if isinstance(entry, Tensor):
+            found = [name for name, p in parameters.items() if p is entry]
+            if not found and entry.requires_grad:
+                raise ConfigError(
+                    f"{text} holds a tensor of shape {list(entry.shape)} that is no parameter of "
+                    "the model that groups(model) got; take it from there, after sharding replaced "
+                    "the parameters"
+                )
+        elif isinstance(entry, str):
+            found = [name for name in parameters if fnmatchcase(name, entry)]
+            if not found:
+                raise ConfigError(
+                    f"{text} names {entry!r}, which matches no trained parameter; the first are "
+                    f"{', '.join(list(parameters)[:3])}"
+                )
+        else:
             raise ConfigError(
-                f"{_group_name(group['name'])} has {key}={value!r}; give a number, 0 or more"
+                f'{text} has {type(entry).__name__} in its "params"; use .parameters() or name '
+                "patterns"
             )
+        names += found
+    return names
 
 
-def check_keys(given: Sequence[Group], optimizer: torch.optim.Optimizer) -> None:
+def check_keys(given: Sequence[Group], optimizer: Optimizer) -> None:
     """Errors: ConfigError for a key of the groups given to the optimizer that nothing reads."""
     kind = type(optimizer).__name__.removeprefix("Fused")
     known = (*GROUP_KEYS, *(key for key in optimizer.defaults if key != "lr"))
@@ -122,53 +137,15 @@ def check_keys(given: Sequence[Group], optimizer: torch.optim.Optimizer) -> None
                 if near := nearest_name(str(key), known):
                     hint = f"did you mean {near}?"
                 raise ConfigError(
-                    f"{_group_name(group['name'])} has the key {key!r}, which {kind} does not "
-                    f"read; {hint}"
+                    f"{_in_words(group)} has the key {key!r}, which {kind} does not read; {hint}"
                 )
 
 
-def _entries(params: Any, group: Any) -> list[Any]:
-    """Names, patterns and tensors. Errors: ConfigError for anything else, such as a module."""
-    if isinstance(params, str | Tensor | nn.Module) or not isinstance(params, Iterable):
-        entries = [params]
-    else:
-        entries = call_task(ConfigError, "groups(model)", list, params)
-    for entry in entries:
-        if not isinstance(entry, str | Tensor):
-            raise ConfigError(
-                f'{_group_name(group)} has {type(entry).__name__} in its "params"; use '
-                ".parameters() or name patterns"
-            )
-    return entries
-
-
-def _named_by(entry: Any, parameters: Mapping[str, Tensor], group: str) -> list[str]:
-    """The names of the trained parameters that a name, pattern or tensor refers to."""
-    if isinstance(entry, Tensor):
-        names = [name for name, p in parameters.items() if p is entry]
-        if not names and entry.requires_grad:
-            raise ConfigError(
-                f"{_group_name(group)} holds a tensor of shape {list(entry.shape)} that is no "
-                "parameter of the model that groups(model) got; take it from there, after sharding "
-                "replaced the parameters"
-            )
-        return names
-    names = [name for name in parameters if fnmatchcase(name, entry)]
-    if not names:
-        raise ConfigError(
-            f"{_group_name(group)} names {entry!r}, which matches no trained parameter; the first "
-            f"are {', '.join(list(parameters)[:3])}"
-        )
-    return names
-
-
-def task_optimizer(
-    task: Any, groups: list[Group], lr: float, model: nn.Module
-) -> torch.optim.Optimizer:
+def task_optimizer(task: Any, groups: list[Group], lr: float, model: nn.Module) -> Optimizer:
     """What the task's optimizer(groups, lr) returned, checked. Errors: ConfigError."""
     given = [group["name"] for group in groups]
     optimizer = call_task(ConfigError, "optimizer(groups, lr)", task.optimizer, groups, lr)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         what = f"an object of {type(optimizer).__name__}"
         if isinstance(optimizer, type):
             what = f"the class {optimizer.__name__}"
@@ -184,11 +161,14 @@ def task_optimizer(
             f"the task's optimizer {kind} needs a closure in step(), and train_step calls it "
             "without one; use another optimizer, or a loop of your own (docs/own_loop.md)"
         ) from error
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    owned = {id(p) for p in held}
-    missed = [name for name, p in trained_parameters(model).items() if id(p) not in owned]
-    if missed or [group.get("name") for group in optimizer.param_groups] != given:
-        why = f"leaves out {_first(missed)}" if missed else "has other groups than it was given"
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    missed = [name for name, p in trained_parameters(model).items() if p not in held]
+    why = ""
+    if missed:
+        why = f"leaves out {_first(missed)}"
+    elif [group.get("name") for group in optimizer.param_groups] != given:
+        why = "has other groups than it was given"
+    if why:
         raise ConfigError(
             f"the task's optimizer {kind} {why}; make it of the groups, as {kind}(groups, lr=lr)"
         )
@@ -215,38 +195,35 @@ def task_factor(task: Any, step: int) -> float:
     with suppress(TypeError, ValueError, RuntimeError):  # of a tensor of several elements
         if not isinstance(factor, str | bytes):
             number = float(factor)
-    if not 0 <= number < float("inf"):
+    if not _is_factor(number):
         raise ConfigError(
             f"the task's schedule({step}) returned {factor!r}; return a number, 0 or more"
         )
     return number
 
 
-def numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    return {
-        f"{key} of {group.get('name')}": float(value)
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key != "lr" and isinstance(value, int | float | Tensor)
-    }
-
-
-def refuse_changed_options(optimizer: torch.optim.Optimizer) -> None:
+def refuse_changed_options(optimizer: Optimizer) -> None:
     """Make saving raise ConfigError if its options have changed: no checkpoint has them."""
-    start = numbers_of(optimizer)
 
-    def check(saved: torch.optim.Optimizer) -> None:
-        now = numbers_of(saved)
-        changed = [key for key, value in start.items() if now.get(key) != value]
-        if changed:
-            kind = type(saved).__name__
-            key = changed[0]
-            raise ConfigError(
-                f"the optimizer {kind} changed {key} from {start[key]:g} to {now.get(key)} in "
-                "training, and a checkpoint does not hold it; let it keep such values in its "
-                "state, or use checkpoint.every=off"
-            )
+    def options(optimizer: Optimizer) -> dict[str, float]:
+        return {
+            f"{key} of {group.get('name')}": float(value)
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key != "lr" and isinstance(value, int | float | Tensor)
+        }
 
+    def check(saved: Optimizer) -> None:
+        now = options(saved)
+        for key, value in start.items():
+            if now.get(key) != value:
+                raise ConfigError(
+                    f"the optimizer {type(saved).__name__} changed {key} from {value:g} to "
+                    f"{now.get(key)} in training, and a checkpoint does not hold it; let it keep "
+                    "such values in its state, or use checkpoint.every=off"
+                )
+
+    start = options(optimizer)
     optimizer.register_state_dict_pre_hook(check)
 
 
@@ -278,7 +255,7 @@ class _Permissive(TorchFunctionMode):
         return out
 
 
-def step_on_shards(optimizer: torch.optim.Optimizer) -> None:
+def step_on_shards(optimizer: Optimizer) -> None:
     """Change the optimizer's step for sharded parameters, if it has any."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(isinstance(p, DTensor) for p in parameters):

@@ -76,25 +76,12 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
 
 def _missing_compiler(device: torch.device) -> str:
     """What inductor needs to generate code for `device` and does not find; "" if nothing."""
-    if device.type == "cuda":
-        has_triton = private(
-            "torch.utils._triton.has_triton", lambda: importlib.util.find_spec("triton") is not None
-        )
-        if not has_triton():
-            return f"Triton on {torch.cuda.get_device_name(device)}"
-        return _missing_for_triton()
-    find = private(
-        "torch._inductor.cpp_builder.get_cpp_compiler",
-        lambda: shutil.which(os.environ.get("CXX", "g++")),
-    )
-    with suppress(private("torch._inductor.exc.InvalidCxxCompiler", RuntimeError)):
-        if find():
+    if device.type != "cuda":
+        if shutil.which(os.environ.get("CXX", "g++")):
             return ""
-    return "a C++ compiler on a CPU (g++, or the one that CXX names)"
-
-
-def _missing_for_triton() -> str:
-    """What Triton needs at run time and does not find: a C compiler, and Python's headers."""
+        return "a C++ compiler on a CPU (g++, or the one that CXX names)"
+    if importlib.util.find_spec("triton") is None:
+        return f"Triton on {torch.cuda.get_device_name(device)}"
     names = ["gcc", "clang"]
     if os.environ.get("CC"):
         names = [os.environ["CC"]]
