@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.collectives import Counting
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics.nonfinite import find_nonfinite
 from dist_amp.errors import ConfigError
@@ -330,21 +331,6 @@ def test_anomaly_detection_works_with_both():
         torch.autograd.set_detect_anomaly(False)
 
 
-class Gathers(TorchDispatchMode):
-    """Counts the collectives that make a unit whole; blocks stay compiled."""
-
-    count = 0
-    supports_higher_order_operators = True  # as compiled code has
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "c10d" in str(function) and "allgather" in str(function)
-        return function(*args, **(kwargs or {}))
-
-
 def gathers(world, words):
     """How many units are gathered in forward, and in backward, of each of two micro-batches."""
     run = bytes_run(world, Bytes(layers=4), "--parallel.strategy", "fsdp", *words)
@@ -352,17 +338,19 @@ def gathers(world, words):
     counts = []
     for is_last, batch in zip((False, True), next(run.data), strict=True):
         with run.parallel.gradient_sync(is_last):
-            with Gathers() as forward:
+            with Counting() as forward:
                 loss = loss_of(run.task, run.model, batch, run.world.device)
-            with Gathers() as backward:
+            with Counting() as backward:
                 loss.backward()
-        counts.append((forward.count, backward.count))
+        for counting in (forward, backward):
+            gathered = {k: n for k, n in counting.collectives.items() if k.kind == "all_gather"}
+            counts.append(sum(gathered.values()))
     return counts
 
 
 def test_neither_the_root_with_its_head_nor_the_last_block_is_gathered_again_in_backward():
     # Four blocks and the root; what is recomputed is whole by then.
-    assert on_ranks(2, gathers, [*FULL, *COMPILED]) == [[(5, 3), (5, 3)]] * 2
+    assert on_ranks(2, gathers, FULL) == [[5, 3, 5, 3]] * 2
 
 
 def refusal(task, *words, steps=0):

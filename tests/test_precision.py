@@ -5,7 +5,6 @@ import torch
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.config import native_precision
 from dist_amp.config.native_precision import check_dtype
 from dist_amp.errors import ConfigError
 from dist_amp.optim import build_optimizer
@@ -156,52 +155,32 @@ def test_the_scaler_has_all_four_settings_and_keeps_its_state(monkeypatch, has_k
     assert other.growth_tracker == 0
 
 
-@pytest.fixture
-def gpu_of(monkeypatch):
-    """A World whose GPU has a given compute capability, as far as check_dtype looks."""
-
-    def world(major, minor):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-        return World(device=torch.device("cuda", 0))
-
-    return world
-
-
 @pytest.mark.bad_input("a dtype that the device does not support")
-def test_a_dtype_that_the_device_cannot_do_is_rejected_with_those_that_it_can(gpu_of, monkeypatch):
-    monkeypatch.setitem(native_precision.CAPABILITY, "bf16", ((8, 0), (7, 5)))
-    with pytest.raises(ConfigError) as error:
-        check_dtype("bf16", gpu_of(6, 1))
-    assert str(error.value) == (
-        "precision.dtype=bf16: Some GPU (compute capability 6.1) does not support it; "
-        "use precision.dtype=fp16, or --use_amp false"
-    )
-    with pytest.raises(
-        ConfigError, match=r"capability 5\.0\) does not support it; use --use_amp false"
-    ):
-        check_dtype("fp16", gpu_of(5, 0))
-
-
 @pytest.mark.parametrize(
-    ("dtype", "capability", "instead"),
+    ("dtype", "capability", "refused", "instead"),
     [
-        ("bf16", (8, 0), ""),
-        ("bf16", (7, 5), "--precision.dtype fp16"),
-        ("bf16", (6, 1), "--use_amp false"),
-        ("fp16", (7, 0), ""),
-        ("fp16", (6, 1), "--use_amp false"),
+        ("bf16", (8, 0), False, ""),
+        ("bf16", (7, 5), False, "--precision.dtype fp16"),
+        ("bf16", (6, 1), False, "--use_amp false"),
+        ("fp16", (7, 0), False, ""),
+        ("fp16", (6, 1), False, "--use_amp false"),
+        ("fp16", (5, 0), True, "--use_amp false"),
     ],
 )
-def test_a_dtype_that_a_gpu_only_emulates_is_warned_about_with_what_to_use(
-    gpu_of, capsys, dtype, capability, instead
+def test_a_dtype_that_a_gpu_lacks_is_refused_and_one_that_it_emulates_is_warned_about(
+    monkeypatch, capsys, dtype, capability, refused, instead
 ):
-    check_dtype(dtype, gpu_of(*capability))
-    warning = capsys.readouterr().err
-    assert warning.endswith(
-        f"only emulates {dtype}, which is slower than float32; use {instead}\n" if instead else ""
-    )
-    assert bool(warning) == bool(instead)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    gpu = World(device=torch.device("cuda", 0))
+    if refused:
+        said = rf"=fp16: Some GPU \(compute capability 5.0\) does not support it; use {instead}$"
+        with pytest.raises(ConfigError, match=said):
+            check_dtype(dtype, gpu)
+        return
+    check_dtype(dtype, gpu)
+    end = f"only emulates {dtype}, which is slower than float32; use {instead}\n"
+    assert capsys.readouterr().err.endswith(end * bool(instead))
 
 
 def test_tf32_is_set_for_matrix_products_and_convolutions():
