@@ -9,8 +9,8 @@ its newest valid checkpoint. DIR gets model.safetensors and the run's config.tom
     safetensors.torch.load_model(model, "DIR/model.safetensors")
 
 The model is then float32, as the task builds it, whatever --dtype was; model.to(torch.bfloat16)
-computes in bf16. A run with a moving average of its parameters exports that; --weights model exports
-the parameters themselves.
+computes in bf16. A run with a moving average of its parameters exports that; --weights model the
+parameters themselves.
 
 --format hf writes what `save_pretrained` does, or the task's export(model, folder) if it has one:
 config, weights and tokenizer, for AutoModel...from_pretrained("DIR"). For a model with adapters it

@@ -73,7 +73,7 @@ def progress(recorded: dict[str, Any], leave_out: set[str]) -> Progress:
 
 
 def unfinished_on_gpu() -> dict[str, str]:
-    """{group: its last finished collective} of NCCL groups with an unfinished one; cheap to poll."""
+    """{group: its last finished collective} of NCCL groups with an unfinished one; cheap."""
     groups = _read("nccl", False).get("pg_status", {})
     return {
         group: status["last_completed_collective"]
