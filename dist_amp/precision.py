@@ -242,7 +242,8 @@ def update_scale(
     grown = scale * growth
     grows = (tracker == interval) & grown.isfinite()
     tracker.mul_(tracker != interval)
-    scale.copy_(torch.where(found_inf > 0, scale * backoff, torch.where(grows, grown, scale)))
+    applied = torch.where(grows, grown, scale)
+    scale.copy_(torch.where(found_inf > 0, scale * backoff, applied))
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

@@ -82,8 +82,11 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     """Restore what `random_state` returned."""
-    gauss = state["python_gauss"].item()
-    random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
+    gauss: float | None = state["python_gauss"].item()
+    if math.isnan(gauss):
+        gauss = None
+    numbers = tuple(state["python"].tolist())
+    random.setstate((3, numbers, gauss))
     position, has_gauss, cached = state["numpy_gauss"].tolist()
     keys = state["numpy"].numpy().astype(numpy.uint32)
     numpy.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))  # noqa: NPY002

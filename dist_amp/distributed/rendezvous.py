@@ -43,12 +43,11 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
     try:
         store.wait(everyone, timedelta(seconds=max(deadline - time.monotonic(), 1.0)))
     except RuntimeError as error:
+        left = f"rank 0 at {host}:{port} left before all had joined; see its output"
         try:
             missing = [other for other in range(world_size) if not store.check([joined(other)])]
         except RuntimeError:
-            raise Failure(
-                f"rank 0 at {host}:{port} left before all had joined; see its output"
-            ) from error
+            raise Failure(left) from error
         if missing:  # else the last one joined just now
             raise Failure(
                 f"{_ranks_have(missing, world_size)} not joined at {within}; start it, or check "

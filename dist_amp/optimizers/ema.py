@@ -22,7 +22,9 @@ class Ema:
     def __init__(self, module: nn.Module, decay: float):
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self.tensors = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+        self.tensors = {
+            name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
+        }
         self._averages = [local(average) for average in self.tensors.values()]
         self._weight = torch.tensor(1 - decay, device=self._averages[0].device)
 

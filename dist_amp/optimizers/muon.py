@@ -48,7 +48,12 @@ class Muon(torch.optim.Optimizer):
     ):
         # Holds AdamW's options; in `step` it gets this optimizer's state and AdamW groups.
         self._adamw = torch.optim.AdamW(
-            [torch.zeros(1)], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            [torch.zeros(1)],
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
         )
         muon_options = {
             "momentum": momentum,
@@ -155,7 +160,8 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
     if is_tall:
         return x.T
     return x

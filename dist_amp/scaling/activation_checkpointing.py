@@ -100,7 +100,9 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     keep = name in PRODUCTS
     if name in BATCHED_PRODUCTS:
         left, right = args[-2:]  # [B, M, K], [B, K, N]; baddbmm has a bias before them
-        keep = left.shape[2] > LARGEST_HEAD or left.shape[2] >= min(left.shape[1], right.shape[2])
+        inner = left.shape[2]
+        smaller = min(left.shape[1], right.shape[2])
+        keep = inner > LARGEST_HEAD or inner >= smaller
     elif "attention" in name or "flash_attn" in name:
         # In all of these the first float is the dropout's.
         keep = not kwargs.get(

@@ -176,7 +176,10 @@ def _ancestors(path: str) -> set[str]:
 
 
 def _has_equals(layers: Iterable[nn.Module]) -> bool:
-    shapes = [tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers]
+    shapes = []
+    for layer in layers:
+        named = layer.named_parameters()
+        shapes.append(tuple((name, p.shape) for name, p in named))
     return len(set(shapes)) < len(shapes)
 
 
@@ -188,12 +191,13 @@ def shared_parameters(module: nn.Module, parts: Iterable[nn.Module]) -> dict[nn.
     shared = {}
     for part in parts:
         inside = Counter(id(p) for _, p in part.named_parameters(remove_duplicate=False))
-        outside = [p for p, count in inside.items() if uses[p] > count * places[id(part)]]
-        if outside:
-            shared[part] = names[outside[0]]
+        for p, count in inside.items():
+            if uses[p] > count * places[id(part)]:
+                shared.setdefault(part, names[p])
     return shared
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> int:
     """The number of parameters in these modules, each counted once."""
-    return sum({id(p): p.numel() for part in modules for p in part.parameters()}.values())
+    parameters = {p for part in modules for p in part.parameters()}
+    return sum(p.numel() for p in parameters)

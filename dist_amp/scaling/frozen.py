@@ -93,7 +93,8 @@ class FrozenBase:
         samples = []
         for parameter in self._frozen.values():
             flat = local(parameter.detach()).reshape(-1)
-            samples.append(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].clone())
+            every = max(1, flat.numel() // SAMPLED_ELEMENTS)
+            samples.append(flat[::every].clone())
         return samples
 
     def shorten(self, state: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ def check_frozen(module: nn.Module, saved: Tensor, path: Path) -> None:
     differing = [
         name
         for (name, p), value in zip(frozen, saved.tolist(), strict=True)
-        if value not in (checksum(p).item(), checksum(p.bfloat16()).item())
+        if value not in (checksum(p), checksum(p.bfloat16()))
     ]
     refuse(path, differing)
 

@@ -95,7 +95,9 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
     resumes: a checkpoint is loaded next, so load is needed only for frozen parameters. Errors:
     DataError, the same on all ranks, if load leaves a parameter unset, or nan.
     """
-    if not hasattr(task, "load") or (resumes and all(p.requires_grad for p in module.parameters())):
+    if not hasattr(task, "load"):
+        return
+    if resumes and all(p.requires_grad for p in module.parameters()):
         return
     for parameter in module.parameters():
         if parameter.is_floating_point():
@@ -105,7 +107,8 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
     flags = torch.stack([part.isnan().any() for part in parts.values()]).tolist()
     unset_here = [name for name, flag in zip(parts, flags, strict=True) if flag]
     texts = world.gather_texts("\n".join(unset_here))
-    unset = sorted({name for text in texts for name in text.split()}, key=list(parts).index)
+    everywhere = set("\n".join(texts).split())
+    unset = [name for name in parts if name in everywhere]
     if unset:
         raise DataError(
             f"the task's load(model) leaves {len(unset)} of {len(parts)} parameters unset or nan: "
@@ -218,7 +221,8 @@ def has_other_owners(module: nn.Module) -> bool:
 def _has_drawn(start: dict[str, Tensor], device: torch.device) -> bool:
     """Whether random numbers have been drawn since `start`."""
     now = random_state(device)
-    return any(not torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start)
+    same = [torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start]
+    return not all(same)
 
 
 def digest(module: nn.Module) -> str:
@@ -232,7 +236,8 @@ def digest(module: nn.Module) -> str:
                 if isinstance(leaf, nn.Parameter | nn.Module):
                     continue
                 if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
-                    leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                    flat = leaf.detach().cpu().contiguous().view(-1)
+                    leaf = flat.view(torch.uint8).numpy()
                 hashed.update(f"{name}.{key}\n".encode() + _pickled(leaf))
     return hashed.hexdigest()
 
@@ -250,8 +255,8 @@ class Placement:
     def __init__(self, module: nn.Module, world: World):
         self._world = world
         on_meta = any(p.is_meta for p in module.parameters())
-        first, *others = [bool(row[0]) for row in world.gather_numbers([float(on_meta)])]
-        self._from_first = any(others) and not first
+        first, *others = world.gather_numbers([float(on_meta)])
+        self._from_first = any(row[0] for row in others) and not first[0]
 
     @torch.no_grad()
     def __call__(self, part: nn.Module) -> nn.Module:
