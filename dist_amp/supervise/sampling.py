@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.files import write_durably
 from dist_amp.run import Run
 from dist_amp.scaling.compile import as_compiled_so_far
-from dist_amp.scaling.fsdp_groups import groups_of
+from dist_amp.scaling.hooks import groups_of
 from dist_amp.telemetry.step_report import Observer
 
 
