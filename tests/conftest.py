@@ -11,9 +11,8 @@ from forked import ROOT as ROOT
 from forked import TESTS as TESTS
 from forked import Launch
 
-torch.set_num_threads(
-    1
-)  # two threads that wait for each other on a busy core take ten times as long
+# Two threads that wait for each other on a busy core take ten times as long.
+torch.set_num_threads(1)
 
 ENGINES = {
     *("test_browser", "test_container", "test_kubernetes", "test_launch"),
@@ -29,7 +28,7 @@ def pytest_addoption(parser):
         "--slow-sample",
         type=float,
         metavar="N",
-        help="with -m slow: run N of the slow tests (below 1: that share of them), and all that are marked `engine`",
+        help="with -m slow: run N of the slow tests (below 1: that share), and all marked `engine`",
     )
     group.addoption(
         "--slow-seed",
@@ -42,9 +41,8 @@ def pytest_addoption(parser):
 def sample_of(tests, amount, seed):
     """`amount` of the tests (below 1: that share), those whose hash with the seed is lowest."""
     count = round(amount * len(tests)) if amount < 1 else int(amount)
-    return sorted(tests, key=lambda test: hashlib.sha256(f"{seed} {test}".encode()).digest())[
-        :count
-    ]
+    by_hash = sorted(tests, key=lambda test: hashlib.sha256(f"{seed} {test}".encode()).digest())
+    return by_hash[:count]
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -75,9 +73,8 @@ def pytest_report_collectionfinish(config, items):
 
 
 def pytest_runtest_protocol(item):
-    torch.set_num_threads(
-        1
-    )  # a test before it may have left another number, with which sums round differently
+    # A test before it may have left another number, with which sums round differently.
+    torch.set_num_threads(1)
     os.environ.pop("DIST_AMP_ENGINES", None)  # it is no setting of what the tests launch
 
 
@@ -85,10 +82,8 @@ def pytest_runtest_protocol(item):
 def pytest_runtest_makereport(item):
     report = yield
     if REQUIRED and report.skipped and item.path.stem in ENGINES:
-        report.outcome, report.longrepr = (
-            "failed",
-            f"DIST_AMP_ENGINES=required, and skipped: {report.longrepr[2]}",
-        )
+        report.outcome = "failed"
+        report.longrepr = f"DIST_AMP_ENGINES=required, and skipped: {report.longrepr[2]}"
     return report
 
 
@@ -102,9 +97,7 @@ def pytest_terminal_summary(terminalreporter):
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         lines = [line for name, line in getattr(report, "user_properties", []) if name == "said"]
         if lines and report.when == "call":
-            terminalreporter.write_line(
-                "\n".join([f"{report.nodeid}:", *(f"  {line}" for line in lines)])
-            )
+            terminalreporter.write_line("\n  ".join([f"{report.nodeid}:", *lines]))
 
 
 @pytest.fixture(autouse=True)
@@ -126,12 +119,3 @@ def fresh_log():
 @pytest.fixture
 def launch(tmp_path):
     return Launch(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Two threads that wait for one another on a busy core take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -31,7 +31,7 @@ context.set_forkserver_preload(PRELOADED)
 
 
 class Forked:
-    """`python -m MODULE ARGS` in `folder`, with the methods of subprocess.Popen that the tests use."""
+    """`python -m MODULE ARGS` in `folder`, with those methods of Popen that the tests use."""
 
     def __init__(
         self, args: list[str], folder: Path, environ: dict[str, str], module: str = "dist_amp.train"
@@ -82,9 +82,8 @@ def _main(
     os.chdir(folder)
     sys.path[:0] = [str(folder), *environ.get("PYTHONPATH", "").split(os.pathsep)]
     sys.argv = [module, *args]
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # loader workers: their parent is this process, not the server
+    # Loader workers: their parent is this process, not the server.
+    multiprocessing.set_start_method("fork", force=True)
 
     import torch
 
@@ -124,27 +123,13 @@ class Launch:
         words, environ = list(map(str, args)), self.environ(environment)
         if ranks == 0 and not fresh:
             return Forked(words, self.folder, environ)
-        alone = [
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr",
-            "127.0.0.1",
-            f"--nproc_per_node={ranks}",
-        ]
-        return subprocess.Popen(
-            [
-                sys.executable,
-                *(["-m", *alone, *torchrun] if ranks else []),
-                "-m",
-                "dist_amp.train",
-                *words,
-            ],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
+        launcher = []
+        if ranks:
+            options = f"--standalone --local-addr 127.0.0.1 --nproc_per_node={ranks}"
+            launcher = ["-m", "torch.distributed.run", *options.split(), *torchrun]
+        command = [sys.executable, *launcher, "-m", "dist_amp.train", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=self.folder, env=environ, **pipes)
 
     def module(self, module: str, *args: object, timeout: float = 300, **environment: str):
         """`python -m MODULE ARGS` or `python script.py`, forked; main() returns the exit status."""
@@ -166,12 +151,10 @@ class Launch:
     def start_each(self, ranks: int, *args: object, **environment: str) -> list[Forked]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(port), **environment}  # fmt: skip
-        return [
-            self.start(0, *args, RANK=str(rank), LOCAL_RANK=str(rank), **world)
-            for rank in range(ranks)
-        ]
+        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
+        numbers = map(str, range(ranks))
+        return [self.start(0, *args, RANK=rank, LOCAL_RANK=rank, **world) for rank in numbers]
 
 
 def finish(process, timeout: float) -> subprocess.CompletedProcess:

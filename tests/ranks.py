@@ -1,10 +1,8 @@
-"""Run a function on N real ranks: processes that share a gloo process group, kept for the whole
-test session.
+"""Run a function on N real ranks: processes that share a gloo group, kept for the whole session.
 
-    results = on_ranks(2, my_function, argument)   # my_function(world, argument) on each rank -> [result, result]
+    results = on_ranks(2, my_function, argument)   # [my_function(world, argument) of each rank]
 
-Starting a rank costs seconds and a call to one that runs costs nothing, so the matrix of cells
-stays affordable.
+Starting a rank costs seconds; a call to one that runs costs nothing.
 """
 
 import atexit
@@ -97,9 +95,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     world = locate(RunConfig())
     while True:
         function, args = pipe.recv()
-        torch.set_num_threads(
-            1
-        )  # the call before may have left another number, with which sums round differently
+        # The call before may have left another number, with which sums round differently.
+        torch.set_num_threads(1)
         try:
             pipe.send((True, function(world, *args)))
         except BaseException:

@@ -189,7 +189,7 @@ class Ragged(Rows):
 
 
 class ReadsFrom(Tiny):
-    """Tiny on rows of the given class: its training split, or its validation split if `validation`."""
+    """Tiny on rows of the given class, in its training or its validation split."""
 
     def __init__(self, rows, validation=False):
         super().__init__()

@@ -22,8 +22,6 @@ from dist_amp.world import World
 
 TINY = Cell("tiny", 1, "bf16")
 NOT_INSTALLED = "not installed: pip install -e '.[bench]' in the clone's folder"
-# As in the commands' smoke form and on their ranks.
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def raises(error):

@@ -11,28 +11,22 @@ import pytest
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Only sizes are reduced, so that two cores without half-precision instructions can run it; never
 # the way of running.
-SMALL = ["--train.steps", "3", "--train.micro_batch_size", "2", "--eval.batches", "1",
-         "--metrics.log_every", "1"]  # fmt: skip
-GPT = ["--task.args.context", "32", "--task.args.width", "32", "--task.args.sample_bytes", "8"]
+SMALL = "--train.steps 3 --train.micro_batch_size 2 --eval.batches 1 --metrics.log_every 1"
+GPT = "--task.args.context 32 --task.args.width 32 --task.args.sample_bytes 8"
 REDUCED = {
-    "gpt_124m": ["--train.global_batch_size", "16", "--task.args.context", "16", "--task.args.width", "24",
-                 "--task.args.layers", "2", "--task.args.vocabulary", "256", "--task.args.sample_bytes", "8"],
-    "sinusoid": [],
-    "images": [],
-    "hf_finetune": ["--task.args.sample_tokens", "3"],
-}  # fmt: skip
+    "gpt_124m": "--train.global_batch_size 16 --task.args.context 16 --task.args.width 24 "
+    "--task.args.layers 2 --task.args.vocabulary 256 --task.args.sample_bytes 8",
+    "sinusoid": "",
+    "images": "",
+    "hf_finetune": "--task.args.sample_tokens 3",
+}
 
-QUICK = (
-    "debug",
-    "demo",
-    "fsdp_bf16",
-)  # one of each number of ranks and strategy; the others are slow tests
+# One of each number of ranks and strategy; the others are slow tests.
+QUICK = ("debug", "demo", "fsdp_bf16")
 
 
 def stated_ranks(path):
-    """The ranks in the file's first line: torchrun --nproc_per_node=N, python -m (0), or the demo's
-    2.
-    """
+    """The ranks in the file's first line: torchrun --nproc_per_node=N, python -m (0), or 2."""
     first = path.read_text().splitlines()[0]
     if match := re.search(r"--nproc_per_node=(\d+)", first):
         return int(match[1])
@@ -54,7 +48,13 @@ def test_config_runs_as_it_is(path, launch, tmp_path):
     if path.stem == "images":
         pytest.importorskip("sklearn")
     ranks = stated_ranks(path)
-    words = ["--config", path, "--run.dir", "run", *SMALL, *REDUCED.get(path.stem, GPT)]
+    words = [
+        "--config",
+        path,
+        "--run.dir",
+        "run",
+        *f"{SMALL} {REDUCED.get(path.stem, GPT)}".split(),
+    ]
     for done in launch.each(ranks, *words) if ranks else [launch(0, *words)]:
         assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
