@@ -70,12 +70,7 @@ def write_sample(run: Run) -> str:
 def take_sample(run: Run) -> Any:
     """What the task's sample(model) returns, in evaluation mode; it leaves no trace in the run."""
     module = run.parallel.module
-    with (
-        run.parallel.no_side_effects(),
-        run.evaluating(),
-        gathered(module),
-        as_compiled_so_far(),
-    ):
+    with run.parallel.no_side_effects(), run.evaluating(), gathered(module), as_compiled_so_far():
         seed_all(run.config.run.seed)
         with run.precision.autocast():
             return run.task.sample(module)  # type: ignore[attr-defined]
