@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from dist_amp.data import Padding
-from dist_amp.distributed.random_state import random_state, set_random_state
+from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.loading.nested import plain_mappings
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.run import Run
