@@ -28,7 +28,7 @@ from dist_amp.errors import ConfigError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import check_rows
 from dist_amp.sources.load import load_rows
-from dist_amp.sources.token_shards import TokenShards, holds_tokens, read_manifest
+from dist_amp.sources.token_shards import TokenShards, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokens import SHARD_TOKENS, tokenize
 from dist_amp.supervise.command_line import Parser, exit_status
@@ -91,10 +91,6 @@ def check_names_rows(data: DataConfig) -> None:
         raise ConfigError(
             f"data.sources has {', '.join(names)}; tokenize each source by itself, and mix the "
             "folders"
-        )
-    if holds_tokens(data.path):
-        raise ConfigError(
-            f"data.path={data.path} holds tokens already; name the rows that they were made of"
         )
 
 
