@@ -45,14 +45,27 @@ def run(argv: Sequence[str]) -> None:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     parser = Parser("python -m dist_amp.tokenize", __doc__)
-    add = parser.add_argument
-    folder = "where to write; an interrupted command's folder is completed"
-    add("--out", metavar="FOLDER", help=folder)
-    add("--check", metavar="FOLDER", help="verify the hashes of this folder's files")
-    workers = f"processes; 0: this one; default: all {cores} cores"
-    add("--workers", type=int, default=cores, help=workers)
-    size = "tokens per file; default 134,217,728"
-    add("--shard_tokens", "--shard-tokens", type=int, default=SHARD_TOKENS, help=size)
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="where to write; an interrupted command's folder is completed",
+    )
+    parser.add_argument(
+        "--check", metavar="FOLDER", help="verify the hashes of this folder's files"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=cores,
+        help=f"processes; 0: this one; default: all {cores} cores",
+    )
+    parser.add_argument(
+        "--shard_tokens",
+        "--shard-tokens",
+        type=int,
+        default=SHARD_TOKENS,
+        help="tokens per file; default 134,217,728",
+    )
     options, words = parser.parse_known_args(argv)
     configure_logging(0)
     if options.check is not None:

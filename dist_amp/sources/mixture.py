@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -128,14 +127,8 @@ def counts_in_block(weights: Mapping[str, float]) -> list[int]:
     """How often each source occurs in a block: the shortest with shares within CLOSE_ENOUGH.
 
     If none up to LONGEST_BLOCK has, the closest. Division is by largest remainder. Errors:
-    ConfigError for a weight that is not positive, or too small to occur at all.
+    ConfigError for a weight that is too small to occur at all.
     """
-    for name, weight in weights.items():
-        if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(
-                f"data.sources.{name}.weight={weight} must be finite and above 0; or remove the "
-                "source"
-            )
     shares = numpy.array(list(weights.values())) / sum(weights.values())
     sizes = numpy.arange(len(shares), LONGEST_BLOCK + 1)
     exact = sizes[:, None] * shares
@@ -146,15 +139,18 @@ def counts_in_block(weights: Mapping[str, float]) -> list[int]:
     counts += largest_first.argsort(1) < missing[:, None]
     errors = numpy.abs(counts / exact - 1).max(1)
     close = numpy.flatnonzero(errors <= CLOSE_ENOUGH)
-    best = counts[close[0] if len(close) else errors.argmin()].tolist()
-    for name, count, share in zip(weights, best, shares, strict=True):
+    best = errors.argmin()
+    if len(close):
+        best = close[0]
+    chosen = counts[best].tolist()
+    for name, count, share in zip(weights, chosen, shares, strict=True):
         if count == 0:
             raise ConfigError(
                 f"data.sources.{name}.weight={weights[name]:g} is {share:.2g} of the mixture, "
                 f"which is less than once in {LONGEST_BLOCK:,} samples; raise it, or remove the "
                 "source"
             )
-    return best  # type: ignore[no-any-return]
+    return chosen  # type: ignore[no-any-return]
 
 
 def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> Any:
@@ -175,8 +171,11 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
         sizes = {name: len(rows or ()) for name, rows in sources.items()}
         if missing := ", ".join(name for name, size in sizes.items() if size == 0):
             log.info(f"data: nothing is held out of {missing}, so no evaluation has a loss of it")
-        return Mixture(sources, list(sizes.values())) if any(sizes.values()) else None
-    mixture = Mixture(sources, counts_in_block({name: tables[name].weight for name in tables}))
+        if not any(sizes.values()):
+            return None
+        return Mixture(sources, list(sizes.values()))
+    weights = {name: table.weight for name, table in tables.items()}
+    mixture = Mixture(sources, counts_in_block(weights))
     for name, size, count in zip(tables, mixture.sizes, mixture.counts, strict=True):
         log.info(
             f"data: {name}: {size:,} rows, {count / mixture.block:.2%} of rows, "

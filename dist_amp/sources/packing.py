@@ -98,7 +98,8 @@ class Packing:
             ]
             batch[name] = torch.stack(rows)
         if attention_mask:
-            batch["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+            filled = torch.arange(width) < torch.tensor(lengths)[:, None]
+            batch["attention_mask"] = filled.long()
         counted = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         return {**batch, "tokens": sum(lengths), "counted": counted}
 
@@ -137,8 +138,9 @@ class PackedRows:
         self._offsets = numpy.arange(self._pieces.shape[1] + 1)
         if packing.pack == "best_fit":
             self._pieces, self._offsets = fitted(self._pieces, length)
-        tokens = (self._pieces[2] - self._pieces[1]).cumsum()
-        self.lengths = numpy.diff(numpy.concatenate(([0], tokens))[self._offsets])
+        tokens = self._pieces[2] - self._pieces[1]
+        ends = numpy.concatenate(([0], tokens.cumsum()))
+        self.lengths = numpy.diff(ends[self._offsets])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -151,7 +153,8 @@ class PackedRows:
     @property
     def padding_share(self) -> float:
         """Of a row of `length` tokens, on average."""
-        return 1 - float(self.lengths.sum()) / max(1, len(self) * self.packing.length)
+        places = len(self) * self.packing.length
+        return 1 - float(self.lengths.sum()) / max(1, places)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         pieces = self.documents.pieces(self.pieces(index))
@@ -213,7 +216,8 @@ class PackedRows:
                 "answer to learn, because it comes later"
             )
         lengths = numpy.asarray(self.documents.lengths)
-        cut_off = (lengths - self.packing.length).clip(min=0).sum() / lengths.sum()
+        excess = (lengths - self.packing.length).clip(min=0)
+        cut_off = excess.sum() / lengths.sum()
         if cut_off:
             log.info(
                 f"data: {split}: {cut_off:.1%} of the tokens are cut off, since documents are "
@@ -231,9 +235,11 @@ def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:
     if split:  # a further piece begins with the token before it, so that it adds length - 1
         counts = -(-(lengths - 1).clip(min=0) // (length - 1))
     document = numpy.repeat(numpy.arange(len(lengths)), counts)
-    number = numpy.arange(len(document)) - numpy.repeat(counts.cumsum() - counts, counts)
+    first = counts.cumsum() - counts
+    number = numpy.arange(len(document)) - numpy.repeat(first, counts)
     start = number * (length - 1)
-    return numpy.stack((document, start, numpy.minimum(start + length, lengths[document])))
+    stop = numpy.minimum(start + length, lengths[document])
+    return numpy.stack((document, start, stop))
 
 
 def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
@@ -243,11 +249,13 @@ def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
     chosen = numpy.empty_like(pieces)
     counts = []
     for first in range(0, count, WINDOW):
-        window = pieces[:, order(torch.arange(first, min(first + WINDOW, count))).numpy()]
+        positions = torch.arange(first, min(first + WINDOW, count))
+        window = pieces[:, order(positions).numpy()]
         rows = best_fit(window[2] - window[1], length)
         # In random order: the first rows have the longest documents.
         number = torch.arange(int(rows.max()) + 1)
-        rows = epoch_order("randperm", len(number), SEED, 1 + first)(number).numpy()[rows]
+        shuffled = epoch_order("randperm", len(number), SEED, 1 + first)
+        rows = shuffled(number).numpy()[rows]
         chosen[:, first : first + WINDOW] = window[:, rows.argsort(kind="stable")]
         counts.append(numpy.bincount(rows))
     return chosen, numpy.concatenate(([0], *counts)).cumsum()

@@ -171,8 +171,15 @@ def tokenize(
         name: Split(source_fingerprint(rows), len(rows), are_chats(rows))
         for name, rows in splits.items()
     }
-    facts = (tokenizer.name, tokenizer.identity, tokenizer.vocabulary, tokenizer.end)
-    wanted = Manifest(*facts, text_column, shard_tokens, splits=sources)
+    wanted = Manifest(
+        tokenizer.name,
+        tokenizer.identity,
+        tokenizer.vocabulary,
+        tokenizer.end,
+        text_column,
+        shard_tokens,
+        splits=sources,
+    )
     manifest = existing_manifest(folder, wanted)
     if manifest is not None and manifest.complete:
         return manifest
