@@ -25,7 +25,7 @@ from dist_amp.world import World
 
 
 class Watched(Tiny):
-    """on_step says "stop" after step stop_at on rank stop_rank, on_evaluation from `patience` on."""
+    """on_step stops after step stop_at on rank stop_rank, on_evaluation from `patience` on."""
 
     def __init__(self, stop_at: int = 0, stop_rank: int = 0, patience: int = 0):
         super().__init__()

@@ -145,7 +145,7 @@ def cleared_between_micro_batches(run, micro_batches):
 
 
 def update_faults(before=None, after=None):
-    """A copy of the loop whose optimizer does something else: before(run) or after(run) its step."""
+    """A loop whose optimizer also does something else: before(run) or after(run) its step."""
 
     def step(run, micro_batches):
         report = loop(run, micro_batches, before_update=before)
@@ -412,22 +412,29 @@ AUTOCAST = ("--precision.cast_by", "autocast")
 ORDERED = ("--data.shuffle", "false")
 FP16 = ("--precision.dtype", "fp16")
 GROWING = (*FP16, "--precision.scaler.init_scale", "256", "--precision.scaler.growth_interval", "2")
+DIFFERS = "is not the same on ranks 0 and 1"
 RUN_FAULTS = [
-    (optimizer_built_before_sharding, "fsdp", Tiny(), (), "does not hold the model's parameter 0.0.weight"),
+    (optimizer_built_before_sharding, "fsdp", Tiny(), (), "does not hold the model's parameter 0."),
     (optimizer_built_before_sharding, "ddp", Tiny(), (), "built before the model was sharded"),
     (same_shard_on_all_ranks, "ddp", Tiny(), (), "ranks 0 and 1 were fed the same samples"),
-    (parameter_differs, "ddp", Tiny(), (), "parameter 0.0.weight is not the same on ranks 0 and 1 after step 3"),
-    (buffers_are_never_averaged, "ddp", Noisy(), EVALUATED, "buffer 1.running_mean is not the same on ranks 0 and 1"),
-    (nothing, "ddp", RanksRemember(), (), "the buffer 0.seen is not the same on ranks 0 and 1 after step 3"),
-    (schedule_steps_on_a_skip, "ddp", OneBadRow(), ORDERED, "2 applied and 1 skipped steps do not make 2"),
-    (schedule_follows_all_steps, "ddp", OneBadRow(), ORDERED, "the schedule moved on a skipped step"),
-    (scaler_differs, "ddp", Tiny(), GROWING, "step 4: loss_scale is 512.0 on rank 1 and 1024.0 on rank 0"),
+    (parameter_differs, "ddp", Tiny(), (), f"parameter 0.0.weight {DIFFERS} after step 3"),
+    (buffers_are_never_averaged, "ddp", Noisy(), EVALUATED, f"buffer 1.running_mean {DIFFERS}"),
+    (nothing, "ddp", RanksRemember(), (), f"the buffer 0.seen {DIFFERS} after step 3"),
+    (schedule_steps_on_a_skip, "ddp", OneBadRow(), ORDERED, "2 applied and 1 skipped steps do not"),
+    (schedule_follows_all_steps, "ddp", OneBadRow(), ORDERED, "the schedule moved on a skipped"),
+    (scaler_differs, "ddp", Tiny(), GROWING, "loss_scale is 512.0 on rank 1 and 1024.0 on rank 0"),
     (two_updates, "ddp", OneBadRow(), (*FP16, *ORDERED), "update() must run exactly once per step"),
     (two_meshes, "ddp", Tiny(), (), "the parameters are on two meshes: 0.0.weight on"),
     (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
     (shorter_data_on_one_rank, "ddp", Tiny(), (), "64 + 0 on rank 0, 63 + 0 on rank 1"),
-    (one_rank_has_another_buffer, "ddp", Tiny(), (), "do not have the same parameters and buffers: late"),
-]  # fmt: skip
+    (
+        one_rank_has_another_buffer,
+        "ddp",
+        Tiny(),
+        (),
+        "not have the same parameters and buffers: late",
+    ),
+]
 
 
 @pytest.mark.parametrize(("fault", "strategy", "task", "words", "cause"), RUN_FAULTS)

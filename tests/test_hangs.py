@@ -1,4 +1,4 @@
-"""A rank that dies or hangs is named, and every rank ends, whatever its main thread is blocked in."""
+"""A rank that dies or hangs is named, and every rank ends, whatever blocks its main thread."""
 
 import itertools
 import json
@@ -65,17 +65,23 @@ WAITING = report("waited", ("step", 42), step=42)
     [
         ([report("runs", step=41)], [1]),
         ([report("runs", ("step", 42), step=42)], []),  # entered later, and waits too
-        ([report("runs", step=42)], []),  # has entered all that the others wait in: it is the network
+        ([report("runs", step=42)], []),  # in all that the others wait in: it is the network
         ([report("runs", ("step", 42), step=42), None], [2]),
         ([None, report("runs", step=41)], [1, 2]),
         ([report("failed", step=41), None], []),  # it reports its own error
         # In the shards' group of ranks 2 and 3, rank 2 is behind because it waits for rank 1
         # elsewhere.
-        ([report("runs", step=41), report("runs", ("step", 42), step=42, shards=7), report("runs", ("shards", 8),
-          step=42, shards=8)], [1]),
-        ([report("runs")], [1]),  # torch records nothing: it is the one whose collective does not time out
+        (
+            [
+                report("runs", step=41),
+                report("runs", ("step", 42), step=42, shards=7),
+                report("runs", ("shards", 8), step=42, shards=8),
+            ],
+            [1],
+        ),
+        ([report("runs")], [1]),  # torch records nothing: the one whose collective does not end
     ],
-)  # fmt: skip
+)
 def test_a_rank_hangs_if_it_waits_nowhere_and_others_are_in_a_collective_that_it_has_not_entered(
     others, at_fault
 ):
@@ -555,16 +561,19 @@ def test_a_rank_that_sleeps_or_is_stopped_is_named_and_the_run_continues_when_it
     assert "warning: rank" not in said(second), "one line for all ranks"
 
 
+ONES = "torch.ones(4)"
+
+
 @pytest.mark.bad_input("a rank that calls another collective than the others, or skips one")
 @pytest.mark.parametrize(
     ("first", "second", "waits", "instead", "strategy"),
     [
         # The sender of a gather does not wait: it is in the next collectives of the step.
-        ("dist.all_reduce(torch.ones(4))", "dist.gather(torch.ones(4), dst=0)", "all_reduce", "gather", "fsdp"),
+        (f"dist.all_reduce({ONES})", f"dist.gather({ONES}, dst=0)", "all_reduce", "gather", "fsdp"),
         # The next collective of the step takes its place.
         ("dist.barrier()", "None", "barrier", "all_", "ddp"),
     ],
-)  # fmt: skip
+)
 def test_a_rank_that_does_another_collective_or_skips_one_is_named_with_both(
     start, tmp_path, first, second, waits, instead, strategy
 ):
@@ -781,9 +790,10 @@ def test_a_stall_costs_each_rank_few_requests_whatever_the_number_of_ranks(job, 
 
 def entry(number, operation="nccl:all_reduce", group="0", done=False, age=0.0, **more):
     """A collective as both recorders of torch describe it."""
-    return {"collective_seq_id": number, "profiling_name": operation, "process_group": [group, "default_pg"],
-            "retired": done, "state": "completed" if done else "started", "is_p2p": False, "timeout_ms": 360_000,
-            "time_created_ns": time.time_ns() - int(age * 1e9), **more}  # fmt: skip
+    fields = {"collective_seq_id": number, "profiling_name": operation, "is_p2p": False}
+    fields |= {"process_group": [group, "default_pg"], "timeout_ms": 360_000}
+    fields |= {"retired": done, "state": "completed" if done else "started"}
+    return {**fields, "time_created_ns": time.time_ns() - int(age * 1e9), **more}
 
 
 def test_of_a_recorders_entries_the_first_unfinished_one_is_where_a_rank_waits(monkeypatch):

@@ -138,7 +138,7 @@ def buckets_of_wide(world):
 def test_ddp_sends_a_bucket_when_it_is_full():
     for expected, counted in on_ranks(2, buckets_of_wide):
         assert expected == counted
-        # The first is full at 1 MiB, with a layer of 4 MiB; the second at 25 MiB, with seven layers.
+        # The first is full at 1 MiB, with a layer of 4 MiB; the second at 25 MiB, with seven.
         assert sum(one.bytes_in > 2**20 for one in counted) == 2
 
 
@@ -198,7 +198,7 @@ def test_a_step_takes_as_many_operations_and_calls_on_a_thousand_ranks_as_on_two
 
 
 def exchanges_of_a_run(world):
-    """{step: collectives of Python objects} of a run with logs, evaluations and consistency checks."""
+    """{step: collectives of Python objects} of a run with logs, evaluations and checks."""
     words = ["--train.steps", 30, "--metrics.log_every", 5, "--eval.every", 12]
     run = make_run(world, Tiny(), "--train.micro_batch_size", 2, *words)
     exchanges = Counter()
