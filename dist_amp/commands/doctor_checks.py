@@ -84,6 +84,10 @@ warn = partial(Check, "warn")
 fail = partial(Check, "fail")
 
 
+def ok_if(good: bool, otherwise: Check) -> Check:
+    return replace(otherwise, status="ok", fix="") if good else otherwise
+
+
 def made(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
     """What the checks find; a warning that says how for one that fails itself."""
     found: list[Check] = []
@@ -209,19 +213,15 @@ def gpus() -> Iterator[Check]:
         driver = driver_branch()
         oldest = OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]), 0)
         build = f"torch is built for CUDA {torch.version.cuda}, which needs {oldest} or newer"
-        verdict = ok if driver >= oldest else warn
-        yield verdict("driver", f"{driver or 'unknown'}; {build}")
+        yield ok_if(driver >= oldest, warn("driver", f"{driver or 'unknown'}; {build}"))
 
 
 def communication() -> Iterator[Check]:
-    """The libraries by which the ranks exchange data."""
-    missing = ("missing in this build of torch", "install one from pytorch.org")
-    if not dist.is_available() or not dist.is_gloo_available():
-        yield fail("gloo", *missing)
+    """The library by which GPUs exchange data."""
     if not torch.cuda.is_available():
         yield ok("nccl", "not needed without a GPU")
     elif not dist.is_nccl_available():
-        yield fail("nccl", *missing)
+        yield fail("nccl", "missing in this build of torch", "install one from pytorch.org")
     else:
         yield ok("nccl", ".".join(map(str, torch.cuda.nccl.version())))
 
@@ -239,20 +239,16 @@ def precisions() -> Iterator[Check]:
             elif capability >= works:
                 words[dtype] = "emulated"
         text = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
-        if words["bf16"] == "native":
-            yield ok("precision", text)
-        else:
-            yield warn("precision", text, "use --precision.dtype fp16")
+        emulated = warn("precision", text, "use --precision.dtype fp16")
+        yield ok_if(words["bf16"] == "native", emulated)
     on_cpu = []
     slow = {dtype: cpu_slowdown(dtype) for dtype in CAPABILITY}
     for dtype, times in slow.items():
         word = "native" if times < EMULATED else f"emulated ({times:.0f}x slower)"
         on_cpu.append(f"{dtype} {word}")
     text = f"{', '.join(on_cpu)}, fp8 none on the CPU"
-    if kinds or slow["bf16"] < EMULATED:
-        yield ok("precision", text)
-    else:
-        yield warn("precision", text, "train with --use_amp false on this CPU")
+    emulated = warn("precision", text, "train with --use_amp false on this CPU")
+    yield ok_if(bool(kinds) or slow["bf16"] < EMULATED, emulated)
 
 
 # --- network
@@ -329,13 +325,11 @@ def open_files(ranks: int) -> Iterator[Check]:
         return
     enough_for = max((hard - OTHER_FILES) // 3 + 1, 1)
     text = f"{hard:,} per process: enough for {enough_for:,} ranks"
-    if enough_for >= max(ranks, FEW_RANKS):
-        yield ok("open files", text)
-        return
     needed = 3 * (max(ranks, FEW_RANKS) - 1) + OTHER_FILES
     fix = f"ulimit -Hn {needed} before the launch, LimitNOFILE= of the service"
     verdict = fail if enough_for < ranks else warn
-    yield verdict("open files", text, f"{fix}, docker run --ulimit nofile={needed}")
+    little = verdict("open files", text, f"{fix}, docker run --ulimit nofile={needed}")
+    yield ok_if(enough_for >= max(ranks, FEW_RANKS), little)
 
 
 def folders() -> Iterator[Check]:
