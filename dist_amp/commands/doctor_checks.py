@@ -85,7 +85,9 @@ fail = partial(Check, "fail")
 
 
 def ok_if(good: bool, otherwise: Check) -> Check:
-    return replace(otherwise, status="ok", fix="") if good else otherwise
+    if good:
+        return replace(otherwise, status="ok", fix="")
+    return otherwise
 
 
 def made(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
@@ -122,8 +124,10 @@ def machine_checks(ranks: int) -> list[Check]:
 
 def some_of(texts: Sequence[str]) -> str:
     """The first four, and how many more there are."""
-    more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
-    return ", ".join(texts[:4]) + more
+    shown = ", ".join(texts[:4])
+    if len(texts) > 4:
+        shown += f" and {len(texts) - 4} more"
+    return shown
 
 
 # --- versions
@@ -244,7 +248,9 @@ def precisions() -> Iterator[Check]:
     on_cpu = []
     slow = {dtype: cpu_slowdown(dtype) for dtype in CAPABILITY}
     for dtype, times in slow.items():
-        word = "native" if times < EMULATED else f"emulated ({times:.0f}x slower)"
+        word = "native"
+        if times >= EMULATED:
+            word = f"emulated ({times:.0f}x slower)"
         on_cpu.append(f"{dtype} {word}")
     text = f"{', '.join(on_cpu)}, fp8 none on the CPU"
     emulated = warn("precision", text, "train with --use_amp false on this CPU")
@@ -327,7 +333,9 @@ def open_files(ranks: int) -> Iterator[Check]:
     text = f"{hard:,} per process: enough for {enough_for:,} ranks"
     needed = 3 * (max(ranks, FEW_RANKS) - 1) + OTHER_FILES
     fix = f"ulimit -Hn {needed} before the launch, LimitNOFILE= of the service"
-    verdict = fail if enough_for < ranks else warn
+    verdict = warn
+    if enough_for < ranks:
+        verdict = fail
     little = verdict("open files", text, f"{fix}, docker run --ulimit nofile={needed}")
     yield ok_if(enough_for >= max(ranks, FEW_RANKS), little)
 
@@ -472,7 +480,11 @@ def matmul(world: World) -> Iterator[Check]:
 def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Check:
     """rates: TFLOP/s by rank; those that are slow are named with their hosts."""
     median = statistics.median(rates)
-    unit, name = (1.0, "TFLOP/s") if median >= 1 else (1e-3, "GFLOP/s")
+    unit = 1.0
+    name = "TFLOP/s"
+    if median < 1:
+        unit = 1e-3
+        name = "GFLOP/s"
     shown = [f"{rate / unit:.3g}" for rate in (median, min(rates), max(rates))]
     text = f"{shown[0]} {name} in {dtype} per rank (median; {shown[1]} to {shown[2]})"
     slow = sorted((rate, rank) for rank, rate in enumerate(rates) if rate * SLOW < median)
