@@ -181,7 +181,7 @@ def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
         # collective stage.
         on_all_ranks(world, make_folder)
         on_all_ranks(world, find_folder)
-        files = {}
+        files: dict[str, Any] = {}
         for entries in on_all_ranks(world, write_shards):
             files |= entries
         manifest = replace(snapshot.manifest, files=files)

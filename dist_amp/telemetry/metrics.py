@@ -263,8 +263,8 @@ def memory_use(device: torch.device) -> tuple[int, ...]:
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
-        names = ("allocated_bytes.all.peak", "allocated_bytes.all.current")
-        names += ("reserved_bytes.all.current", "num_alloc_retries")
+        names = ["allocated_bytes.all.peak", "allocated_bytes.all.current"]
+        names += ["reserved_bytes.all.current", "num_alloc_retries"]
         return tuple(int(stats.get(name, 0)) for name in names)
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
