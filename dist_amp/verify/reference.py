@@ -329,7 +329,7 @@ class Reference:
             optimizer = torch.optim.SGD(groups, lr=1.0, momentum=config.momentum)
         else:
             optimizer = torch.optim.AdamW(groups, lr=1.0, betas=config.betas, eps=scaled.eps)
-        after = []
+        after: list[Values] = []
         for step, state in enumerate(states):
             for name, p in trained.items():
                 p.data.copy_(state.parameters[name])
