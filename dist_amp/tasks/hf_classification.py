@@ -1,7 +1,4 @@
-"""Fine-tune a classifier of texts or images of the Hugging Face hub or a folder.
-
-A base model gets a new head.
-"""
+"""Fine-tune a classifier of texts or images from a Hugging Face model; a base model gets a head."""
 
 from typing import Annotated, Any, Literal
 
@@ -50,9 +47,8 @@ class HFClassification:
 
     def build_model(self) -> nn.Module:
         tokenizer = self.processor if self.of == "text" else None
-        return huggingface.build(
-            MODELS[self.of], self.folder, self.lora, tokenizer, num_labels=self.classes
-        )
+        kind = MODELS[self.of]
+        return huggingface.build(kind, self.folder, self.lora, tokenizer, num_labels=self.classes)
 
     def load(self, model: nn.Module) -> None:
         load_pretrained(model, self.folder, fresh_head=True)
@@ -68,26 +64,20 @@ class HFClassification:
             )
         if split != "train" or self.of == "image":
             return rows
-
-        def characters() -> list[int]:
-            return [len(text or "") for text in rows[self.data.text_column]]
-
-        return grouped(self.data, rows, characters)
+        column = self.data.text_column
+        return grouped(self.data, rows, lambda: [len(text or "") for text in rows[column]])
 
     def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """The model's inputs of texts, of at most `length` tokens, or of images (PIL); labels."""
         labels = [row["label"] for row in rows]
         for label in labels:
             if not 0 <= label < self.classes:
-                raise ValueError(
-                    f"label {label} is not one of task.args.classes={self.classes}: 0 to "
-                    f"{self.classes - 1}"
-                )
+                known = f"task.args.classes={self.classes}: 0 to {self.classes - 1}"
+                raise ValueError(f"label {label} is not one of {known}")
         values = [row[self.data.text_column] for row in rows]
         if self.of == "text":
-            inputs = self.processor(
-                values, padding=True, truncation=True, max_length=self.length, return_tensors="pt"
-            )
+            cut = {"padding": True, "truncation": True, "max_length": self.length}
+            inputs = self.processor(values, return_tensors="pt", **cut)
         else:
             inputs = self.processor([image.convert("RGB") for image in values], return_tensors="pt")
         return {**inputs, "labels": torch.tensor(labels)}
@@ -104,7 +94,8 @@ class HFClassification:
         return {"loss": loss, "accuracy": (logits.argmax(1) == batch["labels"]).sum()}
 
     def export(self, model: nn.Module, folder: str) -> None:
-        huggingface.save_pretrained(model, self.processor, folder)
+        model.save_pretrained(folder)  # type: ignore[operator]
+        self.processor.save_pretrained(folder)
 
 
 def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
