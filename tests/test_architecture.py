@@ -70,6 +70,7 @@ PRIVATE = {
     "distributed.process_group": "c10d's time-outs, abort and store",
     "optimizers.ema": "arithmetic on lists of tensors",
     "parallel": "the norms of a list of tensors",
+    "precision": "the kernel that updates the loss scale",
     "verify.cells": "the base class of batch norm",
     "verify.findings": "the base class of dropout",
     "verify.reference": "the base class of dropout",
