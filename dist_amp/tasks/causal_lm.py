@@ -127,7 +127,7 @@ def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) ->
         return cross_entropy(head(x), targets)
 
     pairs = zip(x.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
     return torch.stack([checkpoint(loss, *pair, **options) for pair in pairs]).sum()
 
 
@@ -175,7 +175,7 @@ class CausalLM:
     ):
         if width % (2 * heads):
             raise ValueError(
-                f"width={width} must be a multiple of 2 x heads={heads}: rotary positions rotate pairs"
+                f"width={width} must be a multiple of 2 x heads={heads}, for rotary positions"
             )
         if not prompt:
             raise ValueError("prompt is empty; a sample continues it, so use at least a space")
