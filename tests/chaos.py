@@ -27,8 +27,13 @@ from forked import Launch
 from restless import MAIN_ONLY, POINTS, STEPS_BETWEEN
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dist_amp.checkpoint.format import all_checkpoints, integrity_error, read_manifest
-from dist_amp.checkpoint.reader import Reader, read_into
+from dist_amp.checkpoint.format import (
+    Reader,
+    all_checkpoints,
+    integrity_error,
+    read_into,
+    read_manifest,
+)
 from dist_amp.checkpoint.resume import newest_checkpoint
 from dist_amp.world import World
 

@@ -7,7 +7,7 @@ from test_checkpoint import settings
 from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.checkpoint.reader import Reader
+from dist_amp.checkpoint.format import Reader
 from dist_amp.checkpoint.saver import save
 from dist_amp.checkpoint.weights import load_weights
 from dist_amp.errors import DataError

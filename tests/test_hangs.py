@@ -23,7 +23,8 @@ from test_guards import watchdog_of
 from test_train import TINY, wait_for
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.checkpoint import reader, saver
+from dist_amp.checkpoint import format as files
+from dist_amp.checkpoint import saver
 from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config
 from dist_amp.distributed import flight_recorder, process_group
@@ -341,13 +342,13 @@ def patient_restore(world, folder):
     run = make_run(own, Tiny(), *words)
     take_steps(run, 1)
     save(run)
-    real, found = reader.Reader.read_data, []
+    real, found = files.Reader.read_data, []
 
     def noted(self, plan, planner):
         found.append(process_group.timeout_of(control).total_seconds())
         return real(self, plan, planner)
 
-    with patch.object(reader.Reader, "read_data", noted):
+    with patch.object(files.Reader, "read_data", noted):
         resumed = make_run(own, Tiny(), *words, "--run.resume", "auto").resumed_from_step
     return resumed, *found, process_group.timeout_of(control).total_seconds()
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dist_amp.checkpoint.compatibility import check_tensors
-from dist_amp.checkpoint.reader import Reader, read_into, rejection_as_data_error
+from dist_amp.checkpoint.format import Reader, read_into, rejection_as_data_error
 from dist_amp.scaling.frozen import check_frozen, expect_checksums
 
 # The others are extra states: another value for each trained parameter.
