@@ -81,6 +81,9 @@ class Collective(NamedTuple):
         return rounds * (self.ranks - 1) / self.ranks * max(self.bytes_in, self.bytes_out)
 
 
+Step = Counter[Collective]  # how often a rank calls each
+
+
 def sharded_dtypes(config: Config, precision: Precision) -> Dtypes:
     """The dtypes under fsdp and hsdp."""
     stored = torch.bfloat16 if config.parallel.param_dtype == "bf16" else None
@@ -111,7 +114,11 @@ def units_and_root(model: Model) -> tuple[list[list[nn.Parameter]], list[nn.Para
 
 
 def memory_of(
-    config: Config, strategy: Strategy, model: Model, world: World, moments: Moments
+    config: Config,
+    strategy: Strategy,
+    model: Model,
+    world: World,
+    moments: Moments,
 ) -> Memory:
     """The memory of a rank: of the first, where ranks don't divide a first dimension."""
     _, shards = replicas_and_shards(config, strategy, world)
@@ -238,9 +245,7 @@ def takes_muon(group: Mapping[str, Any]) -> bool:
 # --- collectives
 
 
-def of_a_step(
-    config: Config, strategy: Strategy, model: Model, world: World
-) -> Counter[Collective]:
+def of_a_step(config: Config, strategy: Strategy, model: Model, world: World) -> Step:
     """How often a rank calls each collective in one `train_step`.
 
     It holds from the third step on: in the first two DDP rebuilds its buckets. Collectives of a
@@ -257,7 +262,7 @@ def of_a_step(
     return counted
 
 
-def of_ddp(config: Config, parameters: Sequence[Tensor], ranks: int) -> Counter[Collective]:
+def of_ddp(config: Config, parameters: Sequence[Tensor], ranks: int) -> Step:
     """One all-reduce per bucket; the gradient that fills a bucket closes it.
 
     Gradients are assumed to become ready in the reverse order of the parameters; another order
@@ -278,16 +283,14 @@ def of_ddp(config: Config, parameters: Sequence[Tensor], ranks: int) -> Counter[
     return Counter(Collective("all_reduce", ranks, size, size) for size in buckets)
 
 
-def of_sharded(
-    config: Config, strategy: Strategy, model: Model, world: World
-) -> Counter[Collective]:
+def of_sharded(config: Config, strategy: Strategy, model: Model, world: World) -> Step:
     """FSDP2 or HSDP, for a model whose blocks are all trained and are called once each."""
     replicas, shards = replicas_and_shards(config, strategy, world)
     micro_batches = model.micro_batches
     reductions = micro_batches if config.parallel.accumulate_reduce == "every" else 1
     dtypes = sharded_dtypes(config, model.precision)
     units, root = units_and_root(model)
-    counted: Counter[Collective] = Counter()
+    counted: Step = Counter()
     for number, parameters in enumerate([*units, root]):
         trained = [p for p in parameters if p.requires_grad]
         # FSDP2 pads each first dimension to a multiple of the shards.

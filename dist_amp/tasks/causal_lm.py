@@ -24,6 +24,7 @@ from dist_amp.sources.tokens import token_documents
 
 log = logging.getLogger(__name__)
 Count = Annotated[int, Range(low=1)]
+Batch = dict[str, Any]
 
 
 class Attention(nn.Module):
@@ -78,7 +79,13 @@ class GPT(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, vocabulary: int, context: int, width: int, layers: int, heads: int, tied: bool
+        self,
+        vocabulary: int,
+        context: int,
+        width: int,
+        layers: int,
+        heads: int,
+        tied: bool,
     ):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -205,7 +212,7 @@ class CausalLM:
 
         return mixed(self.data, split, rows_of)
 
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    def collate(self, samples: list[Batch]) -> Batch:
         return self.packing.collate(samples)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -217,25 +224,25 @@ class CausalLM:
             return []
         return [model.embedding, model.head]  # type: ignore[list-item]
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if self.loss_chunk == "off":
             return cross_entropy(self.logits(model, batch), batch["labels"][:, 1:])
         return self.logits(model, batch, batch["labels"][:, 1:], self.loss_chunk)
 
-    def logits(self, model: nn.Module, batch: dict[str, Tensor], *loss: Any) -> Tensor:
+    def logits(self, model: nn.Module, batch: Batch, *loss: Any) -> Tensor:
         """Of all tokens but the last. loss: arguments for the loss in chunks in their place."""
         packed = {}
         if "position_ids" in batch:
             packed["positions"] = batch["position_ids"][:, :-1]
         return model(batch["input_ids"][:, :-1], *loss, **packed)  # type: ignore[no-any-return]
 
-    def weight(self, batch: dict[str, Any]) -> int:
+    def weight(self, batch: Batch) -> int:
         return batch["counted"]  # type: ignore[no-any-return]
 
-    def tokens(self, batch: dict[str, Any]) -> int:
+    def tokens(self, batch: Batch) -> int:
         return self.shares.count(batch) - len(batch["labels"])  # a row's first is not predicted
 
-    def train_metrics(self, run: Any, report: Any) -> dict[str, Tensor]:
+    def train_metrics(self, run: Any, report: Any) -> Batch:
         return self.shares.read(run.world)
 
     def flops_per_item(self, model: nn.Module) -> float:
@@ -250,7 +257,7 @@ class CausalLM:
         attention = layers * 2 * context * width  # a token's scores and weighted sum of values
         return 3 * 2 * context * (weights + attention)
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         targets = batch["labels"][:, 1:]
         values: dict[str, Any] = {}
         if self.source_names:

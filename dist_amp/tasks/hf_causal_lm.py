@@ -26,6 +26,7 @@ from dist_amp.tasks.pretrained import load_pretrained
 # GPT-2, Gemma 3 and Mixtral; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) where it leaks.
 # Measured on tiny ones; float32 rounds by 1e-7, should a kernel's sums depend on other tokens.
 LEAK = 1e-5
+Batch = dict[str, Any]
 
 
 class HFCausalLM:
@@ -75,20 +76,20 @@ class HFCausalLM:
 
         return mixed(self.data, split, rows_of)
 
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    def collate(self, samples: list[Batch]) -> dict[str, Any]:
         pad_id = self.tokenizer.pad_token_id or 0
         return self.packing.collate(samples, pad_id, attention_mask=self.packing.pack == "off")
 
-    def weight(self, batch: dict[str, Any]) -> int:
+    def weight(self, batch: Batch) -> int:
         return batch["counted"]  # type: ignore[no-any-return]
 
-    def tokens(self, batch: dict[str, Any]) -> int:
+    def tokens(self, batch: Batch) -> int:
         return self.shares.count(batch)
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(*next_tokens(model, batch), reduction="sum")
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         logits, labels = next_tokens(model, batch)
         losses = F.cross_entropy(logits, labels, reduction="none")
         values = {"loss": losses.sum(), "accuracy": logits.argmax(1).eq(labels).sum()}
@@ -97,7 +98,7 @@ class HFCausalLM:
         source_ids = batch["source_ids"][:, 1:].flatten()
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
-    def train_metrics(self, run: Any, report: Any) -> dict[str, Tensor]:
+    def train_metrics(self, run: Any, report: Any) -> Batch:
         """Shares of padding and of what counts; also checks for cross-document attention, once."""
         if not self.leak_checked:
             self.leak_checked = documents_are_apart(run)
@@ -112,7 +113,7 @@ class HFCausalLM:
         self.tokenizer.save_pretrained(folder)
 
 
-def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def next_tokens(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
     # transformers recognises packed documents by positions that restart, but not with a mask or a
     # cache.

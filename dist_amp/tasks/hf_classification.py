@@ -19,6 +19,7 @@ from dist_amp.tasks import huggingface
 from dist_amp.tasks.pretrained import load_pretrained
 
 MODELS = {"text": AutoModelForSequenceClassification, "image": AutoModelForImageClassification}
+Batch = dict[str, Tensor]
 
 
 class HFClassification:
@@ -67,7 +68,7 @@ class HFClassification:
         column = self.data.text_column
         return grouped(self.data, rows, lambda: [len(text or "") for text in rows[column]])
 
-    def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def collate(self, rows: list[dict[str, Any]]) -> Batch:
         """The model's inputs of texts, of at most `length` tokens, or of images (PIL); labels."""
         labels = [row["label"] for row in rows]
         for label in labels:
@@ -82,13 +83,13 @@ class HFClassification:
             inputs = self.processor([image.convert("RGB") for image in values], return_tensors="pt")
         return {**inputs, "labels": torch.tensor(labels)}
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(logits_of(model, batch), batch["labels"], reduction="sum")
 
-    def weight(self, batch: dict[str, Tensor]) -> float:
+    def weight(self, batch: Batch) -> float:
         return len(batch["labels"])
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
         logits = logits_of(model, batch)
         loss = F.cross_entropy(logits, batch["labels"], reduction="sum")
         return {"loss": loss, "accuracy": (logits.argmax(1) == batch["labels"]).sum()}
@@ -98,7 +99,7 @@ class HFClassification:
         self.processor.save_pretrained(folder)
 
 
-def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """[B, classes] float32."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return model(**inputs).logits.float()  # type: ignore[no-any-return]

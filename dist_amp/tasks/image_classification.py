@@ -1,4 +1,4 @@
-"""A small convolutional network classifies images, by default scikit-learn's digits of 8 x 8 pixels.
+"""A small convolutional network classifies images, by default scikit-learn's digits (8 x 8 pixels).
 
 Copy this file to train a model of your own; set `[data]` to train this one on other images.
 """
@@ -18,6 +18,7 @@ from dist_amp.sources.labelled_images import LabelledImages, class_names, labell
 from dist_amp.telemetry.mfu import count_flops
 
 Side = Annotated[int, Range(low=4)]  # two poolings halve it twice
+Batch = dict[str, Tensor]
 
 
 class CNN(nn.Sequential):
@@ -99,7 +100,7 @@ class ImageClassification:
         kind = (self.channels, self.classes, self.names)
         return LabelledImages(rows, self.columns, self.size, *kind)
 
-    def augment(self, sample: dict[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+    def augment(self, sample: Batch, rng: torch.Generator) -> Batch:
         """Rotate, shift and flip by random amounts, uniform up to the limits; outside is black."""
         angle, right, down, mirror = torch.rand(4, generator=rng).mul(2).sub(1).tolist()
         height, width = self.size
@@ -119,17 +120,17 @@ class ImageClassification:
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.children())
 
-    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """[B, classes] float32. Only inputs are converted: FSDP2 needs weights as they are."""
         return model(batch["image"].contiguous(memory_format=self.layout)).float()
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(model, batch), batch["label"], reduction="sum")
 
-    def weight(self, batch: dict[str, Tensor]) -> float:
+    def weight(self, batch: Batch) -> float:
         return len(batch["label"])
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
         logits = self.logits(model, batch)
         loss = F.cross_entropy(logits, batch["label"], reduction="sum")
         return {"loss": loss, "accuracy": (logits.argmax(1) == batch["label"]).sum()}

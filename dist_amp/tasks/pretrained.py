@@ -28,6 +28,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What peft puts into the names of a model's own modules.
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+Targets = Mapping[str, list[Tensor]]
+Slices = Mapping[str, Any]
 
 
 @torch.no_grad()
@@ -103,9 +105,7 @@ def adapter_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{part}", module
 
 
-def check_shapes(
-    folder: Path, targets: Mapping[str, list[Tensor]], slices: Mapping[str, Any]
-) -> None:
+def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
     """Errors: DataError for another shape, and for integers in place of floating-point numbers."""
     for name in sorted(slices.keys() & targets.keys()):
         target = targets[name][0]
@@ -123,9 +123,7 @@ def check_shapes(
             )
 
 
-def fill(
-    base: Any, targets: Mapping[str, list[Tensor]], slices: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
+def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[str]]:
     """Copy what the files have into the targets: (names that are missing, names left over)."""
     if not (hasattr(base, "base_model_prefix") and hasattr(base, "config")):
         for name in targets.keys() & slices.keys():
@@ -176,7 +174,7 @@ def fill(
 def check_names(
     folder: Path,
     base: nn.Module,
-    targets: Mapping[str, list[Tensor]],
+    targets: Targets,
     missing: Sequence[str],
     unexpected: Sequence[str],
     keys: Iterable[str],
@@ -204,7 +202,9 @@ def check_names(
 
 
 def split_head(
-    names: Sequence[str], prefix: str, everything: Iterable[str]
+    names: Sequence[str],
+    prefix: str,
+    everything: Iterable[str],
 ) -> tuple[list[str], list[str]]:
     """(names of a head, the others): a pooler, and what lies outside the base model, if any."""
     head = {name for name in names if "pooler" in name.split(".")}
@@ -244,7 +244,8 @@ def initialise(model: Any, base: Any, missing: Collection[int]) -> None:
 
 @contextmanager
 def drawn_whole(
-    modules: Iterable[nn.Module], only: Collection[int] | None = None
+    modules: Iterable[nn.Module],
+    only: Collection[int] | None = None,
 ) -> Iterator[None]:
     """Inside, the modules' own parameters are whole tensors on the CPU; at the end they are placed.
 
