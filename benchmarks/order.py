@@ -11,8 +11,7 @@ from itertools import islice
 import torch
 
 from benchmarks.harness import command
-from dist_amp.loading.order import Order, epoch_order
-from dist_amp.loading.plan import LOOKED_UP, Plan
+from dist_amp.loading.plan import LOOKED_UP, Order, Plan, epoch_order
 from dist_amp.supervise.command_line import Parser
 
 LENGTHS = (10**5, 10**7, 10**9)

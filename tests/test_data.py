@@ -16,8 +16,7 @@ from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
 from dist_amp.loading import loader
 from dist_amp.loading.nested import to_device
-from dist_amp.loading.order import epoch_order
-from dist_amp.loading.plan import Plan, shard_step
+from dist_amp.loading.plan import Plan, epoch_order, shard_step
 from dist_amp.supervise.lifecycle import open_run
 from dist_amp.world import World
 

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from dist_amp import data
 from dist_amp.data import Batches, DeviceCopies, Padding
 from dist_amp.errors import DataError
-from dist_amp.loading.loader import Pinnable
-from dist_amp.loading.nested import pinned, plain_mappings, tensors, to_device
+from dist_amp.loading.nested import plain_mappings, tensors, to_device
 from dist_amp.loading.plan import Plan
 from dist_amp.world import World
 
@@ -344,18 +343,6 @@ def test_a_batch_of_any_structure_is_moved_and_keeps_its_classes():
     assert before["graph"].nodes.device.type == before["encoding"].input_ids.device.type == "cpu"
 
 
-def test_a_batch_of_any_structure_is_pinned_by_the_loaders_thread(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
-    batch = {**nested(), "packed": x()}
-    done = Pinnable(batch).pin_memory()
-    assert {name: type(part) for name, part in done.items()} == {
-        name: type(part) for name, part in batch.items()
-    }
-    # All but the two objects that have neither a pin_memory() nor fields: their tensors are copied
-    # as they are.
-    assert [tensor.sum().item() for tensor in tensors(done)] == [2, 2, 2, 2, 2, 2, 2, 0, 0, 2]
-
-
 @pytest.mark.bad_input(
     "on a GPU, a batch with an object that holds tensors and has no `to(device)`"
 )
@@ -451,4 +438,3 @@ def test_on_a_gpu_the_same_batches_arrive_from_pinned_memory(workers):
         assert torch.equal(ours["x"].cpu(), theirs["x"])
     run.data.close()
     expected.data.close()
-    assert pinned({"x": torch.ones(2)})["x"].is_pinned()

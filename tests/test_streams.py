@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_amp.loading.order import permute_each
-from dist_amp.loading.plan import LOOKED_UP, Plan
-from dist_amp.sources.streams import shuffled, stream_order
+from dist_amp.loading.plan import LOOKED_UP, Plan, permute
+from dist_amp.sources.parquet import stream_order
 
 
 def uneven(groups, seed=0, most=50):
@@ -113,7 +112,7 @@ def test_rows_are_permuted_for_each_length_at_once():
         torch.cat([torch.full((length,), key) for length, key in zip(lengths, row, strict=True)])
         for row in keys.tolist()
     ]
-    drawn = permute_each(torch.cat([torch.arange(length) for length in lengths]), each, own_keys)
+    drawn = permute(torch.cat([torch.arange(length) for length in lengths]), each, own_keys)
     for length, part in zip(lengths, drawn.split(lengths), strict=True):
         assert torch.equal(part.sort().values, torch.arange(length))
 
@@ -149,13 +148,12 @@ def planned(rows, position, seen):
     """The first step from `position` on, of a rank of 8; `seen` notes how many positions are looked
     up at a time.
     """
-    name, epoch_order = shuffled(rows, 64, 2)
 
     def noted(seed, epoch):
-        order = epoch_order(seed, epoch)
+        order = stream_order(rows, 64, 2, seed, epoch)
         return lambda positions: (seen.append(len(positions)), order(positions))[1]
 
-    plan = Plan(int(rows.sum()), 8 * 32, 32, 8, 3, 0, name, dataset_order=noted)
+    plan = Plan(int(rows.sum()), 8 * 32, 32, 8, 3, 0, "streams", dataset_order=noted)
     return next(plan.steps(position))
 
 

@@ -1,6 +1,6 @@
 """Length bucketing: batches of samples of similar length, for less padding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -10,18 +10,14 @@ from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
-from dist_amp.loading.order import epoch_order, shuffled_order
-from dist_amp.loading.plan import LOOKED_UP
+from dist_amp.loading.plan import LOOKED_UP, epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
-
-SCANNED = 2**20  # lengths at a time
 
 
 def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
-    """The training dataset, in the order that data.group_by_length asks for.
+    """The training dataset, in the order that data.group_by_length asks for: see LengthGroups.
 
-    lengths: see LengthGroups. Errors: ConfigError for settings that do not go together; and see
-    LengthGroups.
+    Errors: ConfigError for settings that do not go together; and those of LengthGroups.
     """
     steps = data.group_by_length
     if steps == "off" or isinstance(dataset, LengthGroups):
@@ -48,8 +44,6 @@ class LengthGroups:
     an order of its own; DataError if there are not as many lengths as samples.
     """
 
-    fingerprint: str
-
     def __init__(self, dataset: Any, steps: int, lengths: Any = None):
         key = f"data.group_by_length={steps}"
         if hasattr(dataset, "shuffled"):
@@ -72,9 +66,8 @@ class LengthGroups:
                 f"{key}: there are {len(lengths)} lengths for {len(dataset)} samples; give one for "
                 "each"
             )
-        if isinstance(lengths, Sequence | Tensor):
-            lengths = numpy.asarray(lengths)
-        if len(dataset) and all_equal(lengths):
+        lengths = numpy.asarray(lengths)
+        if len(dataset) and lengths.min() == lengths.max():
             raise ConfigError(
                 f"{key}: all {len(dataset)} samples have the length {lengths[0]}, so there is no "
                 "padding to save; use data.group_by_length=off"
@@ -82,9 +75,7 @@ class LengthGroups:
         self.dataset = dataset
         self.steps = steps
         self.lengths = lengths
-        fingerprint = getattr(dataset, "fingerprint", None)
-        if isinstance(fingerprint, str):
-            self.fingerprint = fingerprint
+        self.fingerprint = getattr(dataset, "fingerprint", None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -120,8 +111,8 @@ def bucketed(
 
     The samples of a window of `steps` steps are sorted by length and cut into steps again, which
     take place in random order. Within a step they stay sorted: its micro-batches on all ranks take
-    neighbours. The step that is not full, at the end of an epoch, has the samples that it has
-    without sorting, so that data.drop_last leaves out long and short ones alike.
+    neighbours. A step that is not full, at the end of an epoch, keeps its samples, so that
+    data.drop_last leaves out long and short ones alike.
     """
     window = global_batch_size * steps
     size = window * max(1, LOOKED_UP // window)  # whole windows, worked out at once
@@ -129,19 +120,17 @@ def bucketed(
     @lru_cache(maxsize=2)  # positions are looked up in order
     def table(number: int) -> Tensor:
         start = number * size
-        end = min(start + size, len(lengths))
-        samples = shuffle(torch.arange(start, end)).numpy()
-        full, rest = divmod(len(samples), global_batch_size)
+        samples = shuffle(torch.arange(start, min(start + size, len(lengths)))).numpy()
+        full = len(samples) // global_batch_size
         window_of_step = numpy.arange(full) // steps
-        window_of_sample = numpy.append(
-            window_of_step.repeat(global_batch_size), numpy.full(rest, full)
-        )
-        by_length = samples[numpy.lexsort((lengths[samples], window_of_sample))]
+        inside, last = numpy.split(samples, [full * global_batch_size])
+        window_of_sample = window_of_step.repeat(global_batch_size)
+        inside = inside[numpy.lexsort((lengths[inside], window_of_sample))]
         rng = torch.Generator().manual_seed(hash((*key, number)) % 2**63)
         order_of_steps = numpy.lexsort((torch.rand(full, generator=rng).numpy(), window_of_step))
-        in_full_steps = by_length[: len(samples) - rest].reshape(full, global_batch_size)
-        last = by_length[len(samples) - rest :]
-        return torch.from_numpy(numpy.append(in_full_steps[order_of_steps], last))
+        inside = inside.reshape(full, global_batch_size)[order_of_steps]
+        last = last[numpy.argsort(lengths[last], kind="stable")]
+        return torch.from_numpy(numpy.append(inside, last))
 
     def order(positions: Tensor) -> Tensor:
         samples = torch.empty_like(positions)
@@ -152,9 +141,3 @@ def bucketed(
         return samples
 
     return order
-
-
-def all_equal(lengths: Any) -> bool:
-    """Whether there is a single length; reads no more than it takes to find a second one."""
-    starts = range(0, len(lengths), SCANNED)
-    return all((lengths[start : start + SCANNED] == lengths[0]).all() for start in starts)

@@ -50,8 +50,8 @@ def class_names(rows: Any, label_column: str) -> Sequence[str]:
 class LabelledImages:
     """Rows as samples {"image": [channels, H, W] float32 in 0..1, "label": int64}.
 
-    columns: of the image and the label. names: of the classes, for labels that are texts. Images of
-    other sizes are resized, and their channels converted.
+    columns: of the image and the label. size: (H, W). names: of the classes, for labels that are
+    texts. Images of other sizes are resized, and their channels converted.
     """
 
     def __init__(
@@ -84,15 +84,18 @@ class LabelledImages:
 
     def _sample(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
         value, label = (row[column] for column in self.columns)
-        number = label
-        if isinstance(label, str):
-            number = self.number_of.get(label)
+        number = self.number_of.get(label) if isinstance(label, str) else label
         if not isinstance(number, int) or not 0 <= number < self.classes:
             raise ValueError(
                 f"label {label!r} is none of the {self.classes} classes, 0 to {self.classes - 1}"
             )
-        image = pixels(opened(value), self.size, self.channels)
-        return {"image": image, "label": torch.tensor(int(number))}
+        height, width = self.size
+        mode = "L" if self.channels == 1 else "RGB"
+        image = opened(value).convert(mode)
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        levels = torch.from_numpy(numpy.array(image, numpy.float32)).view(height, width, -1)
+        return {"image": levels.permute(2, 0, 1) / 255, "label": torch.tensor(int(number))}
 
 
 def opened(value: Any) -> Image.Image:
@@ -111,17 +114,6 @@ def opened(value: Any) -> Image.Image:
             "bits"
         )
     return value
-
-
-def pixels(image: Image.Image, size: tuple[int, int], channels: int) -> Tensor:
-    """[channels, H, W] float32 in 0..1, for `size` (H, W)."""
-    height, width = size
-    mode = "L" if channels == 1 else "RGB"
-    image = image.convert(mode)
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-    levels = torch.from_numpy(numpy.array(image, numpy.float32)).view(height, width, channels)
-    return levels.permute(2, 0, 1) / 255
 
 
 def digits(split: str, image_column: str, label_column: str) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ def tokenize_split(
     try:
         with ExitStack() as stack:
             encoded, close = load(
-                rows_to_encode, lambda: chunks, workers=workers, pin_memory=False, seed=0, rank=0
+                rows_to_encode, lambda: chunks, workers=workers, pin_memory=False, rank=0
             )
             stack.callback(close)
             advance = stack.enter_context(progress(writer.name, begin, end, say))
