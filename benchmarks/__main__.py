@@ -7,7 +7,6 @@ collectives  counts what a step sends, next to the formulas (torchrun -m benchma
 checkpoint   how long a checkpoint blocks training (torchrun ... -m benchmarks.checkpoint)
 activations  bytes kept and FLOPs of a step for each parallel.activation_checkpointing
 log_step     what a log step costs the host of each rank, on up to 4,096 simulated ranks
-order        time and memory of the order of samples: computed, and as a table
 padding      how much padding data.group_by_length saves, and what looking up its order costs
 shuffle      how close the Parquet view's order comes to a full shuffle; time to a late step
 packing      how full packed rows are, and how long planning them takes

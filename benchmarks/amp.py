@@ -35,10 +35,11 @@ from benchmarks.harness import Bench, timed_block
 from benchmarks.loops import UNDISTURBED, Loop
 from benchmarks.report import Report, interval, median, median_interval
 from dist_amp.config.load import load_config
+from dist_amp.config.memory import size_text
 from dist_amp.config.task_class import build_task
 from dist_amp.distributed.process import set_tf32
 from dist_amp.distributed.random_state import seed_all
-from dist_amp.errors import ConfigError, Failure, nearest_name
+from dist_amp.errors import ConfigError, Failure
 from dist_amp.run import Run, build_run
 from dist_amp.settings import RunConfig
 from dist_amp.step import train_step
@@ -111,6 +112,8 @@ def measure(bench: Bench, experiment: Experiment, result: dict[str, Any]) -> Non
     """Fill `result`. Errors: Failure in the settings, the task or the data."""
     device = bench.world.device
     words = [*shlex.split(experiment.arguments), *UNDISTURBED, "--precision.cast_by", "auto"]
+    if bench.options.smoke:
+        words += experiment.smaller.split()
     words += ["--parallel.strategy", "single", "--run.device", device.type]
     config = load_config(words, bench.options.environ)
     task: Any = build_task(config.task, config.data)
@@ -225,9 +228,7 @@ def parity(name: str, curve: Sequence[float], reference: Sequence[float]) -> dic
 
 
 def best(result: Report, mode: str) -> str:
-    """The precision to use: the fastest that learns what float32 learns, if it is faster beyond
-    noise; bf16 where fp16 is hardly faster.
-    """
+    """The fastest precision that learns what float32 learns; bf16 if fp16 is hardly faster."""
     speeds = {}
     for name, row in result["modes"][mode].items():
         learned = result["parity"].get(name, {}).get("verdict") == "within"
@@ -280,11 +281,11 @@ def table_of(result: Report) -> str:
         for name, row in rows.items():
             line = {"mode": mode, "precision": name}
             if row.get("seconds"):
-                line["time/step"] = report.si(median(row["seconds"]), "s")
+                line["ms/step"] = f"{1000 * median(row['seconds']):,.3g}"
                 line["speedup"] = interval(row["speedup"])
             if "peak_bytes" in row and "peak_bytes" in rows[FP32]:
                 saved = 1 - row["peak_bytes"] / rows[FP32]["peak_bytes"]
-                line["peak memory"] = report.size(row["peak_bytes"])
+                line["peak memory"] = size_text(row["peak_bytes"])
                 line["memory saved"] = f"{100 * saved:.0f} %"
             curve = result["curves"].get(name)
             if mode == TRAIN and curve:
@@ -313,9 +314,7 @@ def markdown(found: Report) -> str:
 
 
 def parse(words: Sequence[str]) -> Any:
-    """The options; arguments that are none of them are the main job's, for the user's task. Errors:
-    ConfigError.
-    """
+    """The options; all other arguments are the main job's, for the user's task."""
     parser = Parser("python -m benchmarks amp", __doc__)
     harness.add_choices(parser, precisions=list(RECIPES), modes=MODES)
     harness.add_common(parser, 20.0, "runs/amp")
@@ -324,8 +323,7 @@ def parse(words: Sequence[str]) -> Any:
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), others))
     settings = others[len(names) :]
     for name in set(names).difference(EXPERIMENTS):
-        hint = nearest_name(name, EXPERIMENTS) or f"one of {', '.join(EXPERIMENTS)}"
-        raise ConfigError(f"there is no experiment {name!r}; did you mean {hint}?")
+        raise ConfigError(f"there is no experiment {name!r}; use {' or '.join(EXPERIMENTS)}")
     if settings and names:
         raise ConfigError(
             f"{' '.join(settings[:2])} is no option, and {names[0]} has its own settings; leave "
@@ -338,10 +336,6 @@ def parse(words: Sequence[str]) -> Any:
         target = load_config(settings).task.target
         name = target.rpartition(":")[2]
         options.experiments = [Experiment(name, shlex.join(settings))]
-    if options.smoke:
-        options.experiments = [
-            one._replace(arguments=f"{one.arguments} {one.smaller}") for one in options.experiments
-        ]
     return options
 
 
@@ -350,14 +344,9 @@ def main(words: Sequence[str]) -> int:
     """Run the chosen experiments; returns 1 if one of them failed. Errors: Failure."""
     options = parse(words)
     harness.single_process("amp")
-    try:  # before hours of measuring rather than after
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {options.out} can't be written: {error.strerror}; choose another folder"
-        ) from None
     device = "cpu" if options.smoke else "auto"
-    with start(RunConfig(device=device)) as world, harness.quiet_process(options.smoke):
+    harness.quiet_process(options.smoke)
+    with start(RunConfig(device=device)) as world:
         bench = Bench("amp", world, options, BLOCK_SECONDS)
         results = bench.report["experiments"] = []
         for experiment in options.experiments:

@@ -30,10 +30,7 @@ def main(run: Run) -> None:
     """Save the run several times, and remove what was written; print how long training waits."""
     world = run.world
     if all_checkpoints(run.folder):
-        raise Failure(
-            f"run.dir={run.folder} has checkpoints, which this bench would delete; give another "
-            "folder"
-        )
+        raise Failure(f"run.dir={run.folder} has checkpoints, to be deleted; give another folder")
     saver = Saver(run)  # as in training, one for all saves
     size = 0
     waits: dict[str, list[float]] = {"background": [], "foreground": []}
@@ -52,19 +49,16 @@ def main(run: Run) -> None:
             write.result()
         written = all_checkpoints(run.folder)
         if not written:
-            raise Failure(
-                f"no checkpoint could be written to run.dir={run.folder}; free some space"
-            )
+            raise Failure(f"no checkpoint was written to run.dir={run.folder}; free some space")
         size = sum(entry["bytes"] for entry in read_manifest(written[-1]).files.values())
         world.barrier()
         if world.is_main:
             shutil.rmtree(run.folder / "checkpoints")
         world.barrier()
     parts = []
-    for kind, seconds in waits.items():
-        counted = seconds[1:]
-        spread = f"({min(counted):.3f} to {max(counted):.3f})"
-        parts.append(f"{median(counted):.3f} s {spread} in the {kind}")
+    for kind, (_, *seconds) in waits.items():
+        spread = f"({min(seconds):.3f} to {max(seconds):.3f})"
+        parts.append(f"{median(seconds):.3f} s {spread} in the {kind}")
     ratio = median(waits["background"][1:]) / median(waits["foreground"][1:])
     world.say(
         f"{size / 2**30:.2f} GiB, {run.parallel.strategy} on {world.world_size} x "

@@ -11,6 +11,7 @@ and says what share of them the run waits for data; target: 1 %.
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
@@ -28,32 +29,18 @@ OURS, BARE = "dist_amp", "DataLoader"
 
 
 def ours(run: Run, dataset: Any) -> Iterator[Any]:
-    batches = build_batches(
-        run.config.data,
-        run.task,
-        dataset,
-        run.world,
-        micro_batch_size=run.config.train.micro_batch_size,
-        accumulation_steps=1,
-        seed=0,
-    )
-    try:
-        for (batch,) in batches:
-            yield batch
-    finally:
-        batches.close()
+    config, size = run.config.data, run.config.train.micro_batch_size
+    sizes = {"micro_batch_size": size, "accumulation_steps": 1}
+    with closing(build_batches(config, run.task, dataset, run.world, **sizes, seed=0)) as batches:
+        yield from batches
 
 
 def bare(run: Run, dataset: Any) -> Iterator[Any]:
     workers = run.config.data.workers
-    loader: Any = DataLoader(
-        dataset,
-        run.config.train.micro_batch_size,
-        shuffle=True,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        collate_fn=getattr(run.task, "collate", default_collate),
-    )
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    collate = getattr(run.task, "collate", default_collate)
+    size = run.config.train.micro_batch_size
+    loader: Any = DataLoader(dataset, size, shuffle=True, collate_fn=collate, **options)
     while True:
         yield from loader
 

@@ -23,6 +23,7 @@ from benchmarks.harness import Bench, timed_block
 from benchmarks.loops import Loop, RandomTokens, Setup, baseline, config_of, dist_amp
 from benchmarks.peers import accelerate, fabric
 from benchmarks.report import BASELINE, OURS, PEERS, Report, interval, median
+from dist_amp.config.memory import size_text
 from dist_amp.errors import ConfigError
 from dist_amp.precision import DTYPES
 from dist_amp.scaling.compile import uncompiled
@@ -202,7 +203,7 @@ def table_of(cells: Sequence[Report]) -> str:
                 line["tokens/s"] = f"{tokens_per_second(cell, name):,.0f}"
                 line["speed over baseline"] = interval(row["speedup"])
                 line["MFU"] = f"{100 * mfu(cell, name):.1f} %"
-                line["peak"] = report.size(row["peak_bytes"])
+                line["peak"] = size_text(row["peak_bytes"])
             rows.append({**line, "note": row.get("note", "")})
     return report.table(rows, left=4)
 
@@ -277,7 +278,8 @@ def main(words: Sequence[str]) -> None:
         )
     harness.single_process("gpu")
     device = "cpu" if options.smoke else "cuda"
-    with start(RunConfig(device=device)) as world, harness.quiet_process(options.smoke):
+    harness.quiet_process(options.smoke)
+    with start(RunConfig(device=device)) as world:
         bench = GpuBench(world, options)
         try:
             bench.run()

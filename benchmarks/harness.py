@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.loops import Loop
 from benchmarks.report import about
-from dist_amp.clock import PhaseClock, wait_for_device
+from dist_amp.clock import wait_for_device
 from dist_amp.config.load import load_config
 from dist_amp.distributed.environment import environment_number
 from dist_amp.distributed.signals import die_with_parent
@@ -61,16 +61,21 @@ def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
     """The command `run` as main(argv), which returns the exit status."""
 
     @wraps(run)
+    def checked(words: Sequence[str]) -> int | None:
+        try:
+            return run(words)
+        except ModuleNotFoundError as error:
+            fix = "pip install -e '.[bench,hf]' in the clone's folder"
+            raise ConfigError(f"{error.name} is missing; {fix}") from error
+
     def main(argv: Sequence[str] | None = None) -> int:
-        return exit_status(run, argv)
+        return exit_status(checked, argv)
 
     return main
 
 
 def on_a_run(bench: Callable[[Run], None]) -> Callable[..., int]:
-    """A command whose arguments are the main job's settings: bench(run) gets a fresh run, without
-    evaluations or checkpoints. --help prints the module's docstring.
-    """
+    """A command that takes the main job's settings: bench(run) gets a fresh run."""
 
     @command
     def main(words: Sequence[str]) -> None:
@@ -97,9 +102,7 @@ def single_process(name: str) -> None:
 
 
 def on_ranks(size: int, bench: Callable[..., Any], *args: Any) -> Any:
-    """Run bench(world, *args) on `size` new processes with one CPU thread each; returns rank 0's
-    result, via JSON.
-    """
+    """bench(world, *args) on `size` new processes of one thread: rank 0's result, via JSON."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         args = (size, get_free_port(), result, bench, args)
@@ -163,23 +166,21 @@ def with_defaults(options: argparse.Namespace, words: Sequence[str]) -> argparse
         rounds, suffix = 2, "_smoke"
     options.rounds = options.rounds or rounds
     options.out = options.out or Path(f"{options.default_out}{suffix}")
+    try:  # before hours of measuring rather than after
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {options.out} can't be written: {error.strerror}; choose another folder"
+        ) from None
     return options
 
 
-@contextmanager
-def quiet_process(one_thread: bool) -> Iterator[None]:
-    """Without warnings and info logs, which are repeated for each loop."""
-    threads = torch.get_num_threads()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        if one_thread:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            logging.disable(logging.NOTSET)
+def quiet_process(one_thread: bool) -> None:
+    """Drop warnings and info logs, which would be repeated for each loop."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    if one_thread:
+        torch.set_num_threads(1)
 
 
 class Bench:
@@ -264,11 +265,10 @@ def release(device: torch.device) -> None:
 def timed(world: World, call: Callable[[], object]) -> float:
     """Seconds, measured from an idle device to an idle device."""
     wait_for_device(world.device)
-    clock = PhaseClock(world.device)
+    began = time.perf_counter()
     call()
-    lap = clock.lap()
     wait_for_device(world.device)
-    return sum(lap.seconds().values())
+    return time.perf_counter() - began
 
 
 def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> float:
@@ -283,9 +283,7 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> fl
 def in_turns(
     names: Iterable[str], block: Callable[[str, bool], Any], rounds: int
 ) -> dict[str, list[Any]]:
-    """{name: block(name, is_warm_up) of each round but the warm-up}, each round in a new random
-    order, the same on all ranks.
-    """
+    """{name: block(name, is_warm_up) per round}; each round in a new order, equal on all ranks."""
     order = random.Random(0)
     values: dict[str, list[Any]] = {name: [] for name in names}
     gc.collect()

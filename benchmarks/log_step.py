@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -24,8 +24,8 @@ from benchmarks.harness import command
 from dist_amp.diagnostics.consistency import check_metrics_agree
 from dist_amp.precision import Clip
 from dist_amp.supervise.command_line import Parser
-from dist_amp.telemetry.log_row import GLOBAL, RANK_METRICS, LogRow
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.step_report import GLOBAL, RANK_METRICS, LogRow
 from dist_amp.world import World
 
 SIZES = (2, 64, 1024, 4096)
@@ -47,9 +47,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(size: int) -> tuple[float, float, float]:
-    """Median seconds of CPU time: of the gather, of what every rank does with it, and of what rank
-    0 writes.
-    """
+    """Median CPU seconds: of the gather, of every rank's part, and of what rank 0 writes."""
     metrics = Metrics(World(), Clip("norm", 1.0))
     metrics.world = World(world_size=size, control=dist.group.WORLD)
     metrics._totals = metrics._totals.repeat(size, axis=0)
@@ -70,10 +68,6 @@ def measure(size: int) -> tuple[float, float, float]:
         assert row is not None
         check_metrics_agree(row)
 
-    def write() -> None:
-        row: LogRow = metrics.last  # type: ignore[assignment]
-        metrics.write(row)
-
     one = torch.ones(())
     state: Any = SimpleNamespace(last_lr=one, counters=torch.ones(3), scale_tensor=one)
     state.items = state.tokens = state.position = 0
@@ -83,7 +77,7 @@ def measure(size: int) -> tuple[float, float, float]:
         for step in range(ROUNDS):
             metrics.begin(step, state, state, state)
             reads.append(timed(read))
-            writes.append(timed(write))
+            writes.append(timed(lambda: metrics.write(cast(LogRow, metrics.last))))
         metrics.close()
     checks = [read - gather for read, gather in zip(reads, gathers, strict=True)]
     return median(gathers), median(checks), median(writes)

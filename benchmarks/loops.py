@@ -32,12 +32,7 @@ from dist_amp.world import World
 SAMPLES = 1024
 Step = Callable[[Sequence[Any]], object]
 # A benchmark needs no run folder, evaluation or checkpoint.
-UNDISTURBED = [
-    *("--run.dir", "unused"),
-    *("--run.resume", "never"),
-    *("--eval.every", "off"),
-    *("--checkpoint.every", "off"),
-]
+UNDISTURBED = "--run.dir unused --run.resume never --eval.every off --checkpoint.every off".split()
 PRECISION_WORDS = {
     "fp32": "--use_amp false",
     "bf16": "--precision.dtype bf16",
@@ -166,9 +161,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Loop:
-    """What is timed: step(micro_batches) takes one optimizer step of `module`, after prepare(),
-    which is not timed.
-    """
+    """step(micro_batches) takes one optimizer step and is timed; prepare() before it is not."""
 
     module: nn.Module
     step: Step

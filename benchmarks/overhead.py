@@ -134,17 +134,10 @@ def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
 
 def steps_of_data(setup: Setup) -> list[Any]:
     """The same eight steps for every loop."""
-    config = setup.config
     split = build_split(setup.task, "train", setup.world)
-    batches = build_batches(
-        config.data,
-        setup.task,
-        split,
-        setup.world,
-        micro_batch_size=config.train.micro_batch_size,
-        accumulation_steps=ACCUMULATION,
-        seed=config.run.seed,
-    )
+    sizes = {"micro_batch_size": setup.config.train.micro_batch_size}
+    sizes |= {"accumulation_steps": ACCUMULATION, "seed": setup.config.run.seed}
+    batches = build_batches(setup.config.data, setup.task, split, setup.world, **sizes)
     return list(itertools.islice(batches, 8))
 
 
@@ -189,9 +182,7 @@ def drift_of(loop: Loop, data: Sequence[Any], path: Steps) -> float:
 def timed_rounds(
     world: World, built: dict[str, Loop], data: Sequence[Any], rounds: int
 ) -> dict[str, Any]:
-    """{loop: {"fastest", "mean"}}: processor time per step, one number per round, of the slowest
-    rank.
-    """
+    """{loop: {"fastest", "mean"}}: processor seconds per step of the slowest rank, by round."""
 
     def block(name: str, is_warm_up: bool) -> list[float]:
         world.barrier()

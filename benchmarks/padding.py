@@ -45,9 +45,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(lengths: Any, size: int, count: int, steps: int) -> tuple[float, float, float]:
-    """Padding's share of all tokens; the slowest rank's tokens over a rank's share of the real
-    tokens; seconds of CPU time per planned step.
-    """
+    """Padding's share of tokens; slowest rank's tokens over the mean; CPU seconds per step."""
     batch = size * count * RANKS
     order: tuple[str, Any] = (shuffled_order(len(lengths)), None)
     if steps:

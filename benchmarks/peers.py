@@ -1,5 +1,4 @@
-"""Accelerate's and Lightning Fabric's loops, as in their documentation; the extra `bench` installs
-both.
+"""Accelerate's and Lightning Fabric's loops, as in their documentation (extra `bench`).
 
 Their options for speed are on: gradients as bucket views, no broadcast of buffers, no check that
 the norm is finite.
@@ -20,10 +19,7 @@ def accelerate(setup: Setup) -> Loop:
     """Source: huggingface.co/docs/accelerate, "Performing gradient accumulation"."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import (
-        DistributedDataParallelKwargs,
-        GradScalerKwargs,
-    )
+    from accelerate.utils import DistributedDataParallelKwargs, GradScalerKwargs
 
     AcceleratorState._reset_state(reset_partial_state=True)  # it keeps one precision per process
     GradientState._reset_state()

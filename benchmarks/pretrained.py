@@ -1,11 +1,11 @@
 """How pretrained weights reach FSDP2's shards: time and memory per rank.
 
-python -m benchmarks pretrained [--ranks 2] [--layers 20] [--dtype bf16]
+python -m benchmarks pretrained [--ranks 2] [--layers 20]
 
 A Llama of width 1,024 and 32,000 tokens (with 20 layers 322 million parameters) is written to a
-temporary folder and loaded in float32 on CPU processes in two ways: straight into the shards, and
-by from_pretrained on every rank with sharding after that. Memory is the growth of a rank's highest
-resident memory, with the pages of mapped files.
+temporary folder in bfloat16 and loaded in float32 on CPU processes in two ways: straight into the
+shards, and by from_pretrained on every rank with sharding after that. Memory is the growth of a
+rank's highest resident memory, with the pages of mapped files.
 """
 
 import resource
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from benchmarks.harness import at_least, command, on_ranks
-from dist_amp.errors import ConfigError
 from dist_amp.parallel import build_parallel
 from dist_amp.precision import build_precision
 from dist_amp.scaling.find_blocks import find_blocks
@@ -29,23 +28,15 @@ from dist_amp.supervise.command_line import Parser
 from dist_amp.tasks.pretrained import load_pretrained
 from dist_amp.world import World
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 @command
 def main(words: Sequence[str]) -> None:
     parser = Parser("python -m benchmarks pretrained", __doc__)
     parser.add_argument("--ranks", type=at_least(2), default=2, metavar="N", help="default: 2")
     parser.add_argument("--layers", type=at_least(1), default=20, metavar="N", help="default: 20")
-    text = "of the files; default: bf16"
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help=text)
     options = parser.parse_args(words)
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is missing; pip install -e '.[hf]' in the clone's folder"
-        ) from error
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = {"small": (8, 1), "large": (1024, options.layers)}
     with tempfile.TemporaryDirectory() as folder:
         for name, (width, layers) in sizes.items():
@@ -55,7 +46,7 @@ def main(words: Sequence[str]) -> None:
                 num_hidden_layers=layers,
                 num_attention_heads=max(1, width // 64),
             )
-            model: Any = LlamaForCausalLM(config).to(DTYPES[options.dtype])
+            model: Any = LlamaForCausalLM(config).bfloat16()
             model.save_pretrained(f"{folder}/{name}")
             count = model.num_parameters()
             del model

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dist_amp.errors import ConfigError
-
 BASELINE = "baseline loop"
 OURS = "dist_amp"
 PEERS = ("Accelerate", "Fabric")
@@ -53,8 +51,7 @@ def machine_line(report: Report) -> str:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """(median, low, high): the sample's median, and an interval that holds the population's median
-    in at least 95 % of cases.
+    """(median, low, high): the sample's, and a 95 % interval for the population's median.
 
     The population's median is below the k-th smallest of n values with the probability of fewer
     than k heads in n tosses. Below 6 values it is the sample's range. Source: David & Nagaraja
@@ -83,32 +80,10 @@ def digits(value: float) -> str:
     return f"{value:.3g}"
 
 
-def si(value: float, unit: str) -> str:
-    """With an SI prefix: 0.0031, "s" -> "3.1 ms"."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g} {unit}"
-    power = max(-3, min(5, math.floor(math.log10(abs(value)) / 3)))
-    prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P")[power + 3]
-    return f"{digits(value / 1000**power)} {prefix}{unit}"
-
-
-def size(count: float) -> str:
-    """Bytes in B, KiB, MiB or GiB: "1.19 MiB"."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if abs(count) >= 1024**power:
-            return f"{digits(count / 1024**power)} {unit}"
-    return f"{digits(count)} B"
-
-
 def table(rows: Sequence[Mapping[str, str]], left: int) -> str:
     """A Markdown table; its first `left` columns and the last are left-aligned."""
-    try:
-        from tabulate import tabulate
-    except ImportError:
-        raise ConfigError(
-            "the benchmarks need tabulate for their tables; pip install -e '.[bench]' in the "
-            "clone's folder"
-        ) from None
+    from tabulate import tabulate
+
     if not rows:
         return ""
     head = list(dict.fromkeys(name for row in rows for name in row))

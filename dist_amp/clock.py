@@ -8,7 +8,7 @@ the device idle counts as well.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,18 +18,6 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
 STEP_PHASES = (*OWN_PHASES, "communication", "logging")
 # Between steps.
 PHASES = (*STEP_PHASES, "evaluation", "checkpoint", "diagnostics")
-Phase = Literal[
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "other",
-    "communication",
-    "logging",
-    "evaluation",
-    "checkpoint",
-    "diagnostics",
-]
 
 MANY_MARKS = 2048  # unread; then those that the device has passed are read
 
@@ -43,7 +31,7 @@ class PhaseClock:
 
     def restart(self) -> None:
         """Forget what was measured."""
-        self._phase: Phase = "other"
+        self._phase = "other"
         self._held = False
         self._lap = Lap(self._now())
 
@@ -51,13 +39,11 @@ class PhaseClock:
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        with suppress(
-            RuntimeError
-        ):  # the device has failed, with an error that is raised elsewhere
+        with suppress(RuntimeError):  # the device has failed; the error is raised elsewhere
             event.record()
         return event
 
-    def enter(self, phase: Phase) -> Phase:
+    def enter(self, phase: str) -> str:
         """Begin a phase, unless the present one is held; returns the one before it."""
         before = self._phase
         if not self._held:
@@ -66,7 +52,7 @@ class PhaseClock:
         return before
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def phase(self, phase: str) -> Iterator[None]:
         """A phase for the length of a with-block."""
         before = self.enter(phase)
         try:
@@ -75,10 +61,8 @@ class PhaseClock:
             self.enter(before)
 
     @contextmanager
-    def hold(self, phase: Phase) -> Iterator[None]:
-        """A phase for the length of a with-block, whatever is entered in it: all of an evaluation
-        is evaluation.
-        """
+    def hold(self, phase: str) -> Iterator[None]:
+        """A phase for a with-block, whatever is entered in it: an evaluation is all evaluation."""
         if self._held:
             yield
             return
@@ -108,10 +92,10 @@ class Lap:
 
     def __init__(self, begin: Any):
         self._since = begin
-        self._marks: list[tuple[Phase, Any]] = []  # ended phases, each with the moment of its end
+        self._marks: list[tuple[str, Any]] = []  # ended phases, each with the moment of its end
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
-    def end(self, phase: Phase, moment: Any) -> None:
+    def end(self, phase: str, moment: Any) -> None:
         self._marks.append((phase, moment))
         if len(self._marks) >= MANY_MARKS:
             self.seconds(finished_only=True)

@@ -1,6 +1,4 @@
-"""The errors that end a run, their exit statuses, and the facts and the one line that describe an
-error.
-"""
+"""The errors that end a run, their exit statuses, and the facts attached to them."""
 
 import difflib
 import traceback
@@ -9,15 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SAVED_AND_STOPPED = (
-    75  # exit status: stopped by a signal, saved, may be started again (EX_TEMPFAIL)
-)
+SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be restarted (EX_TEMPFAIL)
 
 
 class Failure(Exception):
-    """Something the user can fix; its message is one line that names the value, the rule and the
-    fix.
-    """
+    """Something the user can fix; one line names the value, the rule and the fix."""
 
     exit_code = 1
 
@@ -40,10 +34,9 @@ class NumericsError(Failure):
 
 @contextmanager
 def error_context(**facts: Any) -> Iterator[None]:
-    """Attach facts to any error that leaves this block, for the code that explains it: see
-    `context_of`.
+    """Attach facts to an error that leaves this block, or the function that this decorates.
 
-    Nested blocks add up; of two values the innermost stays. Also works as a decorator.
+    Nested blocks add up; of two values the innermost stays.
     """
     try:
         yield
@@ -68,9 +61,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's type, its first line, and where it was raised: outside of installed packages, if
-    anywhere.
-    """
+    """The error's type, its first line, and where it was raised, outside of packages if at all."""
     places = list(traceback.extract_tb(error.__traceback__))
     places = [place for place in places if "-packages" not in place.filename] or places
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""

@@ -17,10 +17,9 @@ class InUse(Exception):
 
 @contextmanager
 def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
-    """Hold a lock file in the block, with this process's name in it; the kernel releases a dead
-    process's.
+    """Hold a lock file, with this process's name in it; the kernel releases a dead process's.
 
-    Errors: InUse if another process has it, for so many seconds; OSError.
+    Errors: InUse if another process holds it for all these seconds; OSError.
     """
     from filelock import FileLock, Timeout
 
@@ -42,8 +41,7 @@ def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace a file's content atomically: after a crash or power cut it holds the old content or
-    the new, never a part.
+    """Replace a file's content atomically: a power cut leaves the old content or the new.
 
     Errors: OSError, with the old file in place.
     """
@@ -54,9 +52,7 @@ def write_durably(path: Path, content: str | bytes) -> None:
 
 
 def write_synced(path: Path, content: str | bytes) -> None:
-    """Write a file and flush it to disk, in place: for files in a folder that is renamed when it is
-    complete.
-    """
+    """Write a file and flush it, in place: for a folder that is renamed when it is complete."""
     data = content.encode() if isinstance(content, str) else content
     with path.open("wb") as file:
         file.write(data)
@@ -69,22 +65,15 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # file systems that do not support it need none
+    except OSError as error:  # file systems that do not support it need none
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(handle)
 
 
 def appears(folder: Path, seconds: float = 60.0) -> bool:
-    """Wait for a folder that another rank has made; False if it is still missing after so many
-    seconds.
-
-    A network disk may take up to a minute to show it.
-    """
+    """Whether a folder that another rank has made can be seen: a network disk may take a minute."""
     deadline = time.monotonic() + seconds
     while not folder.is_dir():
         if time.monotonic() > deadline:

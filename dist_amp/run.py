@@ -1,6 +1,4 @@
-"""A run: everything that training needs, assembled from one config; for the main job, scripts and
-notebooks.
-"""
+"""A run: everything that training needs, assembled from one config; for jobs and scripts."""
 
 import hashlib
 import os
@@ -153,9 +151,7 @@ def build_run(
 
 
 def model_context(module: nn.Module, strategy: Strategy) -> AbstractContextManager[None]:
-    """What an error in this block has to do with: where memory runs out, it says how much the model
-    will take.
-    """
+    """Tells an error in this block, where memory may run out, how much the model will take."""
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     parameters = sum(p.numel() for p in module.parameters())
     return error_context(parameters=parameters, trained=trained, strategy=strategy)
@@ -261,9 +257,7 @@ def build_data(
 
 
 def run_folder(config: RunConfig, world: World) -> Path:
-    """The path of the run's folder, the same on every rank; a torchrun restart gets that of its
-    first attempt.
-    """
+    """The run's folder, the same on every rank, and after a restart by torchrun."""
     if not config.dir:
         raise ConfigError("run.dir is empty; give a folder's path, or auto")
     if config.dir != "auto":

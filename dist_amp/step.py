@@ -15,6 +15,7 @@ from dist_amp.errors import DataError, add_context, error_context
 from dist_amp.run import Run
 from dist_amp.task import Task, as_scalar, check_loss, check_model_use, check_weight
 from dist_amp.telemetry.step_report import StepReport
+from dist_amp.telemetry.sums import WeightedMeans
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
@@ -64,8 +65,6 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
     """
     if run.validation is None:
         return {}
-    from dist_amp.telemetry.weighted_means import WeightedMeans
-
     metrics = getattr(run.task, "metrics", None)
     means = WeightedMeans(run.world)
     with run.world.clock.hold("evaluation"), run.evaluating():

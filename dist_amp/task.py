@@ -52,33 +52,23 @@ from dist_amp.world import World
 
 
 class Task(Protocol):
-    """What the loop asks of a user's class. A batch is whatever collating samples gives, moved to
-    the device.
-    """
+    """What the loop asks of a user's class. A batch is collated samples, moved to the device."""
 
     def build_model(self) -> nn.Module:
-        """The model, on the CPU, in float32; random numbers may be drawn, the seed is set and equal
-        on all ranks.
-        """
+        """The model, on the CPU, in float32; the random seed is set and equal on all ranks."""
 
     def build_dataset(self, split: str) -> Any:
-        """The samples of "train" or "validation", with len() and []; None where there is no
-        validation.
-        """
+        """The samples of "train" or "validation", with len() and []; None for no validation."""
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss, summed over what `weight` counts: a float32 scalar with a gradient, on the
-        model's device.
+        """The loss, summed over what `weight` counts: a float32 scalar on the model's device.
 
-        Call `model(...)` once, and only that: over several ranks the model is wrapped or sharded,
-        so its submodules and other methods belong into its forward. Leave the parameters as they
-        are: autocast casts each once per step.
+        Call `model(...)` once, and only that: over several ranks the model is wrapped or sharded.
+        Leave the parameters as they are: autocast casts each once per step.
         """
 
     def weight(self, batch: Any) -> float | Tensor:
-        """What the loss is divided by, over all ranks and micro-batches: a number, or a scalar
-        tensor of the device.
-        """
+        """What the loss is divided by, over all ranks and micro-batches: a number or a scalar."""
 
 
 def call_task(

@@ -1,8 +1,6 @@
-"""The main job: torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE.toml ...]
-[--section.key VALUE ...]
+"""torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE.toml ...] [--section.key VALUE ...]
 
-Train the task for train.steps steps; evaluate, save and report on the way; leave RUN/summary.json
-behind.
+Train the task for train.steps steps; evaluate, save and report on the way; write RUN/summary.json.
 """
 
 import sys
@@ -123,9 +121,7 @@ def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
 
 
 def is_due(every: int | Literal["off"], run: Run) -> bool:
-    """Whether something that happens every so many steps, and at the last one, happens after this
-    step.
-    """
+    """Whether what happens every `every` steps, and at the last one, happens after this step."""
     return every != "off" and (run.step % every == 0 or run.step == run.config.train.steps)
 
 
@@ -136,9 +132,7 @@ def evaluation_is_due(run: Run) -> bool:
 
 
 def run_evaluation(run: Run, stop: AgreedStop, observers: Sequence[Observer]) -> bool:
-    """Evaluate and write the values; return whether to stop: a run that a stop interrupted here
-    evaluates again.
-    """
+    """Evaluate and write the values; return whether to stop. If interrupted, it is repeated."""
     with run.world.clock.hold("evaluation"):
         for observer in observers:
             observer.before_evaluation()
@@ -172,9 +166,7 @@ def read_metrics(run: Run, observers: Sequence[Observer]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status. A process group that exists already is used and
-    left as it is.
-    """
+    """Run the command line; return the exit status. An existing process group is used and kept."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         from dist_amp.config.help import show_if_asked

@@ -1,8 +1,6 @@
-"""The ranks of a job: who this process is, its device, the process groups, and what the hosts tell
-each other.
+"""The ranks of a job: who this process is, its device, and what the hosts tell each other.
 
-Words as torchrun defines them: rank, local_rank, world_size. Nothing here knows about models or
-data.
+rank, local_rank and world_size are as torchrun defines them.
 """
 
 import os
@@ -160,10 +158,9 @@ def locate(config: RunConfig) -> World:
 
 @contextmanager
 def start(config: RunConfig) -> Iterator[World]:
-    """Join the other ranks for the length of a with-block; whatever happens in it, leave nothing
-    running.
+    """Join the other ranks for the length of a with-block; whatever happens, leave nothing running.
 
-    One process needs no process group and gets none; one that exists already is used, and kept.
+    One process gets no process group; one that exists already is used, and kept.
     """
     place = place_of(config)
     configure_logging(place.rank)

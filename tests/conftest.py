@@ -1,6 +1,4 @@
-"""What every test gets: a clean environment, the `launch` fixture; and the choice of a sample of
-the slow tests.
-"""
+"""What every test gets, and the choice of a sample of the slow tests."""
 
 import hashlib
 import logging
@@ -21,9 +19,7 @@ ENGINES = {
     *("test_browser", "test_container", "test_kubernetes", "test_launch"),
     *("test_optim", "test_ray", "test_slurm", "test_trackers"),
 }
-"""What runs the files of launch/. DIST_AMP_ENGINES=required, as .ci/run sets it: a skipped test in
-these has failed.
-"""
+"""Tests of what runs launch/. DIST_AMP_ENGINES=required, as in .ci/run: a skip is a failure."""
 REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
 
 
@@ -44,9 +40,7 @@ def pytest_addoption(parser):
 
 
 def sample_of(tests, amount, seed):
-    """`amount` of the tests (a share, if below 1), whatever their order: those whose hash with the
-    seed is lowest.
-    """
+    """`amount` of the tests (below 1: that share), those whose hash with the seed is lowest."""
     count = round(amount * len(tests)) if amount < 1 else int(amount)
     return sorted(tests, key=lambda test: hashlib.sha256(f"{seed} {test}".encode()).digest())[
         :count
@@ -123,6 +117,7 @@ def clean_environment(monkeypatch):
 @pytest.fixture(autouse=True)
 def fresh_log():
     """A main job that ran in this process has set up the log of its rank."""
+    logging.disable(logging.NOTSET)  # as the benchmarks leave it
     log = logging.getLogger("dist_amp")
     log.handlers.clear()
     log.setLevel(logging.NOTSET)

@@ -147,9 +147,7 @@ class Launch:
         )
 
     def module(self, module: str, *args: object, timeout: float = 300, **environment: str):
-        """`python -m MODULE ARGS`, forked, of a module with a main() that returns the exit status;
-        or a script.py.
-        """
+        """`python -m MODULE ARGS` or `python script.py`, forked; main() returns the exit status."""
         return finish(
             Forked(list(map(str, args)), self.folder, self.environ(environment), module), timeout
         )

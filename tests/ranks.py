@@ -64,9 +64,7 @@ class Ranks:
 def on_ranks(
     size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300
 ) -> list[Any]:
-    """Call function(world, *args) on `size` ranks at once; return what each returned, in the order
-    of the ranks.
-    """
+    """What function(world, *args) returns on each of `size` ranks, in their order."""
     if size not in _pools:
         _pools[size] = Ranks(size)
         atexit.register(_pools[size].stop)

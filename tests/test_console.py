@@ -21,8 +21,8 @@ from dist_amp.precision import Clip
 from dist_amp.supervise.failure import report_failure
 from dist_amp.telemetry import console as consoles
 from dist_amp.telemetry.console import Console, columns, duration, power_of_two
-from dist_amp.telemetry.log_row import RANK_METRICS, LogRow
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.step_report import RANK_METRICS, LogRow
 from dist_amp.world import World, in_colour
 
 

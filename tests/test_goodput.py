@@ -14,7 +14,7 @@ from dist_amp.checkpoint.saver import save
 from dist_amp.clock import PHASES
 from dist_amp.supervise.lifecycle import write_summary
 from dist_amp.telemetry.goodput import Goodput, process_started, spent
-from dist_amp.telemetry.log_row import INDEX, RANK_METRICS, LogRow
+from dist_amp.telemetry.step_report import INDEX, RANK_METRICS, LogRow
 from dist_amp.world import World
 
 

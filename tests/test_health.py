@@ -1,6 +1,4 @@
-"""GPU and host health: the right GPU is read, faults are named once, and nothing that NVML does
-ends or slows a run.
-"""
+"""GPU and host health: the right GPU is read, faults are named once, and NVML ends no run."""
 
 import sys
 import threading
@@ -11,33 +9,32 @@ import torch
 from ranks import on_ranks
 
 from dist_amp.telemetry import health
-from dist_amp.telemetry.health import (
-    Gpu,
-    Health,
-    Host,
-    handle_of,
-    health_tags,
-    open_gpu,
-    say_problems,
-)
+from dist_amp.telemetry.health import Gpu, Health, handle_of, host_tags, open_gpu, say_problems
+from dist_amp.telemetry.metrics import resident_bytes
 from dist_amp.world import World
 
 GPU = torch.device("cuda", 0)
 PROPERTIES = SimpleNamespace(uuid="aa-1", pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+HEALTHY = {
+    "gpu/sm_clock_MHz": 1980,
+    "gpu/memory_clock_MHz": 2619,
+    "gpu/power_W": 412.5,
+    "gpu/power_limit_W": 700,
+    "gpu/temperature_C": 61,
+    "gpu/utilisation_pct": 97,
+    "gpu/throttled": 0,
+    "gpu/power_capped": 0,
+    "gpu/ecc_uncorrected": 0,
+    "gpu/ecc_uncorrected_lifetime": 3,
+}
 
 
 class FakeError(Exception):
     pass
 
 
-class NotSupported(FakeError):
-    pass
-
-
 class FakeNvml:
-    """pynvml with one GPU. values: {function: what it returns, or an exception}; calls: what was
-    called.
-    """
+    """pynvml with one GPU. values: {function: what it returns or raises}; calls: what was called."""
 
     NVMLError = FakeError
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
@@ -109,27 +106,11 @@ def test_every_tag_of_a_healthy_gpu_has_its_unit(install):
     nvml = install(FakeNvml())
     gpu, problem = open_gpu(GPU)
     assert problem == ""
-    assert gpu.tags() == (
-        {
-            "gpu/sm_clock_MHz": 1980,
-            "gpu/memory_clock_MHz": 2619,
-            "gpu/power_W": 412.5,
-            "gpu/power_limit_W": 700,
-            "gpu/temperature_C": 61,
-            "gpu/utilisation_pct": 97,
-            "gpu/throttled": 0,
-            "gpu/power_capped": 0,
-            "gpu/ecc_uncorrected": 0,
-            "gpu/ecc_uncorrected_lifetime": 3,
-        },
-        [],
-    )
+    assert gpu.tags() == (HEALTHY, [])
     assert nvml.calls[:2] == [("nvmlInit",), ("nvmlDeviceGetHandleByUUID", "GPU-aa-1")]
 
 
 def test_the_gpu_is_found_by_what_names_the_hardware_and_never_by_its_number():
-    assert handle_of(FakeNvml(), PROPERTIES) == "handle"
-
     def only_mig(name):
         if name != "MIG-aa-1":
             raise FakeError
@@ -144,35 +125,22 @@ def test_the_gpu_is_found_by_what_names_the_hardware_and_never_by_its_number():
     assert nvml.calls[-1] == ("nvmlDeviceGetHandleByPciBusId", "00000001:00:04.0")
 
 
+NOT_FOUND = {name: FakeError("?") for name in FakeNvml().values if "Handle" in name}
+
+
 @pytest.mark.bad_input(
     "a GPU without nvidia-ml-py, driver or NVML, an AMD one, or one that lacks some counters"
 )
 @pytest.mark.parametrize(
     ("nvml", "message"),
     [
+        (None, "no gpu/* tags: nvidia-ml-py is missing; pip install -e '.[gpu]' in the clone's"),
+        (FakeNvml(nvmlInit=FakeError("No Driver")), "NVML failed (FakeError: No Driver)"),
+        (FakeNvml(**NOT_FOUND), "no gpu/* tags: NVML failed (FakeError: ?)"),
+        (SimpleNamespace(), "NVML failed (AttributeError: "),  # another package of that name
         (
-            None,
-            "no gpu/* tags: nvidia-ml-py is missing; pip install -e '.[gpu]' in the clone's folder",
-        ),
-        (
-            FakeNvml(nvmlInit=FakeError("Driver Not Loaded")),
-            "no gpu/* tags: NVML failed (FakeError: Driver Not Loaded)",
-        ),
-        (
-            FakeNvml(
-                nvmlDeviceGetHandleByUUID=FakeError("?"),
-                nvmlDeviceGetHandleByPciBusId=FakeError("Not Found"),
-            ),
-            "no gpu/* tags: NVML failed (FakeError: Not Found)",
-        ),
-        (
-            SimpleNamespace(),
-            "no gpu/* tags: NVML failed (AttributeError: ",
-        ),  # another package of that name
-        (
-            FakeNvml(nvmlDeviceGetTotalEccErrors=NotSupported("Not Supported")),
-            "no gpu/ecc_uncorrected, gpu/ecc_uncorrected_lifetime: not supported by this GPU or "
-            "driver",
+            FakeNvml(nvmlDeviceGetTotalEccErrors=FakeError("Not Supported")),
+            "no gpu/ecc_uncorrected, gpu/ecc_uncorrected_lifetime: not supported by this GPU or",
         ),
     ],
 )
@@ -203,15 +171,13 @@ def test_amd_gpus_and_cpus_have_no_gpu_tags(install, monkeypatch, capsys):
     assert nvml.calls == []
 
 
-def test_an_older_package_or_driver_has_the_throttle_reasons_under_their_old_name(install):
+def test_an_older_package_or_driver_has_the_throttle_reasons_under_their_old_name():
     names = {
-        "nvmlDeviceGetCurrentClocksEventReasons": NotSupported("Function Not Found"),
+        "nvmlDeviceGetCurrentClocksEventReasons": FakeError("Function Not Found"),
         "nvmlDeviceGetCurrentClocksThrottleReasons": 0x40,
     }
-    install(FakeNvml(**names))
-    gpu, problem = open_gpu(GPU)
-    assert problem == ""
-    assert gpu.tags()[0]["gpu/throttled"] == 1
+    gpu = Gpu(FakeNvml(**names), "handle")
+    assert (gpu.unsupported, gpu.tags()[0]["gpu/throttled"]) == ([], 1)
 
 
 @pytest.mark.parametrize(
@@ -254,11 +220,9 @@ def test_ecc_errors_are_counted_from_the_runs_start():
     assert gpu.tags()[0]["gpu/ecc_uncorrected"] == 0
     assert gpu.tags()[1] == []
     counts.update({0: 3, 1: 8})
-    tags, warnings = gpu.tags()
+    tags, (warning,) = gpu.tags()
     assert (tags["gpu/ecc_uncorrected"], tags["gpu/ecc_uncorrected_lifetime"]) == (1, 8)
-    assert warnings == [
-        "the GPU had uncorrected memory errors since the run's start; test or replace it"
-    ]
+    assert warning.startswith("the GPU had uncorrected memory errors since the run's start; ")
 
 
 @pytest.mark.bad_input("NVML failing in a run, as on a lost GPU")
@@ -275,13 +239,7 @@ def test_a_gpu_that_is_lost_is_said_once_and_not_asked_again(install, capsys):
     assert line.endswith(
         "step 20: no more gpu/* tags: nvmlDeviceGetPowerUsage failed (FakeError: GPU is lost)"
     )
-    assert ["gpu/power_W" in tags for _, tags in metrics.written] == [
-        False,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert ["gpu/power_W" in tags for _, tags in metrics.written] == [False, True, *[False] * 3]
 
 
 @pytest.mark.bad_input("NVML not returning from a call")
@@ -289,6 +247,9 @@ def test_a_call_that_never_returns_holds_up_neither_a_step_nor_the_end(install, 
     monkeypatch.setattr(health, "EXIT_SECONDS", 0.05)
     nvml, metrics, release = install(FakeNvml()), Metrics(device=GPU), threading.Event()
     with Health(metrics):
+        # Neither torch.cuda nor the device's stream is used after the start.
+        monkeypatch.setattr(torch.cuda, "get_device_properties", pytest.fail)
+        monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
         metrics.log(10)
         nvml.values["nvmlDeviceGetTemperature"] = lambda sensor: release.wait(60)
         (tags_of,) = metrics.more_tags
@@ -297,69 +258,42 @@ def test_a_call_that_never_returns_holds_up_neither_a_step_nor_the_end(install, 
     release.set()
 
 
-def test_the_device_is_left_alone(install, monkeypatch):
-    """Neither torch.cuda nor the device's stream is used after the start."""
-    install(FakeNvml())
-    metrics = Metrics(device=GPU)
-    with Health(metrics):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", pytest.fail)
-        monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
-        metrics.log(10)
-
-
 # ---- host ----
 
-
-def system(root, meminfo=True, **cgroup):
-    """A folder like / with these files."""
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/statm").write_text("900 524288 10 1 0 100 0")  # pages
-    if meminfo:
-        kib = {"MemTotal": 64 * 2**20, "MemFree": 1, "MemAvailable": 24 * 2**20}
-        (root / "proc/meminfo").write_text(
-            "".join(f"{name}: {count} kB\n" for name, count in kib.items())
-        )
-    (root / "sys/fs/cgroup").mkdir(parents=True)
-    for name, text in cgroup.items():
-        (root / "sys/fs/cgroup" / name.replace("_", ".")).write_text(text)
-    return root
+MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {24 * 2**20} kB\n"
 
 
-def test_one_rank_of_a_machine_writes_its_memory_and_each_its_own(tmp_path):
-    root = system(tmp_path, memory_max="max\n", memory_current="1", memory_stat="inactive_file 0\n")
-    rss = 524288 * health.resource.getpagesize() / 2**30
-    assert Host(writes_machine=False, root=str(root)).tags() == {"memory/host_rss_GiB": rss}
-    expected = {"memory/host_rss_GiB": rss, "host/memory_used_GiB": 40, "host/available_GiB": 24}
-    assert Host(writes_machine=True, root=str(root)).tags() == expected
+@pytest.mark.parametrize(
+    ("limit", "used", "available"), [("max\n", 40, 24), (f"{16 * 2**30}\n", 10, 6)]
+)
+def test_one_rank_of_a_machine_writes_its_memory_or_its_containers_and_each_its_own(
+    tmp_path, limit, used, available
+):
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(MEMINFO)
+    (group / "memory.max").write_text(limit)
+    (group / "memory.current").write_text(str(12 * 2**30))
+    (group / "memory.stat").write_text(f"anon 5\ninactive_file {2 * 2**30}\n")  # cache, so free
+    tags = host_tags(of_machine=True, root=str(tmp_path))
+    assert tags.pop("memory/host_rss_GiB") == pytest.approx(resident_bytes() / 2**30, rel=0.1)
+    assert tags == {"host/memory_used_GiB": used, "host/available_GiB": available}
+    assert list(host_tags(of_machine=False)) == ["memory/host_rss_GiB"]
 
 
-def test_in_a_container_its_own_limit_counts_and_its_cache_is_free(tmp_path):
-    stat = f"anon 5\ninactive_file {2 * 2**30}\n"
-    root = system(
-        tmp_path, memory_max=str(16 * 2**30), memory_current=str(12 * 2**30), memory_stat=stat
-    )
-    tags = Host(writes_machine=True, root=str(root)).tags()
-    assert (tags["host/memory_used_GiB"], tags["host/available_GiB"]) == (10, 6)
+def test_a_system_without_proc_has_no_host_tags(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "resident_bytes", lambda: 0)
+    assert host_tags(of_machine=True, root=str(tmp_path)) == {}
 
 
-def test_a_system_without_proc_has_no_host_tags(tmp_path):
-    assert health_tags(None, Host(writes_machine=True, root=str(tmp_path))) == ({}, [])
-
-
-def problems(world):
+def say_on_ranks(world):
+    said = []
+    object.__setattr__(world, "say", said.append)
     say_problems("nvidia-ml-py is missing" if world.rank == 1 else "", world)
+    return said
 
 
-def say_on_ranks(world, folder):
-    """What each rank prints, in a file of its own."""
-    from contextlib import redirect_stdout
-
-    with (folder / str(world.rank)).open("w") as file, redirect_stdout(file):
-        problems(world)
-    return (folder / str(world.rank)).read_text()
-
-
-def test_rank_0_says_which_ranks_have_no_tags(tmp_path):
-    first, second = on_ranks(2, say_on_ranks, tmp_path)
-    assert first.endswith("nvidia-ml-py is missing on 1 of 2 ranks\n")
-    assert second == ""
+def test_rank_0_says_which_ranks_have_no_tags():
+    for said in on_ranks(2, say_on_ranks):
+        assert said[0].endswith("nvidia-ml-py is missing on 1 of 2 ranks")

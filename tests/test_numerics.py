@@ -19,7 +19,7 @@ from dist_amp.diagnostics.limits import Limits
 from dist_amp.diagnostics.numerics import Numerics
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.step import train_step
-from dist_amp.telemetry.log_row import RANK_METRICS, LogRow
+from dist_amp.telemetry.step_report import RANK_METRICS, LogRow
 from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]

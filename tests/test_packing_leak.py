@@ -16,8 +16,7 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.packing import Packing
 from dist_amp.supervise.callbacks import train_metrics
 from dist_amp.tasks.causal_lm import CausalLM
-from dist_amp.verify.findings import inspect_task
-from dist_amp.verify.packing import leaks
+from dist_amp.verify.findings import inspect_task, leaks
 from dist_amp.verify.reference import Reference
 from dist_amp.world import World
 
@@ -194,9 +193,9 @@ def test_rows_with_a_second_document_are_looked_for_and_if_there_are_none_a_line
     ):
         task = Task()
         task.documents = Documents(documents)
-        text, fails = leaks(reference_of(task), rows=8)
-        assert words in text
-        assert not fails
+        (finding,) = leaks(reference_of(task), rows=8)
+        assert words in finding.text
+        assert not finding.fails
 
 
 # Packed equals unpacked.

@@ -28,7 +28,7 @@ from dist_amp.config.load import load_config
 from dist_amp.config.memory import tensor_bytes
 from dist_amp.errors import DataError
 from dist_amp.optimizers.muon import Muon
-from dist_amp.telemetry.health import Host
+from dist_amp.telemetry.metrics import resident_bytes
 from dist_amp.world import World, local
 
 SETTINGS = "--train.micro_batch_size 2 --train.steps 8 --checkpoint.every off --eval.every off"
@@ -567,7 +567,7 @@ class Fat(Uneven):
 
 
 def resident():
-    return 2**30 * Host(writes_machine=False).tags()["memory/host_rss_GiB"]
+    return resident_bytes()
 
 
 def rise_in_three_steps(world, words):

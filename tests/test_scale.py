@@ -22,7 +22,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import log_step as log_step_bench
-from benchmarks import order as order_bench
 from benchmarks.collectives import Counting, check, measure
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.commands.estimates import Collective
@@ -33,7 +32,7 @@ from dist_amp.diagnostics import consistency
 from dist_amp.errors import Failure
 from dist_amp.step import train_step
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.telemetry.log_row import RANK_METRICS
+from dist_amp.telemetry.step_report import RANK_METRICS
 from dist_amp.train import observers_of, train
 from dist_amp.world import World
 
@@ -341,12 +340,10 @@ def test_a_log_step_is_one_collective_also_while_a_checkpoint_is_being_written(t
     assert on_ranks(2, collectives_of_log_steps, tmp_path) == [([1, 1, 1], [True, True, False])] * 2
 
 
-def test_the_benches_of_a_log_step_and_of_the_order_run():
+def test_the_benchmark_of_a_log_step_runs():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
     try:
         with patch.object(log_step_bench, "ROUNDS", 3):
             assert all(seconds >= 0 for seconds in log_step_bench.measure(64))
     finally:
         dist.destroy_process_group()
-    with patch.object(order_bench, "STEPS", 3):
-        assert all(seconds > 0 for seconds in order_bench.measure("feistel", 10**7))

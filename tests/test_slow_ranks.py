@@ -12,7 +12,7 @@ from slow_ranks import PHASES
 
 from dist_amp.clock import OWN_PHASES
 from dist_amp.diagnostics.slow_ranks import PAST, WINDOW, SlowRanks, find_slow_ranks, find_slowdown
-from dist_amp.telemetry.log_row import INDEX, RANK_METRICS, LogRow
+from dist_amp.telemetry.step_report import INDEX, RANK_METRICS, LogRow
 
 
 def table(intervals, ranks, seed=0, noise=0.05):

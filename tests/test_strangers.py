@@ -1,6 +1,4 @@
-"""Models that nobody designed the code around: idle experts, branches, bf16 weights, frozen parts,
-wrappers called.
-"""
+"""Models that nobody designed the code around: idle experts, branches, wrappers called."""
 
 import pytest
 import torch
@@ -53,9 +51,7 @@ class MixtureModel(nn.Module):
 
 
 class Mixture(Tiny):
-    """Every micro-batch of two samples leaves some experts without a sample; expert 3 has none at
-    all.
-    """
+    """Each micro-batch leaves some experts without a sample; expert 3 never has one."""
 
     def build_model(self):
         return MixtureModel()

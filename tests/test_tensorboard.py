@@ -33,6 +33,7 @@ from dist_amp.supervise.environment import (
     variables,
 )
 from dist_amp.supervise.lifecycle import open_run
+from dist_amp.telemetry import writers
 from dist_amp.telemetry.tensorboard_view import (
     TAGS,
     add_overview,
@@ -180,7 +181,7 @@ def test_the_overview_is_a_layout_of_the_six_charts_whose_patterns_match_what_is
     tmp_path, folder
 ):
     writer = TensorBoardWriter(tmp_path / "tensorboard/rank00000", 1)
-    writer.write_first(add_overview(0, True))
+    writer.write_first(add_overview(True))
     writer.close()
     (event,) = events_of(tmp_path).Tensors("custom_scalars__config__")
     (category,) = Layout.FromString(event.tensor_proto.string_val[0]).category
@@ -194,9 +195,8 @@ def test_the_overview_is_a_layout_of_the_six_charts_whose_patterns_match_what_is
 
 def begun(folder, warnings):
     writer = TensorBoardWriter(folder / "tensorboard/rank00000", 1, warnings.append)
-    writer.RETRY_SECONDS = 0.0
     writer.write_first(lambda to: to.add_text("config", "first", 0))
-    writer.write_first(add_overview(0, False))
+    writer.write_first(add_overview(False))
     return writer
 
 
@@ -221,6 +221,7 @@ def test_after_a_full_disk_a_new_file_begins_with_the_config_the_overview_and_th
     tmp_path, monkeypatch
 ):
     warnings = []
+    monkeypatch.setattr(writers, "RETRY_SECONDS", 0.0)
 
     def no_space(self, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

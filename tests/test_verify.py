@@ -26,7 +26,7 @@ from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
 from dist_amp.supervise.command_line import exit_status
 from dist_amp.verify import __main__ as verify_main
-from dist_amp.verify import ranks as verify_ranks
+from dist_amp.verify import cells as verify_ranks
 from dist_amp.verify.__main__ import rows_of as rows_in
 from dist_amp.verify.cells import check_cell, config_of
 from dist_amp.verify.compare import Cell
@@ -196,19 +196,6 @@ def test_a_mistake_on_its_command_line_is_rejected(verify, args, words):
 
 
 # ---- what it says before and while it runs
-
-
-ROWS = {
-    1: [(1, "single", "fp32"), (1, "single", "fp16")],
-    2: [(2, "ddp", "fp32"), (2, "ddp", "fp16")],
-}
-
-
-def test_the_rows_are_listed_by_their_number_of_ranks():
-    assert verify_main.plan(ROWS) == [
-        "    1 rank   single in fp32, fp16",
-        "    2 ranks  ddp in fp32, fp16",
-    ]
 
 
 def test_an_estimate_is_in_round_numbers():

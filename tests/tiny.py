@@ -19,9 +19,7 @@ class Rows:
 
 
 class Tiny:
-    """Fit a smooth function. Batch: x [B, 8], y [B], counts [B], which is 1 everywhere unless
-    `uneven`.
-    """
+    """Fit a smooth function. Batch: x [B, 8], y [B], counts [B]: ones, unless `uneven`."""
 
     def __init__(self, samples: int = 64, uneven: bool = False, depth: int = 2, seed: int = 0):
         self.samples = samples
@@ -50,9 +48,7 @@ class Tiny:
 
 
 class Overflow(Tiny):
-    """Gradients that are infinite in the global samples where `x` was made so: rows `bad` of the
-    training set.
-    """
+    """Infinite gradients from the rows `bad` of the training set, whose x is inf."""
 
     def __init__(self, bad: tuple[int, ...] = (0,), samples: int = 64):
         super().__init__(samples=samples)
@@ -131,9 +127,7 @@ class Slow(Tiny):
 
 
 def make_run(world, task, *words):
-    """A run of `task` on `world`, with settings as on the command line: make_run(world, Tiny(),
-    "--train.steps", 3).
-    """
+    """A run with settings as on the command line: make_run(world, Tiny(), "--train.steps", 3)."""
     from dist_amp.checkpoint.resume import checkpoint_to_resume
     from dist_amp.checkpoint.state import load
     from dist_amp.config.load import load_config
@@ -182,9 +176,7 @@ def log(run):
 
 
 def whole(tensor):
-    """A parameter's full value as an ordinary tensor, whatever it was sharded over; every rank
-    calls it.
-    """
+    """A parameter's full value as an ordinary tensor; every rank calls it."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 

@@ -35,8 +35,7 @@ from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.errors import Failure
 from dist_amp.files import appears, sync_folder, write_synced
 from dist_amp.run import Run
-from dist_amp.telemetry.log_row import LogRow
-from dist_amp.telemetry.step_report import Observer
+from dist_amp.telemetry.step_report import LogRow, Observer
 from dist_amp.world import World
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dist_amp.errors import DataError
-from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS
+from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
 
 # How much longer a run that failed or was preempted is followed: it may be restarted in place.
 RESTART_SECONDS = 30.0

@@ -5,7 +5,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import asdict, field, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -120,31 +120,26 @@ def to_toml(config: Config) -> str:
     """The config as TOML that `--config` reads back."""
     import tomli_w
 
-    return tomli_w.dumps(_plain(config))
+    return tomli_w.dumps(asdict(config, dict_factory=_without_none))
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        inside = {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
-        return {name: part for name, part in inside.items() if part is not None}  # no null in TOML
-    if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value
+def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """TOML has no null, and no paths."""
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in items}
+    return {name: value for name, value in plain.items() if value is not None}
 
 
 def flat(toml: str) -> dict[str, Any]:
     """{dotted key: value} of a config in TOML."""
+    return dict(_leaves(tomllib.loads(toml)))
 
-    def walk(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in table.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name, value
 
-    return dict(walk(tomllib.loads(toml), ""))
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
@@ -205,7 +200,7 @@ def _from_file(path: str) -> Settings:
         if number:
             what += f" `{text.splitlines()[int(number[1]) - 1].strip()}`"
         raise ConfigError(f"{path} is not TOML: {what}; fix that line") from None
-    settings = {key: Setting(words, f"in {path}") for key, words in _flatten(table)}
+    settings = {key: Setting(_words(value), f"in {path}") for key, value in _leaves(table)}
     if Path(path).name == "config.toml":  # of a run, perhaps of an earlier release
         settings = {k: v for k, v in settings.items() if _as_single_source(k) not in REMOVED}
     return settings
@@ -216,21 +211,13 @@ def _as_single_source(key: str) -> str:
     return re.sub(r"^data\.sources\.\w+\.", "data.", key)
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{key}.")
-        elif isinstance(value, list):
-            yield key, tuple(map(_word, value))
-        else:
-            yield key, (_word(value),)
-
-
-def _word(value: Any) -> str:
+def _words(value: Any) -> tuple[str, ...]:
+    """A TOML value as on the command line."""
+    if isinstance(value, list):
+        return tuple(word for item in value for word in _words(item))
     if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+        return (str(value).lower(),)
+    return (str(value),)
 
 
 def _from_environment(environ: Mapping[str, str]) -> Settings:

@@ -26,12 +26,10 @@ _SIZE, _REPEATS = 128, 5
 
 @cache
 def cpu_slowdown(dtype: str) -> float:
-    """How many times as long as in float32 a matrix product takes on this CPU; EMULATED or more:
-    not native.
+    """A matrix product's time on this CPU over float32's; EMULATED or more: not native.
 
-    Timed, because a CPU's flags do not say what the libraries make of them: oneDNN says that it
-    supports bf16 wherever there is AVX-512. On one thread and by the thread's own clock, so that
-    other processes do not count: 10 to 40 ms, once per process.
+    Timed, since oneDNN claims bf16 wherever there is AVX-512. On one thread and by its CPU clock,
+    so that other processes do not count: 10 to 40 ms, once per process.
     """
     generator = torch.Generator().manual_seed(0)  # leaves the process's random state alone
     matrix = torch.randn(_SIZE, _SIZE, generator=generator)
@@ -90,9 +88,7 @@ def warn_if_emulated(dtype: str, world: World) -> None:
 
 
 def native_precision() -> tuple[str, str]:
-    """("bf16", "fp16" or "fp32", why): the first of them that the first GPU, or else the CPU,
-    computes natively.
-    """
+    """("bf16", "fp16" or "fp32", why): the first that the GPU, or else the CPU, has natively."""
     if not torch.cuda.is_available():
         slowdown = cpu_slowdown("bf16")
         if slowdown < EMULATED:
@@ -107,11 +103,9 @@ def native_precision() -> tuple[str, str]:
 
 
 def suggestion(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
-    """The native precision and the reason, as `fp32 this CPU only emulates bf16 (30x slower)`, for
-    launch/demo.sh.
+    """For launch/demo.sh: `fp32 this CPU only emulates bf16 (30x slower)`, or the like.
 
-    argv: arguments of dist_amp.train. "" where they, their config files or the environment set
-    anything in [precision].
+    argv: arguments of dist_amp.train. "" if any source sets something in [precision].
     """
     try:
         keys = collect(argv, environ)

@@ -21,8 +21,7 @@ from dist_amp.errors import DataError, NumericsError
 from dist_amp.loading.nested import tensors
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run
-from dist_amp.telemetry.log_row import GLOBAL, GLOBAL_METRICS, LogRow
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow, Observer, StepReport
 from dist_amp.world import local
 
 # Steps between checks of the whole state. Assumed: it hashes all parameters, in less than a step's

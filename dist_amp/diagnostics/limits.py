@@ -10,8 +10,7 @@ from torch import Tensor
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.parallel import norms_of
 from dist_amp.run import Run
-from dist_amp.telemetry.log_row import LogRow
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 from dist_amp.world import local
 
 MIN_SCALE = 1.0  # of the loss: what is still not finite at this scale has another cause

@@ -17,7 +17,7 @@ import torch
 from torch._C._autograd import DeviceType  # has no public name; diagnostics only
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
-from dist_amp.clock import STEP_PHASES, Phase, PhaseClock
+from dist_amp.clock import STEP_PHASES, PhaseClock
 from dist_amp.errors import in_one_line
 from dist_amp.run import Run
 from dist_amp.telemetry.step_report import Observer, StepReport
@@ -40,7 +40,7 @@ def phases_as_ranges(clock: PhaseClock) -> Iterator[None]:
     with ExitStack() as ranges:
         ranges.enter_context(record_function("other"))
 
-        def enter_with_range(phase: Phase) -> Phase:
+        def enter_with_range(phase: str) -> str:
             ranges.close()
             ranges.enter_context(record_function(phase))
             return enter(clock, phase)

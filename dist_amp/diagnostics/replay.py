@@ -26,8 +26,7 @@ from dist_amp.files import plain_json
 from dist_amp.loading.nested import plain_mappings
 from dist_amp.run import Run
 from dist_amp.step import weight_of
-from dist_amp.telemetry.log_row import LogRow
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 
 MAX_FILES = 8  # kept in a run's folder
 MAX_WEIGHT_BYTES = 2**30  # above it a file is kept without the weights

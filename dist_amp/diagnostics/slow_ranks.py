@@ -12,8 +12,7 @@ import numpy as np
 
 from dist_amp.clock import OWN_PHASES
 from dist_amp.run import Run
-from dist_amp.telemetry.log_row import LogRow
-from dist_amp.telemetry.step_report import Observer
+from dist_amp.telemetry.step_report import LogRow, Observer
 
 FACTOR = 1.2  # of the ranks' median, or of the past
 SHARE = 0.05  # of the step: a smaller excess holds nobody up

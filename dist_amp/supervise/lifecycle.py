@@ -129,7 +129,7 @@ def open_run(run: Run) -> None:
     log_group_rates(metrics, run.optimizer)
     from dist_amp.telemetry.tensorboard_view import add_overview
 
-    metrics.write_first(add_overview(run.step, hasattr(run.task, "tokens")))
+    metrics.write_first(add_overview(hasattr(run.task, "tokens")))
     if run.world.device.type == "cuda" or run.config.metrics.peak_flops != "auto":
         from dist_amp.telemetry.mfu import log_mfu
 

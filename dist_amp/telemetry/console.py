@@ -11,9 +11,8 @@ from typing import Any, Self
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from dist_amp.telemetry.log_row import LogRow
 from dist_amp.telemetry.metrics import Metrics
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 
 BAR = "step {n_fmt:>6}/{total_fmt} {percentage:3.0f}% |{bar:10}| {elapsed} eta {remaining}{postfix}"
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from dist_amp.clock import PHASES, STEP_PHASES
-from dist_amp.telemetry.log_row import LogRow
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.step_report import LogRow
 
 KINDS = ("applied_steps", "skipped_steps", "evaluation", "checkpoint", "diagnostics")
 
@@ -33,13 +33,11 @@ class Goodput:
             spent = metrics.last_logged.get("spent_seconds", {})
             self.seconds = np.array([float(spent.get(kind, 0.0)) for kind in KINDS])
         self._started = process_started()  # of the folder's life, Unix time
-        if not metrics.world.is_main:
-            return
         path = folder / "started.txt"
         with suppress(OSError, ValueError):
             if path.exists():
                 self._started = datetime.fromisoformat(path.read_text().strip()).timestamp()
-            else:
+            elif metrics.world.is_main:
                 path.write_text(datetime.fromtimestamp(self._started, UTC).isoformat() + "\n")
 
     @property
@@ -58,10 +56,9 @@ class Goodput:
         return {"perf/goodput_pct": 100 * share, "spent_seconds": by_kind(self.seconds)}
 
     def summary(self, failed: bool) -> dict[str, Any]:
-        """What summary.json says; "elsewhere" is starting, what lies between attempts, and steps
-        that were taken again.
+        """What summary.json says; after a failure up to the last log step: the device may be dead.
 
-        After a failure up to the last log step: the device may not answer any more.
+        "elsewhere" is starting, what lies between attempts, and steps that were taken again.
         """
         seconds = self.seconds
         wall = self.wall_seconds
@@ -89,10 +86,9 @@ def by_kind(seconds: np.ndarray) -> dict[str, float]:
 
 
 def process_started() -> float:
-    """When this process was started, in Unix time; now, where /proc does not say. Source: proc(5),
-    field 22.
-    """
+    """When this process was started, in Unix time; now, where /proc does not say."""
     with suppress(OSError, ValueError, IndexError):
+        # Its 22nd field, in clock ticks since the boot. Source: proc(5).
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return time.time() - max(age, 0.0)

@@ -1,24 +1,21 @@
-"""Health of this rank's GPU and of its host, at log steps: clocks, throttling, power, temperature,
-ECC errors, memory.
+"""Health of this rank's GPU and host, at log steps: clocks, power, temperature, errors, memory.
 
 GPUs are read through NVML (nvidia-ml-py, `pip install -e '.[gpu]'`), so AMD's are not. A thread
 reads: some calls may take milliseconds, or on a lost GPU never return (assumed). What it read at
 one log step is written with the next one's metrics.
 """
 
-import os
 import platform
-import resource
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dist_amp.telemetry.log_row import LogRow
-from dist_amp.telemetry.metrics import Metrics
-from dist_amp.telemetry.step_report import Observer
+from dist_amp.telemetry.metrics import Metrics, resident_bytes
+from dist_amp.telemetry.step_report import LogRow, Observer
 from dist_amp.world import World
 
 GIB = 2**30
@@ -34,6 +31,28 @@ THROTTLED = {
 }
 EXIT_SECONDS = 1.0  # what the run's end waits for the last reading
 
+# The function with the names of its arguments; where there are two functions, the first that works.
+UNCORRECTED = "NVML_MEMORY_ERROR_TYPE_UNCORRECTED"
+READINGS = {
+    "gpu/sm_clock_MHz": ["nvmlDeviceGetClockInfo NVML_CLOCK_SM"],
+    "gpu/memory_clock_MHz": ["nvmlDeviceGetClockInfo NVML_CLOCK_MEM"],
+    "gpu/power_W": ["nvmlDeviceGetPowerUsage"],  # in mW, as the limit
+    "gpu/power_limit_W": ["nvmlDeviceGetEnforcedPowerLimit"],
+    "gpu/temperature_C": [
+        "nvmlDeviceGetTemperature NVML_TEMPERATURE_GPU",
+        "nvmlDeviceGetTemperatureV NVML_TEMPERATURE_GPU",
+    ],
+    "gpu/utilisation_pct": ["nvmlDeviceGetUtilizationRates"],
+    "gpu/throttled": [
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",  # before driver 535
+    ],
+    "gpu/ecc_uncorrected": [f"nvmlDeviceGetTotalEccErrors {UNCORRECTED} NVML_VOLATILE_ECC"],
+    "gpu/ecc_uncorrected_lifetime": [
+        f"nvmlDeviceGetTotalEccErrors {UNCORRECTED} NVML_AGGREGATE_ECC"
+    ],
+}
+
 
 class Health(Observer):
     """Adds this rank's gpu/*, host/* and memory/host_rss_GiB to the metrics."""
@@ -41,10 +60,10 @@ class Health(Observer):
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._world = metrics.world
-        self._gpu, problem = open_gpu(self._world.device)
+        self._gpu: Gpu | None = None
         if self._world.device.type == "cuda":
+            self._gpu, problem = open_gpu(self._world.device)
             say_problems(problem, self._world)
-        self._host = Host(writes_machine=self._world.local_rank == 0)
         self._warned: set[str] = set()
         self._thread = threading.Thread()
         # Made by the thread, taken by this one: step, tags, warnings.
@@ -65,7 +84,12 @@ class Health(Observer):
         self._metrics.write_rank_scalars(*self._take_reading())
 
     def _read(self, step: int) -> None:
-        self._reading = (step, *health_tags(self._gpu, self._host))
+        tags: dict[str, float] = {}
+        warnings: list[str] = []
+        if self._gpu is not None:
+            tags, warnings = self._gpu.tags()
+        tags |= host_tags(of_machine=self._world.local_rank == 0)
+        self._reading = (step, tags, warnings)
 
     def _take_reading(self) -> tuple[int, dict[str, float]]:
         """(step, tags); prints what is warned of for the first time."""
@@ -81,35 +105,21 @@ class Health(Observer):
         return step, tags
 
 
-def health_tags(gpu: "Gpu | None", host: "Host") -> tuple[dict[str, float], list[str]]:
-    """(tags, warnings). What fails is left out, and warned of where it worked before; nothing is
-    raised.
-    """
-    if gpu is None:
-        return host.tags(), []
-    tags, warnings = gpu.tags()
-    return tags | host.tags(), warnings
-
-
 def say_problems(problem: str, world: World) -> None:
-    """One line of rank 0 about all ranks on whose GPU something can't be read; every rank calls it.
+    """One line of rank 0 about all ranks on whose GPU something can't be read.
 
-    problem: this rank's; "" if there is none.
+    Every rank calls it. problem: this rank's; "" if there is none.
     """
     texts = world.gather_texts(f"{platform.node()}: {problem}" if problem else "")
     problems = [text for text in texts if text]
-    if not problems:
-        return
-    line = f"health {problems[0]}"
-    if len(problems) < world.world_size:
-        line += f" on {len(problems)} of {world.world_size} ranks"
-    world.say(line)
+    if len(problems) == world.world_size:
+        world.say(f"health {problems[0]}")
+    elif problems:
+        world.say(f"health {problems[0]} on {len(problems)} of {world.world_size} ranks")
 
 
 def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
-    """(this rank's GPU, what of it can't be read) or (None, why nothing can; "" on a CPU)."""
-    if device.type != "cuda":
-        return None, ""
+    """(this rank's GPU, what of it can't be read) or (None, why nothing can)."""
     if torch.version.hip:
         return None, "no gpu/* tags: AMD's GPUs have no NVML"
     try:
@@ -129,78 +139,51 @@ def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
 
 
 def handle_of(nvml: Any, properties: Any) -> Any:
-    """NVML's handle of a device of torch, by what names the hardware: CUDA_VISIBLE_DEVICES reorders
-    the numbers.
-    """
-    uuid = getattr(properties, "uuid", None)
-    if uuid is not None:
-        for name in (f"GPU-{uuid}", f"MIG-{uuid}"):
-            with suppress(nvml.NVMLError):
-                return nvml.nvmlDeviceGetHandleByUUID(name)
+    """NVML's handle of a torch device, by its hardware: CUDA_VISIBLE_DEVICES reorders them."""
+    for kind in ("GPU", "MIG"):
+        with suppress(AttributeError, nvml.NVMLError):  # older torch has no uuid
+            return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{properties.uuid}")
     place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
     return nvml.nvmlDeviceGetHandleByPciBusId("{:08X}:{:02X}:{:02X}.0".format(*place))
 
 
 class Gpu:
-    """One GPU through NVML. unsupported: the tags that could not be read at the start; they are
-    left out.
-    """
+    """One GPU through NVML. unsupported: the tags that could not be read at the start."""
 
     def __init__(self, nvml: Any, handle: Any):
         self._nvml = nvml
         self._handle = handle
-        ecc = ("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
-        # The function with its arguments; where there are two, the first that works.
-        calls: dict[str, list[tuple[Any, ...]]] = {
-            "gpu/sm_clock_MHz": [("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)],
-            "gpu/memory_clock_MHz": [("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM)],
-            "gpu/power_W": [("nvmlDeviceGetPowerUsage",)],  # in mW, as the limit
-            "gpu/power_limit_W": [("nvmlDeviceGetEnforcedPowerLimit",)],
-            "gpu/temperature_C": [
-                ("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-                ("nvmlDeviceGetTemperatureV", nvml.NVML_TEMPERATURE_GPU),
-            ],
-            "gpu/utilisation_pct": [("nvmlDeviceGetUtilizationRates",)],
-            "gpu/throttled": [
-                ("nvmlDeviceGetCurrentClocksEventReasons",),
-                ("nvmlDeviceGetCurrentClocksThrottleReasons",),  # before driver 535
-            ],
-            "gpu/ecc_uncorrected": [(*ecc, nvml.NVML_VOLATILE_ECC)],
-            "gpu/ecc_uncorrected_lifetime": [(*ecc, nvml.NVML_AGGREGATE_ECC)],
-        }
-        self._calls: dict[str, tuple[Any, ...]] = {}
-        for tag, alternatives in calls.items():
-            for call in filter(self._works, alternatives):
-                self._calls.setdefault(tag, call)
-        self.unsupported = [tag for tag in calls if tag not in self._calls]
+        self._calls: dict[str, str] = {}
         self._ecc_at_start = 0.0
-        if "gpu/ecc_uncorrected" in self._calls:
-            self._ecc_at_start = self._value(*self._calls["gpu/ecc_uncorrected"])
+        for tag, calls in READINGS.items():
+            for call in calls:
+                with suppress(AttributeError, nvml.NVMLError):
+                    value = self._value(call)
+                    self._calls.setdefault(tag, call)
+                    if tag == "gpu/ecc_uncorrected":
+                        self._ecc_at_start = value
+        self.unsupported = [tag for tag in READINGS if tag not in self._calls]
 
-    def _value(self, name: str, *arguments: Any) -> float:
-        value = getattr(self._nvml, name)(self._handle, *arguments)
+    def _value(self, call: str) -> float:
+        name, *arguments = call.split()
+        values = [getattr(self._nvml, argument) for argument in arguments]
+        value = getattr(self._nvml, name)(self._handle, *values)
         return float(getattr(value, "gpu", value))  # utilisation has another one, the memory's
 
-    def _works(self, call: tuple[Any, ...]) -> bool:
-        try:
-            self._value(*call)
-        except (AttributeError, self._nvml.NVMLError):
-            return False
-        return True
-
     def tags(self) -> tuple[dict[str, float], list[str]]:
-        """(tags, warnings): of throttling, ECC errors since the start, and a call that fails, which
-        ends them all.
+        """(tags, warnings): of throttling, ECC errors since the start, and a call that fails.
+
+        After a failure there are no more tags: a lost GPU's other calls fail or never return.
         """
         tags: dict[str, float] = {}
         warnings: list[str] = []
         for tag, call in self._calls.items():
             try:
-                tags[tag] = self._value(*call)
-            except Exception as error:  # a lost GPU's other calls would fail, too, or never return
+                tags[tag] = self._value(call)
+            except Exception as error:
                 self._calls = {}
                 why = f"{type(error).__name__}: {error}"
-                warnings.append(f"no more gpu/* tags: {call[0]} failed ({why})")
+                warnings.append(f"no more gpu/* tags: {call.split()[0]} failed ({why})")
                 break
             if tag.endswith("_W"):
                 tags[tag] /= 1000
@@ -220,47 +203,33 @@ class Gpu:
         return tags, warnings
 
 
-class Host:
-    """Memory of this process and, for one rank of a machine, of the machine or its container."""
+def host_tags(of_machine: bool, root: str = "/") -> dict[str, float]:
+    """{tag: GiB} of this process and, of_machine, of the machine or its container; none off Linux.
 
-    def __init__(self, writes_machine: bool, root: str = ""):
-        self._writes_machine = writes_machine
-        self._root = root
-
-    def tags(self) -> dict[str, float]:
-        """{tag: GiB}; only what the system shows: outside of Linux nothing."""
-        tags: dict[str, float] = {}
-        with suppress(OSError, ValueError, IndexError):
-            pages = int(self._read("/proc/self/statm").split()[1])
-            tags["memory/host_rss_GiB"] = pages * resource.getpagesize() / GIB
-        if self._writes_machine:
-            with suppress(OSError, ValueError):
-                used, available = self._machine()
-                tags |= {"host/memory_used_GiB": used / GIB, "host/available_GiB": available / GIB}
+    In a container with a limit, its cache counts as free.
+    """
+    tags: dict[str, float] = {}
+    if resident := resident_bytes():
+        tags["memory/host_rss_GiB"] = resident / GIB
+    if not of_machine:
         return tags
-
-    def _machine(self) -> tuple[int, int]:
-        """(used, available) bytes. In a container with a limit, of that: its cache can be freed."""
-        text = self._read("/proc/meminfo")
-        available = 1024 * number(b"MemAvailable:", text)
-        used = 1024 * number(b"MemTotal:", text) - available
-        group = "/sys/fs/cgroup/memory"
-        with suppress(OSError, ValueError):  # not in a container, or its limit is "max"
-            limit = int(self._read(f"{group}.max"))
-            cache = number(b"inactive_file", self._read(f"{group}.stat"))
-            in_container = int(self._read(f"{group}.current")) - cache
+    with suppress(OSError, LookupError, ValueError):
+        sizes = numbers(Path(root, "proc/meminfo"))
+        available = 1024 * sizes["MemAvailable:"]
+        used = 1024 * sizes["MemTotal:"] - available
+        group = Path(root, "sys/fs/cgroup")
+        with suppress(OSError, LookupError, ValueError):  # not in a container, or no limit
+            limit = int((group / "memory.max").read_text())
+            cache = numbers(group / "memory.stat")["inactive_file"]
+            in_container = int((group / "memory.current").read_text()) - cache
             if limit - in_container < available:
-                return in_container, limit - in_container
-        return used, available
-
-    def _read(self, path: str) -> bytes:
-        file = os.open(self._root + path, os.O_RDONLY)  # a tenth of the cost of opening it as text
-        try:
-            return os.read(file, 2**16)
-        finally:
-            os.close(file)
+                used = in_container
+                available = limit - in_container
+        tags |= {"host/memory_used_GiB": used / GIB, "host/available_GiB": available / GIB}
+    return tags
 
 
-def number(name: bytes, text: bytes) -> int:
-    """The number after a name. Errors: ValueError if it is not there."""
-    return int(text[text.index(name) + len(name) :].split(None, 1)[0])
+def numbers(path: Path) -> dict[str, int]:
+    """{name: number}: the first two words of each line of a file."""
+    rows = [line.split() for line in path.read_text().splitlines()]
+    return {row[0]: int(row[1]) for row in rows}

@@ -1,5 +1,4 @@
-"""The run's metrics: throughput and memory of every rank, global loss and loss scale, live in
-TensorBoard.
+"""The run's metrics: throughput and memory of every rank, loss and loss scale, live in TensorBoard.
 
 A step's results are only recorded. At a log step each rank starts one copy of its metrics to the
 host; one step later, when the copy has long arrived, it sums them up there and gathers every rank's
@@ -27,8 +26,14 @@ from dist_amp.clock import Lap
 from dist_amp.data import Batches
 from dist_amp.optim import Schedule
 from dist_amp.precision import Clip, Scaler
-from dist_amp.telemetry.log_row import MAX_RANK_FOLDERS, SUMMED, SUMMED_METRICS, LogRow
-from dist_amp.telemetry.step_report import Interval, StepReport
+from dist_amp.telemetry.step_report import (
+    MAX_RANK_FOLDERS,
+    SUMMED,
+    SUMMED_METRICS,
+    LogRow,
+    StepReport,
+)
+from dist_amp.telemetry.sums import Interval
 from dist_amp.world import World
 
 if TYPE_CHECKING:  # TensorBoard takes half a second to import, and a notebook needs no files
@@ -50,8 +55,7 @@ class Metrics:
     """Collects step reports; writes metrics.jsonl and TensorBoard at log steps.
 
     `begin` starts copying a log step's metrics and `read` reads them a step later; `log` does both
-    at once. Nothing is written before `open`, so a notebook that steps a run leaves no files
-    behind.
+    at once. Nothing is written before `open`, so a notebook that steps a run leaves no files.
     """
 
     def __init__(self, world: World, clip: Clip):
@@ -115,8 +119,7 @@ class Metrics:
             saved = torch.cat([saved, unknown.expand(len(saved), 4)], dim=1)
         mine = saved[self.world.rank if same_world else 0].clone()
         if not same_world:  # what is summed over the ranks at a log step, rank 0 carries
-            for column in (0, 3):
-                mine[column] = saved[:, column].sum() if self.world.is_main else 0.0
+            mine[[0, 3]] = saved[:, [0, 3]].sum(0) * self.world.is_main
         interval = Interval(max_norm=self._max_norm)
         interval.loss, interval.weight, interval.min_weight, self._tokens_seen = mine[:4].tolist()
         interval.applied, interval.skipped, interval.clipped = map(int, mine[4:].tolist())
@@ -193,16 +196,14 @@ class Metrics:
             more |= more_of(row)
         if not self.world.is_main:
             self.write_rank_scalars(row.step, row.rank_tags(self.world.rank) | more)
-            return
-        if self._jsonl is None:
-            return
-        with self.world.clock.phase("logging"):
-            ranks = row.tags_of_ranks(MAX_RANK_FOLDERS)
-            tags = row.global_tags() | more
-            line = {"step": row.step, "unix_time": round(time.time(), 3), **tags, "ranks": ranks}
-            self._jsonl.append(line)
-            numbers = {tag: value for tag, value in tags.items() if not isinstance(value, dict)}
-            self.write_rank_scalars(row.step, ranks[0] | numbers)
+        elif self._jsonl is not None:
+            with self.world.clock.phase("logging"):
+                ranks = row.tags_of_ranks(MAX_RANK_FOLDERS)
+                tags = row.global_tags() | more
+                now = round(time.time(), 3)
+                self._jsonl.append({"step": row.step, "unix_time": now, **tags, "ranks": ranks})
+                numbers = {tag: value for tag, value in tags.items() if not isinstance(value, dict)}
+                self.write_rank_scalars(row.step, ranks[0] | numbers)
 
     def write_scalars(self, step: int, tags: Mapping[str, float]) -> None:
         """Global metrics, written by rank 0 to metrics.jsonl and TensorBoard."""
@@ -243,16 +244,18 @@ class Metrics:
 
     @property
     def last_logged(self) -> dict[str, Any]:
-        """The latest global metrics by their tags, with "step"; may be empty. Right after a resume
-        the last line of metrics.jsonl, which has "ranks" too.
+        """The latest global metrics by their tags, with "step"; may be empty.
+
+        Right after a resume the last line of metrics.jsonl, which has "ranks" too.
         """
         if self.last is not None:
             return {"step": self.last.step, **self.last.global_tags()}
         return self._jsonl.last if self._jsonl is not None else {}
 
     def rank_table(self) -> list[dict[str, float]]:
-        """Each rank's tags, with the throughput since the start or resume; right after a resume
-        those of the last line of metrics.jsonl.
+        """Each rank's tags, with the throughput since the start or resume.
+
+        Right after a resume those of the last line of metrics.jsonl.
         """
         if self.last is None:
             return self.last_logged.get("ranks", [])  # type: ignore[no-any-return]
@@ -273,7 +276,7 @@ class Metrics:
             self._tensorboard.close()
 
 
-def memory_use(device: torch.device) -> tuple[int, int, int, int]:
+def memory_use(device: torch.device) -> tuple[int, ...]:
     """(peak, current, reserved) bytes, and the allocator's retries.
 
     On a GPU of torch's allocator: what it holds of the GPU, in use or not, and how often it had to
@@ -282,19 +285,21 @@ def memory_use(device: torch.device) -> tuple[int, int, int, int]:
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
-        return (
-            int(stats.get("allocated_bytes.all.peak", 0)),
-            int(stats.get("allocated_bytes.all.current", 0)),
-            int(stats.get("reserved_bytes.all.current", 0)),
-            int(stats.get("num_alloc_retries", 0)),
-        )
+        names = ("allocated_bytes.all.peak", "allocated_bytes.all.current")
+        names += ("reserved_bytes.all.current", "num_alloc_retries")
+        return tuple(int(stats.get(name, 0)) for name in names)
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    now = resident_bytes() or peak
+    return max(peak, now), now, 0, 0
+
+
+def resident_bytes() -> int:
+    """Of this process's memory; 0 outside of Linux."""
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)  # a tenth of the cost of opening it as text
-    except OSError:  # no /proc outside Linux
-        return peak, peak, 0, 0
+    except OSError:
+        return 0
     pages = int(os.read(file, 64).split()[1])
     os.close(file)
-    now = pages * resource.getpagesize()
-    return max(peak, now), now, 0, 0
+    return pages * resource.getpagesize()

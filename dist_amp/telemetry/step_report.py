@@ -1,18 +1,52 @@
-"""What a step reports, its copy from the device to the host without waiting, and the interface of
-what watches a run.
-"""
+"""What a step and a log interval report, and the interface of what watches a run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dist_amp.telemetry.log_row import LogRow
+from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES
 
-MAX_STEPS_ON_DEVICE = 64  # before their results are copied to the host
+# TensorBoard selects no run by default if there are hundreds; above this, only rank 0 writes, with
+# its ranks/* tags. A line of metrics.jsonl lists no more ranks either.
+MAX_RANK_FOLDERS = 64
+
+# Equal on all ranks, because each is computed from sums over all ranks.
+GLOBAL_METRICS = (
+    *("loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr"),
+    *("weight_sum", "min_weight", "grad_norm"),
+    *("steps", "applied_in_interval", "skipped_in_interval", "clipped_in_interval"),
+)
+# What adds up over a run.
+SUMMED_METRICS = (*PHASES, "items", "tokens")
+# A rank's row of metrics, in this order: slices of a table cost less than chosen columns.
+RANK_METRICS = (
+    *("loss_sum", *GLOBAL_METRICS, *SUMMED_METRICS, "tokens_seen", "samples_seen", "epoch"),
+    *("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries", "save_done"),
+)
+
+INDEX = {name: number for number, name in enumerate(RANK_METRICS)}
+GLOBAL = slice(INDEX[GLOBAL_METRICS[0]], INDEX[GLOBAL_METRICS[-1]] + 1)
+SUMMED = slice(INDEX[SUMMED_METRICS[0]], INDEX[SUMMED_METRICS[-1]] + 1)
+
+# Tags of seconds per step, and of seconds per interval of what interrupts the steps.
+TIMES = {
+    "data_wait_seconds": "data",
+    "forward_seconds": "forward",
+    "backward_seconds": "backward",
+    "optimizer_seconds": "optimizer",
+    "communication_wait_seconds": "communication",
+}
+INTERRUPTIONS = {
+    "checkpoint_stall_seconds": "checkpoint",
+    "evaluation_seconds": "evaluation",
+    "diagnostics_seconds": "diagnostics",
+}
 
 
 @dataclass(frozen=True)
@@ -30,9 +64,142 @@ class StepReport:
         return torch.stack(self.losses).sum()
 
 
+@dataclass(frozen=True, eq=False)
+class LogRow:
+    """The metrics of one log interval, the same on every rank.
+
+    table: [ranks, len(RANK_METRICS)] float64 on the host; only array operations walk over ranks.
+    of_task: what this rank's task returned of train_metrics.
+    more_rank_tags: {tag: row -> [ranks]}, of optional features.
+    """
+
+    step: int
+    table: np.ndarray
+    of_task: Mapping[str, float] = field(default_factory=dict)
+    more_rank_tags: Mapping[str, Callable[["LogRow"], np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean over the interval's steps, all micro-batches and all ranks."""
+        weight = self["weight_sum"]
+        return self.total("loss_sum") / weight if weight else math.nan
+
+    def __getitem__(self, name: str) -> float:
+        """A metric that is the same on all ranks."""
+        return float(self.table[0, INDEX[name]])
+
+    def column(self, name: str) -> np.ndarray:
+        """A metric of every rank: [ranks]."""
+        return self.table[:, INDEX[name]]
+
+    def columns(self, names: Sequence[str]) -> np.ndarray:
+        """Some metrics of every rank: [ranks, len(names)]."""
+        return self.table[:, [INDEX[name] for name in names]]
+
+    def total(self, name: str) -> float:
+        return float(self.column(name).sum())
+
+    @cached_property
+    def has_tokens(self) -> bool:
+        """Whether the task counts tokens."""
+        return self.total("tokens") > 0
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Of the interval's steps, without what interrupted them, of every rank: [ranks]."""
+        return self.columns(STEP_PHASES).sum(axis=1)
+
+    @cached_property
+    def local_seconds(self) -> np.ndarray:
+        """Of `seconds`, those in which a rank neither waited for others nor wrote logs: [ranks]."""
+        return self.columns(OWN_PHASES).sum(axis=1)
+
+    def per_step(self, values: np.ndarray) -> np.ndarray:
+        """[ranks] -> [ranks]."""
+        return values / np.maximum(self.column("steps"), 1)
+
+    def per_second(self, name: str) -> np.ndarray:
+        """Of every rank: [ranks]."""
+        return self.column(name) / np.maximum(self.seconds, 1e-9)
+
+    @cached_property
+    def rank_columns(self) -> dict[str, np.ndarray]:
+        """Every rank's tags: {tag: [ranks]}."""
+        seconds = {
+            "step_seconds": self.per_step(self.seconds),
+            "local_seconds": self.per_step(self.local_seconds),
+            **{tag: self.per_step(self.column(phase)) for tag, phase in TIMES.items()},
+            "other_seconds": self.per_step(self.column("other") + self.column("logging")),
+            **{tag: self.column(phase) for tag, phase in INTERRUPTIONS.items()},
+        }
+        tags = {
+            "throughput/items_per_second": self.per_second("items"),
+            "memory/peak_bytes": self.column("peak_bytes"),
+            "memory/allocated_bytes": self.column("allocated_bytes"),
+            # To 0.1 us, which halves the time that it takes to write 64 ranks as JSON.
+            **{f"time/{tag}": np.round(values, 7) for tag, values in seconds.items()},
+        }
+        if self.has_tokens:
+            tags["throughput/tokens_per_second"] = self.per_second("tokens")
+        if self.column("reserved_bytes").any():
+            tags["memory/reserved_bytes"] = self.column("reserved_bytes")
+            tags["memory/allocator_retries"] = self.column("allocator_retries")
+        return tags | {tag: values(self) for tag, values in self.more_rank_tags.items()}
+
+    def rank_tags(self, rank: int) -> dict[str, float]:
+        """The TensorBoard tags that a rank writes."""
+        return {tag: float(values[rank]) for tag, values in self.rank_columns.items()}
+
+    def tags_of_ranks(self, max_ranks: int | None = None) -> list[dict[str, float]]:
+        """The TensorBoard tags that the first ranks, or all, write."""
+        columns = [values[:max_ranks] for values in self.rank_columns.values()]
+        rows = np.stack(columns, axis=1).tolist()
+        return [dict(zip(self.rank_columns, row, strict=True)) for row in rows]
+
+    def global_tags(self) -> dict[str, float]:
+        """The TensorBoard tags that only rank 0 writes."""
+        steps = max(self["applied_in_interval"] + self["skipped_in_interval"], 1)
+        tags = {
+            "train/loss": self.loss,
+            "train/grad_norm": self["grad_norm"],
+            "train/clipped_share": self["clipped_in_interval"] / steps,
+            "train/lr": self["lr"],
+            "train/epoch": self["epoch"],
+            "train/samples_seen": self["samples_seen"],
+            "amp/loss_scale": self["loss_scale"],
+            "amp/skipped_steps": self["skipped_steps"],
+            "amp/skipped_in_interval": self["skipped_in_interval"],
+        }
+        tokens_seen = self.total("tokens_seen")
+        if self.has_tokens and not math.isnan(tokens_seen):  # nan: since an older checkpoint
+            tags["train/tokens_seen"] = tokens_seen
+        if len(self.table) > 1:
+            tags |= self._spread_tags()
+        return tags
+
+    def _spread_tags(self) -> dict[str, float]:
+        """How ranks differ: min, median and max; of all times where ranks have no folders."""
+        columns = {
+            "items_per_second": self.per_second("items"),
+            "peak_bytes": self.column("peak_bytes"),
+        }
+        times = ["data_wait_seconds", "local_seconds"]
+        tags: dict[str, float] = {}
+        if len(self.table) > MAX_RANK_FOLDERS:
+            times += [*TIMES, *INTERRUPTIONS]
+            tags["ranks/slowest_rank"] = int(self.local_seconds.argmax())
+        columns |= {tag: self.rank_columns[f"time/{tag}"] for tag in times}
+        for name, values in columns.items():
+            tags[f"ranks/{name}_min"] = float(values.min())
+            tags[f"ranks/{name}_median"] = float(np.median(values))
+            tags[f"ranks/{name}_max"] = float(values.max())
+        return tags
+
+
 class Observer:
-    """Watches a run from outside the step; each method is called on every rank, at the same step,
-    in the order of train.py's list. A run takes the same steps without it.
+    """Watches a run from outside the step; each method is called on every rank, at the same step.
+
+    A run takes the same steps without it. Observers are called in the order of train.py's list.
     """
 
     # Whether pending metrics must be read before `before_step`: the observer writes lines to
@@ -59,97 +226,3 @@ class Observer:
 
     def after_evaluation(self) -> None:
         """After an evaluation, which averaged the batch statistics over the ranks."""
-
-
-@dataclass(frozen=True)
-class AsyncCopy:
-    """Values on their way to the host; `read` waits for them."""
-
-    values: Tensor  # float32 on the host
-    arrived: torch.cuda.Event | None
-    losses_per_step: list[int]
-
-    def read(self) -> list[float]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.values.tolist()
-
-
-@dataclass
-class Interval:
-    """The steps since the last log step. Sums are float64, added step by step, so they are the same
-    wherever a checkpoint cuts them.
-    """
-
-    loss: float = 0.0
-    weight: float = 0.0
-    min_weight: float = math.inf
-    norm: float = 0.0  # of the last step
-    steps: int = 0
-    applied: int = 0
-    skipped: int = 0
-    clipped: int = 0  # of the applied ones, by their norm
-    max_norm: float = math.inf  # above it, gradients are clipped
-    _reports: list[StepReport] = field(default_factory=list)
-    _copies: list[AsyncCopy] = field(default_factory=list)
-
-    def add(self, report: StepReport) -> None:
-        """Record a step's results without reading them."""
-        self._reports.append(report)
-        self.steps += 1
-        if len(self._reports) == MAX_STEPS_ON_DEVICE:
-            self.start_copy()
-
-    def start_copy(self, *more: Tensor) -> None:
-        """Start copying to the host what is still on the device, and further 1-dimensional tensors.
-
-        The values in order: losses, weight and norm of each step, each step's `applied` flag, then
-        `more`. Three operations for all steps: each has a fixed cost whatever its size.
-        """
-        reports = self._reports
-        self._reports = []
-        parts = list(more)
-        if reports:
-            floats = [x for report in reports for x in (*report.losses, report.weight, report.norm)]
-            flags = [report.applied for report in reports]
-            parts = [torch.stack(floats), torch.stack(flags), *more]
-        if not parts:
-            return
-        values = torch.cat([part.float() for part in parts])
-        arrived = None
-        if values.is_cuda:
-            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = pinned.copy_(values, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._copies.append(AsyncCopy(values, arrived, [len(report.losses) for report in reports]))
-
-    def read(self) -> list[float]:
-        """Add the copied steps to the sums, waiting for them; return the last copy's `more`."""
-        copies = self._copies
-        self._copies = []
-        more: list[float] = []
-        for copy in copies:
-            more = self._add(copy)
-        return more
-
-    def _add(self, copy: AsyncCopy) -> list[float]:
-        values = iter(copy.read())
-        steps = []
-        for count in copy.losses_per_step:
-            losses = [next(values) for _ in range(count)]
-            steps.append((sum(losses), next(values), next(values)))
-        for loss, weight, norm in steps:
-            self.norm = norm
-            # A nan must not hide behind a smaller number.
-            self.min_weight = weight if math.isnan(weight) else min(self.min_weight, weight)
-            if not next(values):
-                self.skipped += 1
-                continue
-            # A skipped step's loss is often not finite, and would spoil the interval's mean.
-            self.loss += loss
-            self.weight += weight
-            self.applied += 1
-            if norm > self.max_norm:
-                self.clipped += 1
-        return list(values)

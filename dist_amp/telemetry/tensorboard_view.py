@@ -1,6 +1,4 @@
-"""How TensorBoard shows a run: every tag's unit and meaning, readable units, and six charts pinned
-above all others, which are a custom-scalars layout too.
-"""
+"""How TensorBoard shows a run: tags' units and meanings, readable units, six pinned charts."""
 
 import json
 import math
@@ -95,9 +93,7 @@ def describe(tag: str) -> str:
 
 
 def in_readable_units(values: Mapping[str, float]) -> dict[str, float]:
-    """Tags that TensorBoard gets besides `values`: percent, GiB and powers of 2. metrics.jsonl has
-    only the others.
-    """
+    """Tags that TensorBoard gets besides `values`, and metrics.jsonl not: percent, GiB, 2^n."""
     tags = {}
     if "throughput/mfu" in values:
         tags["perf/mfu_pct"] = 100 * values["throughput/mfu"]
@@ -140,22 +136,13 @@ def watch_line(folder: Path, has_tokens: bool) -> str:
     return f"watch  {command}\n       {pinned_url(has_tokens)}"
 
 
-def add_overview(step: int, has_tokens: bool) -> Callable[[Any], None]:
+def add_overview(has_tokens: bool) -> Callable[[Any], None]:
     """Writes the layout "Overview" of the custom-scalars dashboard with torch's SummaryWriter."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
-
-    charts = []
-    for title, tags in main_tags(has_tokens).items():
-        lines = layout_pb2.MultilineChartContent(tag=[f"^{tag}$" for tag in tags])
-        charts.append(layout_pb2.Chart(title=title, multiline=lines))
-    layout = layout_pb2.Layout(category=[layout_pb2.Category(title="Overview", chart=charts)])
-    content = TensorProto(dtype="DT_STRING", string_val=[layout.SerializeToString()])
-    value = Summary.Value(
-        tag=metadata.CONFIG_SUMMARY_TAG, tensor=content, metadata=metadata.create_summary_metadata()
-    )
-    return lambda writer: writer.file_writer.add_summary(Summary(value=[value]), step)
+    charts = {
+        title: ["Multiline", [f"^{tag}$" for tag in tags]]
+        for title, tags in main_tags(has_tokens).items()
+    }
+    return lambda writer: writer.add_custom_scalars({"Overview": charts})
 
 
 def describe_new(values: Iterable[Any], described: set[str], file: Any, step: int) -> None:

@@ -1,6 +1,4 @@
-"""Writers of metrics.jsonl and TensorBoard, robust to kills, resumes and a disk that is full for a
-while.
-"""
+"""Writers of metrics.jsonl and TensorBoard, robust to kills, resumes and a full disk."""
 
 import errno
 import json
@@ -23,12 +21,11 @@ Warn = Callable[[str], object]
 
 # TensorBoard looks every 5 s; torch's default of 120 would leave the charts of a new run empty.
 FLUSH_SECONDS = 10
+RETRY_SECONDS = 10.0  # each try makes a file and a thread
 
 
 class JsonlWriter:
-    """metrics.jsonl: one line per logged step; lines that can't be written are kept in memory and
-    written later.
-    """
+    """metrics.jsonl: a line per logged step; what can't be written is kept and written later."""
 
     def __init__(self, path: Path, step: int, warn: Warn = warnings.warn):
         """Drop the lines of steps after `step`, which are taken again, and an incomplete last line.
@@ -39,7 +36,7 @@ class JsonlWriter:
         self.path = path
         self.last: dict[str, Any] = {}  # the latest line of a log step
         self._warn = warn
-        self._unwritten = ""
+        self._unwritten = b""
         if not path.exists():
             return
         if step == 0 and path.stat().st_size:
@@ -59,37 +56,24 @@ class JsonlWriter:
         write_durably(path, "".join(kept))  # a kill in between must not lose the log
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a line, after those that could not be written before; warns at the first failure."""
+        """Add a line, after what could not be written before; warns at the first failure."""
         is_first_failure = not self._unwritten
-        try:
-            self._unwritten += json.dumps(row, allow_nan=False) + "\n"
-        except ValueError:
-            self._unwritten += json.dumps(plain_json(row)) + "\n"
-        data = self._unwritten.encode()
-        size = None
+        self._unwritten += f"{json.dumps(plain_json(row))}\n".encode()
+        problem = os.strerror(errno.ENOSPC)  # a nearly full disk takes only the beginning
         try:
             with open(self.path, "ab", buffering=0) as file:
-                size = file.tell()
-                if file.write(data) < len(data):  # a nearly full disk takes only the beginning
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._unwritten = ""
+                self._unwritten = self._unwritten[file.write(self._unwritten) :]
         except OSError as error:
-            if size is not None:
-                with suppress(OSError):
-                    os.truncate(self.path, size)
-            if is_first_failure:
-                self._warn(
-                    f"{self.path} can't be written ({error.strerror}); its lines are kept in "
-                    "memory and written later"
-                )
+            problem = str(error.strerror)
+        if self._unwritten and is_first_failure:
+            self._warn(
+                f"{self.path} can't be written ({problem}); its lines are kept in memory and "
+                "written later"
+            )
 
 
 class TensorBoardWriter:
-    """One rank's TensorBoard folder. If it is full, removed or read-only, the run continues and
-    writing is retried.
-    """
-
-    RETRY_SECONDS = 10.0
+    """One rank's TensorBoard folder; if it is full, removed or read-only, a later write retries."""
 
     def __init__(self, path: Path, first_step: int, warn: Warn = warnings.warn):
         self._path = path
@@ -112,8 +96,7 @@ class TensorBoardWriter:
             add(self._open())
         except OSError as error:  # also one of the writer's thread, which the next write raises
             self._writer = None
-            if not isinstance(error, FileNotFoundError):
-                self._retry_at = time.monotonic() + self.RETRY_SECONDS
+            self._retry_at = time.monotonic() + RETRY_SECONDS
             if not self._has_warned:
                 self._has_warned = True
                 self._warn(
@@ -140,7 +123,7 @@ class TensorBoardWriter:
 
     def _open(self) -> Any:
         if self._writer is None:
-            hide_errors_of_writer_threads()
+            threading.excepthook = show_error_of_thread
             self._writer = SummaryWriter(
                 str(self._path), purge_step=self._purge_step, flush_secs=FLUSH_SECONDS
             )
@@ -156,14 +139,8 @@ class TensorBoardWriter:
                 self._writer.close()
 
 
-def hide_errors_of_writer_threads() -> None:
+def show_error_of_thread(args: Any) -> None:
     """TensorBoard's thread passes its OSError to the next write; Python need not print it too."""
-    original = threading.excepthook
-
-    def show(args: Any) -> None:
-        is_writer = "tensorboard" in type(args.thread).__module__
-        if not (is_writer and isinstance(args.exc_value, OSError)):
-            original(args)
-
-    if getattr(original, "__name__", "") != show.__name__:
-        threading.excepthook = show
+    is_writer = "tensorboard" in type(args.thread).__module__
+    if not (is_writer and isinstance(args.exc_value, OSError)):
+        threading.__excepthook__(args)

@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
 import torch
@@ -22,9 +22,9 @@ from dist_amp.distributed.process import hide_progress_bars
 from dist_amp.errors import ConfigError, first_line, nearest_name
 from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.verify.cells import Row, compare_on_ranks
 from dist_amp.verify.compare import Verdict
 from dist_amp.verify.findings import Finding, inspect_task
-from dist_amp.verify.ranks import Row, compare_on_ranks
 from dist_amp.verify.reference import GLOBAL_BATCH, STEPS, Reference
 from dist_amp.world import locate
 
@@ -61,33 +61,20 @@ def run(argv: Sequence[str]) -> int:
 
         print(dtype_report(load_config(rest)).text)
         return 0
-    return verify(rest, options.world_sizes, options.strategies, options.precisions)
+    strategies = chosen("strategies", options.strategies, STRATEGIES)
+    precisions = chosen("precisions", options.precisions, PRECISIONS)
+    return verify(rest, world_sizes_in(options.world_sizes), strategies, precisions)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """(this command's options, the remaining arguments: settings of a run)."""
     parser = Parser("python -m dist_amp.verify", __doc__, EPILOG)
-    parser.add_argument(
-        "--world_sizes",
-        default=[1, 2, 4],
-        type=world_sizes_in,
-        metavar="1,2,4",
-        help="numbers of ranks; default 1,2,4",
-    )
-    parser.add_argument(
-        "--strategies",
-        default=list(STRATEGIES),
-        type=some_of("strategies", STRATEGIES),
-        metavar="ddp,fsdp",
-        help="which of single, ddp, fsdp, hsdp (even numbers of ranks); default all",
-    )
-    parser.add_argument(
-        "--precisions",
-        default=list(PRECISIONS),
-        type=some_of("precisions", PRECISIONS),
-        metavar="fp32,bf16",
-        help="which of fp32, bf16, fp16; default all (fp16 is slow on a CPU)",
-    )
+    for name, default, text in (
+        ("world_sizes", "1,2,4", "numbers of ranks; default 1,2,4"),
+        ("strategies", ",".join(STRATEGIES), "default all; hsdp takes even numbers of ranks"),
+        ("precisions", ",".join(PRECISIONS), "default all (fp16 is slow on a CPU)"),
+    ):
+        parser.add_argument(f"--{name}", default=default, metavar=default, help=text)
     parser.add_argument(
         "--dtypes",
         action="store_true",
@@ -110,20 +97,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def world_sizes_in(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise ConfigError(
-            f"--world_sizes={text} must be whole numbers above 0, separated by commas: 1,2,4"
-        )
+        rule = "must be whole numbers above 0, separated by commas: 1,2,4"
+        raise ConfigError(f"--world_sizes={text} {rule}")
     return sorted({int(word) for word in words})
 
 
-def some_of(name: str, known: Sequence[str]) -> Callable[[str], list[str]]:
-    def read(text: str) -> list[str]:
-        words = text.split(",")
-        if wrong := [word for word in words if word not in known]:
-            raise ConfigError(f"--{name}={text}: {wrong[0]!r} is none of {', '.join(known)}")
-        return [word for word in known if word in words]
-
-    return read
+def chosen(name: str, text: str, known: Sequence[str]) -> list[str]:
+    words = text.split(",")
+    if wrong := [word for word in words if word not in known]:
+        raise ConfigError(f"--{name}={text}: {wrong[0]!r} is none of {', '.join(known)}")
+    return [word for word in known if word in words]
 
 
 def verify(
@@ -146,33 +129,34 @@ def verify(
     for finding in findings:
         say(f"{'fail' if finding.fails else 'note'}     {finding.text}")
     if any(finding.fails for finding in findings):
-        say(
-            "failed: no way of running can compute this task's step as one process would; fix the "
-            "task first"
-        )
+        why = "no way of running can compute this task's step as one process would"
+        say(f"failed: {why}; fix the task first")
         return 1
-    row_seconds = {}  # of the last row in each precision; before the first, an estimate
+    seconds = {}  # of the last row in each precision; before the first, an estimate
     for precision in precisions:
         started = time.perf_counter()
         if is_supported(reference, precision):
-            row_seconds[precision] = ROW_FOR_BOUND * (time.perf_counter() - started)
-    rows = {size: rows_of(size, strategies, list(row_seconds)) for size in sizes}
+            seconds[precision] = ROW_FOR_BOUND * (time.perf_counter() - started)
+    rows = {size: rows_of(size, strategies, list(seconds)) for size in sizes}
     left = [precision for of_size in rows.values() for _, _, precision in of_size]
     total = len(left)
-    seconds_left = sum(row_seconds[precision] for precision in left)
+    about = in_words(sum(seconds[precision] for precision in left))
     steps = f"{STEPS} steps of {global_batch} samples with SGD and with AdamW"
-    say(f"compare  {total} combinations, each {steps}; about {in_words(seconds_left)}")
-    say("\n".join([*plan(rows), "", HEADER]))
+    say(f"compare  {total} combinations, each {steps}; about {about}")
+    for size, of_size in rows.items():
+        if of_size:
+            names = [", ".join(dict.fromkeys(row[column] for row in of_size)) for column in (1, 2)]
+            say(f"{size:>5} {'ranks' if size > 1 else 'rank '}  {' in '.join(names)}")
+    say(f"\n{HEADER}")
     failed = 0
     started = time.perf_counter()
-    for size in rows:
-        for row, verdicts in compare_on_ranks(size, argv, rows[size], reference):
-            precision = row[2]
-            row_seconds[precision] = time.perf_counter() - started
-            started = time.perf_counter()
-            left.remove(precision)
-            seconds_left = sum(row_seconds[precision] for precision in left)
-            say(table_row(row, verdicts, row_seconds[precision], seconds_left))
+    for size, of_size in rows.items():
+        for row, verdicts in compare_on_ranks(size, argv, of_size, reference):
+            took = time.perf_counter() - started
+            started += took
+            seconds[row[2]] = took
+            left.remove(row[2])
+            say(table_row(row, verdicts, took, sum(seconds[precision] for precision in left)))
             failed += any(verdict.cause for verdict in verdicts)
     say(
         f"\n{'failed' if failed else 'passed'}: {total - failed} of {total} compute the steps of "
@@ -203,18 +187,14 @@ def is_supported(reference: Reference, precision: str) -> bool:
     if reference.device.type == "cpu" and precision != "fp32":
         slowdown = cpu_slowdown(precision)
         if slowdown >= EMULATED:
-            say(
-                f"note     {precision} takes long: this CPU only emulates it ({slowdown:.0f}x "
-                "slower); see --precisions"
-            )
+            why = f"this CPU only emulates it ({slowdown:.0f}x slower); see --precisions"
+            say(f"note     {precision} takes long: {why}")
     try:
         reference.bound(precision)
     except RuntimeError as error:
         why = first_line(error) or type(error).__name__
-        say(
-            f"note     {precision} is skipped: plain torch can't compute this task in it on this "
-            f"device ({why})"
-        )
+        rule = "plain torch can't compute this task in it on this device"
+        say(f"note     {precision} is skipped: {rule} ({why})")
         return False
     return True
 
@@ -225,10 +205,8 @@ def available_world_sizes(world_sizes: list[int], device: torch.device) -> list[
     available = []
     for size in world_sizes:
         if device.type == "cuda" and size > gpus:
-            say(
-                f"note     {size} ranks are skipped: there are {gpus} GPUs; use --run.device cpu "
-                "for more"
-            )
+            why = f"there are {gpus} GPUs; use --run.device cpu for more"
+            say(f"note     {size} ranks are skipped: {why}")
         else:
             available.append(size)
     return available
@@ -244,37 +222,20 @@ def rows_of(size: int, strategies: Sequence[str], precisions: Sequence[str]) -> 
     ]
 
 
-def plan(rows: Mapping[int, Sequence[Row]]) -> list[str]:
-    """A line per number of ranks: which combinations are compared on it."""
-    lines = []
-    for size, of_size in rows.items():
-        if of_size:
-            strategies = ", ".join(dict.fromkeys(strategy for _, strategy, _ in of_size))
-            precisions = ", ".join(dict.fromkeys(precision for _, _, precision in of_size))
-            ranks = "ranks" if size > 1 else "rank "
-            lines.append(f"{size:>5} {ranks}  {strategies} in {precisions}")
-    return lines
-
-
 def table_row(row: Row, verdicts: list[Verdict], seconds: float, seconds_left: float) -> str:
     """A row of the table with the worst of its verdicts; below it the causes of failures."""
     size, strategy, precision = row
     gradients = max(verdicts, key=lambda verdict: verdict.gradient_error)
-    parameters = max(
-        verdicts, key=lambda verdict: verdict.parameter_error / verdict.parameter_bound
-    )
+    updates = max(verdicts, key=lambda verdict: verdict.parameter_error / verdict.parameter_bound)
     numbers = (
         f"{gradients.gradient_error:>9.1e}  {gradients.gradient_bound:>7.0e}  "
-        f"{parameters.parameter_error:>10.1e}  {parameters.parameter_bound:>7.0e}"
+        f"{updates.parameter_error:>10.1e}  {updates.parameter_bound:>7.0e}"
     ).replace("nan", "  -")
     left = in_words(seconds_left) if seconds_left else ""
     causes = dict.fromkeys(verdict.cause for verdict in verdicts if verdict.cause)
+    text = f"{size:>5}  {strategy:<8}  {precision:<9}  {numbers}  {seconds:>5.1f} s  {left:>6}"
     result = "FAIL" if causes else "pass"
-    text = (
-        f"{size:>5}  {strategy:<8}  {precision:<9}  {numbers}  {seconds:>5.1f} s  {left:>6}  "
-        f"{result}"
-    )
-    return "\n".join([text, *(f"{'':7}{cause}" for cause in causes)])
+    return "\n".join([f"{text}  {result}", *(f"{'':7}{cause}" for cause in causes)])
 
 
 def in_words(seconds: float) -> str:

@@ -1,19 +1,30 @@
 """The steps of one way of running: taken from a run as the main job builds it, captured, and given
-to `compare`.
+to `compare`; on new processes of this machine, row after row.
+
+Not in __main__.py, whose functions a process that multiprocessing spawns can't import.
 """
 
-import math
-from collections.abc import Callable
+import logging
+import multiprocessing
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from queue import Empty
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from dist_amp.config.load import load_config
 from dist_amp.data import build_batches
 from dist_amp.diagnostics import consistency
-from dist_amp.optim import learning_rate
+from dist_amp.errors import Failure
 from dist_amp.run import Run, build_run
 from dist_amp.settings import (
     CheckpointConfig,
@@ -27,29 +38,25 @@ from dist_amp.settings import (
 )
 from dist_amp.step import train_step
 from dist_amp.verify.compare import Cell, Comparison, Verdict, compare
-from dist_amp.verify.reference import (
-    STEPS,
-    OperationCounter,
-    Reference,
-    State,
-    gradient_of,
-    sums_over_ranks,
-)
-from dist_amp.world import World, local
+from dist_amp.verify.reference import STEPS, OperationCounter, Reference, State, gradient_of
+from dist_amp.world import World, local, start
+
+Row = tuple[int, str, str]  # (ranks, strategy, precision)
+Step = Callable[[Run, list[Any]], Any]
 
 
-def check_cell(
-    world: World, reference: Reference, cell: Cell, step: Callable[..., Any] = train_step
-) -> Verdict:
+def check_cell(world: World, reference: Reference, cell: Cell, step: Step = train_step) -> Verdict:
     """Take the cell's steps and compare them with the reference's.
 
     Every rank calls it, and rank 0 gets the verdict. step: called in place of train_step.
     """
-    reference.task.length = reference.epoch_length(cell.partial)
+    reference.task.length = reference.epoch_length
     run = build_run(config_of(reference, cell, world), world, reference.task)
     consistency.check_start(run)
     micro_batches, _ = micro_batches_at(run, reference, max(cell.accumulation), 0)
-    faults = by_rank(world.gather_texts(fault_of_skip(run, reference, micro_batches, step)))
+    about = f"a step that is not finite on rank {world.world_size - 1} must be skipped, but"
+    fault = fault_of_skip(run, reference, micro_batches, step)
+    faults = by_rank(about, world.gather_texts(fault))
     if faults:  # start again, so that this fault alone does not make the following steps wrong
         run = build_run(config_of(reference, cell, world), world, reference.task)
     captured = capture(run)
@@ -62,7 +69,8 @@ def check_cell(
         with OperationCounter(sums_over_ranks) as counter:
             step(run, micro_batches)
         reductions.append(counter.count)
-    state_fault = fault_of_state(run)
+    fault = fault_of_counts(run, applied=STEPS, skips_in_a_row=0)
+    counts = by_rank("after a skipped and five applied steps,", world.gather_texts(fault))
     faults.append(consistency.find_mismatch(run))
     if cell.accumulate_reduce == "last" and len(set(reductions)) > 1:
         faults.append(
@@ -74,11 +82,12 @@ def check_cell(
     verdict = Verdict()
     try:
         if world.is_main:
-            verdict = compare(Comparison(reference, cell, world, captured, buffers, end))
+            done = Comparison(reference, cell, world.world_size, captured, buffers, end)
+            verdict = compare(done)
     finally:
         world.wait_long()  # for rank 0, which alone computes the reference
     # Wrong gradients can lead to skipped steps, so they come before a wrong count.
-    causes = [verdict.cause or state_fault, *faults]
+    causes = [verdict.cause or "; ".join(counts), *faults]
     return replace(verdict, cause="; ".join(filter(None, causes)))
 
 
@@ -158,32 +167,38 @@ def buffers_of(run: Run) -> dict[str, Tensor]:
     return {name: full(buffer) for name, buffer in module.named_buffers() if name in persistent}
 
 
+def full(tensor: Tensor) -> Tensor:
+    """A copy of the full tensor; a collective if it is sharded."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
 def micro_batches_at(
     run: Run, reference: Reference, accumulation: int, position: int
 ) -> tuple[list[Any], int]:
     """This rank's micro-batches of the step at `position`, and the position after it."""
-    task, config = reference.task, run.config
-    size = reference.global_batch // (run.world.world_size * accumulation)
-    dataset = task.build_dataset("train")
     batches = build_batches(
-        config.data,
-        task,
-        dataset,
+        run.config.data,
+        reference.task,
+        reference.task.build_dataset("train"),
         run.world,
-        micro_batch_size=size,
+        micro_batch_size=reference.global_batch // (run.world.world_size * accumulation),
         accumulation_steps=accumulation,
-        seed=config.run.seed,
+        seed=run.config.run.seed,
     )
     batches.position = position
     return next(batches), batches.position
 
 
-def fault_of_skip(
-    run: Run, reference: Reference, micro_batches: list[Any], step: Callable[..., Any]
-) -> str:
+def sums_over_ranks(function: Any, out: Any) -> bool:
+    """Whether an operation is a collective that sums gradients over ranks."""
+    name = str(function)
+    return "c10d" in name and ("reduce_scatter" in name or "allreduce" in name)
+
+
+def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step: Step) -> str:
     """Take a step whose loss is infinite on the last rank only; return what it changed here."""
     before = state_of(run)
-    scale = run.scaler.scale_tensor.clone()
     reference.task.infinite_loss = run.world.rank == run.world.world_size - 1
     report = step(run, micro_batches)
     reference.task.infinite_loss = False
@@ -193,20 +208,7 @@ def fault_of_skip(
     for name, tensor in before.items():
         if not torch.equal(tensor, after[name]):
             return f"it changed {name}; a skipped step must change nothing"
-    applied, skipped, _ = counters = run.schedule.counters.tolist()
-    if counters != [0, 1, 1]:
-        return (
-            f"it counted as {applied} applied, {skipped} skipped; the schedule follows applied "
-            "steps only"
-        )
-    if run.scaler.scales:
-        scale *= run.config.precision.scaler.backoff_factor
-    if run.scaler.scale_tensor != scale:
-        return (
-            f"it left the loss scale at {run.scaler.get_scale():g}, not {scale:g}; update() must "
-            "run once per step"
-        )
-    return ""
+    return fault_of_counts(run, applied=0, skips_in_a_row=1)
 
 
 def state_of(run: Run) -> dict[str, Tensor]:
@@ -220,49 +222,129 @@ def state_of(run: Run) -> dict[str, Tensor]:
     return {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
-def by_rank(texts: list[str]) -> list[str]:
-    """Each fault of a skipped step once, with the ranks that have it. texts: one per rank."""
+def fault_of_counts(run: Run, applied: int, skips_in_a_row: int) -> str:
+    """What is wrong with this rank's counters or loss scale after a skipped and `applied` steps."""
+    counters = run.schedule.counters.tolist()
+    if counters != [applied, 1, skips_in_a_row]:
+        count = f"it counted as {counters[0]} applied, {counters[1]} skipped"
+        return f"{count}; the schedule follows applied steps only"
+    scaler = run.config.precision.scaler
+    growths = applied // scaler.growth_interval
+    scale = scaler.init_scale * scaler.backoff_factor * scaler.growth_factor**growths
+    if run.scaler.scales and run.scaler.get_scale() != scale:
+        left = f"it left the loss scale at {run.scaler.get_scale():g}, not {scale:g}"
+        return f"{left}; update() must run once per step"
+    return ""
+
+
+def by_rank(about: str, texts: list[str]) -> list[str]:
+    """Each fault once, with the ranks that have it. texts: one per rank."""
     faults = []
     for fault in dict.fromkeys(filter(None, texts)):
         ranks = [str(rank) for rank, text in enumerate(texts) if text == fault]
         plural = "s" if len(ranks) > 1 else ""
-        faults.append(
-            f"a step that is not finite on rank {len(texts) - 1} must be skipped, but on "
-            f"rank{plural} {', '.join(ranks)} {fault}"
-        )
+        faults.append(f"{about} on rank{plural} {', '.join(ranks)} {fault}")
     return faults
 
 
-def fault_of_state(run: Run) -> str:
-    """What is wrong with loss scale, counters or learning rate on any rank after all steps."""
-    optim = run.config.optim
-    scaler = run.config.precision.scaler
-    growths, growth_tracker = divmod(STEPS, scaler.growth_interval)
-    last_lr = learning_rate(optim, STEPS - 1, STEPS)
-    once_applied = "the optimizer must be applied once per step"
-    once_updated = "update() must run once per step"
-    # {what: (the tensor, its value after STEPS applied steps, the rule)}
-    expected = {
-        "the learning rate": (run.schedule.last_lr, last_lr, "it follows applied steps"),
-        "applied_steps": (run.schedule.applied_steps, STEPS, once_applied),
-        "skipped_steps": (run.schedule.skipped_steps, 1, once_applied),
-    }
-    if state := run.scaler.state_dict():
-        scale = scaler.init_scale * scaler.backoff_factor * scaler.growth_factor**growths
-        expected["the loss scale"] = (state["scale"], scale, once_updated)
-        expected["the growth tracker"] = (state["growth_tracker"], growth_tracker, once_updated)
-    values = torch.stack([value.double().to(run.world.device) for value, _, _ in expected.values()])
-    for rank, row in enumerate(run.world.gather(values).tolist()):
-        for (name, (_, wanted, rule)), value in zip(expected.items(), row, strict=True):
-            if not math.isclose(value, wanted, rel_tol=1e-6):
-                return (
-                    f"rank {rank}: {name} is {value:g}, not {wanted:g} as after {STEPS} steps and "
-                    f"a skipped one; {rule}"
-                )
-    return ""
+# ---- the processes of the ranks ----
 
 
-def full(tensor: Tensor) -> Tensor:
-    """A copy of the full tensor; a collective if it is sharded."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+class QuietWorld(World):
+    """Says nothing: the command has said it before the table, once for all rows."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        pass
+
+
+def compare_on_ranks(
+    size: int, argv: Sequence[str], rows: list[Row], reference: Reference
+) -> Iterator[tuple[Row, list[Verdict]]]:
+    """Compare the rows on `size` new processes; yields each row when it is done."""
+    if not rows:
+        return
+    spawn = multiprocessing.get_context("spawn")
+    results: Queue[list[Verdict] | str] = spawn.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    measured = reference.measured({precision for _, _, precision in rows})
+    shared = (list(argv), rows, reference.task.eval_modules, measured, results)
+    ranks = []
+    for rank in range(size):
+        of_rank = {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        ranks.append(spawn.Process(target=compare_as_rank, args=(of_rank, *shared)))
+    for process in ranks:
+        process.start()
+    try:
+        for number, row in enumerate(rows):
+            result = next_result(results, ranks)
+            if isinstance(result, str):
+                yield row, [Verdict(cause=result)]
+                for left in rows[number + 1 :]:
+                    yield left, [Verdict(cause="not run: a rank failed before")]
+                return
+            yield row, result
+        for process in ranks:
+            process.join()
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def next_result(
+    results: "Queue[list[Verdict] | str]", ranks: Sequence[BaseProcess]
+) -> list[Verdict] | str:
+    """The next verdicts, or the error of the first rank that fails."""
+    while True:
+        with suppress(Empty):
+            return results.get(timeout=0.5)
+        for rank, process in enumerate(ranks):
+            if process.exitcode:
+                return f"rank {rank} ended with exit status {process.exitcode} and no error message"
+
+
+def compare_as_rank(
+    environment: dict[str, str],
+    argv: list[str],
+    rows: list[tuple[int, Any, Any]],
+    eval_modules: frozenset[str],
+    measured: dict[str, Any],
+    results: "Queue[list[Verdict] | str]",
+) -> None:
+    """One rank's process: compare the rows together with the others; rank 0 sends the verdicts."""
+    os.environ |= environment
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
+    try:
+        config = load_config(argv)
+        with start(config.run) as world, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="torch")  # only the numbers decide
+            # The first process has logged the data already.
+            logging.getLogger("dist_amp").setLevel(logging.ERROR)
+            world = QuietWorld(**vars(world))
+            reference = Reference(config, world.device, None, eval_modules, measured)
+            for _, strategy, precision in rows:
+                verdicts = []
+                for optimizer in ("sgd", "adamw"):
+                    cell = Cell(
+                        strategy,
+                        precision,
+                        optimizer,
+                        clip_by=config.train.clip_by,
+                        fused=config.optim.fused,
+                        accumulate_reduce=config.parallel.accumulate_reduce,
+                    )
+                    try:
+                        verdicts.append(check_cell(world, reference, cell))
+                    except Failure as error:  # raised on every rank
+                        verdicts.append(Verdict(cause=str(error)))
+                if world.is_main:
+                    results.put(verdicts)
+    except Exception as error:
+        results.put(f"rank {environment['RANK']}: {type(error).__name__}: {error}")
+        raise

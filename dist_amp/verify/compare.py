@@ -27,7 +27,7 @@ parameters: u x (3 P + 50 D) + 4 e in all precisions, since parameters and updat
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,7 +45,6 @@ from dist_amp.verify.reference import (
     largest,
     relative_error,
 )
-from dist_amp.world import World
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class Cell:
     clip_by: Literal["norm", "value", "off"] = "norm"
     fused: bool = True
     accumulation: tuple[int, ...] = (1, 3, 4, 4, 3)
-    partial: bool = True  # the fourth step ends an epoch
     accumulate_reduce: Literal["last", "every"] = "last"
 
 
@@ -75,15 +73,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a cell did.
-
-    states: as each optimizer step got them. buffers: at each step's start. end: the last
-    parameters.
-    """
+    """What a cell did: the states that its optimizer got, buffers at each step's start, the end."""
 
     reference: Reference
     cell: Cell
-    world: World
+    ranks: int
     states: list[State]
     buffers: Sequence[Values]
     end: Values
@@ -92,28 +86,20 @@ class Comparison:
         """Parameters and buffers at which a step's gradients were computed."""
         return {**self.states[step].parameters, **self.buffers[step]}
 
-    def samples(self, step: int) -> list[int]:
-        return self.reference.step_samples(self.cell.partial)[step]
-
-    def shards(self, step: int) -> list[tuple[int, int, Shard]]:
-        """(rank, micro-batch, its samples) of a step."""
-        ranks = self.world.world_size
-        size = self.reference.global_batch // (ranks * self.cell.accumulation[step])
-        shards = []
-        for rank in range(ranks):
-            for number, shard in enumerate(shard_step(self.samples(step), ranks, size, rank)):
-                shards.append((rank, number, shard))
-        return shards
+    def shards(self, step: int) -> list[list[Shard]]:
+        """Each rank's micro-batches of a step."""
+        samples = self.reference.step_samples[step]
+        size = self.reference.global_batch // (self.ranks * self.cell.accumulation[step])
+        return [shard_step(samples, self.ranks, size, rank) for rank in range(self.ranks)]
 
     def bound(self, step: int, error: float) -> float:
-        """The bound of a step's gradients: the first step's, or the step's own if that is larger.
-
-        The step's own is measured only if `error` exceeds the first.
+        """The bound of a step's gradients: the first step's, or its own where `error` exceeds that
+        and it is larger.
         """
         bound = self.reference.bound(self.cell.precision)
         if error <= bound:
             return bound
-        parts = [shard.indices for _, _, shard in self.shards(step) if shard.counts]
+        parts = [shard.indices for rank in self.shards(step) for shard in rank if shard.counts]
         at_step, _ = self.reference.bound_at(self.cell.precision, parts, self.start(step))
         return max(bound, at_step)
 
@@ -122,34 +108,30 @@ def compare(run: Comparison) -> Verdict:
     """The largest errors of all steps, and the cause of the first that exceeds its bound."""
     reference, cell, states = run.reference, run.cell, run.states
     if len(states) != STEPS:
-        return Verdict(
-            cause=f"the optimizer was applied {len(states)} times in {STEPS} steps; it must be "
-            "once in each"
-        )
-    truths = [reference.gradients([run.samples(step)], run.start(step))[0] for step in range(STEPS)]
-    errors = [relative_error(states[step].gradients, truths[step]) for step in range(STEPS)]
-    bounds = [run.bound(step, errors[step]) for step in range(STEPS)]
+        times = f"the optimizer was applied {len(states)} times in {STEPS} steps"
+        return Verdict(cause=f"{times}; it must be once in each")
+    cause = ""
+    if any(not torch.equal(states[0].parameters[n], x) for n, x in reference.initial.items()):
+        cause = "the initial weights are not those that build_model makes from run.seed"
+    ends = [*(state.parameters for state in states[1:]), run.end]
     updates = reference.updates(cell.optimizer, cell.clip_by, states)
     update_bound = bound_of_updates(run, updates)
-    ends = [*(state.parameters for state in states[1:]), run.end]
-    update_errors = [largest(difference(ends[step], updates[step])) for step in range(STEPS)]
-    cause = ""
-    if not all(
-        torch.equal(states[0].parameters[n], value) for n, value in reference.initial.items()
-    ):
-        cause = "the initial weights are not those that build_model makes from run.seed"
-    for step in range(STEPS):
+    gradients = []  # (whether a step's exceed the bound, error / bound, error, bound)
+    update_errors = []
+    for step, state in enumerate(states):
+        truth, _ = reference.gradients([reference.step_samples[step]], run.start(step))
+        error = relative_error(state.gradients, truth)
+        bound = run.bound(step, error)
+        update_error = largest(difference(ends[step], updates[step]))
         # "not <=" in place of ">", for nan
-        if not cause and not errors[step] <= bounds[step]:
-            cause = about_gradients(run, step, truths[step])
-        if not cause and not update_errors[step] <= update_bound:
+        if not cause and not error <= bound:
+            cause = about_gradients(run, step, truth)
+        if not cause and not update_error <= update_bound:
             cause = about_update(run, step, ends[step], update_bound)
-
-    def excess(step: int) -> tuple[bool, float]:
-        return not errors[step] <= bounds[step], errors[step] / bounds[step]
-
-    worst = max(range(STEPS), key=excess)
-    return Verdict(errors[worst], bounds[worst], max(update_errors), update_bound, cause)
+        gradients.append((not error <= bound, error / bound, error, bound))
+        update_errors.append(update_error)
+    _, _, error, bound = max(gradients)
+    return Verdict(error, bound, max(update_errors), update_bound, cause)
 
 
 def bound_of_updates(run: Comparison, updates: Sequence[Values]) -> float:
@@ -165,9 +147,11 @@ def bound_of_updates(run: Comparison, updates: Sequence[Values]) -> float:
     return UNIT_ROUNDOFF["fp32"] * roundings + 4 * max(errors)
 
 
+# ---- which known mistake gives these values ----
+
+
 def about_update(run: Comparison, step: int, end: Values, bound: float) -> str:
     """What is wrong with a step's update, with the well-known mistake that gives it if one does."""
-    cell = run.cell
     mistakes: dict[str, dict[str, Any]] = {
         "the gradients were not clipped": {"clip_by": "off"},
         "the optimizer's moments are lost between steps": {"remembers": False},
@@ -179,8 +163,8 @@ def about_update(run: Comparison, step: int, end: Values, bound: float) -> str:
     if largest(difference(end, run.states[step].parameters)) == 0:
         why = "none moved: the optimizer's step changes nothing"
     for text, mistake in mistakes.items():
-        options = {"clip_by": cell.clip_by, **mistake}
-        values = run.reference.updates(cell.optimizer, states=run.states, **options)[step]
+        options = {"clip_by": run.cell.clip_by, **mistake}
+        values = run.reference.updates(run.cell.optimizer, states=run.states, **options)[step]
         if largest(difference(end, values)) <= bound:
             why = text
     return f"the gradients of step {step + 1} are right, the parameters after it are not: {why}"
@@ -218,22 +202,19 @@ def diagnose(run: Comparison, step: int, truth: Values) -> str:
 
 def about_factor(run: Comparison, step: int, factor: float, tolerance: float) -> str:
     """The mistake by which all gradients are `factor` times the right ones."""
-    cell = run.cell
-    if cell.clip_by == "norm":
-        squares = (value.square().sum().item() for value in run.states[step].gradients.values())
-        norm = math.sqrt(sum(squares))
+    if run.cell.clip_by == "norm":
+        norm = math.hypot(*(value.norm().item() for value in run.states[step].gradients.values()))
         limit = run.reference.hyperparameters.max_grad_norm
         if math.isclose(norm, limit, rel_tol=0.01):
             return "they were clipped before the optimizer clips them"
-        if cell.precision == "fp16" and norm < limit / 4 and factor < 0.1:
+        if run.cell.precision == "fp16" and norm < limit / 4 and factor < 0.1:
             return "they were clipped before they were unscaled"
-    accumulation = cell.accumulation[step]
-    ranks = run.world.world_size
+    accumulation = run.cell.accumulation[step]
     mistakes = {
         accumulation: "the division by accumulation_steps is missing",
         1 / accumulation: "they are divided by accumulation_steps twice",
-        ranks: "they are summed over ranks, not averaged",
-        1 / ranks: "they are divided by the number of ranks twice",
+        run.ranks: "they are summed over ranks, not averaged",
+        1 / run.ranks: "they are divided by the number of ranks twice",
     }
     text = f"all of them are {factor:.4g} times what they should be"
     for value, why in mistakes.items():
@@ -242,68 +223,44 @@ def about_factor(run: Comparison, step: int, factor: float, tolerance: float) ->
     return text
 
 
-@dataclass(frozen=True)
-class Part:
-    """One rank's micro-batch, without padding. gradients: of its loss's sum."""
-
-    rank: int
-    number: int
-    weight: float
-    gradients: Values
-
-
 def gradients_by_mistake(run: Comparison, step: int) -> dict[str, Values]:
     """{mistake: the gradients that it gives in this step}."""
-    reference = run.reference
-    ranks = run.world.world_size
-    parts: list[Part] = []
-    accumulation = 0  # fewer in the partial step at an epoch's end
-    for rank, number, shard in run.shards(step):
-        accumulation = max(accumulation, number + 1)
-        if weight := float(reference.task.weight(reference.batch(shard.indices))) * shard.counts:
+    reference, ranks = run.reference, run.ranks
+    shards = run.shards(step)
+    accumulation = len(shards[0])  # fewer in the partial step at an epoch's end
+    weight = torch.zeros(ranks, accumulation, dtype=torch.float64)
+    sums: dict[tuple[int, int], Values] = {}  # of the gradients, by rank and micro-batch
+    for rank, number in torch.cartesian_prod(*map(torch.arange, weight.shape)).tolist():
+        shard = shards[rank][number]
+        of_shard = float(reference.task.weight(reference.batch(shard.indices))) * shard.counts
+        if of_shard:
             mean, _ = reference.gradients([shard.indices], run.start(step))
-            gradients = {name: value * weight for name, value in mean.items()}
-            parts.append(Part(rank, number, weight, gradients))
-    total = sum(part.weight for part in parts)
-
-    def of_rank(rank: int) -> float:
-        return sum(part.weight for part in parts if part.rank == rank)
-
-    def of_round(number: int) -> float:
-        return sum(part.weight for part in parts if part.number == number)
-
-    def rank_0_alone(part: Part) -> float:
-        return ranks / total if part.rank == 0 else 0.0
-
-    def last(part: Part) -> float:
-        return 1 / total if part.number == accumulation - 1 else 0.0
-
-    def last_reduced(part: Part) -> float:
-        return last(part) if part.number == accumulation - 1 else rank_0_alone(part)
-
-    # What each mistake multiplies a micro-batch's gradients by.
-    factors: dict[str, Callable[[Part], float]] = {
+            weight[rank, number] = of_shard
+            sums[rank, number] = {name: value * of_shard for name, value in mean.items()}
+    total = weight.sum()
+    last = torch.arange(accumulation) == accumulation - 1
+    rank_0 = (torch.arange(ranks) == 0)[:, None] * ranks / total
+    # What each mistake multiplies a micro-batch's gradients by: [ranks, micro-batches].
+    factors = {
         "each micro-batch is divided by its own weight, not by that of all ranks and "
-        "micro-batches": (lambda part: 1 / (ranks * accumulation * part.weight)),
-        "each rank divides by its own weight, not by that of all ranks": (
-            lambda part: 1 / (ranks * of_rank(part.rank))
-        ),
-        "each round of micro-batches is divided by its own weight and not by accumulation_steps": (
-            lambda part: 1 / of_round(part.number)
-        ),
-        "each micro-batch is divided by its own weight and not by accumulation_steps": (
-            lambda part: 1 / (ranks * part.weight)
-        ),
-        "rank 0 used its own gradients alone; they must be summed over ranks": rank_0_alone,
-        "only the last micro-batch counts: gradients are cleared between micro-batches": last,
+        "micro-batches": 1 / (ranks * accumulation * weight),
+        "each rank divides by its own weight, not by that of all ranks": 1
+        / (ranks * weight.sum(1, keepdim=True)),
+        "each round of micro-batches is divided by its own weight and not by accumulation_steps": 1
+        / weight.sum(0),
+        "each micro-batch is divided by its own weight and not by accumulation_steps": 1
+        / (ranks * weight),
+        "rank 0 used its own gradients alone; they must be summed over ranks": rank_0,
+        "only the last micro-batch counts: gradients are cleared between micro-batches": last
+        / total,
         "only the last micro-batch is summed over ranks: no_sync must surround forward and "
-        "backward": last_reduced,
+        "backward": torch.where(last, 1 / total, rank_0),
     }
-    mixed: dict[str, Values] = {}
-    for mistake, factor_of in factors.items():
-        values: dict[str, Any] = {}
-        for part in parts:
-            for name, value in part.gradients.items():
-                values[name] = values.get(name, 0.0) + value * factor_of(part)
-        mixed[mistake] = values
+    mixed = {}
+    for mistake, factor in factors.items():
+        factor = factor.expand_as(weight)
+        mixed[mistake] = {
+            name: torch.stack([float(factor[at]) * part[name] for at, part in sums.items()]).sum(0)
+            for name in run.states[step].gradients
+        }
     return mixed

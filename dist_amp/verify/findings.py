@@ -1,30 +1,31 @@
 """Findings: what in the task makes two ways of running differ, so that no strategy is blamed.
 
 A task that is not deterministic, or whose loss is not the sum of its samples' losses, as with batch
-statistics, can't equal one process with the whole batch. The first module that gives other results
-the second time, or for half of its inputs, is named.
+statistics, can't equal one process with the whole batch. Two runs of the model that should agree
+are compared call by call: the first module is named whose output changes though its inputs do not.
 """
 
-from collections.abc import Callable
-from copy import deepcopy
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
-from dist_amp.distributed.random_state import random_state, seed_all, set_random_state
+from dist_amp.distributed.random_state import seed_all
+from dist_amp.loading.nested import tensors
 from dist_amp.scaling.meta import build_module
 from dist_amp.scaling.parameters import to_float32
 from dist_amp.task import as_scalar
-from dist_amp.verify.dtypes import tensors_in
-from dist_amp.verify.packing import leaks
-from dist_amp.verify.reference import Reference, Values, cloned, gradients_of
+from dist_amp.verify.reference import Reference, Values, gradients_of
 
 SAMPLES = 8  # enough to split; the comparison itself takes more
+IGNORE_INDEX = -100  # the label that cross-entropy ignores
+LOSS = "the task's loss_sum"
 
 
 @dataclass(frozen=True)
@@ -35,30 +36,28 @@ class Finding:
     fails: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trace:
-    """One forward and backward: loss sum, gradients, and the floating-point outputs of each module
-    call, in order.
+    """One forward and backward. calls: {(module, its how-manieth call): (inputs, outputs)}, inner
+    before outer.
     """
 
     loss: Tensor
     unused: list[str]  # parameters without a gradient
     gradients: Values
-    outputs: list[tuple[str, Tensor]]
+    calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
 
 
 def inspect_task(reference: Reference) -> list[Finding]:
     """Check the task; sets `reference.task.eval_modules` to what is compared in evaluation mode."""
-    findings = [*_left_out(reference), *_stored_dtype(reference), *_dropout(reference)]
-    samples = reference.step_samples(True)[0][:SAMPLES]
-    first = trace(reference, samples)
+    findings = _notes(reference)
+    samples = reference.step_samples[0][:SAMPLES]
+    batch = reference.batch(samples)
+    first = trace(reference, batch)
     if not all(value.isfinite().all() for value in (first.loss, *first.gradients.values())):
-        text = (
-            "loss or gradients of the first samples are not finite in float32, with the initial "
-            "weights"
-        )
-        return [*findings, Finding(text, fails=True)]
-    error, where = _first_difference(first, trace(reference, samples))
+        text = "loss or gradients of the first samples are not finite in float32, with the initial"
+        return [*findings, Finding(f"{text} weights", fails=True)]
+    error, where = first_difference(first, trace(reference, batch))
     if error > reference.rounding_error:
         text = (
             f"{where} is not deterministic: two identical runs differ by {error:.1e}; make it "
@@ -69,70 +68,93 @@ def inspect_task(reference: Reference) -> list[Finding]:
         text = f"two identical runs differ by rounding ({error:.1e}, first in {where})"
         findings.append(Finding(f"{text}; run.deterministic=true makes them equal"))
     # In training mode, so before batch statistics are left out.
-    text, fails = leaks(reference, len(samples))
-    if text:
-        findings.append(Finding(text, fails))
-    findings += _random(reference, samples)
+    findings += leaks(reference, len(samples))
+    findings += _random(reference, batch)
     findings += _sums(reference, samples)
-    findings += _weights(reference, samples)
-    findings += _half_loss(reference, samples)
-    return findings + _unused(first)
+    findings += _half_loss(reference, batch)
+    if first.unused:
+        text = (
+            f"{first.unused[0]} ({len(first.unused)} such) gets no gradient from {SAMPLES} samples,"
+            " which counts as zero: right for a mixture's idle experts; else use it, or set "
+            "requires_grad=False"
+        )
+        findings.append(Finding(text))
+    return findings
 
 
-def trace(reference: Reference, indices: list[int], seed: int = 0) -> Trace:
-    """Run the model with its initial weights on these samples."""
-    model, batch = reference.model(), reference.batch(indices)
-    outputs: list[tuple[str, Tensor]] = []
+def trace(reference: Reference, batch: Any, seed: int = 0) -> Trace:
+    """Run the model with its initial weights on a batch."""
+    model = reference.model()
+    calls = {}
+    counts: Counter[str] = Counter()
+    running: list[list[Tensor]] = []  # the inputs of the modules that are running, innermost last
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            floats = (tensor for tensor in tensors_in(output) if tensor.is_floating_point())
-            outputs.extend((name, tensor.detach().clone()) for tensor in floats)
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        running.append(_copies((args, kwargs)))  # the module may overwrite them
 
-        return hook
+    def end(label: str, module: nn.Module, args: Any, output: Any) -> None:
+        counts[label] += 1
+        calls[label, counts[label]] = (running.pop(), _copies(output))
 
     for name, module in model.named_modules():
-        module.register_forward_hook(record(_label(name, module)))
+        module.register_forward_pre_hook(begin, with_kwargs=True)
+        module.register_forward_hook(partial(end, _label(name, module)))
     seed_all(seed)
     loss = reference.task.loss_sum(model, batch)
     loss.backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    return Trace(loss.detach(), unused, cloned(gradients_of(model)), outputs)
+    return Trace(loss.detach(), unused, gradients_of(model), calls)
+
+
+def _copies(value: Any) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors(value)]
 
 
 def _label(name: str, module: nn.Module) -> str:
-    return f"{name} ({type(module).__name__})" if name else type(module).__name__
+    kind = type(module).__name__
+    return f"{name} ({kind})" if name else kind
 
 
-def _first_difference(a: Trace, b: Trace, tolerance: float = 0.0) -> tuple[float, str]:
-    """(relative error, label) of the first module output that differs, else of the loss."""
-    for (name, x), (_, y) in zip(a.outputs, b.outputs, strict=False):
-        if x.shape == y.shape and (error := _error(x, y)) > tolerance:
-            return error, name
-    return _error(a.loss, b.loss), "the task's loss_sum"
+def first_difference(a: Trace, b: Trace, tolerance: float = 0.0) -> tuple[float, str]:
+    """(relative error, label) of the first module whose output differs though its inputs do not;
+    else of the loss. Of more rows in `a`, the first are compared.
+    """
+    for call, (inputs, outputs) in a.calls.items():
+        other_inputs, other_outputs = b.calls.get(call, ([], []))
+        if call in b.calls and _error(inputs, other_inputs) <= tolerance:
+            error = _error(outputs, other_outputs)
+            if error > tolerance:
+                return error, call[0]
+    return _error([a.loss], [b.loss]), LOSS
 
 
-def _error(x: Tensor, y: Tensor) -> float:
-    return ((x - y).abs().max() / x.abs().max().clamp(min=1e-30)).item() if x.numel() else 0.0
+def _error(a: list[Tensor], b: list[Tensor]) -> float:
+    """The largest error, relative to the largest element; nan where shapes differ."""
+    errors = [0.0]
+    for x, y in zip(a, b, strict=False):
+        if x.ndim and y.ndim:
+            x = x[: len(y)]
+        if x.shape != y.shape:
+            errors.append(torch.nan)
+        elif not torch.equal(x, y):
+            x, y = x.double(), y.double()
+            errors.append(float((x - y).abs().max() / x.abs().max().clamp(min=1e-30)))
+    return max(errors, key=lambda error: (error != error, error))
 
 
-def _left_out(reference: Reference) -> list[Finding]:
-    names = " and ".join(reference.task.left_out)
-    if not names:
-        return []
-    text = f"not compared: the task's {names}; the steps are those of torch's SGD and AdamW"
-    return [Finding(text)]
-
-
-def _stored_dtype(reference: Reference) -> list[Finding]:
-    converted = to_float32(build_module(reference.task), frozen_too=False)
-    return [Finding(converted)] if converted else []
-
-
-def _dropout(reference: Reference) -> list[Finding]:
+def _notes(reference: Reference) -> list[Finding]:
+    """What is left out, stored in another dtype, or off for the comparison."""
+    findings = []
+    if names := " and ".join(reference.task.left_out):
+        text = f"not compared: the task's {names}; the steps are those of torch's SGD and AdamW"
+        findings.append(Finding(text))
+    if converted := to_float32(build_module(reference.task), frozen_too=False):
+        findings.append(Finding(converted))
     modules = reference.model().named_modules()
     labels = [_label(name, module) for name, module in modules if isinstance(module, _DropoutNd)]
-    return [Finding(f"{_shortened(labels)}: dropout is off for the comparison")] if labels else []
+    if labels:
+        findings.append(Finding(f"{_shortened(labels)}: dropout is off for the comparison"))
+    return findings
 
 
 def _shortened(labels: list[str]) -> str:
@@ -142,176 +164,79 @@ def _shortened(labels: list[str]) -> str:
     return text
 
 
-def _compare_in_evaluation_mode(reference: Reference, where: str, why: str) -> Finding:
-    """Put all modules of the class of the one labelled `where` into evaluation mode.
-
-    It fails if they are already.
-    """
-    names = {}
-    classes = {}
-    for name, module in reference.model().named_modules():
-        label = _label(name, module)
-        names[label] = name
-        classes[label] = type(module)
-    same_class = [label for label in names if where in classes and classes[label] is classes[where]]
-    to_evaluate = {names[label] for label in same_class}
-    if to_evaluate <= reference.task.eval_modules:
-        return Finding(f"{where}: {why}, in evaluation mode too; it can't be compared", fails=True)
-    reference.task.eval_modules |= to_evaluate
-    return Finding(f"{_shortened(same_class)}: {why}; compared in evaluation mode")
-
-
-def _random(reference: Reference, indices: list[int]) -> list[Finding]:
+def _random(reference: Reference, batch: Any) -> list[Finding]:
     """What draws random numbers, class by class."""
     tolerance = reference.rounding_error
+    why = "the result is drawn at random in training mode"
     findings: list[Finding] = []
     while not any(finding.fails for finding in findings):
-        first = trace(reference, indices)
-        second = trace(reference, indices, seed=1)
-        error, _ = _first_difference(first, second, tolerance)
+        traces = trace(reference, batch), trace(reference, batch, seed=1)
+        error, where = first_difference(*traces, tolerance)
         if error <= tolerance:
             break
-        where = SecondCalls(reference, rows="all").run(indices) or "the task's loss_sum"
-        why = "the result is drawn at random in training mode"
         findings.append(_compare_in_evaluation_mode(reference, where, why))
     return findings
 
 
 def _sums(reference: Reference, indices: list[int]) -> list[Finding]:
-    """What prevents the loss of a batch from being the sum of those of its halves, by class."""
+    """What prevents loss and weight of a batch from being the sums of those of its halves."""
+    middle = len(indices) // 2
+    batches = [reference.batch(part) for part in (indices, indices[:middle], indices[middle:])]
+    tolerance = 10 * reference.rounding_error
+    why = "the result depends on the whole batch (batch statistics), which no split of it can equal"
     findings: list[Finding] = []
     while not any(finding.fails for finding in findings):
-        loss = trace(reference, indices).loss
-        first, second = (trace(reference, half).loss for half in _halves(indices))
-        halves = first + second
-        if torch.isclose(loss, halves, rtol=10 * reference.rounding_error, atol=0):
+        whole, first, second = [trace(reference, batch) for batch in batches]
+        halves = first.loss + second.loss
+        if torch.isclose(whole.loss, halves, rtol=tolerance, atol=0):
             break
-        if where := SecondCalls(reference, rows="half").run(indices):
-            why = (
-                "the result depends on the whole batch (batch statistics), which no split of it "
-                "can equal"
-            )
+        _, where = first_difference(whole, first, tolerance)
+        if where != LOSS:
             findings.append(_compare_in_evaluation_mode(reference, where, why))
             continue
         text = (
-            f"the task's loss_sum of {len(indices)} samples is {loss:.6g}, but its halves add up "
-            f'to {halves:.6g}: it must be a sum over samples, not a mean (reduction="sum"), '
-            "without terms of the whole batch, such as a load-balancing loss"
+            f"{LOSS} of {len(indices)} samples is {whole.loss:.6g}, but its halves add up to "
+            f'{halves:.6g}: it must be a sum over samples, not a mean (reduction="sum"), without '
+            "terms of the whole batch, such as a load-balancing loss"
+        )
+        findings.append(Finding(text, fails=True))
+    weights = [reference.task.weight(batch) for batch in batches]
+    weight, *parts = [as_scalar(x, "weight() returned", reference.device) for x in weights]
+    if not torch.isclose(weight, sum(parts), rtol=1e-6):
+        text = (
+            f"the task's weight of {len(indices)} samples is {weight:g}, but its halves add up to "
+            f"{sum(parts):g}: it must count what loss_sum sums over"
         )
         findings.append(Finding(text, fails=True))
     return findings
 
 
-def _halves(indices: list[int]) -> tuple[list[int], list[int]]:
-    middle = len(indices) // 2
-    return indices[:middle], indices[middle:]
-
-
-class SecondCalls:
-    """Calls each module twice, to find the first, inner before outer, whose own result changes.
-
-    rows: "all" changes the random numbers alone, "half" also takes the first half of the inputs. A
-    module is left out that does not repeat its result for equal inputs and random numbers, or that
-    can't take half of its inputs.
+def _compare_in_evaluation_mode(reference: Reference, where: str, why: str) -> Finding:
+    """Put all modules of the class of the one labelled `where` into evaluation mode; it fails if
+    they are already.
     """
-
-    def __init__(self, reference: Reference, rows: Literal["all", "half"]):
-        self._reference = reference
-        self._rows = rows
-        self._label = ""  # of the module whose result changes
-        # (inputs, random state) of the modules that are running, the innermost last
-        self._calls: list[tuple[Any, Any]] = []
-        self._checking = False
-
-    def run(self, indices: list[int]) -> str:
-        """The label of the first module whose result changes; "" if none."""
-        model = self._reference.model()
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._begin, with_kwargs=True)
-            module.register_forward_hook(
-                partial(self._check, _label(name, module)), with_kwargs=True
-            )
-        seed_all(0)
-        with torch.no_grad():
-            self._reference.task.loss_sum(model, self._reference.batch(indices))
-        return self._label
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._checking:
-            # A copy, because the module may write to its inputs, such as a cache of keys.
-            inputs = tree_map(_copy, (args, kwargs))
-            self._calls.append((inputs, random_state(self._reference.device)))
-
-    def _check(self, label: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._checking:
-            return
-        inputs, random = self._calls.pop()
-        result = next(tensors_in(output), None)
-        if self._label or result is None or not result.is_floating_point() or not result.ndim:
-            return
-        rows = len(result)
-        if self._rows == "half":
-            rows //= 2
-        cut = tree_map(partial(_copy, length=len(result), rows=rows), inputs)
-        self._checking = True
-        try:
-            set_random_state(random, self._reference.device)
-            same = next(tensors_in(module(*inputs[0], **inputs[1])))
-            # With the random numbers that follow.
-            other = next(tensors_in(module(*cut[0], **cut[1])))
-        except Exception:
-            return
-        finally:
-            self._checking = False
-        if not self._differs(same, result) and self._differs(other, result[:rows]):
-            self._label = label
-
-    def _differs(self, a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and _error(a, b) > self._reference.rounding_error
+    modules = {
+        _label(name, part): (name, type(part)) for name, part in reference.model().named_modules()
+    }
+    _, kind = modules.get(where, ("", None))
+    same_class = {label: name for label, (name, cls) in modules.items() if cls is kind}
+    if set(same_class.values()) <= reference.task.eval_modules:
+        return Finding(f"{where}: {why}, in evaluation mode too; it can't be compared", fails=True)
+    reference.task.eval_modules |= set(same_class.values())
+    return Finding(f"{_shortened([*same_class])}: {why}; compared in evaluation mode")
 
 
-def _copy(value: Any, length: int = 0, rows: int = 0) -> Any:
-    """A copy of an input, where it can be copied; the first rows of a tensor of this length."""
-    if isinstance(value, Tensor):
-        return value[:rows].clone() if value.ndim and len(value) == length else value.clone()
-    try:
-        return deepcopy(value)
-    except Exception:
-        return value
-
-
-def _weights(reference: Reference, indices: list[int]) -> list[Finding]:
-    """Whether the weight of a batch is the sum of those of its halves."""
-
-    def weight_of(part: list[int]) -> Tensor:
-        weight = reference.task.weight(reference.batch(part))
-        return as_scalar(weight, "weight() returned", reference.device).cpu()
-
-    weight = weight_of(indices)
-    first, second = map(weight_of, _halves(indices))
-    halves = first + second
-    if torch.isclose(weight, halves, rtol=1e-6):
-        return []
-    text = (
-        f"the task's weight of {len(indices)} samples is {weight:g}, but its halves add up to "
-        f"{halves:g}: it must count what loss_sum sums over"
-    )
-    return [Finding(text, fails=True)]
-
-
-def _half_loss(reference: Reference, indices: list[int]) -> list[Finding]:
+def _half_loss(reference: Reference, batch: Any) -> list[Finding]:
     """Whether the loss changes if the model's output is cast to float32 first."""
     dtype = reference.config.precision.dtype
-
-    def loss(cast: bool) -> Tensor:
+    losses = []
+    for hook in (lambda *_: None, _to_float32):
         model = reference.model()
-        if cast:
-            model.register_forward_hook(lambda module, inputs, output: _to_float32(output))
+        model.register_forward_hook(hook)
         seed_all(0)
         with reference.autocast(dtype), torch.no_grad():
-            return reference.task.loss_sum(model, reference.batch(indices)).float()
-
-    error = _error(loss(cast=True), loss(cast=False))
+            losses.append(reference.task.loss_sum(model, batch).float())
+    error = _error(losses[1:], losses[:1])
     if not error > reference.rounding_error:
         return []
     text = (
@@ -321,23 +246,152 @@ def _half_loss(reference: Reference, indices: list[int]) -> list[Finding]:
     return [Finding(text, fails=True)]
 
 
-def _to_float32(value: Any) -> Any:
-    """The value with its floating-point tensors, also in dataclasses, in float32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {item.name: _to_float32(getattr(value, item.name)) for item in fields(value)}
-        return replace(value, **changed)
-    return tree_map(lambda leaf: leaf if leaf is value else _to_float32(leaf), value)
+def _to_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """The output with its floating-point tensors in float32."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    if is_dataclass(output):
+        parts = {item.name: getattr(output, item.name) for item in fields(output)}
+        return replace(output, **tree_map_only(Tensor, cast, parts))
+    return tree_map_only(Tensor, cast, output)
 
 
-def _unused(first: Trace) -> list[Finding]:
-    """Trained parameters without a gradient."""
-    if not first.unused:
-        return []
-    text = (
-        f"{first.unused[0]} ({len(first.unused)} such) gets no gradient from {SAMPLES} samples, "
-        "which counts as zero: right for a mixture's idle experts; else use it, or set "
-        "requires_grad=False"
+# ---- whether attention crosses packed documents ----
+
+
+def leaks(reference: Reference, rows: int) -> list[Finding]:
+    """For a task whose batches have position_ids: whether documents in a row see one another.
+
+    The gradient of a document's loss by another's embeddings is exactly 0 where attention masks the
+    other, because what is masked has a weight of exactly 0. Takes the first `rows` samples that
+    have a second document in a row.
+    """
+    unchecked = "packed documents are not checked for leaks"
+    length = reference.task.length
+    for first in range(0, length, rows):
+        batch = reference.batch(range(first, min(first + rows, length)))
+        if not isinstance(batch, Mapping):
+            return []
+        ids, positions, labels = (
+            batch.get(name) for name in ("input_ids", "position_ids", "labels")
+        )
+        if not isinstance(ids, Tensor) or getattr(positions, "shape", None) != ids.shape:
+            return []
+        if getattr(labels, "shape", None) != ids.shape:
+            return [Finding(f"{unchecked}: the batch has no labels like its input_ids")]
+        second = (positions == 0).cumsum(1) % 2 == 0  # the tokens of every second document
+        if (second[:, 1:] & (labels[:, 1:] != IGNORE_INDEX)).any():
+            break
+    else:
+        return [Finding(f"{unchecked}: no row of {length} has a second one that counts")]
+    # Only every second document has labels; nothing of the others may reach their loss.
+    labelled = {**batch, "labels": torch.where(second, labels, IGNORE_INDEX)}
+    model = reference.model()
+    arguments: dict[str, Any] = {}  # of the model's call
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: arguments.update(kwargs), with_kwargs=True
     )
-    return [Finding(text)]
+    share = _gradient_share(reference, model, labelled, second)
+    if share is None:
+        return [Finding(f"{unchecked}: no nn.Embedding takes input_ids")]
+    if share == 0.0:
+        text = "no cross-document attention in packed rows"
+        return [Finding(f"{text}: {int(second.any(1).sum())} rows, gradient exactly 0")]
+    # The same tokens, in other places.
+    shuffled = {**labelled, "input_ids": torch.where(second, ids, ids.roll(1, 1))}
+    traces = [_at_tokens(trace(reference, each), second) for each in (labelled, shuffled)]
+    _, where = first_difference(*traces)
+    where = where.replace(LOSS, "the model")
+    text = (
+        f"packed documents leak in {where}: the gradient of a document's loss with respect to "
+        f"another's embeddings is {share:.2g} of that with respect to its own, and must be 0: "
+        f"{_cause_of_leak(where, model, arguments)}"
+    )
+    return [Finding(text, fails=True)]
+
+
+def _gradient_share(
+    reference: Reference, model: nn.Module, batch: Any, second: Tensor
+) -> float | None:
+    """The largest gradient at other documents' tokens over that at those of `second`; None if no
+    embedding takes input_ids.
+    """
+    embedded: list[Tensor] = []
+
+    def embed(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        taken = next(tensors(args), torch.empty(0))
+        if taken.ndim != 2 or not torch.equal(taken, batch["input_ids"][:, : taken.shape[1]]):
+            return None
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(embed)
+    seed_all(0)
+    loss = reference.task.loss_sum(model, batch)
+    if not embedded:
+        return None
+    inside = outside = 0.0
+    for gradient in torch.autograd.grad(loss, embedded, materialize_grads=True):
+        by_token = gradient.abs().flatten(2).amax(2)
+        chosen = second[:, : by_token.shape[1]]
+        inside = max(inside, float(by_token[chosen].max()))
+        outside = max(outside, float(by_token[~chosen].max()))
+    return outside / max(inside, 1e-30)
+
+
+def _at_tokens(trace: Trace, second: Tensor) -> Trace:
+    """The trace of what modules take and return by token, at the tokens of `second`."""
+
+    def chosen(values: list[Tensor]) -> list[Tensor]:
+        found = []
+        for value in values:
+            value = _by_token(value, *second.shape)
+            if value is not None:
+                found.append(value[second[:, : value.shape[1]]])
+        return found
+
+    calls = {}
+    for call, (taken, given) in trace.calls.items():
+        if inputs := chosen(taken):
+            calls[call] = (inputs, chosen(given) or given)
+    return replace(trace, calls=calls)
+
+
+def _by_token(value: Tensor, rows: int, tokens: int) -> Tensor | None:
+    """[B, T, ...]; None if it is not by token. A model may get T - 1 of T tokens."""
+    for length in (tokens, tokens - 1):
+        if value.shape[:2] == (rows, length):
+            return value
+        if value.ndim == 3 and value.shape[0] == rows and value.shape[2] == length:
+            return value.transpose(1, 2)  # channels first
+        if value.ndim == 2 and value.shape[0] == rows * length:
+            return value.unflatten(0, (rows, length))
+    return None
+
+
+def _cause_of_leak(where: str, model: nn.Module, arguments: dict[str, Any]) -> str:
+    """The likely cause, and its fix, of a leak that begins in the module of this label."""
+    mask = arguments.get("attention_mask")
+    default = getattr(getattr(model, "config", None), "use_cache", False)
+    if "attention" not in where.lower():
+        return (
+            "it mixes tokens without regard to position_ids; use data.pack=off, or a module that "
+            "takes them"
+        )
+    if isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()):
+        return (
+            "the model is called with an attention_mask of ones, and then takes a row for one "
+            "document; leave attention_mask out"
+        )
+    if arguments.get("use_cache", default):
+        return (
+            "the model is called with use_cache at its default, true, and with a cache it takes a "
+            "row for one document; call it with use_cache=False"
+        )
+    return (
+        "its mask does not tell documents by position_ids; use data.pack=off, or another attention"
+    )

@@ -25,24 +25,17 @@ from dist_amp.errors import DataError
 from dist_amp.loading.nested import to_device
 from dist_amp.loading.plan import epoch_order, shuffled_order
 from dist_amp.optim import learning_rate
+from dist_amp.precision import DTYPES
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import Config, OptimConfig
 from dist_amp.task import Task
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-12, "bf16": 2.0**-9}
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 # Methods of a task that are not used: the steps are those of torch's AdamW and SGD.
 NOT_COMPARED = ("optimizer", "groups", "schedule")
-
 LARGEST_BOUND = 0.45  # of the gradients: a factor of two is always found
-
 STEPS = 5
-
-# Samples of a step: divisible by 1, 2 and 4 ranks x 1, 3 and 4 micro-batches, so that every cell
-# takes the same steps.
-GLOBAL_BATCH = 48
+GLOBAL_BATCH = 48  # samples of a step, by default: for 1, 2 and 4 ranks x 1, 3 and 4 micro-batches
 
 Values = Mapping[str, Tensor]
 
@@ -69,8 +62,7 @@ class State:
 class RepeatableTask:
     """The user's task with `length` samples that are the same on every reading, without dropout.
 
-    eval_modules: names of modules that stay in evaluation mode. infinite_loss: whether this rank's
-    loss is infinite.
+    eval_modules: names of modules that stay in evaluation mode. infinite_loss: for this rank.
     """
 
     def __init__(self, task: Task, device: torch.device, length: int, eval_modules: frozenset[str]):
@@ -81,17 +73,13 @@ class RepeatableTask:
         self.length = length
         self.eval_modules = eval_modules
         self.infinite_loss = False
+        self.left_out = [f"{name}()" for name in NOT_COMPARED if hasattr(task, name)]
 
     def __getattr__(self, name: str) -> Any:
         # augment is called in __getitem__, for the reference too.
         if name in NOT_COMPARED or name == "augment":
             raise AttributeError(name)
         return getattr(self._task, name)
-
-    @property
-    def left_out(self) -> list[str]:
-        """Methods of the user's task that the comparison does not use."""
-        return [f"{name}()" for name in NOT_COMPARED if hasattr(self._task, name)]
 
     def build_model(self) -> nn.Module:
         model = self._task.build_model()
@@ -150,30 +138,26 @@ class Reference:
         device: torch.device,
         task: Task | None = None,
         eval_modules: frozenset[str] = frozenset(),
-        measured: dict[str, Any] | None = None,
+        measured: Mapping[str, Any] = {},
         global_batch: int = GLOBAL_BATCH,
     ):
         """measured: another Reference's `measured()`, for equal settings."""
         self.config = config
         self.device = device
         self.global_batch = global_batch
-        if task is None:
-            task = build_task(config.task, config.data)
-        self.task = RepeatableTask(task, device, STEPS * global_batch, eval_modules)
         self._bounds: dict[str, float] = {}
         self._models: dict[str, nn.Module] = {}
-        vars(self).update(measured or {})  # fills the cached properties
+        vars(self).update(measured)  # fills the cached properties
+        task = task or build_task(config.task, config.data)
+        self.task = RepeatableTask(task, device, STEPS * self.global_batch, eval_modules)
 
     def measured(self, precisions: Iterable[str]) -> dict[str, Any]:
         """What is measured on the task for these precisions, and must be the same on all ranks."""
-        measured = {
-            "hyperparameters": self.hyperparameters,
-            "global_batch": self.global_batch,
-            "_bounds": {precision: self.bound(precision) for precision in precisions},
-        }
+        names = ["hyperparameters", "global_batch"]
         if "fp16" in precisions:
-            measured["init_scale"] = self.init_scale
-        return measured
+            names.append("init_scale")
+        bounds = {precision: self.bound(precision) for precision in precisions}
+        return {"_bounds": bounds, **{name: getattr(self, name) for name in names}}
 
     def model(self, precision: str = "fp32") -> nn.Module:
         """A new model with the initial weights that every rank of every cell has."""
@@ -185,7 +169,7 @@ class Reference:
         """The initial parameters that train."""
         return {name: p.detach() for name, p in self.model().named_parameters() if p.requires_grad}
 
-    def model_at(self, values: Values | None, precision: str) -> nn.Module:
+    def _model_at(self, values: Values | None, precision: str) -> nn.Module:
         """The model with these parameters and buffers (None: initial ones), until the next call."""
         if values is None:
             return self.model(precision)
@@ -204,19 +188,18 @@ class Reference:
         dataset = self.task.build_dataset("train")
         return to_device(collate([dataset[index] for index in indices]), self.device)
 
-    def epoch_length(self, partial: bool) -> int:
-        """Samples in an epoch; a partial one ends within the fourth step and a micro-batch."""
-        if partial:
-            return 3 * self.global_batch + 2 * self.global_batch // 5
-        return STEPS * self.global_batch
+    @property
+    def epoch_length(self) -> int:
+        """Samples in an epoch, which ends within the fourth step and within a micro-batch."""
+        return 3 * self.global_batch + 2 * self.global_batch // 5
 
-    def step_samples(self, partial: bool) -> list[list[int]]:
+    @cached_property
+    def step_samples(self) -> list[list[int]]:
         """The sample indices of each step, in order."""
-        length = self.epoch_length(partial)
-        kind = shuffled_order(length)
+        length = self.epoch_length
         steps: list[list[int]] = []
         for epoch in range(2):
-            order = epoch_order(kind, length, self.config.run.seed, epoch)
+            order = epoch_order(shuffled_order(length), length, self.config.run.seed, epoch)
             samples = order(torch.arange(length))
             steps += [part.tolist() for part in samples.split(self.global_batch)]
         return steps[:STEPS]
@@ -224,9 +207,8 @@ class Reference:
     @cached_property
     def hyperparameters(self) -> Hyperparameters:
         """Errors: DataError if the first gradient is zero or not finite."""
-        model = self.model()
-        self.mean_loss(model).backward()
-        gradient = torch.cat([g.flatten() for g in gradients_of(model).values()])
+        gradients, _ = self.gradients([self.step_samples[0]])
+        gradient = torch.cat([g.flatten() for g in gradients.values()])
         norm = gradient.norm().item()
         if not (math.isfinite(norm) and norm):
             raise DataError(
@@ -234,12 +216,11 @@ class Reference:
                 "task's loss"
             )
         rms = norm / math.sqrt(gradient.numel())
-        weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+        weights = torch.cat([p.flatten() for p in self.initial.values()])
         # What trains may begin at zero.
         step = 0.01 * (weights.norm().item() or math.sqrt(weights.numel()))
         lr = {"sgd": step / norm, "adamw": step / (gradient / (gradient.abs() + rms)).norm().item()}
-        # Also at most 1 % of the weights per step: with lr x weight_decay above 2 they would grow
-        # without bound.
+        # At most 1 % of the weights per step: with lr x weight_decay above 2 they would diverge.
         decay = min(self.config.optim.weight_decay, 0.01 / max(lr.values()))
         return Hyperparameters(lr, rms, 0.4 * norm, 0.4 * gradient.abs().max().item(), decay)
 
@@ -247,25 +228,18 @@ class Reference:
     def init_scale(self) -> float:
         """1/32 of the largest scale at which the first step is finite: it doubles twice in five."""
         scale = 2.0**16
+        first = [self.step_samples[0]]
         while scale > 2.0**-10:
-            model = self.model()
-            with self.autocast("fp16"):
-                loss = self.mean_loss(model)
-            (loss * scale).backward()
-            if all(g.isfinite().all() for g in gradients_of(model).values()):
+            gradients, _ = self.gradients(first, precision="fp16", scale=scale)
+            if all(value.isfinite().all() for value in gradients.values()):
                 break
             scale /= 2
         return scale / 32
 
-    def mean_loss(self, model: nn.Module) -> Tensor:
-        """Of the first step's batch."""
-        batch = self.batch(self.step_samples(True)[0])
-        return self.task.loss_sum(model, batch) / self.task.weight(batch)
-
     @cached_property
     def rounding_error(self) -> float:
         """n x u of float32: the roundings of one forward and backward, added up."""
-        return self.gradients([self.step_samples(True)[0]])[1] * UNIT_ROUNDOFF["fp32"]
+        return self.gradients([self.step_samples[0]])[1] * UNIT_ROUNDOFF["fp32"]
 
     def bound(self, precision: str) -> float:
         """The bound on the relative error of the first step's gradients.
@@ -273,7 +247,7 @@ class Reference:
         Errors: RuntimeError if plain torch's error is too large for one.
         """
         if precision not in self._bounds:
-            samples = torch.tensor(self.step_samples(True)[0])
+            samples = torch.tensor(self.step_samples[0])
             parts = [part.tolist() for part in samples.chunk(12)]
             bound, error = self.bound_at(precision, parts)
             if not error <= LARGEST_BOUND:
@@ -296,15 +270,20 @@ class Reference:
         return min(roundings * UNIT_ROUNDOFF[precision] + 4 * error, LARGEST_BOUND), error
 
     def gradients(
-        self, parts: Sequence[Sequence[int]], values: Values | None = None, precision: str = "fp32"
+        self,
+        parts: Sequence[Sequence[int]],
+        values: Values | None = None,
+        precision: str = "fp32",
+        scale: float | None = None,
     ) -> tuple[Values, int]:
         """Plain torch's gradients of the mean loss of all parts, one part at a time.
 
         values: parameters and buffers; None: the initial ones. Also returns the number of results
         that one part's forward and backward round.
         """
-        model = self.model_at(values, precision)
-        scale = self.init_scale if precision == "fp16" else 1.0
+        model = self._model_at(values, precision)
+        if scale is None:
+            scale = self.init_scale if precision == "fp16" else 1.0
         batches = [self.batch(part) for part in parts]
         weight = sum(self.task.weight(batch) for batch in batches)
         for batch in batches:
@@ -316,9 +295,8 @@ class Reference:
         return gradients, roundings.count
 
     def autocast(self, precision: str) -> torch.autocast:
-        return torch.autocast(
-            self.device.type, dtype=HALF.get(precision), enabled=precision in HALF
-        )
+        enabled = precision != "fp32"
+        return torch.autocast(self.device.type, dtype=DTYPES[precision], enabled=enabled)
 
     def updates(
         self,
@@ -336,6 +314,7 @@ class Reference:
         each step, decays=False the weight decay; `ahead` takes a later step's learning rate.
         """
         scaled = self.hyperparameters
+        config = self.optim_config(optimizer_name)
         trained = {
             name: nn.Parameter(value.to(dtype, copy=True))
             for name, value in states[0].parameters.items()
@@ -347,10 +326,9 @@ class Reference:
         ]
         optimizer: torch.optim.Optimizer
         if optimizer_name == "sgd":
-            optimizer = torch.optim.SGD(groups, lr=1.0, momentum=self.config.optim.momentum)
+            optimizer = torch.optim.SGD(groups, lr=1.0, momentum=config.momentum)
         else:
-            betas = self.config.optim.betas
-            optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=scaled.eps)
+            optimizer = torch.optim.AdamW(groups, lr=1.0, betas=config.betas, eps=scaled.eps)
         after = []
         for step, state in enumerate(states):
             for name, p in trained.items():
@@ -361,11 +339,11 @@ class Reference:
             if clip_by == "value":
                 nn.utils.clip_grad_value_(trained.values(), scaled.max_grad_value)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.optim_config(optimizer_name), step + ahead, STEPS)
+                group["lr"] = learning_rate(config, step + ahead, STEPS)
             if not remembers:
                 optimizer.state.clear()
             optimizer.step()
-            after.append(cloned(trained))
+            after.append({name: p.detach().clone() for name, p in trained.items()})
         return after
 
     def optim_config(self, name: Any, fused: bool = True) -> OptimConfig:
@@ -412,12 +390,6 @@ def rounds(function: Any, out: Any) -> bool:
     return isinstance(first, Tensor) and first.is_floating_point() and not is_view
 
 
-def sums_over_ranks(function: Any, out: Any) -> bool:
-    """Whether an operation is a collective that sums gradients over ranks."""
-    name = str(function)
-    return "c10d" in name and ("reduce_scatter" in name or "allreduce" in name)
-
-
 def gradients_of(model: nn.Module) -> Values:
     """The gradients of all that trains; zeros where the loss does not depend on a parameter."""
     return {name: gradient_of(p) for name, p in model.named_parameters() if p.requires_grad}
@@ -425,10 +397,6 @@ def gradients_of(model: nn.Module) -> Values:
 
 def gradient_of(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def cloned(values: Values) -> Values:
-    return {name: value.detach().clone() for name, value in values.items()}
 
 
 def difference(a: Values, b: Values) -> Values:
