@@ -83,7 +83,8 @@ class Batches:
         if split == "training" and hasattr(task, "tokens"):
             self._count_tokens = task.tokens
         self._workers = workers
-        self._copies = DeviceCopies(device)
+        self._stream: Any = None  # of the copies to a GPU
+        self._before_last_step: Any = None  # an event on the compute stream, ahead of its kernels
         self._ahead: Future[Step] | None = None  # the step after the one yielded last
         self._batches: Iterator[Any] | None = None
         self._steps: Iterator[tuple[int, list[Shard]]] = iter(())
@@ -98,7 +99,7 @@ class Batches:
             step = self._ahead.result()
             self._ahead = None
         if step.arrived is not None:
-            self._copies.wait_for(step)
+            self._wait_for_copies(step)
         self.position = step.position
         self.items += step.items
         self.tokens += step.tokens
@@ -126,16 +127,41 @@ class Batches:
         position, shards = next(self._steps)
         with self._clock.phase("data"):
             batches = [self._receive() for _ in shards]
-        items = 0
-        tokens = 0
-        for batch, shard in zip(batches, shards, strict=True):
-            if shard.counts:
-                items += len(shard.indices)
-                tokens += self._count_tokens(batch)
+        counted = [pair for pair in zip(batches, shards, strict=True) if pair[1].counts]
+        items = sum(len(shard.indices) for _, shard in counted)
+        tokens = sum(self._count_tokens(batch) for batch, _ in counted)
         arrived = None
         if self.device.type != "cpu":
-            batches, arrived = self._copies.start(batches)
+            batches, arrived = self._start_copies(batches)
         return Step(indexed(batches, shards), position, items, tokens, arrived)
+
+    def _start_copies(self, batches: list[Any]) -> tuple[list[Any], torch.cuda.Event]:
+        """Queue copies to the GPU on their own stream: (micro-batches, the event of their arrival).
+
+        Errors: DataError for what can't be moved.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        if self._before_last_step is not None:
+            # No more than two steps' micro-batches are in the GPU's memory.
+            self._before_last_step.synchronize()
+        with torch.cuda.stream(self._stream):
+            moved = [to_device(batch, self.device) for batch in batches]
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+        return moved, arrived
+
+    def _wait_for_copies(self, step: Step) -> None:
+        """Let kernels on the current stream from here on wait for the step's copies."""
+        compute = torch.cuda.current_stream(self.device)
+        # blocking: waiting for it takes no CPU time from other threads.
+        self._before_last_step = torch.cuda.Event(blocking=True)
+        self._before_last_step.record(compute)
+        compute.wait_event(step.arrived)
+        for tensor in tensors(step.batches):
+            if tensor.device.type == self.device.type:
+                # Else the next copy could be given its memory while kernels read it.
+                tensor.record_stream(compute)
 
     def _receive(self) -> Any:
         """Wait for the next micro-batch. Errors: DataError for a sample that can't be read."""
@@ -203,48 +229,6 @@ def indexed(batches: list[Any], shards: list[Shard]) -> Indexed:
             batch = Padding(batch)
         pairs.append((batch, shard.indices))
     return pairs
-
-
-class DeviceCopies:
-    """Copies micro-batches to a GPU on a stream of their own, while it computes.
-
-    `start` a step's copy, then `wait_for` it before its use, in turn. Starting waits until the
-    device has finished the step before the one used last, so that no more than two steps'
-    micro-batches are in its memory. cuda: torch.cuda, or what stands in for it in a test.
-    """
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda):
-        self._device = device
-        self._cuda = cuda
-        self._stream: Any = None
-        self._before_last_step: Any = None  # an event on the compute stream, ahead of its kernels
-
-    def start(self, batches: list[Any]) -> tuple[list[Any], Any]:
-        """Queue the copies: (micro-batches, the event of their arrival).
-
-        Errors: DataError for what can't be moved.
-        """
-        if self._stream is None:
-            self._stream = self._cuda.Stream(self._device)
-        if self._before_last_step is not None:
-            self._before_last_step.synchronize()
-        with self._cuda.stream(self._stream):
-            moved = [to_device(batch, self._device) for batch in batches]
-            arrived = self._cuda.Event()
-            arrived.record(self._stream)
-        return moved, arrived
-
-    def wait_for(self, step: Step) -> None:
-        """Let kernels on the current stream from here on wait for the step's copies."""
-        compute = self._cuda.current_stream(self._device)
-        # blocking: waiting for it takes no CPU time from other threads.
-        self._before_last_step = self._cuda.Event(blocking=True)
-        self._before_last_step.record(compute)
-        compute.wait_event(step.arrived)
-        for tensor in tensors(step.batches):
-            if tensor.device.type == self._device.type:
-                # Else the next copy could be given its memory while kernels read it.
-                tensor.record_stream(compute)
 
 
 def build_batches(
