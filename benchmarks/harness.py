@@ -38,7 +38,7 @@ from dist_amp.errors import ConfigError, first_line
 from dist_amp.run import Run, build_run
 from dist_amp.settings import RunConfig
 from dist_amp.supervise.command_line import exit_status
-from dist_amp.supervise.out_of_memory import is_out_of_memory
+from dist_amp.supervise.explain import is_out_of_memory
 from dist_amp.world import World, start
 
 OUT_OF_MEMORY = "out of memory; use smaller micro-batches"

@@ -341,7 +341,7 @@ def full_disk_on_rank_1(world, folder, on_failure):
             for _ in range(2):
                 take_steps(run, 1)
                 saver.save(wait=False)
-                while saver._pending is not None:
+                while run.metrics.save is not None:
                     saver.on_log(log_row(run))
     except Failure as error:
         errors.append(str(error))

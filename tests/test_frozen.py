@@ -14,7 +14,7 @@ from dist_amp.config.auto import pick_strategy
 from dist_amp.errors import DataError
 from dist_amp.scaling.frozen import checksum
 from dist_amp.settings import ParallelConfig
-from dist_amp.supervise.lifecycle import print_banner
+from dist_amp.supervise.banner import print_banner
 from dist_amp.world import World
 
 

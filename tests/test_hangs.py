@@ -28,10 +28,16 @@ from dist_amp.distributed import flight_recorder, process_group
 from dist_amp.distributed.flight_recorder import Entered
 from dist_amp.distributed.rendezvous import raise_open_files
 from dist_amp.errors import ConfigError
-from dist_amp.supervise import heartbeat, watchdog
-from dist_amp.supervise.rank_reports import Board, Process, Report, this_process
+from dist_amp.supervise import watchdog
+from dist_amp.supervise.rank_reports import (
+    Board,
+    Process,
+    Report,
+    common_verdict,
+    judge,
+    where_they_wait,
+)
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.supervise.verdict import common_verdict, judge, where_they_wait
 from dist_amp.train import train
 from dist_amp.world import World, locate
 
@@ -150,12 +156,12 @@ class CountingStore:
 def test_explaining_a_failure_asks_the_store_equally_often_for_4_and_for_64_ranks(size):
     store = dist.HashStore()
     stores = [CountingStore(store) for _ in range(size)]
-    boards = [Board(stores[rank], "test", rank, size) for rank in range(size)]
-    here, found = this_process(), {}
+    boards = [Board(stores[rank], rank, size) for rank in range(size)]
+    here, found = Process.this(), {}
 
     def explain(rank):
         boards[rank].report(WAITING if rank else report("runs", step=41))
-        boards[rank].announce("timed out")
+        stores[rank].compare_set("event", "", "timed out")
         found[rank] = common_verdict(boards[rank], True, [here] * size, 5.0).at_fault
 
     threads = [threading.Thread(target=explain, args=(rank,)) for rank in range(size)]
@@ -181,8 +187,8 @@ def heartbeats(store, processes, folder=None, timeout_seconds=10.0, report=None)
         job = SimpleNamespace(
             config=config, world=World(rank, 0, size), folder=folder, steps_taken=5
         )
-        board = Board(store, "test", rank, size)
-        beats.append(heartbeat.Heartbeat(job, board, processes, report or (lambda: WAITING)))
+        board = Board(store, rank, size)
+        beats.append(watchdog.Heartbeat(job, board, processes, report or (lambda: WAITING)))
     return beats
 
 
@@ -191,8 +197,8 @@ def test_a_neighbour_that_is_dead_or_gives_no_sign_is_lost_and_one_that_lives_is
     dead.start()
     dead.join()
     now = [0.0]
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    here = this_process()
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    here = Process.this()
     elsewhere = [Process(f"host-{rank}", 1, f"machine-{rank}") for rank in range(3)]
     ranks = heartbeats(dist.HashStore(), elsewhere)  # lost after 8 s
     for _ in range(20):

@@ -198,19 +198,19 @@ def begin_in_a_folder_of_its_own(world, folder):
     """What make_folder says where each rank's `runs` is another; without the minute that a network
     disk is given.
     """
-    from dist_amp.supervise import lifecycle
+    from dist_amp.supervise import preflight
 
-    own, before, appears = Path(folder) / f"pod{world.rank}", os.getcwd(), lifecycle.appears
+    own, before, appears = Path(folder) / f"pod{world.rank}", os.getcwd(), preflight.appears
     own.mkdir()
     os.chdir(own)
-    lifecycle.appears = partial(appears, seconds=0.1)
+    preflight.appears = partial(appears, seconds=0.1)
     try:
-        lifecycle.make_folder(Path("runs/demo"), load_config(), world)
+        preflight.make_folder(Path("runs/demo"), load_config(), world)
     except Failure as error:
         return str(error)
     finally:
         os.chdir(before)
-        lifecycle.appears = appears
+        preflight.appears = appears
 
 
 @pytest.mark.bad_input("nodes that do not share run.dir")

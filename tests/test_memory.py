@@ -12,7 +12,7 @@ from tiny import Tiny, make_run
 from dist_amp.config.load import load_config
 from dist_amp.errors import Failure
 from dist_amp.step import evaluate
-from dist_amp.supervise.out_of_memory import (
+from dist_amp.supervise.explain import (
     Shortage,
     explain_memory,
     is_out_of_memory,

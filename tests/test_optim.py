@@ -85,7 +85,7 @@ def skipped_and_resumed(world, folder, strategy, kind, width):
         saver = Saver(run)
         saver.save(wait=False)  # in the background, where the state can be copied
         saver.on_log(log_row(run))
-        while saver._pending is not None:
+        while run.metrics.save is not None:
             saver.on_log(log_row(run))
         return fresh("--run.resume", "auto")
 

@@ -16,7 +16,8 @@ from tiny import Tiny, log, make_run
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
-from dist_amp.supervise.lifecycle import closing_table, write_summary
+from dist_amp.supervise.banner import closing_table
+from dist_amp.supervise.lifecycle import write_summary
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.tasks.sinusoid import Sinusoid
 from dist_amp.telemetry.console import columns

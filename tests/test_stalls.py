@@ -26,10 +26,9 @@ from dist_amp.checkpoint import saver
 from dist_amp.config.load import load_config
 from dist_amp.distributed import flight_recorder
 from dist_amp.distributed.flight_recorder import Entered
-from dist_amp.supervise import heartbeat
-from dist_amp.supervise.heartbeat import Heartbeat
-from dist_amp.supervise.rank_reports import Board, Process, main_thread_is_in
-from dist_amp.supervise.verdict import Verdict
+from dist_amp.supervise import watchdog
+from dist_amp.supervise.rank_reports import Board, Process, Verdict, main_thread_is_in
+from dist_amp.supervise.watchdog import Heartbeat
 from dist_amp.world import World
 
 # --- in real runs: ranks that do something else in their fifth and sixth micro-batch
@@ -38,11 +37,11 @@ TASK = """
 import os, time
 import torch
 import torch.distributed as dist
-from dist_amp.supervise import heartbeat, watchdog
+from dist_amp.supervise import watchdog
 from tiny import Tiny
 
-watchdog.POLL_SECONDS, watchdog.ANSWER_SECONDS, heartbeat.BEAT_SECONDS = 0.1, 0.5, 0.3
-heartbeat.COMPARED, heartbeat.NAMED = 1 / 60, 1 / 40  # of 60 s
+watchdog.POLL_SECONDS, watchdog.ANSWER_SECONDS, watchdog.BEAT_SECONDS = 0.1, 0.5, 0.3
+watchdog.COMPARED, watchdog.NAMED = 1 / 60, 1 / 40  # of 60 s
 
 def sleep_in_the_forward():
     while not os.path.exists("go"):
@@ -163,7 +162,7 @@ class Job:
         self.now = 1000.0
         self.step = 5
         self.stores = []
-        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.started = [0.0] * size  # when each rank's collective was started; 0: it waits in none
         self.reports = [report("alive", step=41)] * size
         self.boards = []
@@ -172,7 +171,7 @@ class Job:
         config = load_config([], environ={})
         for rank in range(size):
             self.stores.append(CountingStore(store))
-            self.boards.append(Board(self.stores[rank], "test", rank, size))
+            self.boards.append(Board(self.stores[rank], rank, size))
             supervised = SupervisedRank(config, World(rank, 0, size), folder, self)
             processes = [Process(f"host-{n}", 1, f"machine-{n}") for n in range(size)]
             beat = Heartbeat(supervised, self.boards[rank], processes, partial(self.report, rank))
@@ -200,7 +199,7 @@ class Job:
             self.now += 1.0
             for rank, (each, board) in enumerate(zip(self.ranks, self.boards, strict=True)):
                 if rank not in silent:
-                    each.poll(board.poll()[1])
+                    each.poll(board.store.get("stall").decode())
 
 
 class SupervisedRank(NamedTuple):
@@ -386,7 +385,7 @@ def waits_during_a_save(world, folder):
             while flight_recorder.progress(flight_recorder.dump(), set()).waits_in is None:
                 assert time.monotonic() < deadline
             now = flight_recorder.progress(flight_recorder.dump(), set()).waits_in
-            found = [now is None or now.group in writer, ranks._report_alive().waits_in]
+            found = [now is None or now.group in writer, ranks._own_report("alive").waits_in]
     ranks.__exit__()
     return found
 

@@ -32,7 +32,7 @@ from dist_amp.errors import ConfigError, DataError, NumericsError
 from dist_amp.optim import learning_rate
 from dist_amp.settings import TrainConfig
 from dist_amp.step import train_step
-from dist_amp.supervise.garbage import ScheduledGarbage
+from dist_amp.train import ScheduledGarbage
 from dist_amp.world import World, local
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]

@@ -1,5 +1,4 @@
-"""Background saves (checkpoint.async_save): training waits only for a copy of the state to host
-memory.
+"""Background saves (checkpoint.async_save): training waits only for a copy on the host.
 
 The memory is filled again by each save, since fresh memory costs more than the copy itself: the
 kernel maps and clears every page. With a GPU it is pinned, so that a shard crosses the bus at full
@@ -31,31 +30,28 @@ class Background:
         self._world = world
         self._staging = Staging(world.device)
 
-    def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot in host memory, without what another rank writes."""
+    def start(self, snapshot: Snapshot, write: Callable[[Snapshot], None]) -> "Future[None]":
+        """Copy the snapshot, without what another rank writes, and write the copy in a thread."""
         state = without_replicas(snapshot.state, self._world)
-        return replace(snapshot, state=self._staging.copy(state))
-
-    def start(self, write: Callable[[], None], outcome: "Future[None]") -> None:
-        """Call `write` in a thread; `outcome` gets its end."""
+        copy = replace(snapshot, state=self._staging.copy(state))
+        outcome: Future[None] = Future()
 
         def work() -> None:
             try:
                 if self._world.device.type == "cuda":  # a new thread's device is the first one
                     torch.cuda.set_device(self._world.device)
-                write()
+                write(copy)
                 outcome.set_result(None)
             except BaseException as error:
                 outcome.set_exception(error)
 
         # Not a thread pool: Python joins its threads at exit, even after a crash.
         Thread(target=work, daemon=True).start()
+        return outcome
 
 
 class Staging:
-    """Host memory for one copy of this rank's part of the state; it grows with the state and stays
-    for the run.
-    """
+    """Host memory for one copy of this rank's part of the state; it stays for the run."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -65,9 +61,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with every tensor in this memory, once the copies have arrived; it replaces the
-        copy before.
-        """
+        """The state with every tensor in this memory, in place of the copy before."""
         self._copied.clear()
         copy: dict[str, Any] = tree_map_with_path(self._staged, state)
         if self._device.type == "cuda":
@@ -123,10 +117,7 @@ def without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
     def keeps(value: Any) -> bool:
         if not isinstance(value, Tensor):
             return True
-        replica = world.rank
-        replicas = world.world_size
-        if isinstance(value, DTensor):
-            replica, replicas = _replica(value)
+        replica, replicas = _replica(value, world)
         kept = bytes_of.setdefault(replicas, [0] * replicas)
         keeper = kept.index(min(kept))
         kept[keeper] += value.numel() * value.element_size()
@@ -145,14 +136,15 @@ def without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
     return {**part_of(shared), "ranks": state["ranks"]}
 
 
-def _replica(value: DTensor) -> tuple[int, int]:
-    """(which replica of the tensor this rank has a shard of, how many there are)."""
+def _replica(value: Tensor, world: World) -> tuple[int, int]:
+    """(which replica of the tensor this rank has or has a shard of, how many there are)."""
+    if not isinstance(value, DTensor):
+        return world.rank, world.world_size
     replica = 0
     replicas = 1
-    coordinates: Any = value.device_mesh.get_coordinate() or []
-    for size, coordinate, placement in zip(
-        value.device_mesh.shape, coordinates, value.placements, strict=True
-    ):
+    mesh = value.device_mesh
+    coordinates: Any = mesh.get_coordinate()
+    for size, coordinate, placement in zip(mesh.shape, coordinates, value.placements, strict=True):
         if placement.is_replicate():
             replica = replica * size + coordinate
             replicas *= size

@@ -1,6 +1,4 @@
-"""Checks that a checkpoint fits a run: its config, data, parameters and optimizer; and a dataset's
-fingerprint, by which a resumed run recognises its data.
-"""
+"""Checks that a checkpoint fits a run: its config, data (by fingerprint), model and optimizer."""
 
 import hashlib
 import json
@@ -87,9 +85,9 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
 
 
 def settings_of(path: Path, config: Config) -> dict[str, Any]:
-    """{key: value} of the checkpoint's config. Settings that it is too old to have get their
-    defaults; those that this version no longer has are left out, unless they changed what was
-    computed.
+    """{key: value} of the checkpoint's config, with defaults for keys that it is too old to have.
+
+    Keys that this version no longer has are left out, unless they changed what was computed.
     """
     saved = flat((path / CONFIG).read_text())
     named_by_user: tuple[str, ...] = ("data.sources.", "task.")
@@ -131,9 +129,7 @@ def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
 def check_data(
     path: Path, manifest: Manifest, length: int, fingerprint: str, allowed: bool, world: World
 ) -> None:
-    """Errors: DataError if the dataset differs from the one that the checkpoint's position counts
-    in.
-    """
+    """Errors: DataError if the checkpoint's position counts in another dataset."""
     if (manifest.data_length, manifest.data_fingerprint) == (length, fingerprint):
         return
     text = (
@@ -148,12 +144,10 @@ def check_data(
 def order_to_continue(
     path: Path, manifest: Manifest, plan: Plan, allowed: bool, world: World
 ) -> str:
-    """The order in which the run takes its samples from here on: the checkpoint's, in which its
-    position counts.
+    """The order of samples from here on: the checkpoint's, in which its position counts.
 
-    The run's own if there is nothing to continue: data of another length, or another data.shuffle.
-    Errors: DataError for a dataset's own order that is not the checkpoint's, unless it is
-    `allowed`.
+    The run's if there is nothing to continue: data of another length, or another data.shuffle.
+    Errors: DataError for a dataset's own order that isn't the checkpoint's, unless `allowed`.
     """
     saved = manifest.order
     if saved == plan.order or manifest.data_length != plan.length:
@@ -190,12 +184,8 @@ def check_fit(
         )
     # It has no moments if no step was applied before it was saved.
     saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
-    for section in state:
-        if (
-            section in saved
-            and section not in ("model", "ranks")
-            and isinstance(state[section], dict)
-        ):
+    for section in (state.keys() & saved) - {"model", "ranks"}:
+        if isinstance(state[section], dict):
             check_tensors(path, metadata, section, state[section])
 
 
@@ -226,9 +216,7 @@ def check_tensors(path: Path, metadata: Metadata, section: str, state: Any) -> N
 
 
 def fingerprint(data: Batches, world: World) -> str:
-    """Rank 0's, on every rank; computed once, with the random generators left as they are. Every
-    rank calls it.
-    """
+    """Rank 0's, on every rank, computed once; the random generators stay. Every rank calls it."""
     if not data.fingerprint:
         before = random_state(world.device)
         data.fingerprint = world.from_main(dataset_hash(data) if world.is_main else "")

@@ -1,5 +1,4 @@
-"""The files of a checkpoint: the manifest, the hashes, and how a checkpoint is published, verified
-and quarantined.
+"""The files of a checkpoint: the manifest and the hashes; how it is published and verified.
 
 A checkpoint is either complete or absent. Its folder is written under a temporary name, the
 manifest is written last, and one rename publishes it. The file formats inside do not detect damage
@@ -31,9 +30,7 @@ CONFIG = "config.toml"
 
 
 class CheckpointRejected(Exception):
-    """Why a checkpoint can't be loaded. Not a user error: another checkpoint of the run may be
-    valid.
-    """
+    """Why a checkpoint can't be loaded; no user error: another one of the run may be valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +71,7 @@ def signed_text(content: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Errors: CheckpointRejected if it is missing, damaged, of a newer format, or lists files
-    outside the folder.
-    """
+    """Errors: CheckpointRejected if it is damaged, newer, or lists files outside the folder."""
     try:
         text = (folder / MANIFEST).read_bytes().decode()
         content = json.loads(text)
@@ -106,8 +101,7 @@ def read_manifest(folder: Path) -> Manifest:
 def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
     """Why a checkpoint is not valid, or "" if it is.
 
-    Verifies the manifest and the hashes of every `parts`-th file, starting at `part`, so that ranks
-    can share the work.
+    Verifies the manifest and every `parts`-th file, from `part` on, so that ranks share the work.
     """
     try:
         files = read_manifest(folder).files
@@ -136,17 +130,12 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 def all_checkpoints(run_folder: Path) -> list[Path]:
     """The run's checkpoints, oldest first, valid or not: see `integrity_error`."""
-    return sorted(
-        path
-        for path in run_folder.glob("checkpoints/step_*")
-        if path.name[len("step_") :].isdigit()
-    )
+    paths = sorted(run_folder.glob("checkpoints/step_*"))
+    return [path for path in paths if path.name.removeprefix("step_").isdigit()]
 
 
 def hash_file(path: Path) -> str:
-    """128-bit xxh3: detects accidental damage ten times faster than sha256, but does not prevent
-    forgery.
-    """
+    """128-bit xxh3: finds accidental damage ten times faster than sha256, but no forgery."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
@@ -161,9 +150,7 @@ def hash_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename the folder; a power cut leaves either no checkpoint or a
-    complete one.
-    """
+    """Write the manifest and rename the folder: after a power cut it is complete or absent."""
     write_synced(temporary / MANIFEST, manifest.to_text())
     sync_folder(temporary)
     os.rename(temporary, final)
@@ -171,9 +158,7 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def remove_old_checkpoints(run_folder: Path, keep: int) -> list[str]:
-    """Keep the last `keep` checkpoints and the one with the lowest validation loss; return one line
-    per failure.
-    """
+    """Keep the newest `keep` and the one with the best validation loss; a line per failure."""
     paths = all_checkpoints(run_folder)
     losses = {path: _validation_loss(path) for path in paths}
     best = min(paths, key=lambda path: losses[path])
@@ -203,18 +188,14 @@ def _validation_loss(checkpoint: Path) -> float:
 
 
 def quarantine_after(run_folder: Path, step: int) -> list[Path]:
-    """Rename the rejected checkpoints of later steps and remove half-written ones; return the new
-    names.
+    """Rename the rejected checkpoints of later steps, and remove half-written ones.
 
-    Those steps are taken again, and an existing folder is never written into.
+    Those steps are taken again, and an existing folder is never written into. Returns new names.
     """
     for leftover in run_folder.glob("checkpoints/.step_*.writing"):
         shutil.rmtree(leftover, ignore_errors=True)
-    return [
-        quarantine(path)
-        for path in all_checkpoints(run_folder)
-        if int(path.name.removeprefix("step_")) > step
-    ]
+    newest = checkpoint_folder(run_folder, step)
+    return [quarantine(path) for path in all_checkpoints(run_folder) if path > newest]
 
 
 def quarantine(checkpoint: Path) -> Path:

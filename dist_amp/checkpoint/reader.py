@@ -1,9 +1,8 @@
 """Reads a checkpoint without running any code from it.
 
 torch.distributed.checkpoint unpickles `.metadata` and every entry that is not a tensor, so a
-hostile checkpoint could run code. Here `.metadata` is unpickled through an allow-list and the
-entries with weights_only. The allow-list has to name classes that are private to torch, since they
-are what its checkpoints contain.
+hostile checkpoint could run code. Here `.metadata` is unpickled through an allow-list, with classes
+that are private to torch since its checkpoints contain them, and the entries with weights_only.
 """
 
 import pickle
@@ -11,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import PickleError
 from typing import Any
 
 import torch
@@ -37,12 +35,11 @@ ALLOWED = {
     "collections": {"OrderedDict"},
     "torch": {
         "Size",
-        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+        *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
     },
 }
 
-
-UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, PickleError)
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -68,9 +65,7 @@ def _enum_member(owner: Any, name: str) -> Any:
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a checkpoint folder, limited to allowed classes and to the files that the
-    manifest lists.
-    """
+    """torch's reader of a folder, limited to allowed classes and to the files of the manifest."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -81,7 +76,7 @@ class Reader(FileSystemReader):
         try:
             with (self.folder / ".metadata").open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except UNREADABLE as error:
+        except (*UNREADABLE, pickle.PickleError) as error:
             raise CheckpointRejected(f".metadata can't be read ({error})") from None
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise CheckpointRejected(".metadata is not that of a checkpoint")
@@ -106,16 +101,13 @@ class Planner(DefaultLoadPlanner):
 
 
 def read_into(state: dict[str, Any], reader: Reader, world: World | None = None) -> None:
-    """Fill the tensors of `state`; every rank of `world` calls it. world: None for a process that
-    reads by itself.
+    """Fill the tensors of `state`. Every rank of `world` calls it, or one process without one.
 
-    Errors: CheckpointRejected, or torch's CheckpointException, which does not derive from
-    Exception.
+    Errors: CheckpointRejected, or CheckpointException, which does not derive from Exception.
     """
+    world = world or World()
+    silence_single_process_warning()
     try:
-        silence_single_process_warning()
-        if world is None:
-            world = World()
         with without_timeout(world.control):  # one rank's disk may be slow
             read_tensors(
                 state,
@@ -143,7 +135,5 @@ def rejection_as_data_error(path: Path) -> Iterator[None]:
 
 
 def silence_single_process_warning() -> None:
-    """Running without a process group is fine here. Set for good, because threads share warning
-    filters.
-    """
+    """No process group is fine here. Set for good, because threads share warning filters."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")

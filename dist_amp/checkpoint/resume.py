@@ -15,12 +15,13 @@ from dist_amp.settings import Config
 from dist_amp.task import Task
 from dist_amp.world import World
 
+NEW_RUN = "restore one from a backup, or start a new run in another --run.dir"
+
 
 def resume(run: Run) -> Path | None:
-    """Restore the newest valid checkpoint that `run.resume` allows; return it, or None to start at
-    step 0. Every rank calls it, after `build_run`.
+    """Restore the newest valid checkpoint that `run.resume` allows; return it, or None at step 0.
 
-    Errors: those of `checkpoint_to_resume` and `load`.
+    Every rank calls it, after `build_run`. Errors: those of `checkpoint_to_resume` and `load`.
     """
     checkpoint = checkpoint_to_resume(run.config, run.folder, run.world, run.task)
     if checkpoint is not None:
@@ -45,32 +46,41 @@ def checkpoint_to_resume(
 
 def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | None:
     """The newest valid checkpoint that `resume` allows; None if there are none."""
-    candidates = _agreed_candidates(resume, run_folder, world)
-    return newest_valid(
-        candidates, world, "restore one from a backup, or start a new run in another --run.dir"
-    )
+    paths: list[str] = []
+    problem = ""
+    # Rank 0 looks: a network disk may show another rank other files for a while.
+    if world.is_main:
+        try:
+            paths = [str(path) for path in _candidates(resume, run_folder)]
+        except DataError as error:
+            problem = str(error)
+    paths, problem = json.loads(world.from_main(json.dumps([paths, problem])))
+    if problem:
+        raise DataError(problem)
+    return newest_valid([Path(path) for path in paths], world, NEW_RUN)
 
 
 def newest_valid(
     paths: Sequence[Path], world: World, fix: str = "restore one from a backup"
 ) -> Path | None:
-    """The last of these checkpoints that is valid, with a warning for each that is not; None if
-    there are none.
+    """The last of these checkpoints that is valid, with a warning for each that is not.
 
-    Every rank calls it and verifies its share of the files. Errors: DataError if none is valid,
-    ending with `fix`.
+    None if there are none. Every rank calls it and verifies its share of the files. Errors:
+    DataError if none is valid, ending with `fix`.
     """
     rejected: list[str] = []
     for path in reversed(paths):
-        error = _agreed_integrity_error(path, world)
+        error = integrity_error(path, world.rank, world.world_size)
+        world.wait_long()  # one rank's files may take longer than a collective's timeout
+        error = next(filter(None, world.gather_texts(error)), "")
         if not error:
             for text in rejected:
                 world.warn(f"checkpoint {text}; using {path.name} instead")
             return path
         rejected.append(f"{path}: {error}")
+    if len(rejected) > 1:
+        raise DataError(f"none of the checkpoints is valid: {'; '.join(rejected)}; {fix}")
     if rejected:
-        if len(rejected) > 1:
-            raise DataError(f"none of the checkpoints is valid: {'; '.join(rejected)}; {fix}")
         raise DataError(f"the checkpoint is not valid: {rejected[0]}; {fix}")
     return None
 
@@ -90,21 +100,6 @@ def checkpoints_at(path: Path, name: str, accepted: str) -> list[Path]:
     return [path]
 
 
-def _agreed_candidates(resume: str, run_folder: Path, world: World) -> list[Path]:
-    """What rank 0 sees, because a network disk may show another rank other files for a while."""
-    paths: list[str] = []
-    problem = ""
-    if world.is_main:
-        try:
-            paths = [str(path) for path in _candidates(resume, run_folder)]
-        except DataError as error:
-            problem = str(error)
-    paths, problem = json.loads(world.from_main(json.dumps([paths, problem])))
-    if problem:
-        raise DataError(problem)
-    return [Path(path) for path in paths]
-
-
 def _candidates(resume: str, run_folder: Path) -> list[Path]:
     """The checkpoints to try, in ascending order of preference."""
     if resume == "never" and not attempt():  # a restart by torchrun resumes all the same
@@ -121,15 +116,5 @@ def _candidates(resume: str, run_folder: Path) -> list[Path]:
                 f"run.resume={resume} is older than {saved[-1].name} next to it; resume it in a "
                 "new --run.dir"
             )
-    return checkpoints_at(
-        path, f"run.resume={resume}", "RUN/checkpoints/step_N, a run's folder, auto or never"
-    )
-
-
-def _agreed_integrity_error(path: Path, world: World) -> str:
-    """Why a checkpoint is not valid, or ""; the same on every rank, each of which verifies a share
-    of the files.
-    """
-    error = integrity_error(path, world.rank, world.world_size)
-    world.wait_long()  # one rank's share of the files may take longer than a collective's timeout
-    return next(filter(None, world.gather_texts(error)), "")
+    accepted = "RUN/checkpoints/step_N, a run's folder, auto or never"
+    return checkpoints_at(path, f"run.resume={resume}", accepted)

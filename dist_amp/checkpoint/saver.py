@@ -1,10 +1,7 @@
-"""Saves checkpoints: all ranks write one together, complete or not at all, with the same outcome
-on every rank.
-"""
+"""Saves checkpoints: all ranks write one together, complete or not at all, with one outcome."""
 
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,21 +37,19 @@ from dist_amp.world import World
 
 
 def save(run: Run) -> Path:
-    """Write a checkpoint of the run's current state and wait for it; every rank calls it. Errors:
-    Failure.
-    """
+    """Write a checkpoint of the current state; every rank calls it. Errors: Failure."""
     Saver(run).save(wait=True)
     return checkpoint_folder(run.folder, run.step)
 
 
 class Saver(Observer):
-    """Saves checkpoints of a run, one at a time, in the background if checkpoint.async_save is set;
-    as a context manager it waits for the last one.
+    """Saves checkpoints of a run, one at a time; `run.metrics.save` is one that is being written.
+
+    With checkpoint.async_save in the background; as a context manager it waits for the last one.
     """
 
     def __init__(self, run: Run):
         self._run = run
-        self._pending: Future[None] | None = None
         self._planner = Planner()
         self._background: Any = None
         if run.config.checkpoint.async_save:
@@ -63,40 +58,30 @@ class Saver(Observer):
             self._background = Background(run.world)
 
     def save(self, wait: bool) -> None:
-        """Save the current state; every rank calls it. wait: until it is written, and raise Failure
-        if it can't be.
+        """Save the current state; every rank calls it.
+
+        wait: until it is written, and raise Failure if it can't be.
         """
         with self._run.world.clock.hold("checkpoint"):
             self._finish()
-            if not self._is_saved():
-                self._save(wait)
+            if self._is_saved():
+                return
+            snapshot = take_snapshot(self._run)
+            if self._background is not None and not wait:
+                self._run.metrics.save = self._background.start(snapshot, self._write)
+                return
+            self._complete(lambda: self._write(snapshot), must_succeed=wait)
 
-    def _save(self, wait: bool) -> None:
-        world = self._run.world
-        snapshot = take_snapshot(self._run)
-        self._pending = self._run.metrics.save = Future()
-        if self._background is not None and not wait:
-            snapshot = self._background.copy(snapshot)
-            self._background.start(lambda: write(snapshot, world, self._planner), self._pending)
-            return
-        try:
-            write(snapshot, world, self._planner)
-            self._pending.set_result(None)
-        except Exception as error:
-            self._pending.set_exception(error)
-        self._finish(must_succeed=wait)
+    def _write(self, snapshot: Snapshot) -> None:
+        write(snapshot, self._run.world, self._planner)
 
     def on_log(self, row: LogRow) -> None:
-        """Check whether the background save has ended, and how; every rank calls it and gets the
-        same answer.
-        """
-        if self._pending is not None and row.column("save_done").all():
+        """Check whether the background save has ended, and how: the same on every rank."""
+        if self._run.metrics.save is not None and row.column("save_done").all():
             self._finish()
 
     def _is_saved(self) -> bool:
-        """Whether this step has a valid checkpoint, as right after a resume; a damaged one is
-        quarantined.
-        """
+        """Whether this step has a valid checkpoint, as after a resume; a damaged one is moved."""
         world = self._run.world
         valid = False
         folder = checkpoint_folder(self._run.folder, self._run.step)
@@ -106,17 +91,17 @@ class Saver(Observer):
                 quarantine(folder)
         return world.from_main(str(valid)) == "True"
 
-    def _finish(self, must_succeed: bool = False) -> None:
-        """Wait for the pending save. Errors: Failure if it failed and the run is configured to stop
-        then.
-        """
-        # Also that of another Saver, such as a callback's save(run): two threads would use one
-        # process group.
-        pending = self._pending or self._run.metrics.save
-        self._pending = self._run.metrics.save = None
+    def _finish(self) -> None:
+        """Wait for the pending save, also another Saver's: they share a process group."""
+        pending = self._run.metrics.save
+        self._run.metrics.save = None
+        if pending is not None:
+            self._complete(pending.result)
+
+    def _complete(self, work: Callable[[], None], must_succeed: bool = False) -> None:
+        """Errors: Failure if `work` fails and the run is configured to stop then."""
         try:
-            if pending is not None:
-                pending.result()
+            work()
         except Failure as error:
             if must_succeed or self._run.config.checkpoint.on_failure == "stop":
                 raise
@@ -125,22 +110,19 @@ class Saver(Observer):
             )
 
     def __exit__(self, *error: object) -> None:
-        """Wait for the pending save, but only briefly if the ranks may have diverged: writing needs
-        all of them.
-        """
-        if self._pending is None:
+        """Wait for the pending save; only briefly if ranks may have diverged: writing needs all."""
+        if self._run.metrics.save is None:
             return
         seconds = 5.0
         if error[0] is None or isinstance(error[1], Failure):
             # A Failure may be this rank's alone: half of the timeout of the others' collectives.
             seconds = self._run.config.run.timeout_seconds / 2
         with suppress(Exception):
-            self._pending.result(timeout=seconds)
+            self._run.metrics.save.result(timeout=seconds)
 
 
 class Planner(DefaultSavePlanner):
-    """torch's planner of who writes what, which plans again only what has changed since the save
-    before: one for all saves of a run.
+    """torch's planner of who writes what; one for all saves of a run plans only what has changed.
 
     Planning takes rank 0 86 to 101 us per shard of any rank (measured for 64 to 1,024 ranks).
     """
@@ -168,15 +150,13 @@ class Writer(FileSystemWriter):
 
 
 def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
-    """Write and publish a checkpoint; every rank calls it, from any thread, and all ranks raise if
-    one fails.
+    """Write and publish a checkpoint; every rank calls it, from any thread.
 
-    Errors: Failure with the rank and the reason. Earlier checkpoints are left as they are.
+    Errors: Failure on all ranks if one fails, with its reason; earlier checkpoints stay.
     """
     final = snapshot.folder
     run_folder = final.parent.parent
     temporary = final.with_name(f".{final.name}.writing")
-    files: dict[str, Any] = {}
 
     def make_folder() -> None:
         if world.is_main:
@@ -190,7 +170,7 @@ def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
         if not appears(temporary):
             raise Failure("run.dir is not on a disk that all ranks share; put it on one")
 
-    def write_shards() -> None:
+    def write_shards() -> dict[str, dict[str, Any]]:
         silence_single_process_warning()
         write_tensors(
             snapshot.state,
@@ -199,27 +179,27 @@ def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
             process_group=world.background,
             no_dist=world.world_size == 1,
         )
-
-    def hash_shards() -> dict[str, dict[str, Any]]:
         paths = list(temporary.glob(f"__{world.rank}_*"))
         if world.is_main:
             paths += [temporary / CONFIG, temporary / ".metadata"]
         return hash_files(paths)
-
-    def finish() -> None:
-        if world.is_main:
-            publish(temporary, final, replace(snapshot.manifest, files=files))
-            for problem in remove_old_checkpoints(run_folder, snapshot.keep):
-                world.warn(problem)
 
     try:
         # A stage may fail on one rank only: all ranks agree on its outcome before the next
         # collective stage.
         on_all_ranks(world, make_folder)
         on_all_ranks(world, find_folder)
-        on_all_ranks(world, write_shards)
-        for entries in on_all_ranks(world, hash_shards):
+        files = {}
+        for entries in on_all_ranks(world, write_shards):
             files |= entries
+        manifest = replace(snapshot.manifest, files=files)
+
+        def finish() -> None:
+            if world.is_main:
+                publish(temporary, final, manifest)
+                for problem in remove_old_checkpoints(run_folder, snapshot.keep):
+                    world.warn(problem)
+
         on_all_ranks(world, finish)
     except Failure as error:
         if world.is_main:
@@ -234,8 +214,9 @@ def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
 
 
 def on_all_ranks(world: World, work: Callable[[], Any]) -> list[Any]:
-    """Call `work` on every rank; return all results in rank order. Errors: Failure on all ranks if
-    one fails.
+    """Call `work` on every rank; return all results in rank order.
+
+    Errors: Failure on all ranks if one fails.
     """
     result = None
     failure = ""

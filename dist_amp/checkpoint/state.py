@@ -1,6 +1,4 @@
-"""What a checkpoint contains, taken from a run and restored into one; any strategy reads any
-other's checkpoints.
-"""
+"""What a checkpoint contains, taken from a run and restored into one of any strategy."""
 
 import sys
 from dataclasses import dataclass
@@ -70,8 +68,7 @@ def take_snapshot(run: Run) -> Snapshot:
 def load(run: Run, path: Path) -> None:
     """Restore the run from a checkpoint of any world size and strategy; every rank calls it.
 
-    Errors: DataError if the checkpoint is rejected, or does not fit the run's data, model or
-    optimizer.
+    Errors: DataError if it is rejected, or does not fit the run's data, model or optimizer.
     """
     with model_context(run.parallel.module, run.parallel.strategy), rejection_as_data_error(path):
         reader = Reader(path)
@@ -140,18 +137,16 @@ def set_state(run: Run, manifest: Manifest, state: dict[str, Any]) -> None:
 
 
 def state_of(run: Run, with_moments: bool = False) -> dict[str, Any]:
-    """Everything that a step depends on, as tensors: what a checkpoint saves, and what a load fills
-    in place.
+    """Everything that a step depends on, as tensors: to save, or for a load to fill in place.
 
-    with_moments: let torch make moments where the optimizer has none, for a load to replace. They
-    are never saved: torch makes them by a step of its own, which leaves counts of 1 and decayed
-    weights in them. Most optimizers have none before their first applied step.
+    with_moments: let torch make moments where the optimizer has none yet, for a load to replace.
+    They are never saved: torch makes them by a step, which leaves counts of 1 and decayed weights.
     """
     optimizer: Any = {}
     has_moments = any(run.optimizer.state.values())
+    if with_moments and not has_moments:
+        run.optimizer.state.clear()  # of empty entries, by which torch would take it for filled
     if has_moments or with_moments:
-        if not has_moments:
-            run.optimizer.state.clear()  # of empty entries, by which torch would take it for filled
         optimizer = get_optimizer_state_dict(run.model, run.optimizer)["state"]
     # This rank's own; the model's entries are averaged over ranks when they are saved.
     statistics = batch_statistics(run.parallel.module)
@@ -180,9 +175,8 @@ def group_sizes(run: Run) -> dict[str, int]:
 def rebuild_ddp_buckets(run: Run) -> None:
     """Give DDP the bucket layout that it has after its first step.
 
-    DDP rebuilds its buckets after the first backward, and three or more ranks sum in another order
-    then: without this, a resumed run's first step would differ from the uninterrupted run's in the
-    last bit.
+    Three or more ranks sum in another order then: without this, a resumed run's first step would
+    differ from the uninterrupted run's in the last bit.
     """
     if run.parallel.strategy != "ddp" or run.world.world_size < 3:
         return

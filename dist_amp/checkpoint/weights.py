@@ -18,8 +18,7 @@ from dist_amp.scaling.frozen import check_frozen, expect_checksums
 
 
 def load_weights(model: nn.Module, checkpoint: Path, average: bool = False) -> int:
-    """Set the model's weights to the checkpoint's, in the model's own dtypes; return the
-    checkpoint's step.
+    """Set the model's weights to the checkpoint's, in the model's dtypes; return its step.
 
     average: the moving average (optim.ema) in place of each trained parameter. Frozen parameters
     that the checkpoint does not contain stay as the model has them. Errors: DataError if the
@@ -54,18 +53,14 @@ def load_weights(model: nn.Module, checkpoint: Path, average: bool = False) -> i
 
 
 def has_average(checkpoint: Path) -> bool:
-    """Whether the checkpoint holds a moving average of the parameters. Errors: DataError if it is
-    rejected.
-    """
+    """Whether it holds a moving average of the parameters. Errors: DataError if it is rejected."""
     with rejection_as_data_error(checkpoint):
         names = Reader(checkpoint).read_metadata().state_dict_metadata
     return any(name.startswith("ema.") for name in names)
 
 
 def _in_stored_dtype(value: Any, stored: Any) -> Any:
-    """The tensor to read an entry into: parallel.param_dtype=bf16 stores a float32 model's
-    parameters in bf16.
-    """
+    """The tensor to read into: parallel.param_dtype=bf16 stores float32 parameters in bf16."""
     if not (isinstance(stored, TensorStorageMetadata) and isinstance(value, Tensor)):
         return value
     dtype = stored.properties.dtype

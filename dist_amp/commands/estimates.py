@@ -6,6 +6,7 @@ the tensors and the collectives of real runs.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from dist_amp.settings import Config, OptimConfig, Strategy
 from dist_amp.task import Task
 from dist_amp.world import World
 
-RANKS_PER_MACHINE = 8  # assumed where no ranks were launched
 # DDP's buckets, in bytes. Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
 FIRST_BUCKET = 2**20
 BUCKET = 25 * 2**20
@@ -31,6 +31,7 @@ BUCKET = 25 * 2**20
 STEP_SUM = 4
 
 AUTOCAST_LAYERS = (nn.Linear, _ConvNd)  # their biases are cast too
+Moments = Mapping[nn.Parameter, float]  # how many times its size the optimizer keeps for each
 
 
 class Model(NamedTuple):
@@ -42,29 +43,27 @@ class Model(NamedTuple):
     micro_batches: int
 
 
-class Memory(NamedTuple):
-    """Bytes on the rank that holds most, without activations.
-
-    Where ranks do not divide a first dimension, the first ranks have a row more.
-    """
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the rank that holds most, without activations."""
 
     parameters: int  # with buffers
-    gradients: int  # at their most: under DDP its buckets; accumulated without reduction, in full
+    gradients: int  # at their most: under DDP with its buckets; accumulated unreduced, in full
     moments: int  # all of the optimizer's state, without step counts
     average: int  # optim.ema
     computing: int  # weights gathered or cast to compute with, and buffers to gather and reduce
 
     @property
     def total(self) -> int:
-        return sum(self)
+        return self.parameters + self.gradients + self.moments + self.average + self.computing
 
 
 class Dtypes(NamedTuple):
     """In which dtypes parameters are stored, gathered and reduced; None: in their own, float32."""
 
-    stored: torch.dtype | None
-    gathered: torch.dtype | None
-    reduced: torch.dtype | None
+    stored: torch.dtype | None = None
+    gathered: torch.dtype | None = None
+    reduced: torch.dtype | None = None
 
 
 class Collective(NamedTuple):
@@ -77,10 +76,7 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends in a ring.
-
-        Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
-        """
+        """Bytes that each rank sends in a ring. Source: Patarasuk and Yuan 2009."""
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * (self.ranks - 1) / self.ranks * max(self.bytes_in, self.bytes_out)
 
@@ -91,6 +87,16 @@ def sharded_dtypes(config: Config, precision: Precision) -> Dtypes:
     if precision.cast_by == "policy":
         return Dtypes(stored, precision.dtype, DTYPES[config.parallel.reduce_dtype])
     return Dtypes(stored, stored, stored)
+
+
+def replicas_and_shards(config: Config, strategy: Strategy, world: World) -> tuple[int, int]:
+    """(copies of each parameter, ranks over which one is spread; 0 where none are sharded)."""
+    if strategy == "fsdp":
+        return 1, world.world_size
+    if strategy == "hsdp":
+        replicas = replicas_of(config.parallel, world)
+        return replicas, world.world_size // replicas
+    return world.world_size, 0
 
 
 def units_and_root(model: Model) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
@@ -105,24 +111,24 @@ def units_and_root(model: Model) -> tuple[list[list[nn.Parameter]], list[nn.Para
 
 
 def memory_of(
-    config: Config, model: Model, shards: int, moments: Mapping[nn.Parameter, float]
+    config: Config, strategy: Strategy, model: Model, world: World, moments: Moments
 ) -> Memory:
-    """The memory of a rank.
-
-    shards: ranks over which FSDP2 spreads each parameter; 0 under single and DDP, which spread
-    none. moments: as `moments_of` gives them.
-    """
+    """The memory of a rank: of the first, where ranks don't divide a first dimension."""
+    _, shards = replicas_and_shards(config, strategy, world)
     module = model.module
-    dtypes = Dtypes(None, None, None)
+    dtypes = Dtypes()
     if shards:
         dtypes = sharded_dtypes(config, model.precision)
     trained = [p for p in module.parameters() if p.requires_grad]
     gradients = tensor_bytes(trained, shards, dtypes.stored)
-    if shards and config.parallel.accumulate_reduce == "last" and model.micro_batches > 1:
-        unsharded_in = None  # in the parameters' own dtype
-        if model.precision.cast_by == "policy":
-            unsharded_in = dtypes.reduced
-        gradients = max(gradients, tensor_bytes(trained, dtype=unsharded_in))
+    if model.micro_batches > 1:
+        if strategy == "ddp":  # they add up beside DDP's buckets
+            gradients *= 2
+        elif shards and config.parallel.accumulate_reduce == "last":
+            unsharded_in = None  # in the parameters' own dtype
+            if model.precision.cast_by == "policy":
+                unsharded_in = dtypes.reduced
+            gradients = max(gradients, tensor_bytes(trained, dtype=unsharded_in))
     average = 0
     if config.optim.ema != "off":
         average = tensor_bytes(trained, shards, torch.float32)
@@ -175,9 +181,7 @@ def cast_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     return tensor_bytes(cast, dtype=dtype)
 
 
-def checkpoint_bytes(
-    config: Config, module: nn.Module, moments: Mapping[nn.Parameter, float], sharded: bool
-) -> int:
+def checkpoint_bytes(config: Config, module: nn.Module, moments: Moments, sharded: bool) -> int:
     """A checkpoint: trained parameters under each of their names, moments, averages, buffers."""
     stored = torch.bfloat16 if sharded and config.parallel.param_dtype == "bf16" else None
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -188,22 +192,25 @@ def checkpoint_bytes(
     return total + moment_bytes(moments, 0, stored)
 
 
-def moment_bytes(
-    moments: Mapping[nn.Parameter, float], shards: int, dtype: torch.dtype | None
-) -> int:
+def moment_bytes(moments: Moments, shards: int, dtype: torch.dtype | None) -> int:
     return round(sum(times * tensor_bytes([p], shards, dtype) for p, times in moments.items()))
 
 
-def moments_of(config: OptimConfig, task: Any, module: nn.Module) -> dict[nn.Parameter, float]:
-    """{trained parameter: how many times its size the optimizer keeps for it}.
+def moments_of(config: OptimConfig, task: Any, module: nn.Module) -> Moments:
+    """What the optimizer keeps; a task's own takes a step with gradients of zero if it has to.
 
-    A task's own optimizer takes one step with gradients of zero if it has to. Errors: as building
-    it in training, and whatever its step raises, for example because it reads a value of a
-    parameter on the meta device.
+    Errors: as building it in training, and whatever its step raises, for example because it reads
+    a value of a parameter on the meta device.
     """
     groups = groups_of(config, task, module)
     if not hasattr(task, "optimizer"):
-        return {p: _moments_in(config, group) for group in groups for p in group["params"]}
+        kept: dict[nn.Parameter, float] = {}
+        for group in groups:
+            times = moments_per_parameter(config)
+            if config.name == "muon" and not takes_muon(group):
+                times = 2  # AdamW's
+            kept |= dict.fromkeys(group["params"], times)
+        return kept
     optimizer = task_optimizer(task, groups, config.lr, module)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(optimizer.state.values()):  # most make it in their first step
@@ -217,12 +224,6 @@ def moments_of(config: OptimConfig, task: Any, module: nn.Module) -> dict[nn.Par
         state = [value for value in values if isinstance(value, Tensor) and value.ndim > 0]
         moments[p] = tensor_bytes(state) / tensor_bytes([p])
     return moments
-
-
-def _moments_in(config: OptimConfig, group: Mapping[str, Any]) -> int:
-    if config.name == "muon" and not takes_muon(group):
-        return 2  # AdamW's
-    return moments_per_parameter(config)
 
 
 def groups_of(config: OptimConfig, task: Any, module: nn.Module) -> list[dict[str, Any]]:
@@ -284,8 +285,7 @@ def of_sharded(
     config: Config, strategy: Strategy, model: Model, world: World
 ) -> Counter[Collective]:
     """FSDP2 or HSDP, for a model whose blocks are all trained and are called once each."""
-    replicas = replicas_of(config.parallel, world) if strategy == "hsdp" else 1
-    shards = world.world_size // replicas
+    replicas, shards = replicas_and_shards(config, strategy, world)
     micro_batches = model.micro_batches
     reductions = micro_batches if config.parallel.accumulate_reduce == "every" else 1
     dtypes = sharded_dtypes(config, model.precision)
@@ -308,15 +308,11 @@ def of_sharded(
         counted[Collective("all_gather", shards, gathered, shards * gathered)] += gathers
         counted[Collective("reduce_scatter", shards, shards * reduced, reduced)] += reductions
         counted[Collective("all_reduce", replicas, reduced, reduced)] += 1
-    for matrix in matrices_of_muon(config, model.task, model.module):
-        gathered = tensor_bytes([matrix], shards, torch.bfloat16)  # of its update
-        counted[Collective("all_gather", shards, gathered, shards * gathered)] += 1
+    if config.optim.name == "muon" and not hasattr(model.task, "optimizer"):
+        for group in groups_of(config.optim, model.task, model.module):
+            if not takes_muon(group):
+                continue
+            for matrix in group["params"]:
+                gathered = tensor_bytes([matrix], shards, torch.bfloat16)  # of its update
+                counted[Collective("all_gather", shards, gathered, shards * gathered)] += 1
     return Counter({one: times for one, times in counted.items() if one.bytes_in and one.ranks > 1})
-
-
-def matrices_of_muon(config: Config, task: Any, module: nn.Module) -> list[Tensor]:
-    """The parameters that optim.name=muon updates by Muon; none for another optimizer."""
-    if config.optim.name != "muon" or hasattr(task, "optimizer"):
-        return []
-    groups = groups_of(config.optim, task, module)
-    return [p for group in groups if takes_muon(group) for p in group["params"]]

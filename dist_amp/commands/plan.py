@@ -13,20 +13,58 @@ each GPU (assumed).
 Exit status: that of the training it plans: 64 for a wrong setting, 65 for the data or the task.
 """
 
-import argparse
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import nn
 
-from dist_amp.commands.estimates import RANKS_PER_MACHINE
-from dist_amp.commands.planned import Plan, StrategyPlan, make_plan
+from dist_amp.commands.estimates import (
+    Memory,
+    Model,
+    Moments,
+    checkpoint_bytes,
+    memory_of,
+    moments_of,
+    of_a_step,
+)
+from dist_amp.config.auto import (
+    SHARDED,
+    accumulation_steps,
+    auto_strategy,
+    pick_cast,
+    pick_strategy,
+    replicas_of,
+)
 from dist_amp.config.load import load_config
-from dist_amp.config.memory import USABLE, size_text
-from dist_amp.errors import ConfigError, DataError, in_one_line
+from dist_amp.config.memory import USABLE, adamw_state_bytes, capacity_of, size_text
+from dist_amp.config.task_class import build_task
+from dist_amp.config.validate import check_length, check_parallel, check_shardable
+from dist_amp.distributed.random_state import seed_all
+from dist_amp.errors import ConfigError, DataError, Failure, first_line, in_one_line
+from dist_amp.loading.loader import Fetch
+from dist_amp.loading.plan import Request
+from dist_amp.precision import Precision, build_precision
+from dist_amp.scaling.blocks import blocks_of, pick_blocks, units_of
+from dist_amp.scaling.compile import check_compile
+from dist_amp.scaling.initial_weights import built_on_meta
+from dist_amp.scaling.meta import parameters_on_meta
+from dist_amp.scaling.parameters import parameters_in, to_float32
+from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.supervise.command_line import Parser, columns, exit_status
+from dist_amp.supervise.preflight import BESIDES_KEPT
+from dist_amp.task import Task, build_split, built_model, check_model
+from dist_amp.telemetry.mfu import flops_per_item, known_peak
+from dist_amp.world import World
+
+RANKS_PER_MACHINE = 8  # assumed where no ranks were launched
+MOST_RANKS = 2**16  # tried, to find a number of ranks on which the model fits
 
 ROWS = {
     "parameters": "parameters, buffers",
@@ -36,267 +74,422 @@ ROWS = {
     "computing": "gathered or cast weights",
 }
 
-PREFIXES = ("", "k", "M", "G", "T", "P", "E")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     return exit_status(run, argv)
 
 
-def run(argv: Sequence[str]) -> int:
-    options, words = parse(argv)
-    device_memory = 0
-    if options.device_memory_GiB is not None:
-        device_memory = round(options.device_memory_GiB * 2**30)
+def run(argv: Sequence[str]) -> None:
+    parser = Parser("python -m dist_amp.plan", __doc__)
+    here = torch.cuda.device_count() or RANKS_PER_MACHINE
+    for name, kind, default, help_text in (
+        ("world_size", int, here, "ranks; default: this machine's GPUs, or 8"),
+        ("device_memory_GiB", float, None, "of each rank; default: this machine's"),
+    ):
+        spellings = (f"--{name}", f"--{name.replace('_', '-')}")
+        parser.add_argument(*spellings, type=kind, default=default, help=help_text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+    options, words = parser.parse_known_args(argv)
+    if options.world_size < 1:
+        raise ConfigError(f"--world_size={options.world_size} must be at least 1")
+    memory = options.device_memory_GiB
+    if memory is not None and not 0 < memory < math.inf:
+        raise ConfigError(f"--device_memory_GiB={memory:g} must be above 0, such as 80")
     try:
         with redirect_stdout(sys.stderr):  # what the task prints is no part of the plan
-            plan = make_plan(load_config(words), options.world_size, device_memory)
+            config = load_config(words)
+            plan, refused = make_plan(config, options.world_size, round((memory or 0) * 2**30))
     except SystemExit as error:
         raise DataError(
             f"the task ended the process: {in_one_line(error)}; raise an error that says why"
         ) from error
     if options.json:
-        print(json.dumps(facts(plan), indent=2), flush=True)
+        print(json.dumps(asdict(plan), indent=2), flush=True)
     else:
-        print("\n".join(lines(plan)), flush=True)
-    if plan.refused is not None:
-        raise plan.refused
+        print("\n".join(lines(plan, config)), flush=True)
+    if refused is not None:
+        raise refused
+
+
+# --- the plan
+
+
+@dataclass
+class StrategyPlan:
+    """One strategy. Bytes are of the rank that holds most."""
+
+    name: str
+    chosen: bool
+    fits: bool | None = None  # into the device, without activations but with room for fragments
+    precision: str = ""  # and who casts
+    memory: Memory | None = None
+    on_device: int = 0  # of the memory; under CPU offload the rest is the host's
+    sent_bytes: float = 0.0  # by each rank in a step
+    collectives: int = 0
+    problem: str = ""  # why training would refuse it
+
+
+@dataclass
+class Plan:
+    """What --json prints; 0 where it is not known, and the notes have the reasons."""
+
+    task: str
+    model: dict[str, Any]
+    world_size: int
+    device: str
+    device_memory_bytes: int
+    micro_batch_size: int
+    micro_batches: int
+    samples_per_step: int
+    steps: int
+    tokens_per_step: int = 0
+    samples: int = 0
+    steps_per_epoch: int = 0
+    flops_per_sample: float = 0.0
+    peak_flops: float = 0.0
+    checkpoint_bytes: int = 0
+    checkpoints_on_disk: int = 0  # the most at once
+    strategies: list[StrategyPlan] = field(default_factory=list)
+    fits_from_ranks: int = 0  # of fsdp, if nothing fits on these
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SimulatedWorld(World):
+    """Ranks that do not exist; what training would print at its start is kept in `notes`."""
+
+    notes: list[str] = field(default_factory=list, compare=False)
+
+    def say(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+
+def make_plan(
+    config: Config, world_size: int, device_memory: int
+) -> tuple[Plan, BaseException | None]:
+    """(the plan, the error by which the training would end at its data).
+
+    device_memory: bytes of each rank's; 0: this machine's own, if it has such a device. Errors:
+    those that training raises when it builds the task and its model.
+    """
+    device = torch.device("cpu" if config.run.device == "cpu" else "cuda")
+    per_machine = min(world_size, RANKS_PER_MACHINE)
+    world = SimulatedWorld(world_size=world_size, local_world_size=per_machine, device=device)
+    if not device_memory and (device.type == "cpu" or torch.cuda.is_available()):
+        device_memory = capacity_of(world)[0]
+    micro_batches = accumulation_steps(config.train, world_size)
+    task = build_task(config.task, config.data)
+    seed_all(config.run.seed)
+    module = build_module(task, config, world)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    blocks = blocks_of(task, module)
+    facts = {
+        "class": type(module).__name__,
+        "parameters": parameters_in([module]),
+        "trained": trained,
+        "blocks": dict(Counter(type(block).__name__ for block in blocks)),
+        "in_blocks": parameters_in(blocks),
+    }
+    plan = Plan(
+        task=config.task.target,
+        model=facts,
+        world_size=world_size,
+        device=device.type,
+        device_memory_bytes=device_memory,
+        micro_batch_size=config.train.micro_batch_size,
+        micro_batches=micro_batches,
+        samples_per_step=config.train.micro_batch_size * world_size * micro_batches,
+        steps=config.train.steps,
+        notes=world.notes,
+    )
+    plan_strategies(plan, config, task, module, world)
+    plan_compute(plan, config, task, module, world)
+    return plan, plan_data(plan, config, task, world)
+
+
+def build_module(task: Task, config: Config, world: World) -> nn.Module:
+    """The model on the meta device; whole, with a warning, if it can't be built there."""
+    module, problem = built_on_meta(task)
+    if problem and not hasattr(task, "load"):
+        world.warn(
+            f"every rank will hold the whole model in host memory until it is sharded: {problem}"
+        )
+    if module is None:
+        module = built_model(task)
+    if converted := to_float32(module, frozen_too=not config.precision.use_amp):
+        world.say(converted)
+    return module
+
+
+def plan_strategies(
+    plan: Plan, config: Config, task: Task, module: nn.Module, world: SimulatedWorld
+) -> None:
+    """Every strategy, and what a checkpoint takes. Errors: what training raises for the chosen."""
+    chosen = choose(config.parallel, module, world, plan.device_memory_bytes)
+    moments = moments_or_assumed(config, task, module, world)
+    room = USABLE * plan.device_memory_bytes
+    for name, strategy, parallel in candidates(config.parallel, world, plan.micro_batches):
+        one = StrategyPlan(name, chosen=strategy == chosen and parallel == config.parallel)
+        plan.strategies.append(one)
+        # The warnings about other strategies are of no interest.
+        noted_in = world if one.chosen else replace(world, notes=[])
+        candidate = replace(config, parallel=parallel)
+        try:
+            precision = checked(candidate, strategy, task, module, plan.micro_batches, noted_in)
+        except Failure as error:
+            if one.chosen:
+                raise
+            one.problem = first_line(error)
+            continue
+        model = Model(task, module, precision, plan.micro_batches)
+        step = of_a_step(candidate, strategy, model, world)
+        one.precision = precision.name
+        if precision.cast_by != "nothing":
+            one.precision += f", {precision.cast_by}"
+        one.memory = memory_of(candidate, strategy, model, world, moments)
+        one.on_device = on_device(candidate, strategy, model, one.memory)
+        one.sent_bytes = sum(times * collective.sent for collective, times in step.items())
+        one.collectives = step.total()
+        if strategy == "fsdp" and room:
+            plan.fits_from_ranks = ranks_that_fit(candidate, model, world, moments, room)
+    if room:
+        for one in plan.strategies:
+            one.fits = not one.problem and one.on_device <= room
+    if not room or any(one.fits for one in plan.strategies):
+        plan.fits_from_ranks = 0
+    plan.checkpoint_bytes = checkpoint_bytes(config, module, moments, chosen in SHARDED)
+    if config.checkpoint.every != "off":
+        to_come = math.ceil(config.train.steps / config.checkpoint.every)
+        plan.checkpoints_on_disk = min(config.checkpoint.keep + BESIDES_KEPT, to_come)
+
+
+def choose(config: ParallelConfig, module: nn.Module, world: World, memory: int) -> Strategy | str:
+    """The strategy that training will pick; "" if that depends on a device that is not known."""
+    if config.strategy != "auto" or world.world_size == 1:
+        return pick_strategy(config, module, world)
+    if world.device.type == "cpu":
+        return auto_strategy(module, world, 0)
+    if memory:
+        return auto_strategy(module, world, memory)
+    world.say(
+        f"parallel.strategy=auto: ddp on devices of {size_text(2 * adamw_state_bytes(module))} and "
+        "more, else fsdp; give --device_memory_GiB to see which"
+    )
+    return ""
+
+
+def candidates(
+    parallel: ParallelConfig, world: World, micro_batches: int
+) -> list[tuple[str, Strategy, ParallelConfig]]:
+    """(name, strategy, its settings); fsdp with both values of accumulate_reduce."""
+    if world.world_size == 1:
+        return [("single", "single", parallel)]
+    last = replace(parallel, accumulate_reduce="last")
+    every = replace(parallel, accumulate_reduce="every")
+    sharded: list[tuple[str, Strategy, ParallelConfig]] = [("fsdp", "fsdp", parallel)]
+    if micro_batches > 1:
+        sharded = [("fsdp (last)", "fsdp", last), ("fsdp (every)", "fsdp", every)]
+    hsdp = f"hsdp of {replicas_of(parallel, world)}"
+    return [("ddp", "ddp", parallel), *sharded, (hsdp, "hsdp", parallel)]
+
+
+def checked(
+    config: Config,
+    strategy: Strategy,
+    task: Task,
+    module: nn.Module,
+    micro_batches: int,
+    world: World,
+) -> Precision:
+    """The precision in a strategy, after the checks that training makes. Errors: theirs."""
+    check_model(module, strategy)
+    cast = pick_cast(config.precision, strategy, module, world)
+    check_parallel(config.parallel, strategy, cast, world)
+    computes_on = world
+    if world.device.type == "cuda" and not torch.cuda.is_available():
+        # As rank 1, so that what this CPU can compute is not measured.
+        computes_on = replace(world, rank=1, device=torch.device("cpu"))
+    if computes_on is world or not config.compile.blocks:
+        check_compile(config.compile, strategy, micro_batches, world)
+    else:
+        world.say("[compile] is not checked: there is no GPU here")
+    sharded = strategy in SHARDED
+    precision = build_precision(cast, sharded, computes_on)
+    if sharded:
+        units_of(task, module, pick_blocks(strategy, task, module, world))
+        check_shardable(strategy, module, precision.cast_by == "policy")
+    return precision
+
+
+def on_device(config: Config, strategy: Strategy, model: Model, memory: Memory) -> int:
+    """Bytes of the memory that are the device's: under CPU offload the state is the host's."""
+    if strategy not in SHARDED or not config.parallel.cpu_offload:
+        return memory.total
+    if config.parallel.accumulate_reduce == "last" and model.micro_batches > 1:
+        return memory.computing + memory.gradients
+    return memory.computing
+
+
+def ranks_that_fit(
+    config: Config, model: Model, world: World, moments: Moments, room: float
+) -> int:
+    """The number of ranks, doubled from the present one, on which fsdp fits; 0 if there is none."""
+    config = replace(config, parallel=replace(config.parallel, accumulate_reduce="every"))
+    ranks = 2 * world.world_size
+    while ranks <= MOST_RANKS:
+        more = replace(world, world_size=ranks)
+        memory = memory_of(config, "fsdp", model, more, moments)
+        if on_device(config, "fsdp", model, memory) <= room:
+            return ranks
+        ranks *= 2
     return 0
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(this command's options, the settings). Errors: ConfigError."""
-    parser = Parser("python -m dist_amp.plan", __doc__)
-    parser.add_argument(
-        "--world_size",
-        "--world-size",
-        type=int,
-        default=torch.cuda.device_count() or RANKS_PER_MACHINE,
-        help="ranks; default: this machine's GPUs, or 8",
-    )
-    parser.add_argument(
-        "--device_memory_GiB",
-        "--device-memory-GiB",
-        type=float,
-        help="of each rank; default: this machine's",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
-    )
-    options, words = parser.parse_known_args(argv)
-    if options.world_size < 1:
-        raise ConfigError(f"--world_size={options.world_size} must be at least 1")
-    memory = options.device_memory_GiB
-    if memory is not None and not 0 < memory < float("inf"):
-        raise ConfigError(f"--device_memory_GiB={memory:g} must be above 0, such as 80")
-    return options, words
+def moments_or_assumed(config: Config, task: Task, module: nn.Module, world: World) -> Moments:
+    """As `moments_of`; AdamW's where a task's optimizer can't be stepped on the meta device."""
+    if hasattr(task, "optimizer") and world.world_size > 1:
+        world.say("what the task's optimizer itself may send is left out")
+    try:
+        return moments_of(config.optim, task, module)
+    except Exception as error:
+        # A Failure with a cause is what the task's code raised, maybe for want of values.
+        if isinstance(error, Failure) and error.__cause__ is None:
+            raise
+        world.warn(
+            "the state of the task's optimizer can't be seen without a real step "
+            f"({in_one_line(error)}): it is assumed to be twice the parameters, as AdamW's"
+        )
+        return {p: 2 for p in module.parameters() if p.requires_grad}
 
 
-def lines(plan: Plan) -> list[str]:
+def plan_compute(plan: Plan, config: Config, task: Task, module: nn.Module, world: World) -> None:
+    """Floating-point operations, as the task counts them."""
+    if config.metrics.peak_flops != "auto":
+        plan.peak_flops = config.metrics.peak_flops
+    elif world.device.type == "cuda" and torch.cuda.is_available():
+        uses_tf32 = config.precision.name == "fp32" and config.precision.tf32
+        dtype = "tf32" if uses_tf32 else config.precision.name
+        plan.peak_flops = known_peak(torch.cuda.get_device_name(), dtype)
+    try:
+        with parameters_on_meta():  # the task may build its model again
+            plan.flops_per_sample = flops_per_item(task, module)
+    except DataError as error:
+        world.say(f"without memory for the parameters {error}; FLOPs are left out")
+
+
+def plan_data(plan: Plan, config: Config, task: Any, world: World) -> Exception | None:
+    """Samples, epochs and tokens; returns an error that would end the training."""
+    size = config.train.micro_batch_size
+    try:
+        dataset = build_split(task, "train", World())
+        if dataset is not None:
+            plan.samples = len(dataset)
+        check_length(plan.samples, size, plan.micro_batches, world)
+        plan.steps_per_epoch, rest = divmod(plan.samples, plan.samples_per_step)
+        if rest and not config.data.drop_last:
+            plan.steps_per_epoch += 1
+        if hasattr(task, "tokens"):
+            batch = Fetch(dataset, task, "training")[Request(config.run.seed, tuple(range(size)))]
+            if isinstance(batch, DataError):
+                raise batch
+            plan.tokens_per_step = task.tokens(batch) * plan.samples_per_step // size
+    except Exception as error:
+        world.warn(f"training would end at its data: {in_one_line(error)}")
+        return error
+    return None
+
+
+# --- as text
+
+
+def lines(plan: Plan, config: Config) -> list[str]:
     """The plan as text."""
-    heads = {
-        "task": plan.config.task.target,
-        "model": model_text(plan),
-        "ranks": ranks_text(plan),
-        "batch": batch_text(plan),
-        "data": data_text(plan),
-        "compute": compute_text(plan),
-        "checkpoint": checkpoint_text(plan),
-    }
-    text = [f"{name:<12}{value}" for name, value in heads.items() if value]
+    text = [f"{name:<12}{value}" for name, value in heads(plan, config).items() if value]
     text += ["", *table(plan), ""]
     if any(one.chosen for one in plan.strategies):
         text.append("* what this config runs")
     text += [f"{one.name}: not possible: {one.problem}" for one in plan.strategies if one.problem]
-    if plan.device_memory:
-        text.append(fit_text(plan))
-    notes = [note for note in dict.fromkeys(plan.world.notes) if not note.startswith("blocks: ")]
+    if plan.device_memory_bytes and not any(one.fits for one in plan.strategies):
+        more = "nor does fsdp on more ranks"
+        if plan.fits_from_ranks:
+            more = f"fsdp (every) does on {plan.fits_from_ranks:,} ranks"
+        text.append(f"nothing fits into {100 * USABLE:.0f} % of the device; {more}")
+    notes = [note for note in plan.notes if not note.startswith("blocks: ")]
     return text + sorted(notes, key=lambda note: note.startswith("warning: "))  # warnings last
 
 
-def model_text(plan: Plan) -> str:
-    trained, total = plan.parameters
-    of_it = "all trained"
-    if trained < total:
-        of_it = f"{trained:,} trained ({100 * trained / total:.2g} %)"
-    blocks = "no blocks"
-    if plan.blocks:
-        blocks = ", ".join(f"{count} x {name}" for name, count in plan.blocks.items())
-        blocks += f" with {100 * plan.share_of_blocks:.0f} % of them"
-    return f"{type(plan.module).__name__}, {total:,} parameters, {of_it}; {blocks}"
-
-
-def ranks_text(plan: Plan) -> str:
-    world = plan.world
-    on_gpus = world.device.type == "cuda"
-    singular, plural = ("GPU", "GPUs") if on_gpus else ("process", "processes")
-    text = f"{world.world_size:,} {singular if world.world_size == 1 else plural}"
-    if plan.device_memory:
-        text += f", {size_text(plan.device_memory)} each"
-    if world.world_size > RANKS_PER_MACHINE:
-        text += f", {world.local_world_size} to a machine (assumed)"
-    return text
-
-
-def batch_text(plan: Plan) -> str:
-    plural = "es" if plan.micro_batches > 1 else ""
-    text = (
-        f"{plan.samples_per_step:,} samples per step = {plan.config.train.micro_batch_size} x "
-        f"{plan.world.world_size:,} ranks x {plan.micro_batches} micro-batch{plural}"
-    )
-    if plan.tokens_per_step:
-        text += f"; {plan.tokens_per_step:,} tokens per step"
-    return text
-
-
-def data_text(plan: Plan) -> str:
-    if not plan.samples:
-        return ""
-    steps = plan.config.train.steps
-    text = f"{plan.samples:,} samples"
+def heads(plan: Plan, config: Config) -> dict[str, str]:
+    """{heading: facts}; "" for those that are not known."""
+    model = plan.model
+    blocks = ", ".join(f"{count} x {name}" for name, count in model["blocks"].items())
+    share = 100 * model["in_blocks"] / model["parameters"]
+    ranks = f"{plan.world_size:,} x {plan.device}"
+    if plan.device_memory_bytes:
+        ranks += f", {size_text(plan.device_memory_bytes)} each"
+    if plan.world_size > RANKS_PER_MACHINE:
+        ranks += f", {RANKS_PER_MACHINE} to a machine (assumed)"
+    batch = f"{plan.samples_per_step:,} samples per step = {plan.world_size:,} ranks x "
+    batch += f"{plan.micro_batches} x micro-batch of {plan.micro_batch_size}"
+    data = compute = ""
     if plan.steps_per_epoch:
-        epochs = steps / plan.steps_per_epoch
-        text += (
-            f", {plan.steps_per_epoch:,} steps per epoch; {steps:,} steps are {epochs:.3g} epochs"
-        )
+        epochs = plan.steps / plan.steps_per_epoch
+        data = f"{plan.samples:,} samples, {plan.steps_per_epoch:,} steps per epoch; "
+        data += f"{plan.steps:,} steps are {epochs:.3g} epochs"
     if plan.tokens_per_step:
-        text += f", {steps * plan.tokens_per_step / 1e6:,.1f} M tokens"
-    return text
-
-
-def compute_text(plan: Plan) -> str:
-    if not plan.flops_per_sample:
-        return ""
-    per_rank = plan.flops_per_sample * plan.samples_per_step / plan.world.world_size
-    text = f"{short(plan.flops_per_sample)}FLOP per sample, {short(per_rank)}FLOP per rank and step"
-    if plan.peak_flops:
-        seconds = per_rank / plan.peak_flops / 0.4
-        text += (
-            f"; at {short(plan.peak_flops)}FLOP/s and 40 % MFU (assumed) {seconds:.3g} s per step"
-        )
-        text += f", {seconds * plan.config.train.steps / 3600:,.3g} h for all steps"
-    return text
-
-
-def short(number: float) -> str:
-    """A number in four digits, with a prefix of its unit: "2.62 G"."""
-    power = 0
-    while number >= 1000 and power < len(PREFIXES) - 1:
-        number /= 1000
-        power += 1
-    return f"{number:.4g} {PREFIXES[power]}"
-
-
-def checkpoint_text(plan: Plan) -> str:
-    if not plan.checkpoints:
-        return "off"
-    return (
-        f"{size_text(plan.checkpoint_bytes)}; at most {plan.checkpoints} on the disk with "
-        f"keep={plan.config.checkpoint.keep}: {size_text(plan.checkpoints * plan.checkpoint_bytes)}"
-    )
+        batch += f"; {plan.tokens_per_step:,} tokens per step"
+        data += f", {plan.steps * plan.tokens_per_step / 1e6:,.1f} M tokens"
+    if plan.flops_per_sample:
+        flops = plan.flops_per_sample * plan.samples_per_step / plan.world_size
+        compute = f"{plan.flops_per_sample:.4g} FLOP per sample, {flops:.4g} per rank and step"
+    if compute and plan.peak_flops:
+        seconds = flops / plan.peak_flops / 0.4
+        compute += f"; at {plan.peak_flops:.4g} FLOP/s and 40 % MFU (assumed) {seconds:.3g} s per "
+        compute += f"step, {seconds * plan.steps / 3600:,.3g} h for all steps"
+    checkpoint = "off"
+    if plan.checkpoints_on_disk:
+        on_disk = size_text(plan.checkpoints_on_disk * plan.checkpoint_bytes)
+        checkpoint = f"{size_text(plan.checkpoint_bytes)}; at most {plan.checkpoints_on_disk} on "
+        checkpoint += f"the disk with keep={config.checkpoint.keep}: {on_disk}"
+    return {
+        "task": plan.task,
+        "model": f"{model['class']}, {model['parameters']:,} parameters, {model['trained']:,} "
+        f"trained; {blocks or 'no blocks'} with {share:.0f} % of them",
+        "ranks": ranks,
+        "batch": batch,
+        "data": data,
+        "compute": compute,
+        "checkpoint": checkpoint,
+    }
 
 
 def table(plan: Plan) -> list[str]:
     """A column per strategy: what each rank holds, and what it sends."""
-    strategies = []
-    memories = []
-    for one in plan.strategies:
-        if one.memory is not None:
-            strategies.append(one)
-            memories.append(one.memory)
-    unit, scale = "MiB", 2**20
-    if max((memory.total for memory in memories), default=0) >= 2**30:
-        unit, scale = "GiB", 2**30
-    sent_unit, sent_scale = "MB", 1e6
-    if max((one.sent_bytes for one in strategies), default=0) >= 1e9:
-        sent_unit, sent_scale = "GB", 1e9
+    strategies = [one for one in plan.strategies if not one.problem]
+    memories = [one.memory for one in strategies if one.memory]
+    rows = [["on each rank", *(one.name + " *" * one.chosen for one in strategies)]]
 
-    def row(label: str, values: Iterable[float], divisor: float) -> list[str]:
-        return [label, *(f"{value / divisor:,.2f}" if value else "-" for value in values)]
+    def add(label: str, values: Iterable[float]) -> None:
+        if any(values := list(values)):
+            rows.append([label, *map(size_text, values)])
 
-    head = [f"{unit} on each rank"]
-    for one in strategies:
-        head.append(f"{one.name} *" if one.chosen else one.name)
-    rows = [head]
     for name, label in ROWS.items():
-        values = [getattr(memory, name) for memory in memories]
-        if any(values):
-            rows.append(row(label, values, scale))
-    totals = [memory.total for memory in memories]
-    on_device = [one.on_device for one in strategies]
-    rows.append(row("sum", totals, scale))
-    if on_device != totals:
-        rows.append(row("of it on the device", on_device, scale))
-    if plan.device_memory:
-        left = [f"left of {size_text(plan.device_memory)}"]
+        add(label, (getattr(memory, name) for memory in memories))
+    add("sum, without activations", (memory.total for memory in memories))
+    if plan.device_memory_bytes:
+        left = [f"left of {size_text(plan.device_memory_bytes)}"]
         for one in strategies:
-            room = size_text(plan.device_memory - one.on_device)
-            left.append(room if fits(plan, one) else "too large")
+            room = size_text(plan.device_memory_bytes - one.on_device)
+            left.append(room if one.fits else "too large")
         rows.append(left)
-    if plan.world.world_size > 1:
-        sent = (one.sent_bytes for one in strategies)
-        rows.append(row(f"sent per step, {sent_unit}", sent, sent_scale))
+    add("sent per step", (one.sent_bytes for one in strategies))
     rows.append(["computes in", *(one.precision for one in strategies)])
     rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([rows[0], rule, *rows[1:]])
-
-
-def fits(plan: Plan, one: StrategyPlan) -> bool:
-    """Whether a rank's device holds it, leaving a share for fragments, but none for activations."""
-    return not one.problem and one.on_device <= USABLE * plan.device_memory
-
-
-def fit_text(plan: Plan) -> str:
-    """What the row of what is left means, in a sentence."""
-    fitting = [one.name for one in plan.strategies if fits(plan, one)]
-    if not fitting:
-        more = "nor does fsdp on more ranks"
-        if plan.fits_from:
-            every = " (every)" if plan.micro_batches > 1 else ""
-            more = f"fsdp{every} does on {plan.fits_from:,} ranks"
-        return f"nothing fits into {100 * USABLE:.0f} % of the device; {more}"
-    text = f"{', '.join(fitting)} fit{'s' if len(fitting) == 1 else ''}, without activations"
-    for one in plan.strategies:
-        if one.chosen and not fits(plan, one):
-            text += f"; {one.name}, which is chosen, does not"
-    return text
-
-
-def facts(plan: Plan) -> dict[str, object]:
-    """The plan as JSON; bytes and counts."""
-    trained, total = plan.parameters
-    strategies = []
-    for one in plan.strategies:
-        strategy = one._asdict()
-        strategy["memory"] = one.memory and one.memory._asdict()
-        strategy["fits"] = fits(plan, one) if plan.device_memory else None
-        strategies.append(strategy)
-    return {
-        "task": plan.config.task.target,
-        "model": {
-            "class": type(plan.module).__name__,
-            "parameters": total,
-            "trained": trained,
-            "blocks": plan.blocks,
-        },
-        "world_size": plan.world.world_size,
-        "device": plan.world.device.type,
-        "device_memory_bytes": plan.device_memory,
-        "micro_batch_size": plan.config.train.micro_batch_size,
-        "micro_batches": plan.micro_batches,
-        "samples_per_step": plan.samples_per_step,
-        "tokens_per_step": plan.tokens_per_step,
-        "samples": plan.samples,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "steps": plan.config.train.steps,
-        "flops_per_sample": plan.flops_per_sample,
-        "checkpoint_bytes": plan.checkpoint_bytes,
-        "checkpoints_on_disk": plan.checkpoints,
-        "strategies": strategies,
-        "fits_from_ranks": plan.fits_from,
-        "notes": list(dict.fromkeys(plan.world.notes)),
-    }
 
 
 if __name__ == "__main__":

@@ -26,24 +26,10 @@ from dist_amp.supervise.stop import AgreedStop
 from dist_amp.task import as_scalar, call_task
 from dist_amp.telemetry.step_report import Observer, StepReport
 
-OPTIONAL = (
-    "collate",
-    "augment",
-    "blocks",
-    "units",
-    "tokens",
-    "flops_per_item",
-    "metrics",
-    "load",
-    "export",
-    "sample",
-    "groups",
-    "optimizer",
-    "schedule",
-    "on_step",
-    "on_evaluation",
-    "train_metrics",
-)
+OPTIONAL = """
+    collate augment blocks units tokens flops_per_item metrics load export sample groups optimizer
+    schedule on_step on_evaluation train_metrics
+""".split()
 
 # Finds sheduler and metric; a helper such as tokenize or load_files is further from any name.
 CLOSE = 0.85
@@ -52,8 +38,7 @@ TAKEN = ("loss", "grad_norm", "lr")  # train/NAME that the run writes itself
 
 
 class Callbacks(Observer):
-    """Calls the task's on_step and on_evaluation, and ends the run where one of them returns
-    "stop".
+    """Calls the task's on_step and on_evaluation, and ends the run where one returns "stop".
 
     Errors: DataError for what they raise, and for any other value than None or "stop". Methods of
     the task that look like a misspelt optional one are warned of at the start.
@@ -81,11 +66,8 @@ class Callbacks(Observer):
 
     def after_evaluation(self) -> None:
         if self._on_evaluation is not None:
-            self._act_on(
-                "on_evaluation(run, values)",
-                self._on_evaluation,
-                dict(self._run.metrics.evaluation),
-            )
+            values = dict(self._run.metrics.evaluation)
+            self._act_on("on_evaluation(run, values)", self._on_evaluation, values)
 
     def _act_on(self, name: str, callback: Callable[..., Any], argument: Any) -> None:
         when = f" after step {self._run.step}"
@@ -103,8 +85,7 @@ class Callbacks(Observer):
 def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
     """{train/NAME: scalar on the device} from the task's train_metrics; nothing is read.
 
-    Errors: DataError for what it raises, for anything but a dict of scalars, and for a name that is
-    taken.
+    Errors: DataError for what it raises, anything but a dict of scalars, and a name that is taken.
     """
     name = "train_metrics(run, report)"
     method = run.task.train_metrics  # type: ignore[attr-defined]
@@ -151,9 +132,7 @@ def misspelt_methods(task: Any) -> dict[str, str]:
         missing = [known for known in OPTIONAL if not hasattr(task, known)]
         near = nearest_name(name, missing, CLOSE)
         if name.startswith("on_"):
-            near = near or nearest_name(
-                name, [known for known in missing if known.startswith("on_")]
-            )
+            near = near or nearest_name(name, [each for each in missing if each[:3] == "on_"])
         if near:
             found[name] = near
     return found

@@ -12,9 +12,7 @@ from dist_amp.supervise.failure import report_failure
 
 
 class Parser(argparse.ArgumentParser):
-    """For a command that is described by its module's docstring. Errors: ConfigError for a bad
-    command line.
-    """
+    """For a command described by its docstring. Errors: ConfigError for a bad command line."""
 
     def __init__(self, prog: str, description: str | None, epilog: str | None = None):
         raw = argparse.RawDescriptionHelpFormatter
@@ -29,8 +27,7 @@ class Parser(argparse.ArgumentParser):
 def exit_status(
     run: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None, when: str = ""
 ) -> int:
-    """Call run(argv), by default with the command line's arguments; report a Failure, and return
-    the exit status.
+    """Call run(argv), by default the command line's; report a Failure; return the exit status.
 
     when: the end of the line that says that a signal stopped it.
     """
@@ -47,11 +44,9 @@ def exit_status(
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Lines of a table with aligned columns, of which the first `left` are left-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = []
-        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            cells.append(cell.ljust(width) if number < left else cell.rjust(width))
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    aligned = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        align = str.ljust if number < left else str.rjust
+        aligned.append([align(cell, width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]

@@ -1,6 +1,4 @@
-"""How a run fails: the cause is named, printed once for all ranks, last on the screen, and left in
-summary.json.
-"""
+"""How a run fails: the cause is printed once for all ranks, last, and left in summary.json."""
 
 import json
 import os
@@ -20,26 +18,23 @@ from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job, write_summary
 from dist_amp.world import World, in_colour
 
-# Another error in place of one that torch, a library or the disk raised, if its cause is known.
-Explain = Callable[[BaseException], BaseException]
-
 
 @contextmanager
 def supervised(config: Config, world: World) -> Iterator[Job]:
     """Report whatever ends the block, and close the run.
 
     Errors: SystemExit with the exit status, so that `world.start` around it does not wait for the
-    other ranks. The failure is reported here because this needs the store that `world.start`
+    other ranks. The failure is reported here, because this needs the store that `world.start`
     closes.
     """
     job = Job(config, world)
-    explanations: list[Explain] = []
+    explanations: list[Callable[[BaseException], BaseException]] = []
     with ExitStack() as contexts:
         contexts.callback(job.close)
         if world.world_size > 1:
             from dist_amp.supervise.watchdog import Watchdog
 
-            watchdog = Watchdog(job, end=lambda error: _report(error, job))
+            watchdog = Watchdog(job, end=lambda error: _end_failed(error, job))
             explanations.append(contexts.enter_context(watchdog).explain)
         try:
             yield job
@@ -47,34 +42,32 @@ def supervised(config: Config, world: World) -> Iterator[Job]:
             if job.run is not None:
                 with suppress(Exception):
                     job.run.metrics.write_pending()
-            explained: BaseException = error
+            explained = error
             from dist_amp.supervise.explain import explain_error
 
             explained = explain_error(explained, job)
             for explain in explanations:
                 explained = explain(explained)
-            raise SystemExit(_report(explained, job)) from error
+            raise SystemExit(_end_failed(explained, job)) from error
 
 
-def _report(error: BaseException, job: Job) -> int:
-    """Print the error and write the summary, if this is the first rank to fail; return the exit
-    status.
-    """
+def _end_failed(error: BaseException, job: Job) -> int:
+    """Print the error and write the summary, if it is the first rank's; return the exit status."""
     run = job.run
     folder = job.folder
     if run is not None:
         run.metrics.close_console()
-    status, first = report_failure(error, job.world, job.store, max(job.steps_taken, 0))
+    status, is_first = report_failure(error, job.world, job.store, max(job.steps_taken, 0))
     with suppress(OSError):  # the folder may not even be readable
         # A run that failed before it was built leaves the summary of an earlier one in place.
         keeps = run is None and folder is not None and (folder / "summary.json").exists()
-        if first and folder is not None and folder.is_dir() and not keeps:
+        if is_first and folder is not None and folder.is_dir() and not keeps:
             write_summary(folder, run, "failed", status, cause_of(error, job.world.rank))
     return status
 
 
 def cause_of(error: BaseException, rank: int) -> str:
-    """The error in one line, with the rank and the place unless it says itself what to do."""
+    """The error in one line, with rank and place unless it says itself what to do."""
     return str(error) if isinstance(error, Failure) else f"rank {rank}: {in_one_line(error)}"
 
 
@@ -84,12 +77,11 @@ def report_failure(
     store: dist.Store | None = None,  # type: ignore[name-defined]
     step: int = 0,
 ) -> tuple[int, bool]:
-    """Print the error, unless another rank has already printed its own.
+    """Print the error, unless another rank has printed its own: (exit status, was it the first).
 
     A `Failure` gets its one line, anything else its traceback. world, store: None before the ranks
-    are connected. step: how many steps were taken, for the launcher, which restarts nothing that
-    fails again with no step between. Returns this process's exit status, and whether it was the
-    first rank to fail, which is the one that prints.
+    are connected. step: how many were taken; the launcher restarts nothing that fails again without
+    a step between.
     """
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     if isinstance(error, Failure):
@@ -100,18 +92,15 @@ def report_failure(
         status = 1
         text = shown = f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip()
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    first = _is_first_to_report(world, store)
-    if first:
+    is_first = _is_first_to_report(world, store)
+    if is_first:
         sys.stdout.flush()
         if sys.stderr.isatty():
             shown = f"\r\033[K{shown}"  # over rank 0's progress line
         print(shown, file=sys.stderr, flush=True)
         if torchrun_file:
-            extra = {
-                "timestamp": str(int(time.time())),
-                "step": step,
-                "line": cause_of(error, rank),
-            }
+            extra = {"timestamp": str(int(time.time())), "step": step}
+            extra["line"] = cause_of(error, rank)
             # torchrun fails on a file that a killed rank left half written.
             unfinished = Path(f"{torchrun_file}.tmp")
             unfinished.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
@@ -119,12 +108,12 @@ def report_failure(
     elif torchrun_file:
         # torchrun shows the first rank that exits, and ends the others once that one has.
         time.sleep(10)
-    return status, first
+    return status, is_first
 
 
 def _is_first_to_report(world: World | None, store: dist.Store | None) -> bool:  # type: ignore[name-defined]
     if world is None or store is None:
-        # Before the ranks are connected: all of a machine make the same mistake, maybe not all
+        # Before the ranks are connected, all of a machine make the same mistake, maybe not all
         # machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
     try:

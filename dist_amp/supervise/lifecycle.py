@@ -1,23 +1,17 @@
-"""How a run starts and ends: whether it has steps left, its banner, its files opened, and
-RUN/summary.json.
-"""
+"""How a run starts and ends: whether it has steps left, its files, and RUN/summary.json."""
 
 import json
-import platform
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dist_amp.checkpoint.format import MANIFEST, all_checkpoints, quarantine_after
-from dist_amp.distributed.environment import attempt
+from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
 from dist_amp.distributed.process_group import shared_store
-from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, Failure, NumericsError
-from dist_amp.files import appears, plain_json, write_durably
+from dist_amp.errors import SAVED_AND_STOPPED, NumericsError
+from dist_amp.files import plain_json, write_durably
 from dist_amp.run import Run
 from dist_amp.settings import Config
 from dist_amp.supervise.stop import AgreedStop
@@ -27,9 +21,7 @@ from dist_amp.world import World
 
 @dataclass
 class Job:
-    """What is known of a run so far, for whatever explains how it ended; the block that runs sets
-    each field as soon as it has it.
-    """
+    """What is known of a run so far, to explain how it ended; set by the block that runs it."""
 
     config: Config
     world: World
@@ -56,45 +48,12 @@ class Job:
 # --- the start
 
 
-def make_folder(folder: Path, config: Config, world: World) -> None:
-    """Make the run's folder, or check that it can be used.
-
-    Errors: Failure if it can't be written, or is missing on a rank's machine; ConfigError if it is
-    a checkpoint, or holds a run that is not to be resumed.
-    """
-    if world.is_main:
-        if config.run.resume == "never" and all_checkpoints(folder) and not attempt():
-            raise ConfigError(
-                f"run.dir={folder} holds a run already; choose another, or use run.resume=auto"
-            )
-        try:
-            if (folder / MANIFEST).exists():
-                raise ConfigError(
-                    f"run.dir={folder} is a checkpoint; name a run's folder, and give this one as "
-                    "run.resume"
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".writable").touch()
-            (folder / ".writable").unlink()
-        except OSError as error:
-            raise Failure(
-                f"run.dir={folder} can't be written ({error.strerror}); choose another with "
-                "--run.dir"
-            ) from error
-    world.barrier()
-    is_missing = config.checkpoint.every != "off" and not appears(folder)
-    missing_on = platform.node() if is_missing else ""
-    if host := next(filter(None, world.gather_texts(missing_on)), ""):
-        raise Failure(
-            f"run.dir={folder} is not there on {host}: put it on a disk that all ranks share"
-        )
-
-
 def is_finished(run: Run) -> bool:
     """Whether the run has no steps left, or its task ended it; says so."""
     steps = run.config.train.steps
-    early = run.world.from_main(ended_early(run.folder, run.step))
-    if early:
+    summary = completed_summary(run.folder)
+    early = summary.get("cause", "") if summary.get("steps") == run.step else ""
+    if early := run.world.from_main(early):
         run.world.say(
             f"{run.folder} is finished: it ended after {run.step} of train.steps={steps}, because "
             f"the task's {early}; to go on, start a new run with --run.resume {run.folder} "
@@ -102,7 +61,7 @@ def is_finished(run: Run) -> bool:
         )
         return True
     # Without checkpoints of its own, it was to start from another run's, which has no steps left.
-    finished = run.step >= steps and (is_completed(run.folder) or not all_checkpoints(run.folder))
+    finished = run.step >= steps and (bool(summary) or not all_checkpoints(run.folder))
     if run.world.from_main(str(finished)) != "True":
         return False
     run.world.say(
@@ -115,11 +74,14 @@ def is_finished(run: Run) -> bool:
 def open_run(run: Run) -> None:
     """Print what is about to run, and open its files."""
     metrics = run.metrics
+    from dist_amp.supervise.banner import print_banner
+
     print_banner(run)
     from dist_amp.supervise.preflight import check_run
 
     check_run(run)
     if run.world.is_main:
+        run.folder.mkdir(parents=True, exist_ok=True)
         for path in quarantine_after(run.folder, run.step):
             run.world.warn(
                 f"{path} was refused: it is kept under this name, and its steps are taken again"
@@ -139,7 +101,7 @@ def open_run(run: Run) -> None:
     goodput = Goodput(metrics, run.folder)
     metrics.more_tags.append(goodput.tags)
     metrics.summaries.append(goodput.summary)
-    from dist_amp.supervise.environment import report_environment
+    from dist_amp.supervise.banner import report_environment
 
     report_environment(run)
 
@@ -154,52 +116,6 @@ def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
         for number, group in enumerate(groups)
     }
     metrics.more_tags.append(lambda row: {tag: row["lr"] * scale for tag, scale in scales.items()})
-
-
-def print_banner(run: Run) -> None:
-    """Print what is about to run."""
-    world = run.world
-    plan = run.data.plan
-    total = sum(p.numel() for p in run.parallel.module.parameters())
-    trained = sum(p.numel() for p in run.parallel.parameters)
-    parameters = f"{total:,} parameters"
-    if trained < total:
-        parameters += f" ({trained:,} trained)"
-    device = "CPU"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
-    precision = run.precision.name
-    if run.precision.cast_by != "nothing":
-        precision += f" cast by {run.precision.cast_by}"
-    layout = f"{run.parallel.strategy} on {world.world_size} x {device}"
-    accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
-    batch = f"{plan.micro_batch_size} x {plan.world_size} ranks x {accumulation} micro-batches"
-    held_out = "0 held out"
-    if run.validation is not None:
-        held_out = f"{run.validation.plan.length:,} held out"
-    if run.config.eval.every == "off":
-        held_out = "none evaluated (eval.every=off)"
-    world.say(f"run    {run.folder}, {first_step_of(run)}")
-    world.say(f"model  {parameters}, {layout}, {precision}")
-    world.say(f"batch  {plan.global_batch_size} samples = {batch}")
-    world.say(f"data   {plan.length:,} samples to train on, {held_out}")
-    from dist_amp.telemetry.tensorboard_view import watch_line
-
-    world.say(watch_line(run.folder, hasattr(run.task, "tokens")))
-
-
-def first_step_of(run: Run) -> str:
-    """Where a run starts, in words."""
-    source = run.resumed_from
-    if source is None:
-        return "from step 0: it holds no checkpoint"
-    text = f"resumed from step {run.step}"
-    if not source.resolve().is_relative_to(run.folder.resolve()):
-        return f"{text} ({source})"
-    asked = run.config.run.resume
-    if asked not in ("auto", "never", str(source)):
-        text += f"; it has continued since it began from run.resume={asked}"
-    return text
 
 
 # --- the end
@@ -232,6 +148,8 @@ def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
         show_sample(run)
     if run.world.is_main:
         summary = write_summary(run.folder, run, stopped_by, 0, early)
+        from dist_amp.supervise.banner import closing_table
+
         print(closing_table(summary, run.folder), flush=True)
     return 0
 
@@ -249,34 +167,19 @@ def _close_preempted(run: Run, cause: str) -> int:
     return status
 
 
-def is_completed(folder: Path) -> bool:
-    """Whether the run's summary says so; a run that was killed after its last checkpoint has none
-    yet.
-    """
-    return _completed(folder) is not None
-
-
-def ended_early(folder: Path, step: int) -> str:
-    """Why the task ended the run after `step` steps, before its last one; "" if it did not."""
-    summary = _completed(folder) or {}
-    return str(summary.get("cause", "")) if summary.get("steps") == step else ""
-
-
-def _completed(folder: Path) -> dict[str, Any] | None:
-    """The summary of a completed run; None for any other."""
+def completed_summary(folder: Path) -> dict[str, Any]:
+    """A completed run's summary; empty for others, as one killed after its last checkpoint."""
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        return summary if summary["stopped_by"] == "completed" else None
+        return summary if summary["stopped_by"] == "completed" else {}
     except (OSError, ValueError, LookupError):
-        return None
+        return {}
 
 
 def write_summary(
     folder: Path, run: Run | None, stopped_by: str, exit_code: int, cause: str
 ) -> dict[str, Any]:
-    """Write RUN/summary.json from the metrics of the last log step, so that no other rank is
-    needed; return it.
-    """
+    """Write and return RUN/summary.json, by the last log step's metrics: it needs no other rank."""
     summary: dict[str, Any] = {"stopped_by": stopped_by, "exit_code": exit_code, "cause": cause}
     if run is not None:
         summary |= summary_of(run, failed=stopped_by == "failed")
@@ -332,35 +235,3 @@ def rank_entry(run: Run, rank: int, tags: dict[str, float]) -> dict[str, Any]:
     if "throughput/mfu" in tags:
         entry["mfu"] = tags["throughput/mfu"]
     return entry
-
-
-def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
-    """Each rank's throughput and memory, the result, and the run's folder."""
-    shows_tokens = any(rank["tokens_per_second"] for rank in summary["ranks"])
-    header = f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10}"
-    if shows_tokens:
-        header += f" {'tokens/s':>12}"
-    if "mfu" in summary:
-        header += f"{'mfu':>11}"
-    rows = [header]
-    for rank in summary["ranks"]:
-        row = f"{rank['rank']:>4}  {rank['host']:<20} "
-        row += f"{rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB {rank['items_per_second']:>10,.1f}"
-        if shows_tokens:
-            row += f" {rank['tokens_per_second']:>12,.0f}"
-        if "mfu" in summary:
-            row += f" {100 * rank['mfu']:>8.3g} %"
-        rows.append(row)
-    result = f"{summary['steps']} steps"
-    # Missing if a resumed run only had to evaluate, and its metrics.jsonl is lost.
-    if "final_loss" in summary:
-        result += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
-        result += f", loss {float(summary['final_loss']):.4f}"
-    for name, value in summary["evaluation"].items():
-        result += f", held-out {name} {value:.4f}"
-    if "goodput" in summary:
-        applied = timedelta(seconds=round(summary["spent_seconds"]["applied_steps"]))
-        wall = timedelta(seconds=round(summary["wall_seconds"]))
-        share = f"{100 * summary['goodput']:.0f} %"
-        rows.append(f"goodput {share}: {applied} of {wall} in applied steps")
-    return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])

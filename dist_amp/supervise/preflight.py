@@ -1,6 +1,4 @@
-"""Checks before the first step: equal ranks, one live run per folder, enough disk, safe restarts,
-settings that have no effect.
-"""
+"""Checks before the first step: equal ranks, a folder of its own, enough disk, safe restarts."""
 
 import hashlib
 import inspect
@@ -21,22 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_amp.checkpoint.format import all_checkpoints
+from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.load import flat
 from dist_amp.config.memory import tensor_bytes
 from dist_amp.config.task_class import INJECTED, find_task
-from dist_amp.distributed.environment import LAUNCHER, environment_number
+from dist_amp.distributed.environment import LAUNCHER, attempt, environment_number
 from dist_amp.distributed.signals import die_with_parent
 from dist_amp.errors import ConfigError, Failure
-from dist_amp.files import InUse, only_process
+from dist_amp.files import InUse, appears, only_process
 from dist_amp.loading.plan import shard_step
 from dist_amp.run import Run
 from dist_amp.scaling.batch_norm import first_batch_norm
-from dist_amp.settings import DataConfig, SourceConfig
+from dist_amp.settings import Config, DataConfig, SourceConfig
 from dist_amp.world import World
 
-# Settings that each machine may have its own values of. The others in compatibility.FREE_TO_CHANGE
-# decide which ranks wait for which, or how much data there is.
+# Of compatibility.FREE_TO_CHANGE, the settings that may differ between machines: the others decide
+# which ranks wait for which, or how much data there is.
 PER_MACHINE = ("data.path", "data.workers")
 
 # Checkpoints besides the newest ones: the best one, and the one that is being written.
@@ -54,8 +52,7 @@ READ_BY_TASKS = (
 
 
 def check_launch() -> None:
-    """Errors: ConfigError if torchrun would restart with a store that still holds the addresses of
-    dead workers; Failure if `dist_amp launch` was killed before this.
+    """Errors: ConfigError if torchrun would restart into a stale store; Failure if it is gone.
 
     Measured with torch 2.13: without the variable 1 restart of 10 succeeded, with it 10 of 10. When
     torchrun is killed later, this rank gets SIGTERM: it saves and stops instead of running on.
@@ -78,12 +75,10 @@ def check_launch() -> None:
 
 
 def check_ranks_agree(target: str, config_text: str, world: World) -> None:
-    """Errors: ConfigError if ranks have different code, versions or settings; it lists each
-    difference with its hosts.
+    """Errors: ConfigError with each difference between the ranks' code, versions and settings.
 
     target: the task's class; config_text: the config as TOML. Ranks exchange a hash first, and the
-    details only if it differs. Of the code, the package's files and the task's own file are
-    compared, not what the task imports.
+    details only if it differs. Compared are the package's files and the task's own file.
     """
     if world.world_size == 1:
         return
@@ -123,9 +118,7 @@ def _difference(name: str, ranks: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def code_hashes(target: str) -> dict[str, str]:
-    """A hash of each file of the package, except hidden ones (of editors and notebooks), and of the
-    task's file.
-    """
+    """A hash of the task's file, and of the package's but hidden ones, of editors and notebooks."""
     package = Path(__file__).parent.parent
     paths = {}
     for path in sorted(package.rglob("*.py")):
@@ -140,11 +133,43 @@ def code_hashes(target: str) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """The versions that affect results and the order of data; of Python without the patch level,
-    which does not.
-    """
+    """The versions that affect results and the order of data."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"python": python, "torch": torch.__version__, "datasets": version("datasets")}
+
+
+def make_folder(folder: Path, config: Config, world: World) -> None:
+    """Make the run's folder, or check that it can be used.
+
+    Errors: Failure if it can't be written, or is missing on a rank's machine; ConfigError if it is
+    a checkpoint, or holds a run that is not to be resumed.
+    """
+    if world.is_main:
+        if config.run.resume == "never" and all_checkpoints(folder) and not attempt():
+            raise ConfigError(
+                f"run.dir={folder} holds a run already; choose another, or use run.resume=auto"
+            )
+        try:
+            if (folder / MANIFEST).exists():
+                raise ConfigError(
+                    f"run.dir={folder} is a checkpoint; name a run's folder, and give this one as "
+                    "run.resume"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ".writable").touch()
+            (folder / ".writable").unlink()
+        except OSError as error:
+            raise Failure(
+                f"run.dir={folder} can't be written ({error.strerror}); choose another with "
+                "--run.dir"
+            ) from error
+    world.barrier()
+    is_missing = config.checkpoint.every != "off" and not appears(folder)
+    missing_on = platform.node() if is_missing else ""
+    if host := next(filter(None, world.gather_texts(missing_on)), ""):
+        raise Failure(
+            f"run.dir={folder} is not there on {host}: put it on a disk that all ranks share"
+        )
 
 
 @contextmanager
@@ -156,22 +181,19 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
             try:
                 held.enter_context(only_process(folder / ".lock", LOCK_SECONDS))
             except InUse as error:
-                problem = (
-                    f"run.dir={folder} is in use by a live run ({error}); stop that one, or choose "
-                    "another"
-                )
+                problem = f"is in use by a live run ({error}); stop that one, or choose another"
             except OSError as error:  # a disk without locks
                 world.warn(
                     f"run.dir={folder} can't be locked ({error.strerror}): start no second run in "
                     "it"
                 )
         if problem := world.from_main(problem):
-            raise Failure(problem)
+            raise Failure(f"run.dir={folder} {problem}")
         yield
 
 
 def check_run(run: Run) -> None:
-    """What can be said of a run once it is built: warnings, and see `check_free_space`."""
+    """What can be said of a run once it is built."""
     warn_about_small_batches(run)
     warn_about_unread_settings(run)
     check_free_space(run)
@@ -205,9 +227,7 @@ def check_free_space(run: Run) -> None:
 
 
 def warn_about_small_batches(run: Run) -> None:
-    """Warn where batch norm meets smaller micro-batches than the others, at the end of an epoch
-    that is reached.
-    """
+    """Warn where batch norm meets smaller micro-batches at the end of an epoch that is reached."""
     plan = run.data.plan
     norm = first_batch_norm(run.parallel.module)
     rest = plan.length % plan.global_batch_size
@@ -228,9 +248,7 @@ def warn_about_small_batches(run: Run) -> None:
 
 
 def warn_about_unread_settings(run: Run) -> None:
-    """Warn of settings that have no effect, since the task's constructor does not take the data
-    section.
-    """
+    """Warn of settings without effect, as the task's constructor does not take the data section."""
     if INJECTED in inspect.signature(type(run.task)).parameters:
         return
     default = DataConfig()

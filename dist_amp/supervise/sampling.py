@@ -1,9 +1,6 @@
-"""The samples of a run: what the task's sample(model) makes of the model, at every evaluation and
-at the end.
+"""What the task's sample(model) makes of the model, at every evaluation and at the end.
 
-A sample costs what the task's sample(model) takes, on all ranks at once; throughput leaves it out.
-It changes nothing: random numbers, buffers and modes are as before, so a run without sample() takes
-the same steps.
+Throughput leaves it out. It changes nothing: random numbers, buffers and modes are as before.
 """
 
 import inspect
@@ -28,11 +25,9 @@ from dist_amp.telemetry.step_report import Observer
 
 
 class Sampling(Observer):
-    """Writes the task's sample after each evaluation. What goes wrong is a warning, and is said
-    once.
+    """Writes the task's sample after each evaluation; what goes wrong is a warning, said once.
 
-    All samples of a run are drawn from the same random numbers, on every rank: they show how the
-    model changed.
+    All samples of a run are drawn from the same random numbers: they show how the model changed.
     """
 
     def __init__(self, run: Run):
@@ -47,9 +42,7 @@ class Sampling(Observer):
 
 
 def show_sample(run: Run) -> None:
-    """Print the last sample, if it is a text, on rank 0; write one first, if no evaluation did
-    after the last step.
-    """
+    """Print the last sample, if it is a text; make it first, if no evaluation did."""
     if run.metrics.evaluated_step < run.step and (warning := write_sample(run)):
         run.world.warn(warning)
     if run.metrics.sample:
@@ -114,18 +107,13 @@ def keep_sample(run: Run, sample: str | Tensor, about: str) -> None:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which an untrained model may generate and a terminal
-    would execute.
-    """
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+    """The text without control characters, which a terminal would execute."""
+    kept = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(kept)
 
 
 def checked(sample: Any) -> str | Tensor:
-    """A sample as a text, or as an image [H, W, C] of bytes on the host. Errors: DataError for
-    anything else.
-    """
+    """A sample as a text, or as an image [H, W, C] of bytes on the host. Errors: DataError."""
     if isinstance(sample, str):
         return sample
     if not isinstance(sample, Tensor) or sample.dim() != 3 or len(sample) not in (1, 3, 4):
@@ -147,10 +135,8 @@ def does_not_fit(run: Run) -> str:
     free = min(row[0] for row in run.world.gather_numbers([mine]))
     if need <= free / 2:
         return ""
-    return (
-        f"the whole model takes {need / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free beside "
-        "its shards"
-    )
+    sizes = f"{need / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
+    return f"the whole model takes {sizes} beside its shards"
 
 
 def free_bytes(device: torch.device, ranks: int) -> float:
@@ -170,8 +156,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
     """Gather each unit of FSDP2 and keep it whole: a sample calls the model once per token.
 
     So the block has no collectives, and may fail on one rank alone. Afterwards units reshard as
-    before; the caller reshards what is whole. Without torch's private record of how a unit
-    reshards, each forward gathers anew.
+    before. Without torch's private record of how a unit reshards, each forward gathers anew.
     """
     found = [(unit, _reshards(unit)) for unit in module.modules() if isinstance(unit, FSDPModule)]
     units = [(unit, reshards) for unit, reshards in found if reshards is not None]
@@ -186,9 +171,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def _reshards(unit: Any) -> bool | None:
-    """Whether a unit is resharded after its forward; None if it has no parameters, or torch does
-    not say.
-    """
+    """Whether a unit is resharded after its forward; None without parameters, or if unknown."""
     try:
         groups = groups_of(unit)
         return any(group.post_forward_mesh_info is not None for group in groups) if groups else None

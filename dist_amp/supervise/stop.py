@@ -21,8 +21,7 @@ MOST_POLLS_BETWEEN = 32  # should the steps become slower meanwhile
 
 
 class AgreedStop:
-    """Stops all ranks after the same step when any of them gets a stop signal, or its task asks to
-    end the run.
+    """Stops all ranks after the same step when any gets a stop signal, or its task asks to end.
 
     The signal handler only sets a flag. `poll`, called by every rank once per step, starts an
     exchange of the flags between the hosts about once a second, and returns its result a step
@@ -68,8 +67,7 @@ class AgreedStop:
                 os.write(2, f"\n{self.requested_by}: stopping after this step\n".encode())
 
     def poll(self, within: str = "training") -> bool:
-        """True on every rank, at the same step, after any rank got a stop signal or its task asked
-        to end the run.
+        """True on every rank, at the same step, after a signal to any or a task's wish.
 
         The task's wish counts from the next poll on, on one process too: the step does not depend
         on how many ranks. within: where the rank is; polls come at another pace elsewhere.
@@ -80,9 +78,7 @@ class AgreedStop:
         elif self.ended_by:
             wish = _TASK
         if self._world.control is None:
-            flag = float(self._on_host[0])
-            if wish == _SIGNAL:
-                flag = _SIGNAL
+            flag = wish if wish == _SIGNAL else float(self._on_host[0])
             self._on_host[0] = wish
         else:
             flag = self._finish_exchange()

@@ -1,0 +1,235 @@
+"""What a run says of itself at its start and end: banner, RUN/environment.json, closing table."""
+
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dist_amp
+from dist_amp.distributed.gpu_checks import driver_branch
+from dist_amp.files import write_durably
+from dist_amp.run import Run
+
+# What results may depend on.
+PACKAGES = ("numpy", "datasets", "tensorboard", "transformers", "peft", "torchao")
+
+GIT_SECONDS = 5.0  # assumed: a status takes far less, but a network disk may hang
+
+VARIABLES = re.compile(  # by the beginnings of their names
+    r"(CUDA|NVIDIA|NCCL|RCCL|HIP|HSA|ROCR|TORCH|PYTORCH|TORCHINDUCTOR|TORCHELASTIC|TRITON|GLOO|OMP|"
+    r"MKL|KMP|DIST_AMP|HF|SLURM|LOCAL|GROUP|ROLE|MASTER|RANK|WORLD|PET|MALLOC|LD_PRELOAD|"
+    r"PYTHONHASHSEED)(_|$)"
+)
+SECRET = re.compile(
+    r"TOKEN|SECRET|PASS|PASSWD|CREDENTIAL|AUTH|COOKIE|PRIVATE|(^|_)KEY|KEY($|_)|JWT", re.IGNORECASE
+)
+
+
+def print_banner(run: Run) -> None:
+    """Print what is about to run."""
+    world = run.world
+    plan = run.data.plan
+    total = sum(p.numel() for p in run.parallel.module.parameters())
+    trained = sum(p.numel() for p in run.parallel.parameters)
+    parameters = f"{total:,} parameters"
+    if trained < total:
+        parameters += f" ({trained:,} trained)"
+    precision = run.precision.name
+    if run.precision.cast_by != "nothing":
+        precision += f" cast by {run.precision.cast_by}"
+    device = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
+    layout = f"{run.parallel.strategy} on {world.world_size} x {device}"
+    accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
+    batch = f"{plan.micro_batch_size} x {plan.world_size} ranks x {accumulation} micro-batches"
+    held_out = "0 held out"
+    if run.validation is not None:
+        held_out = f"{run.validation.plan.length:,} held out"
+    if run.config.eval.every == "off":
+        held_out = "none evaluated (eval.every=off)"
+    world.say(f"run    {run.folder}, {first_step_of(run)}")
+    world.say(f"model  {parameters}, {layout}, {precision}")
+    world.say(f"batch  {plan.global_batch_size} samples = {batch}")
+    world.say(f"data   {plan.length:,} samples to train on, {held_out}")
+    from dist_amp.telemetry.tensorboard_view import watch_line
+
+    world.say(watch_line(run.folder, hasattr(run.task, "tokens")))
+
+
+def first_step_of(run: Run) -> str:
+    """Where a run starts, in words."""
+    source = run.resumed_from
+    if source is None:
+        return "from step 0: it holds no checkpoint"
+    text = f"resumed from step {run.step}"
+    if not source.resolve().is_relative_to(run.folder.resolve()):
+        return f"{text} ({source})"
+    asked = run.config.run.resume
+    if asked not in ("auto", "never", str(source)):
+        text += f"; it has continued since it began from run.resume={asked}"
+    return text
+
+
+def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
+    """Each rank's throughput and memory, the result, and the run's folder."""
+    shows_tokens = any(rank["tokens_per_second"] for rank in summary["ranks"])
+    header = f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10}"
+    if shows_tokens:
+        header += f" {'tokens/s':>12}"
+    if "mfu" in summary:
+        header += f"{'mfu':>11}"
+    rows = [header]
+    for rank in summary["ranks"]:
+        row = f"{rank['rank']:>4}  {rank['host']:<20} "
+        row += f"{rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB {rank['items_per_second']:>10,.1f}"
+        if shows_tokens:
+            row += f" {rank['tokens_per_second']:>12,.0f}"
+        if "mfu" in summary:
+            row += f" {100 * rank['mfu']:>8.3g} %"
+        rows.append(row)
+    result = f"{summary['steps']} steps"
+    # Missing if a resumed run only had to evaluate, and its metrics.jsonl is lost.
+    if "final_loss" in summary:
+        result += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
+        result += f", loss {float(summary['final_loss']):.4f}"
+    for name, value in summary["evaluation"].items():
+        result += f", held-out {name} {value:.4f}"
+    if "goodput" in summary:
+        applied = timedelta(seconds=round(summary["spent_seconds"]["applied_steps"]))
+        wall = timedelta(seconds=round(summary["wall_seconds"]))
+        share = f"{100 * summary['goodput']:.0f} %"
+        rows.append(f"goodput {share}: {applied} of {wall} in applied steps")
+    return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])
+
+
+# --- the environment: versions, hosts, the commit of the user's code, variables; no secrets
+
+
+def report_environment(run: Run) -> None:
+    """Write RUN/environment.json and TensorBoard's text on rank 0; every rank calls it."""
+    hosts = run.world.gather_texts(json.dumps(this_rank(run.world.device)))
+    if not run.world.is_main:
+        return
+    text = json.dumps(environment(run, [json.loads(host) for host in hosts]), indent=2)
+    path = run.folder / "environment.json"
+    try:
+        write_durably(path, text + "\n")
+    except OSError as error:
+        run.world.warn(
+            f"{path} can't be written ({error.strerror}); TensorBoard's text `environment` has the "
+            "same"
+        )
+    run.metrics.write_first(
+        lambda writer: writer.add_text("environment", f"```json\n{text}\n```", run.step)
+    )
+
+
+def environment(run: Run, ranks: list[dict[str, str]]) -> dict[str, Any]:
+    """What rank 0 sees, and each host's row of what its ranks see."""
+    hosts: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for rank, row in enumerate(ranks):
+        hosts.setdefault(tuple(row.items()), []).append(str(rank))
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "first_step": run.step + 1,
+        "versions": versions(),
+        "hosts": [dict(row) | {"ranks": ", ".join(members)} for row, members in hosts.items()],
+        "git": git_state(code_folder(run.task)),
+        "variables": variables(os.environ),
+    }
+
+
+def this_rank(device: torch.device) -> dict[str, str]:
+    """What may differ between ranks; those of a host have the same."""
+    name = f"CPU, {os.cpu_count()} cores"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "host": platform.node(),
+        "device": name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of dist_amp, Python, torch, what torch was built for, and some installed packages.
+
+    torch.utils.collect_env takes seconds at each start, for pip, compilers and lscpu.
+    """
+    python = platform.python_version()
+    rows = {"dist_amp": dist_amp.__version__, "python": python, "torch": torch.__version__}
+    if torch.version.cuda or torch.version.hip:
+        rows["cuda"] = str(torch.version.cuda)
+        rows["hip"] = str(torch.version.hip)
+        rows["driver"] = str(driver_branch())
+        if dist.is_nccl_available() and torch.cuda.is_available():
+            rows["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            rows["cudnn"] = str(torch.backends.cudnn.version())
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            rows[package] = importlib.metadata.version(package)
+    return rows
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those that torch, NCCL, Slurm or a run read; without secrets, and passwords in addresses."""
+    names = sorted(name for name in environ if VARIABLES.match(name) and not SECRET.search(name))
+    return {name: re.sub(r"//[^/@\s]+@", "//***@", environ[name]) for name in names}
+
+
+def code_folder(task: object) -> Path:
+    """The folder of the task's source; the current one for a notebook's or an installed task."""
+    try:
+        folder = Path(inspect.getfile(type(task))).resolve().parent
+    except (TypeError, OSError):  # defined in a notebook
+        return Path.cwd()
+    ours = Path(dist_amp.__file__).resolve().parent
+    return Path.cwd() if folder.is_relative_to(ours) or "site-packages" in folder.parts else folder
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """{commit, branch, changed files} of the folder's repository; empty without git or a commit.
+
+    Of files that git does not track, the Python files count as changed.
+    """
+    try:
+        commit = _git(folder, "rev-parse", "HEAD").strip()
+        branch, *lines = _git(folder, "status", "--porcelain", "--branch").splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    files = [line[3:] for line in lines if line[:2] != "??" or line.endswith(".py")]
+    return {
+        "folder": str(folder),
+        "commit": commit,
+        "branch": branch[3:].partition("...")[0],
+        "dirty": bool(files),
+        "changed_files": files[:50],
+    }
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What a git command prints. It takes no lock, so that a commit at this moment succeeds."""
+    quiet = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    return subprocess.run(
+        ["git", "-C", str(folder), *words],
+        check=True,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=GIT_SECONDS,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | quiet,
+    ).stdout
