@@ -53,8 +53,7 @@ class Step:
 class Batches:
     """This rank's micro-batches, one list per step, on the device; set `position` to resume.
 
-    `items` and `tokens` add up what was yielded; `last_step` is the last step's micro-batches with
-    their samples' indices. clock: of the loop, which spends its time here as "data".
+    clock: of the loop, which spends its time here as "data".
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Batches:
         self.plan = plan
         self.position = 0  # samples consumed by the steps that were yielded
         self.device = device
-        self.items = 0
+        self.items = 0  # in the steps that were yielded
         self.tokens = 0
         self.last_step: Indexed = []
         self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
@@ -136,10 +135,7 @@ class Batches:
         return Step(indexed(batches, shards), position, items, tokens, arrived)
 
     def _start_copies(self, batches: list[Any]) -> tuple[list[Any], torch.cuda.Event]:
-        """Queue copies to the GPU on their own stream: (micro-batches, the event of their arrival).
-
-        Errors: DataError for what can't be moved.
-        """
+        """Queue copies to the GPU: (micro-batches, the event of their arrival)."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         if self._before_last_step is not None:
@@ -195,8 +191,7 @@ class Batches:
     def at(self, position: int) -> Indexed:
         """The micro-batches of the step that begins at `position`, fetched here again.
 
-        The running loader and the counts are left alone; random augmentations draw from this
-        process's generators.
+        Random augmentations draw from this process's generators.
         """
         _, shards = next(self.plan.steps(position))
         batches = []
@@ -257,17 +252,9 @@ def build_batches(
         order = shuffled_order(length)
         if hasattr(dataset, "shuffled"):  # an order of its own, such as Parquet by row group
             order, dataset_order = dataset.shuffled(global_batch_size, world.world_size)
-    plan = Plan(
-        length,
-        global_batch_size,
-        micro_batch_size,
-        world.world_size,
-        world.rank,
-        seed,
-        order,
-        config.drop_last,
-        dataset_order,
-    )
+    sizes = (length, global_batch_size, micro_batch_size)
+    place = (world.world_size, world.rank)
+    plan = Plan(*sizes, *place, seed, order, config.drop_last, dataset_order)
     return Batches(dataset, task, plan, config.workers, world.device, clock=world.clock)
 
 

@@ -15,17 +15,13 @@ from dist_amp.settings import DataConfig
 
 
 def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
-    """The training dataset, in the order that data.group_by_length asks for: see LengthGroups.
-
-    Errors: ConfigError for settings that do not go together; and those of LengthGroups.
-    """
+    """The training dataset, in the order that data.group_by_length asks for: see LengthGroups."""
     steps = data.group_by_length
     if steps == "off" or isinstance(dataset, LengthGroups):
         return dataset
     if not data.shuffle:
         raise ConfigError(
-            f"data.group_by_length={steps} changes the order, which data.shuffle=false keeps; use "
-            "off"
+            f"data.group_by_length={steps} changes the order, which data.shuffle=false keeps; use off"
         )
     if data.pack in ("cut", "best_fit"):
         raise ConfigError(
@@ -38,10 +34,10 @@ def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
 class LengthGroups:
     """A map-style dataset whose shuffle gives the samples of a step similar lengths.
 
-    steps: the length-bucketing window; more: less padding, and less of a shuffle. lengths: one
-    number per sample, as tokens or characters, or a function that makes them; if None,
-    dataset.lengths. Errors: ConfigError for a dataset without lengths, with a single one, or with
-    an order of its own; DataError if there are not as many lengths as samples.
+    steps: the length-bucketing window; more: less padding, and less of a shuffle. lengths: a number
+    per sample, or a function that makes them; if None, dataset.lengths. Errors: ConfigError for a
+    dataset without lengths, with a single one, or with an order of its own; DataError for a wrong
+    number of lengths.
     """
 
     def __init__(self, dataset: Any, steps: int, lengths: Any = None):
@@ -62,10 +58,8 @@ class LengthGroups:
                 "LengthGroups(dataset, steps, lengths) from build_dataset"
             )
         if len(lengths) != len(dataset):
-            raise DataError(
-                f"{key}: there are {len(lengths)} lengths for {len(dataset)} samples; give one for "
-                "each"
-            )
+            counts = f"{len(lengths)} lengths for {len(dataset)} samples"
+            raise DataError(f"{key}: there are {counts}; give one for each")
         lengths = numpy.asarray(lengths)
         if len(dataset) and lengths.min() == lengths.max():
             raise ConfigError(

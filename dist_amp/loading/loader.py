@@ -18,9 +18,8 @@ from dist_amp.distributed.random_state import seed_host
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.loading.plan import Request
 
-# A fork can leave a worker stuck before its first line: Python 3.11 takes a lock there that another
-# thread of the parent may hold at that moment. Seen once in some thousand forks; a worker that does
-# not report is forked again.
+# A fork can leave a worker stuck before its first line, once in some thousand forks: Python 3.11
+# takes a lock there that another thread of the parent may hold. It is forked again.
 START_SECONDS = 20.0
 START_ATTEMPTS = 3
 
@@ -28,8 +27,7 @@ START_ATTEMPTS = 3
 class Fetch:
     """Map-style view of a dataset by micro-batches, so that a loader worker collates what it reads.
 
-    A sample that can't be read gives a DataError in the micro-batch's place, for the rank to raise:
-    what a worker raises reaches it as text, with the traceback in it.
+    A DataError in a micro-batch's place is raised by the rank: a worker's own reaches it as text.
     """
 
     def __init__(self, dataset: Any, task: Any, split: str):
@@ -106,8 +104,7 @@ def load(
 ) -> tuple[Iterator[Any], Callable[[], None]]:
     """(fetch[request] for each of requests(), in order; what ends the workers).
 
-    Each attempt to start the workers calls requests() anew, since one that failed has taken the
-    first of them. Errors: DataError where the workers do not start.
+    Errors: DataError where the workers do not start.
     """
     if not workers:
         return map(fetch.__getitem__, requests()), lambda: None
@@ -116,7 +113,7 @@ def load(
         loader: DataLoader[Any] = DataLoader(
             fetch,
             batch_size=None,
-            sampler=requests(),  # type: ignore[arg-type]
+            sampler=requests(),  # type: ignore[arg-type]  # anew: a failed attempt took the first
             collate_fn=_unchanged,
             num_workers=workers,
             pin_memory=pin_memory,
@@ -131,8 +128,7 @@ def load(
         for worker in getattr(batches, "_workers", ()):
             worker.kill()  # a stuck one does not notice the shutdown
     raise DataError(
-        f"rank {rank}: the loader workers do not start; use data.workers=0, or check the machine's "
-        "load"
+        f"rank {rank}: the loader workers do not start; use data.workers=0, or check the load"
     )
 
 

@@ -63,7 +63,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         if _moves_itself(part):
             return _moved_by_itself(part, device)
         if isinstance(part, MutableMapping):
-            other = copy.copy(part)  # of the same class
+            other: Any = copy.copy(part)  # of the same class
             other.update({key: inside(item) for key, item in part.items()})
             return other
         if is_dataclass(part) and not isinstance(part, type):

@@ -62,12 +62,9 @@ class Files:
 
 
 def find_files(config: SourceConfig) -> Files:
-    """The files that `data.path` names.
-
-    Errors: ConfigError for a protocol without its package; DataError where there is nothing, or no
-    one format.
-    """
+    """The files that `data.path` names. Errors: ConfigError, DataError for what does not fit."""
     fs, root = file_system(config.path)
+    rest = "".join(config.path.partition("::")[1:])
     try:
         is_folder = not fs.isfile(root) and fs.isdir(root)
         sizes = list_files(fs, root, is_folder)
@@ -79,18 +76,16 @@ def find_files(config: SourceConfig) -> Files:
         ) from error
     if not sizes:
         raise DataError(f"data.path={config.path} names no file; give a file, a folder or a glob")
-    rest = "".join(config.path.partition("::")[1:])
     marks = [mark for name, mark in MARKS.items() if posixpath.join(root, name) in sizes]
     if is_folder and marks:
         if config.format not in ("auto", marks[0]):
             raise contradiction(config, f"a folder of the format {marks[0]}")
         return Files(fs, root, marks[0], {}, 0, rest)
-    for path in sizes:
-        if posixpath.basename(path) == TOKENS_INDEX:
-            raise DataError(
-                f"data.path={config.path} holds tokens without their tokens.json, such as {path}; "
-                "give the folder that has this file, or copy it too"
-            )
+    if tokens := [path for path in sizes if posixpath.basename(path) == TOKENS_INDEX]:
+        raise DataError(
+            f"data.path={config.path} holds tokens without their tokens.json, such as {tokens[0]}; "
+            "give the folder that has this file, or copy it too"
+        )
     format_, paths = of_one_format(config, sorted(sizes), is_folder)
     size = sum(sizes[path] or 0 for path in paths)
     return Files(fs, root, format_, split_by_name(paths, format_), size, rest)
@@ -188,8 +183,7 @@ def format_of(path: str) -> str:
 def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
     """{split: paths} if each names its split, as train/0.csv or train-0.csv; else {"train": paths}.
 
-    Errors: DataError for a file that names none beside others that do, except among texts and
-    images, which have any name.
+    Errors: DataError for a file that names none beside others that do, but for texts and images.
     """
     top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     splits: dict[str, list[str]] = {}

@@ -109,18 +109,13 @@ def opened(value: Any) -> Image.Image:
             f"the image is {type(value).__name__}; store encoded pictures, as datasets.Image() does"
         )
     if value.mode.startswith(("I", "F")):
-        raise ValueError(
-            f"the image has pixels of mode {value.mode}, whose range is not known; convert it to 8 "
-            "bits"
-        )
+        mode = f"the image has pixels of mode {value.mode}"
+        raise ValueError(f"{mode}, whose range is not known; convert it to 8 bits")
     return value
 
 
 def digits(split: str, image_column: str, label_column: str) -> list[dict[str, Any]]:
-    """scikit-learn's 1,797 digits as rows, a fixed tenth of them held out.
-
-    Source: Alpaydin & Kaynak 1998, UCI 80.
-    """
+    """scikit-learn's 1,797 digits (Alpaydin & Kaynak 1998, UCI 80), a fixed tenth held out."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
@@ -134,7 +129,5 @@ def digits(split: str, image_column: str, label_column: str) -> list[dict[str, A
     held_out = len(order) // 10
     chosen = order[held_out:] if split == "train" else order[:held_out]
     levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # of 0 to 16
-    return [
-        {image_column: Image.fromarray(levels[i]), label_column: int(scans.target[i])}
-        for i in chosen
-    ]
+    labels = scans.target.tolist()
+    return [{image_column: Image.fromarray(levels[i]), label_column: labels[i]} for i in chosen]

@@ -12,17 +12,13 @@ from dist_amp.sources.files import find_files, stay_local_without_network
 from dist_amp.sources.mixture import tables_of
 
 log = logging.getLogger(__name__)
-# Parquet files above this are read by row group, since converting them takes their size in the
-# cache and about a minute per 4 GiB (assumed); data.view decides otherwise.
+# Parquet files above this are read by row group: converting them takes their size in the cache.
 MAP_UP_TO_BYTES = 4 * 2**30
 HELD_OUT = 0.05  # of the rows, with data.validation_split=auto
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """`load_rows` for a task that reads rows of one source.
-
-    Errors: as there; ConfigError for settings of tokens and mixtures, which would have no effect.
-    """
+    """`load_rows` for a task that reads rows of one source; other settings are a ConfigError."""
     for name in ("tokenizer", "pack", "long_documents"):
         if (value := getattr(config, name)) != "auto":
             raise ConfigError(
@@ -40,10 +36,9 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
 def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
     """The training or validation part of the rows that `data.name` or `data.path` names.
 
-    A `datasets.Dataset`; with data.view=parquet, or for large Parquet files, a `ParquetView`. It
-    has the column `data.text_column`, or one of the others; None for the validation part of a
-    single row. Errors: DataError for files, names, splits and columns that do not exist, or can't
-    be read; ConfigError for an address or a format that does not fit.
+    A `datasets.Dataset` or a `ParquetView`, with the column `data.text_column`, or one of the
+    others; None for the validation part of a single row. Errors: DataError for what does not exist
+    or can't be read; ConfigError for settings that do not fit.
     """
     if config.path != "off" and config.name != "auto":
         raise ConfigError(
@@ -85,10 +80,9 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
 
 
 def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: str) -> Any:
-    """The training or validation part of {name: rows, or what opens them}.
+    """The training or validation part of {name: rows, or what opens them}: see `load_rows`.
 
-    A fixed part is held out if there is no split to evaluate on; None for the validation part of a
-    single row. Errors: DataError for absent splits and columns, and if nothing is left to train on.
+    Errors: DataError for absent splits and columns, and if nothing is left to train on.
     """
     name = config.split
     held_out = config.validation_split  # a share, or a split's name

@@ -45,8 +45,7 @@ def open_splits(files: Files, data: DataConfig) -> dict[str, Callable[[], "Parqu
 def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
     """The rows of these files of an fsspec file system; only their footers are read here.
 
-    Errors: DataError for a file that is no Parquet, columns that are not the first file's, and if
-    there are no rows.
+    Errors: DataError for a file that is no Parquet, other columns than the first file's, no rows.
     """
     with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
         footers = list(pool.map(partial(read_footer, fs), files))
@@ -72,9 +71,7 @@ def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetVie
         raise DataError(f"{files[0]}{others} have no rows; give files with data")
     fingerprint = short_hash(repr([columns, *identities]).encode())
     view = ParquetView(fs, files, schemas[0], np.array(groups, np.int64), fingerprint, data.streams)
-    log.info(
-        f"data: {len(view):,} rows in {len(groups):,} row groups of {len(files)} Parquet files"
-    )
+    log.info(f"data: {len(view):,} rows in {len(groups):,} row groups of {len(files)} files")
     return view
 
 
@@ -110,8 +107,7 @@ def short_hash(content: bytes) -> str:
 class ParquetView:
     """The rows of some row groups, by number: view[i] is a dict of Python objects.
 
-    Pictures are decoded. groups: int64 [R, 3], file, number within it, and rows of each group. It
-    may be pickled, and used after a fork.
+    groups: int64 [R, 3], file, number within it, and rows of each. May be pickled and forked.
     """
 
     def __init__(
@@ -165,19 +161,14 @@ class ParquetView:
         """The same rows with these columns alone; the others are not read."""
         names = [names] if isinstance(names, str) else list(names)
         if missing := [name for name in names if name not in self.column_names]:
-            raise DataError(
-                f"column {missing[0]} does not exist; the columns are "
-                f"{', '.join(self.column_names)}"
-            )
+            columns = ", ".join(self.column_names)
+            raise DataError(f"column {missing[0]} does not exist; the columns are {columns}")
         view = copy.copy(self)
         view.column_names = names
         return view
 
     def train_test_split(self, test_size: float, seed: int = 0) -> dict[str, "ParquetView"]:
-        """{"train": ..., "test": ...}: some of the row groups, at random, are held out, at least 1.
-
-        Errors: DataError if none is left to train on.
-        """
+        """Hold out random row groups. Errors: DataError if none is left to train on."""
         groups = len(self._groups)
         held_out = math.ceil(groups * test_size)
         if held_out >= groups:
@@ -203,25 +194,20 @@ class ParquetView:
     ) -> tuple[str, Callable[[int, int], Callable[[Tensor], Tensor]]]:
         """The order's name, and its function of seed and epoch; the same at every world size.
 
-        Errors: ConfigError for data.streams that the ranks can't share evenly, or that are more
-        than the row groups.
+        Errors: ConfigError for data.streams that the ranks can't share, or more than row groups.
         """
         groups = len(self._groups)
         streams = self._streams
-        if max(world_size, streams) > groups:
-            ranks = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
+        if streams % world_size or streams > groups:
             fix = ""
             if world_size <= groups:
-                fix = f"data.streams={fitting_streams(groups, world_size)}, "
+                # Times a power of two: other world sizes can share them, too.
+                most = min(max(streams, world_size), groups) // world_size
+                fix = f"data.streams={world_size * 2 ** int(math.log2(most))}, "
             raise ConfigError(
-                f"data.streams={streams} on {ranks} needs as many row groups, and there are "
-                f"{groups}; use {fix}data.view=map, or files with smaller row groups"
-            )
-        if streams % world_size:
-            fitting = fitting_streams(max(streams, world_size), world_size)
-            raise ConfigError(
-                f"data.streams={streams} is not a multiple of the world size {world_size}; use "
-                f"data.streams={fitting}"
+                f"data.streams={streams} must be a multiple of the world size {world_size}, and at "
+                f"most the number of row groups, {groups}; use {fix}data.view=map, or files with "
+                "smaller row groups"
             )
         # Twice what is open: where workers share a stream, none knows when a window has ended.
         self._kept_groups = 2 * streams // world_size * SHUFFLE_GROUPS
@@ -232,11 +218,6 @@ class ParquetView:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
-
-
-def fitting_streams(most: int, world_size: int) -> int:
-    """The world size times a power of two: streams that other world sizes can share, too."""
-    return world_size * 2 ** int(math.log2(most // world_size))
 
 
 class Reader:
@@ -266,13 +247,14 @@ class Reader:
     def row(self, file: int, group: int, number: int) -> dict[str, Any]:
         """The row of this number within the group."""
         key = (file, group)
-        columns, left = self.groups.pop(key, None) or self._read(file, group)
+        if key not in self.groups:
+            self.groups[key] = self._read(file, group)
+        columns, left = self.groups.pop(key)
         if left > 1:  # after its last row a group is not needed again in this epoch
             self.groups[key] = columns, left - 1
             if len(self.groups) > self.most_groups:
                 self.groups.popitem(last=False)
-        # Each value on its own: `take`, in a batch of rows from as many groups, is three times
-        # slower (measured).
+        # Each value by itself: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
     def _read(self, file: int, group: int) -> tuple[dict[str, Any], int]:
@@ -295,17 +277,14 @@ def stream_order(
 
     rows: int64 [R], those of each group; none is 0, and R is at least `streams`.
 
-    In each epoch the groups are put in a random order, and the sequence of their rows is cut into
-    `streams` of equal length. Position p takes the next row of stream p mod streams, so that a
-    rank, which takes the positions of one remainder modulo the world size, owns whole streams.
-    Inside a stream, windows of `shuffle_groups` groups are shuffled by row. What is kept takes 40
-    bytes per group, whatever the number of rows.
+    The groups are put in a random order, and the sequence of their rows is cut into `streams` of
+    equal length. Position p takes the next row of stream p mod streams, so that a rank owns whole
+    streams. Inside a stream, windows of `shuffle_groups` groups are shuffled by row.
 
     A group that is cut belongs to two neighbouring streams. One rank's streams lie side by side,
     and every other stream runs backwards, so that neighbours reach the group at the same time and
-    it is read once. Over all ranks this makes groups + ranks - 1 reads at most, if the world size
-    is a product of the first prime factors of `streams`, as any power of two is of 64; for other
-    world sizes groups + streams - 1.
+    it is read once. All ranks make groups + ranks - 1 reads at most, if the world size is a product
+    of the first prime factors of `streams`; otherwise groups + streams - 1.
     """
     total = int(rows.sum())
     groups = epoch_order("randperm", len(rows), seed, epoch)(torch.arange(len(rows)))
@@ -350,7 +329,6 @@ def digits_reversed(count: int) -> Tensor:
         while rest % factor == 0:
             factors.append(factor)
             rest //= factor
-    # The number as an array of its digits, the last one first; transposed, it is read from the
-    # other end.
+    # The number as an array of its digits; transposed, it is read from the other end.
     numbers = torch.arange(count).reshape(factors[::-1] or [1])
     return numbers.permute(tuple(reversed(range(numbers.dim())))).flatten().argsort()
