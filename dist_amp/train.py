@@ -41,7 +41,7 @@ def observers_of(run: Run, stop: AgreedStop) -> list[Observer]:
 
     limits = Limits(run)
     if run.config.debug.nonfinite != "off":
-        from dist_amp.diagnostics.replay import NonfiniteReplay
+        from dist_amp.diagnostics.nonfinite import NonfiniteReplay
 
         nonfinite = NonfiniteReplay(run)
         limits.first_nonfinite = nonfinite.where

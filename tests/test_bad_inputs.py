@@ -558,21 +558,3 @@ def test_a_key_that_the_batch_does_not_have_is_named_with_those_it_has(task, key
         f"rank 0: the task looks for '{key}' in a batch that has x, y, counts (KeyError: '{key}' ("
         in str(explained)
     )
-
-
-@pytest.mark.bad_input("a metric that is a list or a text")
-def test_a_metric_that_is_a_list_is_refused_by_name():
-    class Lists(Tiny):
-        def metrics(self, model, batch):
-            return {"accuracy": [1, 2]}
-
-    message = message_of(65, evaluate, make_run(World(), Lists(), "--eval.every", 1))
-    assert message == "the task's metrics() gave accuracy a list, not a number or a scalar tensor"
-
-
-@pytest.mark.bad_input("a setting's name as in other libraries (`learning_rate`, `batch_size`)")
-def test_what_other_libraries_call_a_setting_is_suggested_by_its_name_here():
-    assert "did you mean optim.lr?" in message_of(64, load_config, ["--optim.learning_rate", "1"])
-    assert "did you mean train.micro_batch_size?" in message_of(
-        64, load_config, ["--batch_size", "1"]
-    )

@@ -18,19 +18,13 @@ from forked import Launch
 
 from dist_amp.telemetry.tensorboard_view import describe, main_tags
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        not CHROMIUM, reason="needs chromium: bash tests/engines.sh installs it on Debian"
-    ),
-]
+NEEDS = "needs chromium: bash tests/engines.sh installs it on Debian"
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.skipif(not CHROMIUM, reason=NEEDS)]
 
 RANKS = ["rank00000", "rank00001"]
-WORDS = [
-    "--train.steps", "12", "--metrics.log_every", "2", "--eval.every", "6", "--eval.batches", "2",
-    "--task.args.sample_bytes", "8", "--train.micro_batch_size", "2", "--task.args.context", "32",
-]  # fmt: skip
+WORDS = ["--train.steps", "12", "--metrics.log_every", "2", "--eval.every", "6"]
+WORDS += ["--eval.batches", "2", "--train.micro_batch_size", "2"]
+WORDS += ["--task.args.sample_bytes", "8", "--task.args.context", "32"]
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +53,7 @@ def test_the_watch_lines_address_opens_six_pinned_charts_with_a_line_of_each_ran
         assert list(colours) == RANKS
         assert len(set(colours.values())) == 2, "a colour per rank"
         charts = dict(zip(titles, page.locator(f"{PINNED} line-chart canvas").all(), strict=True))
-        for (
-            title,
-            chart,
-        ) in charts.items():  # lines of the same value hide one another, and memory's never are
+        for title, chart in charts.items():  # equal values hide one another; memory's never do
             seen = [shows(chart, colour) for colour in colours.values()]
             assert all(seen) if title == "memory/peak_GiB" else any(seen), title
         for title in ("throughput/tokens_per_second", "memory/peak_GiB", "time/step_seconds"):
@@ -76,9 +67,8 @@ def test_its_data_endpoints_have_every_ranks_tags_and_describe_them(port, runs):
     assert sorted(tags["runTagInfo"]) == RANKS
     logged = next(line for line in lines if "train/loss" in line)
     assert set(logged["ranks"][1]) <= set(tags["runTagInfo"][RANKS[1]])
-    assert set(logged) - {"step", "ranks", "spent_seconds", "unix_time"} <= set(
-        tags["runTagInfo"][RANKS[0]]
-    )
+    tags_of_all = set(logged) - {"step", "ranks", "spent_seconds", "unix_time"}
+    assert tags_of_all <= set(tags["runTagInfo"][RANKS[0]])
     for tag in tags["runTagInfo"][RANKS[0]]:
         unit, _, meaning = describe(tag).partition(": ")
         assert unit in tags["tagDescriptions"][tag], tag
@@ -126,13 +116,12 @@ def test_two_runs_have_a_colour_each(runs):
 
 
 def test_tensorboard_listens_on_loopback_alone(port):
-    rows = [line.split() for name in ("tcp", "tcp6") if (table := Path("/proc/net", name)).exists()
-            for line in table.read_text().splitlines()[1:]]  # fmt: skip
-    listening = [
-        row[1].split(":") for row in rows if row[3] == "0A"
-    ]  # the state LISTEN; source: proc_net_tcp
-    addresses = {address for address, its_port in listening if int(its_port, 16) == port}
-    assert addresses
-    assert addresses <= {"0100007F", "00000000000000000000000001000000"}, (
-        "127.0.0.1 and ::1, in the host's byte order"
-    )
+    listening = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for row in table.read_text().splitlines()[1:] if table.exists() else ():
+            address, its_port = row.split()[1].split(":")
+            if row.split()[3] == "0A" and int(its_port, 16) == port:  # LISTEN; source: proc_net_tcp
+                listening.add(address)
+    assert listening
+    # 127.0.0.1 and ::1, in the host's byte order.
+    assert listening <= {"0100007F", "00000000000000000000000001000000"}

@@ -1,40 +1,30 @@
-"""A rank's time is split into phases that add up: its own, its waits for other ranks, and what
-interrupts the steps.
-"""
+"""A rank's time is split into phases that add up: its work, its waits, and what interrupts steps."""
 
 import time
-from contextlib import ExitStack
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Tiny, log, make_run, take_steps
+from tiny import Tiny, make_run, take_steps
 
 from dist_amp import clock as clocks
 from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES, PhaseClock
+from dist_amp.scaling import communication_time
 from dist_amp.world import World
-
-
-class FakeTime:
-    """perf_counter that moves only when it is told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
 
 
 @pytest.fixture
 def at(monkeypatch):
-    fake = FakeTime()
+    """The time, which moves only when `at.now` is set."""
+    fake = SimpleNamespace(now=0.0, perf_counter=lambda: fake.now)
     monkeypatch.setattr(clocks, "time", fake)
     return fake
 
 
-def seconds(clock):
-    return {phase: value for phase, value in clock.lap().seconds().items() if value}
+def seconds(lap):
+    return {phase: value for phase, value in lap.seconds().items() if value}
 
 
 def test_every_second_belongs_to_one_phase(at):
@@ -42,49 +32,38 @@ def test_every_second_belongs_to_one_phase(at):
     at.now = 1.0
     clock.enter("forward")
     at.now = 3.0
-    clock.enter("backward")
-    at.now = 6.0
-    assert seconds(clock) == {"other": 1.0, "forward": 2.0, "backward": 3.0}
-    at.now = 10.0
-    assert seconds(clock) == {"backward": 4.0}, "the phase goes on after a lap"
-
-
-def test_a_wait_inside_of_a_phase_is_taken_out_of_it(at):
-    clock = PhaseClock()
-    clock.enter("backward")
-    at.now = 1.0
     with clock.phase("communication"):
         at.now = 5.0
+    clock.enter("backward")
     at.now = 6.0
-    assert seconds(clock) == {"backward": 2.0, "communication": 4.0}
+    assert seconds(clock.lap()) == {
+        "other": 1.0,
+        "forward": 2.0,
+        "communication": 2.0,
+        "backward": 1.0,
+    }
+    at.now = 10.0
+    assert seconds(clock.lap()) == {"backward": 4.0}, "the phase goes on after a lap"
 
 
-def test_all_of_an_evaluation_is_evaluation_whatever_is_entered_in_it(at):
+def test_all_of_an_evaluation_is_evaluation_until_its_end_or_its_error(at):
     clock = PhaseClock()
-    clock.enter("other")
-    with clock.hold("evaluation"):
+    with suppress(KeyError), clock.hold("evaluation"):
         at.now = 1.0
         clock.enter("forward")
         at.now = 2.0
         with clock.hold("checkpoint"), clock.phase("data"):
             at.now = 4.0
         at.now = 5.0
-    at.now = 7.0
-    assert seconds(clock) == {"evaluation": 5.0, "other": 2.0}
-
-
-def test_a_phase_ends_with_an_error_too(at):
-    clock = PhaseClock()
-    with pytest.raises(KeyError), clock.hold("evaluation"):
         raise KeyError
-    at.now = 1.0
-    assert seconds(clock) == {"other": 1.0}
+    at.now = 7.0
+    assert seconds(clock.lap()) == {"evaluation": 5.0, "other": 2.0}
 
 
 class FakeEvent:
-    """A CUDA event: the device reaches it `late` seconds after the host recorded it."""
+    """A CUDA event; the device has passed those up to `reached`."""
 
-    at: FakeTime
+    at = None
     reached = float("inf")
 
     def __init__(self, enable_timing):
@@ -105,8 +84,7 @@ class FakeEvent:
 def on_gpu(at, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(FakeEvent, "at", at, raising=False)
-    monkeypatch.setattr(FakeEvent, "reached", float("inf"))
+    monkeypatch.setattr(FakeEvent, "at", at)
     return PhaseClock(torch.device("cuda"))
 
 
@@ -120,10 +98,7 @@ def test_on_a_gpu_a_lap_is_read_from_events_once_the_device_has_passed_them(
     at.now = 5.0
     lap = on_gpu.lap()
     monkeypatch.setattr(FakeEvent, "reached", 5.0)
-    assert {phase: value for phase, value in lap.seconds().items() if value} == {
-        "forward": 2.0,
-        "backward": 3.0,
-    }
+    assert seconds(lap) == {"forward": 2.0, "backward": 3.0}
 
 
 def test_a_loop_that_never_logs_keeps_a_limited_number_of_events(on_gpu, at):
@@ -142,6 +117,16 @@ def test_events_that_the_device_has_not_passed_are_never_read(on_gpu, at, monkey
     assert sum(on_gpu.so_far().values()) == pytest.approx(10.0)
 
 
+def test_a_failed_device_is_not_asked_for_times(on_gpu, monkeypatch):
+    def fails(self):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    on_gpu.enter("forward")
+    monkeypatch.setattr(FakeEvent, "record", fails)
+    with pytest.raises(KeyError), on_gpu.phase("backward"):
+        raise KeyError("the task's own error stays")
+
+
 class SleepsInForward(Tiny):
     """Rank 1 sleeps in each forward."""
 
@@ -150,28 +135,19 @@ class SleepsInForward(Tiny):
         self.rank = rank
 
     def loss_sum(self, model, batch):
-        time.sleep(0.05 if self.rank == 1 else 0.0)
+        time.sleep(0.05 * self.rank)
         return super().loss_sum(model, batch)
 
 
 def split(world, strategy, accumulation):
-    words = (
-        "--parallel.strategy",
-        strategy,
-        "--train.accumulation_steps",
-        accumulation,
-        "--use_amp",
-        "false",
-    )
-    run = make_run(world, SleepsInForward(world.rank), *words)
+    words = ("--parallel.strategy", strategy, "--train.accumulation_steps", accumulation)
+    run = make_run(world, SleepsInForward(world.rank), *words, "--use_amp", "false")
     take_steps(run, 2)  # DDP makes its buckets anew
     world.barrier()
     world.clock.lap()
     began = time.perf_counter()
     take_steps(run, 3)
-    whole, phases = time.perf_counter() - began, world.clock.lap().seconds()
-    log(run)
-    return whole, phases
+    return time.perf_counter() - began, world.clock.lap().seconds()
 
 
 @pytest.mark.parametrize(("strategy", "accumulation"), [("ddp", 2), ("fsdp", 1)])
@@ -194,61 +170,32 @@ def test_one_process_waits_for_nobody():
     assert all(phases[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
 
 
-def parameters_of(world, named):
-    """Of a small model after two steps, with or without FSDP2's private names."""
-    from unittest.mock import patch
-
-    from dist_amp.scaling import communication_time
-
-    without = (
-        patch.object(communication_time, "WAITS", ("renamed",)),
-        patch.object(torch.autograd, "Variable", object()),
-    )
-    with ExitStack() as patches:
-        for one in () if named else without:
-            patches.enter_context(one)
-        run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
-        take_steps(run, 2)
-    return [p.full_tensor().tolist() for p in run.parallel.parameters]
+def parameters_of(world):
+    """Of a small model after two steps, with and without FSDP2's private names."""
+    results = []
+    for renamed in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if renamed:
+                patch.setattr(communication_time, "WAITS", ("renamed",))
+                patch.setattr(torch.autograd, "Variable", object())
+            run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
+            take_steps(run, 2)
+            results.append([p.full_tensor().tolist() for p in run.parallel.parameters])
+    return results
 
 
 def test_steps_are_the_same_where_torch_has_other_private_names():
-    assert on_ranks(2, parameters_of, False) == on_ranks(2, parameters_of, True)
+    for without, named in on_ranks(2, parameters_of):
+        assert without == named
 
 
-def waits_of_a_group(on_gpu):
-    from dist_amp.scaling import communication_time
-    from dist_amp.scaling.communication_time import WAITS, time_gathers
-
-    group = SimpleNamespace(**dict.fromkeys(WAITS, lambda: None))
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_on_a_gpu_what_only_queues_a_gather_is_no_wait(monkeypatch, on_gpu):
+    group = SimpleNamespace(**dict.fromkeys(communication_time.WAITS, lambda: None))
     before = dict(vars(group))
-    model = SimpleNamespace()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communication_time, "groups_of", lambda unit: [group])
-        patch.setattr(communication_time, "fsdp_units", lambda model: [None])
-        time_gathers(model, SimpleNamespace(on_gpu=on_gpu))
-    return [name for name in WAITS if getattr(group, name) is not before[name]]
-
-
-def test_on_a_gpu_what_only_queues_a_gather_is_no_wait_and_what_waits_for_a_reduction_is():
-    assert waits_of_a_group(on_gpu=False) == [
-        "unshard",
-        "wait_for_unshard",
-        "post_backward",
-        "finalize_backward",
-    ]
-    assert waits_of_a_group(on_gpu=True) == [
-        "wait_for_unshard",
-        "post_backward",
-        "finalize_backward",
-    ]
-
-
-def test_a_failed_device_is_not_asked_for_times(on_gpu, at, monkeypatch):
-    def fails(self):
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    on_gpu.enter("forward")
-    monkeypatch.setattr(FakeEvent, "record", fails)
-    with pytest.raises(KeyError), on_gpu.phase("backward"):
-        raise KeyError("the task's own error stays")
+    monkeypatch.setattr(communication_time, "groups_of", lambda unit: [group])
+    monkeypatch.setattr(communication_time, "fsdp_units", lambda model: [None])
+    communication_time.time_gathers(SimpleNamespace(), SimpleNamespace(on_gpu=on_gpu))
+    waits = [name for name, method in before.items() if getattr(group, name) is not method]
+    expected = ["unshard", "wait_for_unshard", "post_backward", "finalize_backward"]
+    assert waits == expected[on_gpu:]

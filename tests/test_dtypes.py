@@ -26,7 +26,7 @@ def row(report, path):
 
 
 def names(operations):
-    return {(operation.path, operation.name, operation.operands) for operation, _ in operations}
+    return {(operation.path, operation.name, operation.operands) for operation in operations}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,9 @@ def test_flops_are_counted_from_the_shapes(gpt):
     samples, context, width = 2, 8, 16
     matrices = 3 * (4 + 8) * width**2 + 256 * width  # qkv and out, up and down; the head
     attention = 3 * 2 * context * width  # scores and mixtures, per token
-    assert sum(flops for _, flops in seen.costly) == 2 * samples * context * (matrices + attention)
+    assert sum(operation.flops for operation in seen.costly) == 2 * samples * context * (
+        matrices + attention
+    )
 
 
 def test_the_table_is_aligned_narrow_and_has_equal_layers_in_one_line(gpt):
@@ -76,7 +78,7 @@ def test_a_convolution_net_in_fp16():
         "--task.target dist_amp.tasks.sinusoid:Sinusoid --task.args.size 16 --task.args.crop 8 "
         "--task.args.width 8 --task.args.crops 8 --precision.dtype fp16"
     )
-    assert [operation.name for operation, _ in seen.costly] == ["convolution"] * 4
+    assert [operation.name for operation in seen.costly] == ["convolution"] * 4
     assert row(seen, "0.0")[2:] == ("fp32", "fp32", "fp16", "fp16")
     assert "1-2.0" in seen.text
     assert not seen.in_float32

@@ -20,8 +20,8 @@ from benchmarks.gpu import main as gpu_bench
 from benchmarks.report import BASELINE
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.diagnostics.consistency import Consistency
+from dist_amp.diagnostics.nonfinite import NonfiniteReplay
 from dist_amp.diagnostics.profiling import memory_history
-from dist_amp.diagnostics.replay import NonfiniteReplay
 from dist_amp.settings import RunConfig
 from dist_amp.step import train_step
 from dist_amp.telemetry.mfu import log_mfu

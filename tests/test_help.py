@@ -48,7 +48,7 @@ def test_every_benchs_help_works_by_its_name(name, capsys):
 
 
 @pytest.mark.bad_input("a bench without options that is given some")
-@pytest.mark.parametrize("name", ["order", "log_step"])
+@pytest.mark.parametrize("name", ["log_step"])
 def test_a_bench_without_options_refuses_them(name, capsys):
     assert bench([name, "--sizes", "2"]) == 64
     assert capsys.readouterr().err.startswith(

@@ -11,7 +11,7 @@ from test_step import HostReads
 from tiny import Overflow, Rows, Tiny, log, make_run, moments_of, parameters_of
 from torch import nn
 
-from dist_amp.diagnostics.replay import MAX_FILES, NonfiniteReplay
+from dist_amp.diagnostics.nonfinite import MAX_FILES, NonfiniteReplay
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.step import train_step
 from dist_amp.telemetry.step_report import Observer

@@ -22,7 +22,6 @@ from dist_amp.config.parse import flat_values
 from dist_amp.diagnostics.profiling import (
     MAX_ALLOCATIONS,
     Profile,
-    covered,
     memory_history,
     time_per_step,
     top,
@@ -218,11 +217,6 @@ def test_the_idle_time_and_the_kernels_of_a_gpu_are_reported():
         " 25.0 %      1.00 ms  copy_kernel (2 times)",
     ]
     assert time_per_step(OfAGpu([]), 2, DeviceType.CUDA).endswith("is missing or not permitted")
-
-
-def test_kernels_that_overlap_count_once():
-    assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
-    assert covered([]) == 0
 
 
 def test_memory_history_starts_before_the_model_and_is_written_if_memory_runs_out(

@@ -26,8 +26,7 @@ from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
 from dist_amp.supervise.command_line import exit_status
 from dist_amp.verify import __main__ as verify_main
-from dist_amp.verify import cells as verify_ranks
-from dist_amp.verify.__main__ import rows_of as rows_in
+from dist_amp.verify import cells
 from dist_amp.verify.cells import check_cell, config_of
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.findings import inspect_task
@@ -42,22 +41,14 @@ SINUSOID = "--task.target dist_amp.tasks.sinusoid:Sinusoid --task.args.crop 8 --
 TWO_RANKS = "--task.args.samples 300 --world_sizes 2 --precisions fp32"
 
 
-@dataclass
-class Finished:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
 def verify(monkeypatch, capfd):
-    """verify(words): the command in this process; its ranks are forked."""
-    monkeypatch.setattr(verify_ranks.multiprocessing, "get_context", lambda method: forked.context)
+    """verify(words): (status, output, errors) of the command here; its ranks are forked."""
+    monkeypatch.setattr(cells.multiprocessing, "get_context", lambda method: forked.context)
 
     def run(words):
         capfd.readouterr()
-        status = verify_main.main(words.split())
-        return Finished(status, *capfd.readouterr())
+        return verify_main.main(words.split()), *capfd.readouterr()
 
     return run
 
@@ -65,9 +56,8 @@ def verify(monkeypatch, capfd):
 def verify_as_a_process(words, cwd, home=ROOT):
     environment = os.environ | {"PYTHONPATH": f"{home}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dist_amp.verify", *words.split()]
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
 
 
 def rows_of(output):
@@ -78,46 +68,41 @@ def rows_of(output):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [CAUSAL_LM, SINUSOID], ids=["causal_lm", "sinusoid"])
 def test_verify_proves_the_shipped_tasks(verify, task):
-    done = verify(f"{task} --world_sizes 2 --precisions fp32,bf16")
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, output, errors = verify(f"{task} --world_sizes 2 --precisions fp32,bf16")
+    assert status == 0, output + errors
     expected = [("2", s, p, "pass") for s in ("ddp", "fsdp", "hsdp") for p in ("fp32", "bf16")]
-    assert rows_of(done.stdout) == expected
-    assert re.search(r"each 5 steps of 48 samples .*; about \d+ (s|min)\n", done.stdout)
-    assert "passed: 6 of 6 compute the steps of one process with the whole batch" in done.stdout
+    assert rows_of(output) == expected
+    assert re.search(r"each 5 steps of 48 samples .*; about \d+ (s|min)\n", output)
+    assert "\n    2 ranks  ddp, fsdp, hsdp in fp32, bf16\n" in output
+    assert "passed: 6 of 6 compute the steps of one process with the whole batch" in output
 
 
 @pytest.mark.slow
 def test_verify_proves_the_readmes_task_from_the_users_own_folder(tmp_path):
     task = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     (tmp_path / "my_file.py").write_text(task)
-    done = verify_as_a_process("--task.target my_file:TinyRegression --world_sizes 1,2", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(rows_of(done.stdout)) == 3 + 9
-    assert {row[3] for row in rows_of(done.stdout)} == {"pass"}
+    words = "--task.target my_file:TinyRegression --world_sizes 1,2"
+    status, output, errors = verify_as_a_process(words, tmp_path)
+    assert status == 0, output + errors
+    assert [row[3] for row in rows_of(output)] == ["pass"] * 12
 
 
 @pytest.mark.slow
 def test_verify_finds_a_fault_in_the_users_copy_of_the_loop(tmp_path):
     shutil.copytree(ROOT / "dist_amp", tmp_path / "dist_amp")
     step = tmp_path / "dist_amp" / "step.py"
-    whole = step.read_text()
     divided = "loss / total_weight.mean()"
-    planted = whole.replace(divided, f"{divided} / run.world.world_size")
-    assert planted != whole
-    step.write_text(planted)
+    assert divided in step.read_text()
+    step.write_text(step.read_text().replace(divided, f"{divided} / run.world.world_size"))
     words = f"{SINUSOID} --world_sizes 2 --precisions fp32"
-    done = verify_as_a_process(words, tmp_path, home=tmp_path)
-    check_that_all_rows_fail(done, rows=3)
+    check_that_all_rows_fail(verify_as_a_process(words, tmp_path, home=tmp_path), rows=3)
 
 
 # On more than one rank, a step whose gradients are a world's size too small.
 FAULTY = """
 import os
 from dist_amp import step
-from tiny import Tiny
-
-class Faulty(Tiny):
-    pass
+from tiny import Tiny as Faulty
 
 if "RANK" in os.environ:
     real = step.loss_of
@@ -148,30 +133,29 @@ def test_verify_fails_every_row_of_a_faulty_step_and_says_what_is_wrong_with_its
 
 
 def check_that_all_rows_fail(done, rows):
-    assert done.returncode == 1
-    assert [row[3] for row in rows_of(done.stdout)] == ["FAIL"] * rows
-    assert (
-        "the gradients of step 1 (1 micro-batch) are off: all of them are 0.5 times what they "
-        "should be" in done.stdout
-    )
-    assert f"failed: 0 of {rows} compute the steps" in done.stdout
-
-
-def test_dtypes_prints_what_autocast_makes_of_each_module(verify):
-    done = verify(f"--dtypes {SINUSOID}")
-    assert done.returncode == 0, done.stderr
-    assert "autocast to bf16 on cpu" in done.stdout
-    assert "Conv2d" in done.stdout
+    status, output, _ = done
+    assert status == 1
+    assert [row[3] for row in rows_of(output)] == ["FAIL"] * rows
+    off = "the gradients of step 1 (1 micro-batch) are off: all of them are 0.5 times what they"
+    assert f"{off} should be" in output
+    assert f"failed: 0 of {rows} compute the steps" in output
 
 
 def test_a_rank_that_dies_fails_its_rows_with_its_error(verify, tmp_path, monkeypatch):
     (tmp_path / "breaks_on_rank_1.py").write_text(BREAKS)
     monkeypatch.syspath_prepend(tmp_path)
-    done = verify(f"--task.target breaks_on_rank_1:Breaks {TWO_RANKS}")
-    assert done.returncode == 1
-    assert [row[3] for row in rows_of(done.stdout)] == ["FAIL"] * 3
-    assert "no luck on this rank" in done.stdout
-    assert done.stdout.count("not run: a rank failed before") == 2
+    status, output, _ = verify(f"--task.target breaks_on_rank_1:Breaks {TWO_RANKS}")
+    assert status == 1
+    assert [row[3] for row in rows_of(output)] == ["FAIL"] * 3
+    assert "no luck on this rank" in output
+    assert output.count("not run: a rank failed before") == 2
+
+
+def test_dtypes_prints_what_autocast_makes_of_each_module(verify):
+    status, output, errors = verify(f"--dtypes {SINUSOID}")
+    assert status == 0, errors
+    assert "autocast to bf16 on cpu" in output
+    assert "Conv2d" in output
 
 
 @pytest.mark.parametrize(
@@ -189,13 +173,10 @@ def test_a_rank_that_dies_fails_its_rows_with_its_error(verify, tmp_path, monkey
     ],
 )
 def test_a_mistake_on_its_command_line_is_rejected(verify, args, words):
-    done = verify(f"{SINUSOID} {args}")
-    assert done.returncode == 64, done.stdout + done.stderr
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-# ---- what it says before and while it runs
+    status, output, errors = verify(f"{SINUSOID} {args}")
+    assert status == 64, output + errors
+    assert words in errors
+    assert len(errors.splitlines()) == 1
 
 
 def test_an_estimate_is_in_round_numbers():
@@ -204,10 +185,9 @@ def test_an_estimate_is_in_round_numbers():
 
 
 def test_each_number_of_ranks_has_the_strategies_that_exist_on_it():
-    everything = ["single", "ddp", "fsdp", "hsdp"]
-    assert rows_in(1, everything, ["fp32"]) == [(1, "single", "fp32")]
-    assert [row[1] for row in rows_in(3, everything, ["fp32"])] == ["ddp", "fsdp"]
-    assert [row[1] for row in rows_in(4, everything, ["fp32"])] == ["ddp", "fsdp", "hsdp"]
+    rows = [verify_main.rows_of(size, verify_main.STRATEGIES, ["fp32"]) for size in (1, 3, 4)]
+    strategies = [[row[1] for row in of_size] for of_size in rows]
+    assert strategies == [["single"], ["ddp", "fsdp"], ["ddp", "fsdp", "hsdp"]]
 
 
 # ---- findings: problems of the task itself ----
@@ -232,35 +212,6 @@ class Task(Tiny):
         super().__init__(samples=samples)
 
 
-def test_nothing_is_found_in_a_sound_task():
-    assert findings_of(Task()) == ("", False)
-
-
-class BatchNorm(Task):
-    def build_model(self):
-        return nn.Sequential(
-            nn.Linear(8, 8),
-            nn.BatchNorm1d(8),
-            nn.Tanh(),
-            nn.BatchNorm1d(8),
-            nn.Dropout(),
-            nn.Linear(8, 1),
-        )
-
-
-def test_batch_statistics_and_dropout_are_named_and_turned_off_not_failed():
-    reference = reference_of(BatchNorm())
-    texts = [finding.text for finding in inspect_task(reference)]
-    assert texts[0] == "4 (Dropout): dropout is off for the comparison"
-    assert texts[1].startswith(
-        "1 (BatchNorm1d), 3 (BatchNorm1d): the result depends on the whole batch"
-    )
-    assert len(texts) == 2
-    assert reference.task.eval_modules == {"1", "3"}
-    assert not any(finding.fails for finding in inspect_task(reference))
-    assert reference.bound("fp32") < 1e-4, "measured in evaluation mode"
-
-
 class Around(Task):
     """A network with one of these modules in its middle."""
 
@@ -272,15 +223,24 @@ class Around(Task):
         return nn.Sequential(nn.Linear(8, 8), self.middle(), nn.Linear(8, 1))
 
 
+def batch_norm():
+    return nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout())
+
+
+def test_batch_statistics_and_dropout_are_named_and_turned_off_not_failed():
+    reference = reference_of(Around(batch_norm))
+    dropout, statistics = inspect_task(reference)
+    assert dropout.text == "1.3 (Dropout): dropout is off for the comparison"
+    names = "1.0 (BatchNorm1d), 1.2 (BatchNorm1d)"
+    assert statistics.text.startswith(f"{names}: the result depends on the whole batch")
+    assert reference.task.eval_modules == {"1.0", "1.2"}
+    assert not any(finding.fails for finding in inspect_task(reference))
+    assert reference.bound("fp32") < 1e-4, "measured in evaluation mode"
+
+
 class Centred(nn.Module):
     def forward(self, x):
         return x - x.mean(0)
-
-
-def test_a_users_own_module_that_depends_on_the_whole_batch_is_named():
-    text, fails = findings_of(Around(Centred))
-    assert "1 (Centred): the result depends on the whole batch (batch statistics)" in text
-    assert fails
 
 
 class Drops(nn.Module):
@@ -288,24 +248,9 @@ class Drops(nn.Module):
         return F.dropout(x, 0.5, self.training)
 
 
-def test_functional_dropout_is_named_and_compared_in_evaluation_mode():
-    text, fails = findings_of(Around(Drops))
-    assert (
-        text
-        == "1 (Drops): the result is drawn at random in training mode; compared in evaluation mode"
-    )
-    assert not fails
-
-
 class Unseeded(nn.Module):
     def forward(self, x):
         return x + torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).float()
-
-
-def test_a_module_that_is_not_deterministic_is_named():
-    text, fails = findings_of(Around(Unseeded))
-    assert "1 (Unseeded) is not deterministic: two identical runs differ" in text
-    assert fails
 
 
 @dataclass
@@ -345,39 +290,8 @@ class ModelWithLoss(Task):
 
 class HalfLossOfOutput(ModelWithLoss):
     def loss_sum(self, model, batch):
-        return (
-            (model(batch["x"], batch["y"]).logits - batch["y"].to(torch.bfloat16))
-            .pow(2)
-            .sum()
-            .float()
-        )
-
-
-@pytest.mark.parametrize("kind", [dict, Output])
-def test_a_model_that_returns_its_own_mean_loss_is_sound(kind):
-    assert findings_of(ModelWithLoss(kind)) == ("", False)
-
-
-def test_a_loss_in_half_of_an_output_class_is_found():
-    assert "the loss is computed in half precision" in findings_of(HalfLossOfOutput(Output))[0]
-
-
-def test_weight_decay_does_not_make_the_comparison_diverge_where_gradients_are_small():
-    class Small(Task):
-        def loss_sum(self, model, batch):
-            return super().loss_sum(model, batch) * 1e-4
-
-    for optimizer in ("sgd", "adamw"):
-        assert cause_of(Small(), optimizer) == ""
-
-
-def test_replicas_that_do_not_divide_a_world_size_are_left_to_auto():
-    reference = reference_of(Task(), "--parallel.replicas", "4")
-    replicas = {}
-    for ranks in (2, 4):
-        world = World(world_size=ranks)
-        replicas[ranks] = config_of(reference, Cell("hsdp", "fp32"), world).parallel.replicas
-    assert replicas == {2: "auto", 4: 4}
+        logits = model(batch["x"], batch["y"]).logits
+        return (logits - batch["y"].to(torch.bfloat16)).pow(2).sum().float()
 
 
 class MeanLoss(Task):
@@ -395,6 +309,30 @@ class LossInHalf(Task):
         return (model(batch["x"]).squeeze(-1) - batch["y"].to(torch.bfloat16)).pow(2).sum().float()
 
 
+WHOLE_BATCH = "1 (Centred): the result depends on the whole batch (batch statistics)"
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Around(Centred), WHOLE_BATCH),
+        (Around(Unseeded), "1 (Unseeded) is not deterministic: two identical runs differ"),
+        (HalfLossOfOutput(Output), "the loss is computed in half precision"),
+        (LossInHalf(), "the loss is computed in half precision"),
+        (MeanLoss(), "it must be a sum over samples, not a mean"),
+        (ConstantWeight(), "the task's weight of 8 samples is 1, but its halves add up to 2"),
+        (
+            AlwaysNan(samples=300),
+            "loss or gradients of the first samples are not finite in float32",
+        ),
+    ],
+)
+def test_a_wrong_task_fails_with_the_rule_that_it_breaks(task, words):
+    text, fails = findings_of(task)
+    assert words in text
+    assert fails
+
+
 class Unused(Task):
     def build_model(self):
         model = super().build_model()
@@ -402,53 +340,65 @@ class Unused(Task):
         return model
 
 
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (MeanLoss, "it must be a sum over samples, not a mean"),
-        (ConstantWeight, "the task's weight of 8 samples is 1, but its halves add up to 2"),
-        (LossInHalf, "the loss is computed in half precision"),
-        (AlwaysNan, "loss or gradients of the first samples are not finite in float32"),
-    ],
-)
-def test_a_wrong_task_fails_with_the_rule_that_it_breaks(task, words):
-    text, fails = findings_of(task(samples=300))
-    assert words in text
-    assert fails
-
-
-def test_a_parameter_without_a_gradient_is_a_note_and_counts_as_zero():
-    text, fails = findings_of(Unused())
-    assert text.startswith(
-        "forgotten (1 such) gets no gradient from 8 samples, which counts as zero"
-    )
-    assert not fails
-    assert cause_of(Unused(), "adamw") == ""
-
-
 class Bf16(Task):
     def build_model(self):
         return super().build_model().bfloat16()
 
 
-def test_weights_that_come_in_bf16_are_a_note_and_are_compared_as_they_are_trained():
-    text, fails = findings_of(Bf16())
-    assert text.startswith(
-        "build_model gave 153 parameters in bfloat16: they are stored in float32"
-    )
-    assert not fails
-    assert cause_of(Bf16(), "sgd") == ""
+class OwnOptimizer(Task):
+    def optimizer(self, groups, lr):
+        raise AssertionError("not to be called")
+
+    def schedule(self, step):
+        return 0.0
 
 
-def test_what_trains_may_begin_at_zero():
-    class Zeros(Task):
-        def build_model(self):
-            model = nn.Linear(8, 1)
-            nn.init.zeros_(model.weight)
-            nn.init.zeros_(model.bias)
-            return model
+class Small(Task):
+    """Weight decay must not make the comparison diverge where gradients are small."""
 
-    assert cause_of(Zeros(), "adamw") == ""
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * 1e-4
+
+
+class Zeros(Task):
+    def build_model(self):
+        model = nn.Linear(8, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        return model
+
+
+DRAWN = "1 (Drops): the result is drawn at random in training mode; compared in evaluation mode"
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Task(), ""),
+        (ModelWithLoss(dict), ""),
+        (ModelWithLoss(Output), ""),
+        (Small(), ""),
+        (Zeros(), ""),
+        (Around(Drops), DRAWN),
+        (Unused(), "forgotten (1 such) gets no gradient from 8 samples, which counts as zero"),
+        (Bf16(), "build_model gave 153 parameters in bfloat16: they are stored in float32"),
+        (OwnOptimizer(), "not compared: the task's optimizer() and schedule(); the steps are"),
+    ],
+)
+def test_a_sound_task_has_notes_at_most_and_its_steps_are_those_of_one_process(task, words):
+    reference = reference_of(task)
+    findings = inspect_task(reference)
+    assert [finding.text[: len(words)] for finding in findings] == [words] * bool(words)
+    assert not any(finding.fails for finding in findings)
+    for optimizer in ("sgd", "adamw"):
+        assert check_cell(World(), reference, Cell("single", "fp32", optimizer)).cause == ""
+
+
+def test_replicas_that_do_not_divide_a_world_size_are_left_to_auto():
+    reference = reference_of(Task(), "--parallel.replicas", "4")
+    cell = Cell("hsdp", "fp32")
+    configs = [config_of(reference, cell, World(world_size=ranks)) for ranks in (2, 4)]
+    assert [config.parallel.replicas for config in configs] == ["auto", 4]
 
 
 def test_a_step_that_exceeds_the_first_bound_is_judged_by_plain_torchs_error_at_its_parameters():
@@ -463,19 +413,7 @@ def test_the_partial_step_at_an_epochs_end_is_compared_where_a_run_would_drop_it
     assert cause_of(Task(), "sgd", "--data.drop_last", "true") == ""
 
 
-class OwnOptimizer(Task):
-    def optimizer(self, groups, lr):
-        raise AssertionError("not to be called")
-
-    def schedule(self, step):
-        return 0.0
-
-
-def test_an_optimizer_of_the_tasks_own_is_left_out_and_a_note_says_so():
-    text, fails = findings_of(OwnOptimizer())
-    assert text.startswith("not compared: the task's optimizer() and schedule(); the steps are")
-    assert not fails
-    assert cause_of(OwnOptimizer(), "adamw") == ""
+def test_settings_that_are_not_compared_are_notes():
     (muon,) = verify_main.ignored_settings(load_config(["--optim.name", "muon"], environ={}))
     assert muon.text == "optim.name=muon is ignored: the comparison uses sgd and adamw"
 
@@ -490,43 +428,39 @@ def test_a_precision_in_which_plain_torch_itself_is_wrong_is_skipped_with_a_note
     reference = reference_of(Around(WrongInHalf))
     assert verify_main.is_supported(reference, "fp32")
     assert not verify_main.is_supported(reference, "bf16")
-    said = capsys.readouterr().out
-    assert (
-        "note     bf16 is skipped: plain torch can't compute this task in it on this device" in said
-    )
+    note = "note     bf16 is skipped: plain torch can't compute this task in it on this device"
+    assert note in capsys.readouterr().out
 
 
 def test_an_emulated_precision_is_announced_before_the_table_and_its_ranks_are_quiet(
     monkeypatch, capsys
 ):
-    monkeypatch.setattr(verify_main, "cpu_slowdown", lambda dtype: 30.0)
-    assert verify_main.is_supported(reference_of(Task()), "bf16")
-    assert (
-        "note     bf16 takes long: this CPU only emulates it (30x slower)"
-        in capsys.readouterr().out
-    )
-    monkeypatch.setattr(native_precision, "cpu_slowdown", lambda dtype: 30.0)
+    for module in (verify_main, native_precision):
+        monkeypatch.setattr(module, "cpu_slowdown", lambda dtype: 30.0)
+    reference = reference_of(Task())
+    assert verify_main.is_supported(reference, "bf16")
+    note = "note     bf16 takes long: this CPU only emulates it (30x slower)"
+    assert note in capsys.readouterr().out
     monkeypatch.setattr(os, "environ", dict(os.environ))
     native_precision.warn_if_emulated.cache_clear()
     argv = ["--task.target", "tiny:Tiny", "--task.args.samples", "300"]
-    measured, results = reference_of(Task()).measured(["bf16"]), queue.Queue()
-    verify_ranks.compare_as_rank(
-        {"RANK": "0", "WORLD_SIZE": "1"},
-        argv,
-        [(1, "single", "bf16")],
-        frozenset(),
-        measured,
-        results,
-    )
+    rank, rows, results = {"RANK": "0", "WORLD_SIZE": "1"}, [(1, "single", "bf16")], queue.Queue()
+    cells.compare_as_rank(rank, argv, rows, frozenset(), reference.measured(["bf16"]), results)
     assert [verdict.cause for verdict in results.get()] == ["", ""]
     shown = capsys.readouterr()
     assert "emulates" not in shown.out + shown.err
 
 
+def commands_main(argv):
+    sys.argv, before = ["dist_amp", *argv], sys.argv
+    try:
+        return commands.main()
+    finally:
+        sys.argv = before
+
+
 @pytest.mark.bad_input("an output that nobody reads any more, as in `--help | head`")
-@pytest.mark.parametrize(
-    "command", [train.main, verify_main.main, lambda words: commands_main(["dist_amp", *words])]
-)
+@pytest.mark.parametrize("command", [train.main, verify_main.main, commands_main])
 def test_help_that_nobody_reads_to_its_end_ends_quietly(monkeypatch, capfd, command):
     reader, writer = os.pipe()
     os.close(reader)
@@ -535,14 +469,6 @@ def test_help_that_nobody_reads_to_its_end_ends_quietly(monkeypatch, capfd, comm
         with suppress(SystemExit):
             assert command(["--help"]) == 1
     assert capfd.readouterr().err == ""
-
-
-def commands_main(argv):
-    sys.argv, before = argv, sys.argv
-    try:
-        return commands.main()
-    finally:
-        sys.argv = before
 
 
 def test_another_broken_pipe_is_an_error():
@@ -554,17 +480,14 @@ def test_another_broken_pipe_is_an_error():
 
 
 def test_a_dataset_too_short_to_compare_is_rejected():
-    with pytest.raises(
-        DataError, match=r"has 64 samples; .* takes 5 steps of 48 \(not the config.s\) = 240"
-    ):
+    rule = r"has 64 samples; .* takes 5 steps of 48 \(not the config.s\) = 240"
+    with pytest.raises(DataError, match=rule):
         inspect_task(reference_of(Tiny(samples=64)))
 
 
 def test_the_bench_of_the_tripwires_prints_their_share(launch):
-    done = launch.module(
-        "benchmarks.tripwires", "--task.target", "tiny:Tiny", "--train.steps", "20"
-    )
+    words = ["--task.target", "tiny:Tiny", "--train.steps", "20"]
+    done = launch.module("benchmarks.tripwires", *words)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(
-        r"20 steps, single on 1 x cpu: tripwires took [\d.]+ s of [\d.]+ s, [\d.]+%\n", done.stdout
-    )
+    line = r"20 steps, single on 1 x cpu: tripwires took [\d.]+ s of [\d.]+ s, [\d.]+%\n"
+    assert re.fullmatch(line, done.stdout)

@@ -28,7 +28,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,42 +64,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status(run, argv)
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> None:
     path, options, settings = parse(argv)
     out = Path(options.out)
     checkpoint = find_checkpoint(path)
     config = load_config_of(checkpoint, settings)
-    task = build_task(config.task, config.data)
+    task: Any = build_task(config.task, config.data)
     model: Any = build_model(task, config)
     average = options.weights == "auto" and has_average(checkpoint)
     step = load_weights(model, checkpoint, average)
-    config_text = (checkpoint / CONFIG).read_text(encoding="utf-8")
-    if settings:
-        config_text = to_toml(config)
     if options.merge:
+        if not hasattr(model, "merge_and_unload"):
+            raise ConfigError(
+                "--merge needs a model with adapters of peft, and this one has none; leave --merge "
+                "out"
+            )
         cast(model, torch.float32)  # frozen weights may be bf16, and the sum would be rounded to it
-        model = merged(model)
+        model = model.merge_and_unload()
     cast(model, DTYPES[options.dtype])
-    described = f"in {options.dtype}"
-    if average:
-        described += ", their moving average"
-    described += f", from step {step} ({checkpoint})"
-    if options.format == "hf":
-        write_hf(out, task, model, config_text)
-        print(f"{out}: {files_text(out)}, {described}")
-        return 0
-    metadata = {
-        "format": "pt",
-        "step": str(step),
-        "dtype": options.dtype,
-        "weights": "ema" if average else "model",
-        "checkpoint": checkpoint.resolve().name,
-        "torch": torch.__version__,
-    }
-    write(out, model, metadata, config_text)
+    with replacing(out) as folder:
+        if options.format == "hf":
+            save_for_transformers(task, model, folder)
+        else:
+            metadata = {
+                "format": "pt",
+                "step": str(step),
+                "dtype": options.dtype,
+                "weights": "ema" if average else "model",
+                "checkpoint": checkpoint.resolve().name,
+                "torch": torch.__version__,
+            }
+            save_model(model, str(folder / MODEL), metadata)
+        text = (checkpoint / CONFIG).read_text(encoding="utf-8")
+        write_synced(folder / CONFIG, to_toml(config) if settings else text)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{out / MODEL}: {parameters:,} parameters {described}")
-    return 0
+    of = ", their moving average" if average else ""
+    print(
+        f"{out}: {parameters:,} parameters in {options.dtype}{of}, from step {step} ({checkpoint})"
+    )
 
 
 def parse(argv: Sequence[str]) -> tuple[Path, argparse.Namespace, list[str]]:
@@ -200,14 +202,11 @@ def build_model(task: Task, config: Config) -> nn.Module:
     return build_whole(task, torch.device("cpu"), resumes=True).eval()
 
 
-# --- one safetensors file
+# --- writing
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point tensors to `dtype`; tensors that share memory keep sharing it.
-
-    If the file stored a shared tensor twice, load_model would reject it for the task's own model.
-    """
+    """Cast floating-point tensors; those that share memory must share it in the file too."""
     storages: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() and tensor.dtype != dtype:
@@ -218,82 +217,26 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = new.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def write(out: Path, model: nn.Module, metadata: dict[str, str], config_text: str) -> None:
-    """Write both files under temporary names, then rename them: a kill leaves each old or new.
-
-    Errors: Failure with the path; DataError for a model that safetensors can't store.
-    """
-    temporary = {name: out / f".{name}.writing" for name in (MODEL, CONFIG)}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_synced(temporary[CONFIG], config_text)
-        save_model(model, str(temporary[MODEL]), metadata)
-        shutil.copymode(
-            temporary[CONFIG], temporary[MODEL]
-        )  # safetensors makes it readable by its owner only
-        with temporary[MODEL].open("rb") as file:
-            os.fsync(file.fileno())
-        for name, path in temporary.items():
-            path.replace(out / name)
-        sync_folder(out)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise Failure(f"--out {out} can't be written ({why}); give a writable folder") from error
-    except (
-        RuntimeError,
-        ValueError,
-        AttributeError,
-    ) as error:  # views, sparse tensors, entries that are not tensors
-        why = str(error).split(". ")[0]
-        raise DataError(
-            f"safetensors can't store this model: {why}; let build_model make ordinary tensors, "
-            "and .clone() views"
-        ) from error
-    finally:
-        for path in temporary.values():
-            with suppress(OSError):
-                path.unlink()
-
-
-# --- for transformers
-
-
-def merged(model: Any) -> nn.Module:
-    """The model with its adapters added to the weights. Errors: ConfigError if it has none."""
-    if not hasattr(model, "merge_and_unload"):
-        raise ConfigError(
-            "--merge needs a model with adapters of peft, and this one has none; leave --merge out"
-        )
-    return model.merge_and_unload()
-
-
-def write_hf(out: Path, task: Any, model: Any, config_text: str) -> None:
-    """Write the model, by task.export or save_pretrained, and the run's config.
-
-    An earlier export is replaced. Errors: ConfigError for a model that can do neither, and for a
-    folder with other files; Failure with the path.
-    """
-    if not hasattr(task, "export") and not hasattr(model, "save_pretrained"):
+def save_for_transformers(task: Any, model: Any, folder: Path) -> None:
+    """By task.export or save_pretrained. Errors: ConfigError for a model that can do neither."""
+    if "transformers" in sys.modules:  # its progress bars do not know of terminals
+        sys.modules["transformers"].utils.logging.disable_progress_bar()
+    if hasattr(task, "export"):
+        task.export(model, str(folder))
+    elif hasattr(model, "save_pretrained"):
+        model.save_pretrained(str(folder))
+    else:
         raise ConfigError(
             f"--format hf: {type(model).__name__} has no save_pretrained; add `def export(self, "
             "model, folder)` to the task, or use --format safetensors"
         )
-    if "transformers" in sys.modules:  # its progress bars do not know of terminals
-        sys.modules["transformers"].utils.logging.disable_progress_bar()
-    with replacing(out) as folder:
-        if hasattr(task, "export"):
-            task.export(model, str(folder))
-        else:
-            model.save_pretrained(str(folder))
-        write_synced(folder / CONFIG, config_text)
 
 
 @contextmanager
 def replacing(out: Path) -> Iterator[Path]:
     """A folder to write to, which replaces `out` after the with-block unless the block fails.
 
-    Errors: ConfigError if `out` holds anything but an export, DataError if the block fails, Failure
-    for the disk.
+    Errors: ConfigError if `out` holds anything but an export; DataError, Failure (the disk).
     """
     if out.exists() and not (out / CONFIG).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
@@ -305,19 +248,24 @@ def replacing(out: Path) -> Iterator[Path]:
         _tidy(out, new, old)  # after a kill
         new.mkdir(parents=True)
         yield new
-        for path in sorted(new.rglob("*")):
+        for path in new.rglob("*"):
             if path.is_file():
+                shutil.copymode(new / CONFIG, path)  # safetensors' are readable by the owner only
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
         if out.exists():
             out.replace(old)
         new.replace(out)
         sync_folder(out.parent)
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
         raise Failure(f"--out {out} can't be written ({why}); give a writable folder") from error
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise DataError(f"this model can't be exported: {type(error).__name__}: {error}") from error
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {str(error).split('. ')[0]}"
+        raise DataError(
+            f"this model can't be exported: {why}; let build_model make ordinary tensors, and "
+            ".clone() views"
+        ) from error
     finally:
         _tidy(out, new, old)
 
@@ -328,14 +276,6 @@ def _tidy(out: Path, new: Path, old: Path) -> None:
         old.replace(out)
     for left_over in (new, old):
         shutil.rmtree(left_over, ignore_errors=True)
-
-
-def files_text(out: Path) -> str:
-    """The exported weight files, with their sizes in MB."""
-    return ", ".join(
-        f"{path.name} ({path.stat().st_size / 1e6:.1f} MB)"
-        for path in sorted(out.glob("*.safetensors"))
-    )
 
 
 if __name__ == "__main__":

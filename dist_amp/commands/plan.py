@@ -37,13 +37,12 @@ from dist_amp.commands.estimates import (
 from dist_amp.config.auto import (
     SHARDED,
     accumulation_steps,
-    auto_strategy,
     pick_cast,
     pick_strategy,
     replicas_of,
 )
 from dist_amp.config.load import load_config
-from dist_amp.config.memory import USABLE, adamw_state_bytes, capacity_of, size_text
+from dist_amp.config.memory import USABLE, adamw_state_bytes, auto_strategy, capacity_of, size_text
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_length, check_parallel, check_shardable
 from dist_amp.distributed.random_state import seed_all

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status(run, argv)
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> None:
     usage = "RUN_OR_CHECKPOINT_OR_EXPORT [--weights model] [--section.key VALUE ...]"
     path, options, settings = PathParser("python -m dist_amp.sample", usage, __doc__).read(argv)
     folder = path
@@ -61,7 +61,6 @@ def run(argv: Sequence[str]) -> int:
         load_weights(model, folder, options.weights == "auto" and has_average(folder))
     with torch.no_grad():
         show(task.sample(model.to(device)))
-    return 0
 
 
 def read_export(model: nn.Module, file: Path) -> None:

@@ -28,27 +28,12 @@ def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> St
         )
     if config.strategy != "auto":
         return config.strategy
+    from dist_amp.config.memory import auto_strategy
+
     memory = 0
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
     return auto_strategy(module, world, memory)
-
-
-def auto_strategy(module: nn.Module, world: World, memory: int) -> Strategy:
-    """What "auto" picks for several ranks; says why. memory: the device's bytes; 0: the host's."""
-    from dist_amp.config.memory import adamw_state_bytes
-
-    need = adamw_state_bytes(module)
-    strategy: Strategy = "ddp"
-    why = "fit in the host's memory"
-    if memory:
-        why = f"fit in half of the device's {memory / 2**30:.1f} GiB"
-    if memory and need > memory / 2:
-        strategy = "fsdp"
-        why = f"do not {why}"
-    state = f"weights, gradients and moments ({need / 2**30:.2f} GiB)"
-    world.say(f"parallel.strategy=auto: {strategy}, because {state} {why}")
-    return strategy
 
 
 def pick_cast(

@@ -10,12 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dist_amp.settings import OptimConfig
+from dist_amp.settings import OptimConfig, Strategy
 from dist_amp.world import World
 
-USABLE = (
-    0.95  # the share of a device that may be planned for; fragmentation takes the rest. Assumed.
-)
+USABLE = 0.95  # the share of a device to plan for; fragmentation takes the rest. Assumed.
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
@@ -47,6 +45,21 @@ def adamw_state_bytes(module: nn.Module) -> int:
     """Weights, gradients and AdamW's two moments: 16 bytes per trained float32 parameter."""
     trained = (p for p in module.parameters() if p.requires_grad)
     return tensor_bytes(module.parameters()) + 3 * tensor_bytes(trained, dtype=torch.float32)
+
+
+def auto_strategy(module: nn.Module, world: World, memory: int) -> Strategy:
+    """What "auto" picks for several ranks; says why. memory: the device's bytes; 0: the host's."""
+    need = adamw_state_bytes(module)
+    strategy: Strategy = "ddp"
+    why = "fit in the host's memory"
+    if memory:
+        why = f"fit in half of the device's {memory / 2**30:.1f} GiB"
+    if memory and need > memory / 2:
+        strategy = "fsdp"
+        why = f"do not {why}"
+    state = f"weights, gradients and moments ({need / 2**30:.2f} GiB)"
+    world.say(f"parallel.strategy=auto: {strategy}, because {state} {why}")
+    return strategy
 
 
 def capacity_of(world: World) -> tuple[int, int, int]:

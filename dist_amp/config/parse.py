@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from dist_amp.errors import ConfigError, nearest_name
@@ -40,22 +41,17 @@ def build(schema: type[T], settings: Settings) -> T:
     Errors: ConfigError for an unknown, missing, mistyped or out-of-range key, naming its source and
     the fix.
     """
-    types, required = {}, []
-    for key, hint, has_default in _leaves(schema):
-        types[key] = hint
-        if not has_default:
-            required.append(key)
+    leaves = {key: (hint, has_default) for key, hint, has_default in _leaves(schema)}
     for key, setting in settings.items():
-        if key not in types:
-            raise ConfigError(f"unknown key {key} {setting.source}{_hint(key, list(types))}")
-    for key in required:
-        if key not in settings:
+        if key not in leaves:
+            raise ConfigError(f"unknown key {key} {setting.source}{_hint(key, list(leaves))}")
+    for key, (_, has_default) in leaves.items():
+        if key not in settings and not has_default:
             raise ConfigError(f"{key} is required and not set; add --{key} VALUE")
-    config = _parse(schema, settings, types)
-    if config is None:
-        raise _type_error(settings, types)
+    parsed = {key: _parse(key, leaves[key][0], setting) for key, setting in settings.items()}
+    config = _instance(schema, parsed)
     for key, value in flat_values(config):
-        rule = _broken_rule(types[key], value)
+        rule = _broken_rule(leaves[key][0], value)
         if rule:
             parts = [value]
             if isinstance(value, tuple | list):
@@ -67,43 +63,49 @@ def build(schema: type[T], settings: Settings) -> T:
     return config
 
 
-def _parse(schema: type[T], settings: Settings, types: Mapping[str, Any]) -> T | None:
-    """The settings as tyro parses them; None if it rejects one."""
+def _parse(key: str, hint: Any, setting: Setting) -> Any:
+    """A setting's value by its type. One at a time, since tyro takes 0.1 s for the whole schema."""
     import tyro
 
-    args: list[str] = []
-    for key, setting in settings.items():
-        words = list(setting.words)
-        if setting.unsplit and _list_in(types[key]) is not None:
-            words = words[0].split()
-        if "bool" in str(types[key]):
-            words = [{"true": "True", "false": "False"}.get(word, word) for word in words]
-        if len(words) == 1:  # with "=", since a text may begin with dashes
-            args.append(f"--{key}={words[0]}")
-        else:
-            args += [f"--{key}", *words]
-    markers = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
+    words = list(setting.words)
+    if setting.unsplit and _list_in(hint) is not None:
+        words = words[0].split()
+    if "bool" in str(hint):
+        words = [{"true": "True", "false": "False"}.get(word, word) for word in words]
+    args = ["--value", *words]
+    if len(words) == 1:  # with "=", since a text may begin with dashes
+        args = [f"--value={words[0]}"]
+    alone: Any = make_dataclass("Alone", [("value", hint)])
     try:
         # tyro prints a box; our one line also names the source.
         with redirect_stderr(io.StringIO()):
-            return tyro.cli(schema, args=args, use_underscores=True, config=markers)
+            return tyro.cli(alone, args=args, config=(tyro.conf.FlagConversionOff,)).value
     except SystemExit:
-        return None
+        value = " ".join(setting.words) or "(nothing)"
+        said = f"{key}={value} {setting.source} is not {_expected(hint)}"
+        raise ConfigError(said) from None
 
 
-def _type_error(settings: Settings, types: Mapping[str, Any]) -> ConfigError:
-    """Names the first setting that tyro rejects by itself."""
-    for key, setting in settings.items():
-        alone = make_dataclass("Alone", [("value", types[key])])
-        if _parse(alone, {"value": setting}, {"value": types[key]}) is None:
-            value = " ".join(setting.words) or "(nothing)"
-            return ConfigError(f"{key}={value} {setting.source} is not {_expected(types[key])}")
-    return ConfigError(f"these settings do not go together: {', '.join(settings)}")
+def _instance(schema: type[T], parsed: Mapping[str, Any], prefix: str = "") -> T:
+    """The dataclass with these values by dotted key, and its defaults."""
+    values = {}
+    for name, hint in _hints(schema).items():  # type: ignore[arg-type]
+        key = f"{prefix}{name}"
+        if is_dataclass(hint):
+            values[name] = _instance(hint, parsed, f"{key}.")  # type: ignore[arg-type]
+        elif key in parsed:
+            values[name] = parsed[key]
+    return schema(**values)
+
+
+@cache
+def _hints(schema: type) -> dict[str, Any]:
+    return get_type_hints(schema, include_extras=True)
 
 
 def _leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, bool]]:
     """(dotted key, type, whether it has a default) of every field, nested dataclasses flattened."""
-    hints = get_type_hints(schema, include_extras=True)
+    hints = _hints(schema)
     for item in fields(schema):
         key, hint = f"{prefix}{item.name}", hints[item.name]
         if is_dataclass(hint):

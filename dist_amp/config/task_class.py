@@ -114,6 +114,10 @@ def args_dataclass(cls: type) -> type:
             kind: Any = type(default)
             if default is None:
                 kind = str | None
+            if kind is tuple and default:
+                kind = tuple[type(default[0]), ...]  # type: ignore[misc]
+            if kind is list and default:
+                kind = list[type(default[0])]  # type: ignore[misc]
             optional.append((name, hints.get(name, kind), _default_field(cls, name, default)))
     about = {"__doc__": inspect.getdoc(cls) or ""}
     return make_dataclass("Args", [*required, *optional], frozen=True, namespace=about)

@@ -1,5 +1,4 @@
-"""Consistency checks: what must be equal, or must differ, between the ranks for training to be
-correct.
+"""Consistency checks: what must be equal, or must differ, between the ranks.
 
 A loop that is subtly wrong still learns. These checks stop it with the rank and the cause: at the
 start, at every log step by metrics that are on the host anyway, and every CHECK_EVERY steps by a
@@ -24,9 +23,7 @@ from dist_amp.run import Run
 from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow, Observer, StepReport
 from dist_amp.world import local
 
-# Steps between checks of the whole state. Assumed: it hashes all parameters, in less than a step's
-# time.
-CHECK_EVERY = 100
+CHECK_EVERY = 100  # steps; assumed: it hashes all parameters, in less than a step's time
 SAMPLED_STEPS = 16  # consecutive steps whose samples are compared between ranks
 SAMPLED_ELEMENTS = 2**16  # of a batch's tensor that are hashed, evenly spread
 CHUNK = 2**20  # elements hashed at a time, which bounds the memory it takes
@@ -34,11 +31,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Consistency(Observer):
-    """Runs the checks.
-
-    Errors: NumericsError if the ranks' models, optimizers or loss scales have diverged; DataError
-    for the data.
-    """
+    """Errors: NumericsError if models, optimizers or loss scales have diverged; DataError."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -70,8 +63,7 @@ class Consistency(Observer):
         check_state(run)
 
     def after_evaluation(self) -> None:
-        mismatch = find_mismatch(self._run, with_batch_statistics=True)
-        if mismatch:
+        if mismatch := find_mismatch(self._run, with_batch_statistics=True):
             raise NumericsError(mismatch)
 
 
@@ -93,59 +85,43 @@ def check_start(run: Run) -> None:
 
 
 def check_state(run: Run) -> None:
-    """Check parameters, optimizer and buffers as they are now. Errors: NumericsError, the same on
-    every rank.
-    """
-    faults = run.world.gather_texts(find_second_mesh(run) or find_unowned_parameter(run))
-    for rank, fault in enumerate(faults):
+    """Check parameters, optimizer and buffers now. Errors: NumericsError, the same on all ranks."""
+    for rank, fault in enumerate(run.world.gather_texts(find_misplaced_parameter(run))):
         if fault:
             raise NumericsError(f"rank {rank}: {fault}")
-    mismatch = find_mismatch(run)
-    if mismatch:
+    if mismatch := find_mismatch(run):
         raise NumericsError(mismatch)
 
 
-def find_unowned_parameter(run: Run) -> str:
-    """Which parameter a step would not update, because the optimizer holds other tensors; "" if
-    none.
-    """
+def find_misplaced_parameter(run: Run) -> str:
+    """Which parameters are on two meshes, or not held by the optimizer; "" if none."""
     held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-    named = run.parallel.module.named_parameters()
-    lost = [name for name, p in named if p.requires_grad and id(p) not in held]
-    if not lost:
-        return ""
-    return (
-        f"the optimizer does not hold the model's parameter {lost[0]} ({len(lost)} in all): it was "
-        "built before the model was sharded, moved or changed; build it afterwards"
-    )
-
-
-def find_second_mesh(run: Run) -> str:
-    """Which parameters are on two meshes, where norms and skips would differ between ranks; "" if
-    all are on one.
-    """
+    lost = []
     first_of_mesh: dict[str, str] = {}
     for name, parameter in run.parallel.module.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
-        text = "no mesh"
-        if mesh is not None:
-            text = f"{mesh} of ranks {mesh.mesh.tolist()}"
+        text = f"{mesh} of ranks {mesh.mesh.tolist()}" if mesh else "no mesh"
         first_of_mesh.setdefault(text, name)
-    if len(first_of_mesh) < 2:
-        return ""
-    places = [f"{name} on {mesh}" for mesh, name in first_of_mesh.items()]
-    return (
-        f"the parameters are on two meshes: {places[0]}, {places[1]}; the gradient norm and the "
-        "decision to skip need one mesh: shard the whole model over the same one"
-    )
+        if parameter.requires_grad and id(parameter) not in held:
+            lost.append(name)
+    if len(first_of_mesh) > 1:
+        places = [f"{name} on {mesh}" for mesh, name in first_of_mesh.items()]
+        return (
+            f"the parameters are on two meshes: {places[0]}, {places[1]}; the gradient norm and "
+            "the decision to skip need one mesh: shard the whole model over the same one"
+        )
+    if lost:
+        return (
+            f"the optimizer does not hold the model's parameter {lost[0]} ({len(lost)} in all): it "
+            "was built before the model was sharded, moved or changed; build it afterwards"
+        )
+    return ""
 
 
 def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     """Which parameter or buffer differs between ranks that should hold equal copies; "" if none.
-    Every rank calls it.
 
-    with_batch_statistics: whether running means and variances were just averaged, and are compared
-    too.
+    Every rank calls it. with_batch_statistics: also compare running means and variances.
     """
     world = run.world
     if world.world_size == 1:
@@ -153,15 +129,13 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     parameters = dict(run.parallel.module.named_parameters())
     buffers = compared_buffers(run, with_batch_statistics)
     names = [*parameters, *buffers]
-    digest = hashlib.sha256(" ".join(names).encode()).digest()
-    digests = world.gather(torch.tensor(int.from_bytes(digest[:8], signed=True))).tolist()
+    digests = world.gather_texts(hashlib.sha256(" ".join(names).encode()).hexdigest())
     for rank, other in enumerate(digests):
         if other != digests[0]:
             texts = world.gather_texts(" ".join(names))
             different = sorted(set(texts[0].split()) ^ set(texts[rank].split()))
-            which = different[0] if different else "their order"
+            which = (*different, "their order")[0]
             return f"ranks 0 and {rank} do not have the same parameters and buffers: {which}"
-
     compared = [*parameters.values(), *buffers.values()]
     hashes_here = [hash_tensor(local(tensor)).to(world.device) for tensor in compared]
     hashes = world.gather(torch.stack(hashes_here).cpu()).numpy()  # [ranks, tensors]
@@ -173,16 +147,15 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     if not len(columns):
         return ""
     rank, column = different_ranks[0], columns[0]
-    if column < len(parameters):
-        return (
-            f"the parameter {names[column]} is not the same on ranks {rank % stride} and {rank} "
-            f"after step {run.step}; every rank must start with the same weights and apply the "
-            "same update"
-        )
-    return (
-        f"the buffer {names[column]} is not the same on ranks 0 and {rank} after step {run.step}; "
-        "a buffer that is updated from a rank's own batch must be reduced over the ranks"
-    )
+    other = rank % stride
+    what = "parameter"
+    rule = "every rank must start with the same weights and apply the same update"
+    if column >= len(parameters):
+        other = 0
+        what = "buffer"
+        rule = "a buffer that is updated from a rank's own batch must be reduced over the ranks"
+    where = f"on ranks {other} and {rank} after step {run.step}"
+    return f"the {what} {names[column]} is not the same {where}; {rule}"
 
 
 def compared_buffers(run: Run, with_batch_statistics: bool) -> dict[str, Tensor]:
@@ -209,15 +182,9 @@ def generator_hashes(run: Run) -> list[str]:
 
 
 def check_random_numbers_differ(before: list[str], now: list[str]) -> None:
-    """Errors: NumericsError if two ranks' generators were equal, have drawn numbers since, and are
-    equal again.
-    """
-    drawing: dict[int, object] = {}
-    for rank, (old, new) in enumerate(zip(before, now, strict=True)):
-        if new != old:
-            drawing[rank] = (old, new)
-    pair = _equal_pair(drawing)
-    if pair:
+    """Errors: NumericsError if two generators were equal, have drawn since, and are equal again."""
+    pairs = enumerate(zip(before, now, strict=True))
+    if pair := _equal_pair({rank: states for rank, states in pairs if states[0] != states[1]}):
         raise NumericsError(
             f"ranks {pair[0]} and {pair[1]} draw the same random numbers, and so the same dropout "
             "masks; seed each with its rank, as build_run does after the model is built"
@@ -225,9 +192,7 @@ def check_random_numbers_differ(before: list[str], now: list[str]) -> None:
 
 
 def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
-    """Errors: DataError if two ranks got the same samples in every step, and that can't be by
-    chance.
-    """
+    """Errors: DataError if two ranks got the same samples in every step, too often for chance."""
     if not samples or run.world.world_size == 1:
         return
     rows = run.world.gather(torch.stack(samples)).tolist()
@@ -258,8 +223,6 @@ def _equal_pair(values: Mapping[int, object]) -> tuple[int, int] | None:
 def check_metrics_agree(row: LogRow) -> None:
     """Errors: NumericsError for a global metric that is not the same on all ranks."""
     values = row.table[:, GLOBAL]
-    if (values == values[0]).all():
-        return
     both_nan = np.isnan(values) & np.isnan(values[0])
     ranks, columns = np.nonzero((values != values[0]) & ~both_nan)
     if not len(ranks):
@@ -274,9 +237,7 @@ def check_metrics_agree(row: LogRow) -> None:
 
 
 def check_schedule(run: Run, row: LogRow) -> None:
-    """Errors: NumericsError if the step counts don't add up, or the learning rate is not that of
-    the applied steps.
-    """
+    """Errors: NumericsError if the steps, or the learning rate, don't follow the applied steps."""
     applied = int(row["applied_steps"])
     skipped = int(row["skipped_steps"])
     if applied + skipped != row.step:
@@ -284,9 +245,8 @@ def check_schedule(run: Run, row: LogRow) -> None:
             f"step {row.step}: {applied} applied and {skipped} skipped steps do not make "
             f"{row.step} on any rank; the optimizer must be applied once per step"
         )
-    before = applied
-    if row["skips_in_a_row"] == 0:  # the last step was applied
-        before = max(applied - 1, 0)
+    # The rate is that of the last step, which counts if it was applied.
+    before = max(applied - (row["skips_in_a_row"] == 0), 0)
     expected = learning_rate(run.config.optim, before, run.config.train.steps, run.task)
     if abs(row["lr"] - expected) > 1e-6 * run.config.optim.lr:  # the table is float32
         raise NumericsError(
@@ -297,8 +257,7 @@ def check_schedule(run: Run, row: LogRow) -> None:
 
 
 def check_loss_scale(run: Run, row: LogRow, scale: float, applied: int, skipped: int) -> None:
-    """Errors: NumericsError for a loss scale that can't result from this run's applied and skipped
-    steps.
+    """Errors: NumericsError for a loss scale that can't result from the applied and skipped steps.
 
     scale, applied, skipped: their values when the run started.
     """
@@ -328,9 +287,7 @@ def check_loss_scale(run: Run, row: LogRow, scale: float, applied: int, skipped:
 
 
 def hash_tensor(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bits and their order: scalar int64 on its device; equal by chance for 1
-    pair in 2^63.
-    """
+    """A hash of a tensor's bits and their order: scalar int64 on its device."""
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)
@@ -343,9 +300,7 @@ def hash_tensor(tensor: Tensor) -> Tensor:
 
 
 def hash_samples(micro_batches: Iterable[Any], device: torch.device) -> Tensor:
-    """A hash of what a step was fed: scalar int64 on the device, without waiting for it; padding is
-    left out.
-    """
+    """A hash of what a step was fed, without padding: scalar int64 on the device."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for leaf in tensors([batch for batch in micro_batches if not isinstance(batch, Padding)]):
         if _is_strided(leaf):

@@ -19,11 +19,9 @@ COMPARED_ELEMENTS = 1024  # of each parameter, before and after a step
 
 
 class Limits(Observer):
-    """Stops a run that can't recover.
+    """Stops a run that can't recover. Errors: DataError, NumericsError.
 
-    first_nonfinite: where the skips up to a log step began, to end an error with; replay.py.
-    Errors: DataError for a total weight that is not a positive number, NumericsError for a
-    collapsed loss scale or too many skipped steps.
+    first_nonfinite: where the skips up to a log step began, to end an error with; nonfinite.py.
     """
 
     def __init__(self, run: Run):
@@ -33,10 +31,9 @@ class Limits(Observer):
     def on_log(self, row: LogRow) -> None:
         precision = self._config.precision
         weight = row["min_weight"]  # inf if there was no step
-        is_infinite = row["weight_sum"] == math.inf
-        if is_infinite:
-            weight = math.inf
-        if is_infinite or not weight > 0:
+        if row["weight_sum"] == math.inf:
+            weight = row["weight_sum"]
+        if row["weight_sum"] == math.inf or not weight > 0:
             raise DataError(
                 f"in the steps up to {row.step} a total weight was {weight:g}; the task's "
                 "weight(batch) is what the loss is divided by, and must be above 0"
@@ -105,15 +102,11 @@ class FirstSteps(Observer):
         self._gradient_sums[has_gradient] += norms
 
     def _check_moved(self, report: StepReport) -> None:
-        """Errors: NumericsError where an applied step with a gradient left every sampled element on
-        all ranks alone.
-        """
+        """Errors: NumericsError where an applied step changed no sampled element on any rank."""
         run = self._run
-        pairs = zip(self._before, self._sampled(), strict=True)
-        moved = any(not torch.equal(old, new) for old, new in pairs)
+        moved = not all(map(torch.equal, self._before, self._sampled()))
         lr = run.schedule.last_lr.item()
-        # Asked of all ranks together: one whose copy of the gradients was damaged may have skipped
-        # alone.
+        # Of all ranks: one whose copy of the gradients was damaged may have skipped alone.
         rows = run.world.gather_numbers([report.applied.item(), float(moved)])
         self._moved = any(applied for applied, _ in rows)
         if not self._moved or any(moved for _, moved in rows) or not report.norm.item() * lr:
@@ -133,9 +126,7 @@ class FirstSteps(Observer):
         )
 
     def _warn_of_idle_parameters(self) -> None:
-        """Name the parameters whose gradients were missing, or zero, in all steps so far and on all
-        ranks.
-        """
+        """Name the parameters whose gradients were missing or zero in all steps on all ranks."""
         run = self._run
         parameters = run.parallel.parameters
         totals = run.world.sum(self._gradient_sums.to(run.world.device)).tolist()

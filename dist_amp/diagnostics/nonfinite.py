@@ -1,33 +1,50 @@
-"""Find the first inf or nan of a micro-batch: one forward and backward with hooks.
+"""Replay of skipped steps: report the first module with an inf or nan, and keep the micro-batch
+that caused it.
 
-Forward: the first module whose output is not finite while its inputs are. Backward: the first
-operation that receives a finite gradient and returns one that is not, and the module that recorded
-it. Backward is checked per node of the autograd graph, so in-place operations and repeated calls of
-one module are distinguished.
+At a log step after a skip, all ranks fetch that step's micro-batches again and run them with hooks
+at a loss scale of 1: an overflow caused by fp16's scale alone is part of the scaler's normal cycle
+and is not reported. Forward: the first module whose output is not finite while its inputs are.
+Backward: the first operation that receives a finite gradient and returns one that is not, and the
+module that recorded it; checked per node of the autograd graph, so in-place operations and repeated
+calls of one module are distinguished. The micro-batch is kept in RUN/nonfinite for `python -m
+dist_amp.verify --replay FILE`.
 """
 
 import json
 import math
-from collections import Counter
+import os
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from dist_amp.data import Padding
+from dist_amp.distributed.random_state import random_state, set_random_state
+from dist_amp.loading.nested import plain_mappings
 from dist_amp.precision import DTYPES, Precision
+from dist_amp.run import Run
 from dist_amp.scaling.compile import uncompiled
-from dist_amp.step import loss_of
+from dist_amp.step import loss_of, weight_of
 from dist_amp.task import Task
+from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 from dist_amp.world import local
 
+MAX_FILES = 8  # kept in a run's folder
+MAX_WEIGHT_BYTES = 2**30  # above it a file is kept without the weights
+# Skipped steps of one interval that are replayed while only fp16's scale explains them.
+MAX_REPLAYS = 3
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TASK = "the task's loss_sum"
+
+
+# ---- what is reported ----
 
 
 @dataclass(frozen=True)
@@ -85,15 +102,13 @@ class NonFinite:
         module = self.module
         if self.module_class:
             module = f"{module or 'the model'} ({self.module_class})"
-        place = f"{self.phase} of {module}"
+        place = {
+            "batch": f"the batch itself, first used by {module}",
+            "parameters": f"the parameters of {module}",
+            "loss": module,
+        }.get(self.phase, f"{self.phase} of {module}")
         if self.operation:
             place += f", in {self.operation}"
-        if self.phase == "batch":
-            place = f"the batch itself, first used by {module}"
-        elif self.phase == "parameters":
-            place = f"the parameters of {module}"
-        elif self.phase == "loss":
-            place = module
         return f"rank {self.rank}, micro-batch {self.micro_batch} (samples {samples}), {place}"
 
     def __str__(self) -> str:
@@ -104,48 +119,46 @@ class NonFinite:
 
 
 @torch.no_grad()
-def tensor_stats(what: str, tensor: Tensor) -> TensorStats | None:
-    """The range of this rank's part of a tensor, and how much of it is not finite; waits for the
-    device.
+def stats_of(what: str, values: Any) -> list[TensorStats]:
+    """Of this rank's part of each floating-point tensor in nested containers; reads the device."""
+    found = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            part = local(leaf).detach()
+            if part.layout == torch.strided and (part.is_floating_point() or part.is_complex()):
+                dtype = DTYPE_NAMES.get(part.dtype, str(part.dtype).removeprefix("torch."))
+                found.append(TensorStats(what, dtype, list(leaf.shape), *_counts(part)))
+    return found
 
-    None for a tensor that is sparse or holds no floating-point numbers.
-    """
-    values = local(tensor).detach()
-    if not (values.is_floating_point() or values.is_complex()) or values.layout != torch.strided:
-        return None
-    dtype = DTYPE_NAMES.get(values.dtype, str(values.dtype).removeprefix("torch."))
-    stats = TensorStats(what, dtype, list(tensor.shape), 0, 0, [])
-    if values.numel() == 0:
-        return stats
+
+def _counts(values: Tensor) -> tuple[int, int, list[float]]:
+    """(nan, inf, span) of a tensor."""
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.element_size() == 1:  # float8 lacks the operations below
         values = values.float()
+    if not values.numel():
+        return 0, 0, []
     span = [bound.item() for bound in torch.aminmax(values)]  # allocates nothing if all is finite
     if all(map(math.isfinite, span)):
-        return replace(stats, span=span)
+        return 0, 0, span
     finite = values[values.isfinite()]
     span = []
     if finite.numel():
         span = [bound.item() for bound in torch.aminmax(finite)]
-    return replace(stats, nan=int(values.isnan().sum()), inf=int(values.isinf().sum()), span=span)
+    return int(values.isnan().sum()), int(values.isinf().sum()), span
 
 
-def all_stats(what: str, values: Any) -> list[TensorStats]:
-    """`tensor_stats` of every tensor in nested containers."""
-    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    return [stats for leaf in leaves if (stats := tensor_stats(what, leaf)) is not None]
+def bad(stats: Iterable[TensorStats]) -> list[TensorStats]:
+    return [one for one in stats if not one.finite]
 
 
-def all_finite(stats: Iterable[TensorStats]) -> bool:
-    return all(one.finite for one in stats)
+# ---- one forward and backward with hooks ----
 
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module; the graph nodes it recorded have sequence numbers from `begin` to below
-    `end`.
-    """
+    """One call of a module; its graph nodes have numbers from `begin` to below `end`."""
 
     module: str
     module_class: str
@@ -157,12 +170,9 @@ class ModuleCall:
 
     @property
     def is_cause(self) -> bool:
-        """Whether it made an inf or nan that went on. Otherwise it went no further than an outer
-        call, such as an attention mask's -inf.
-        """
-        if not all_finite(self.inputs) or all_finite(self.outputs):
-            return False
-        return not any(all_finite(call.outputs) for call in self.outer)
+        """Whether it made an inf or nan that every outer call returned, unlike a mask's -inf."""
+        made = bad(self.outputs) and not bad(self.inputs)
+        return bool(made) and all(bad(call.outputs) for call in self.outer)
 
 
 class ForwardBackwardHooks:
@@ -175,7 +185,7 @@ class ForwardBackwardHooks:
         self._open: list[ModuleCall] = []
         self._handles: list[Any] = []
         # Nodes that returned a non-finite gradient: the nodes that received it.
-        self._passed_to: dict[Any, list[Any]] = {}
+        self._passed_to: dict[Any, list[Any]] = defaultdict(list)
         # Of these, in backward's order, those that received finite ones.
         self._origins: list[tuple[Any, list[TensorStats]]] = []
         self._call_counts: Counter[str] = Counter()
@@ -203,7 +213,7 @@ class ForwardBackwardHooks:
         of_class = class_name(module)
         if self._call_counts[name] > 1:
             of_class += f", call {self._call_counts[name]}"
-        inputs = all_stats("input", (args, kwargs))  # before an in-place module overwrites them
+        inputs = stats_of("input", (args, kwargs))  # before an in-place module overwrites them
         call = ModuleCall(name, of_class, sequence_number(), list(self._open), inputs)
         self.calls.append(call)
         self._open.append(call)
@@ -212,7 +222,7 @@ class ForwardBackwardHooks:
         if self._in_forward:
             call = self._open.pop()
             call.end = sequence_number()
-            call.outputs = all_stats("output", output)
+            call.outputs = stats_of("output", output)
             self.returned.append(call)
 
     def forward_cause(self, loss: Tensor) -> NonFinite:
@@ -223,13 +233,13 @@ class ForwardBackwardHooks:
                 tensors = worst_first + call.inputs
                 return NonFinite("forward", call.module, call.module_class, tensors)
         outputs = self.calls[0].outputs if self.calls else []
-        return NonFinite("loss", TASK, "", [*all_stats("loss", loss), *outputs])
+        return NonFinite("loss", TASK, "", [*stats_of("loss", loss), *outputs])
 
     def watch_backward(self, loss: Tensor) -> None:
         """Hook every node of the graph of `loss`; call it between forward and backward."""
         self._in_forward = False
         for node in reachable(
-            loss.grad_fn, lambda node: [next_ for next_, _ in node.next_functions]
+            loss.grad_fn, lambda node: [after for after, _ in node.next_functions]
         ):
             if not is_leaf(node):
                 self._handles.append(node.register_hook(partial(self._after_node, node)))
@@ -237,18 +247,15 @@ class ForwardBackwardHooks:
     def _after_node(
         self, node: Any, returned: Sequence[Tensor | None], received: Sequence[Tensor | None]
     ) -> None:
-        bad = []
+        found = []
         for gradient, (following, _) in zip(returned, node.next_functions, strict=False):
-            if gradient is None:
-                continue
-            stats = tensor_stats(self._gradient_name(following), gradient)
-            if stats is not None and not stats.finite:
-                bad.append(stats)
-                self._passed_to.setdefault(node, []).append(following)
-        if bad:
-            before = all_stats("gradient received", list(received))
-            if all_finite(before):
-                self._origins.append((node, bad + before))
+            if stats := bad(stats_of(self._gradient_name(following), gradient)):
+                found += stats
+                self._passed_to[node].append(following)
+        if found:
+            before = stats_of("gradient received", list(received))
+            if not bad(before):
+                self._origins.append((node, found + before))
 
     def backward_cause(self) -> NonFinite | None:
         """The first operation to return a non-finite gradient that reaches a parameter.
@@ -269,9 +276,7 @@ class ForwardBackwardHooks:
         return None
 
     def _gradient_name(self, node: Any) -> str:
-        """Names the gradient that goes to `node`: a parameter's, possibly transposed or cast first,
-        or any other.
-        """
+        """Of the gradient that goes to `node`: a parameter's, possibly transposed or cast first."""
         while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):
             node = node.next_functions[0][0]
         if node is not None and is_leaf(node) and id(node.variable) in self._parameter_names:
@@ -292,9 +297,7 @@ def reachable(start: Any, following: Callable[[Any], Iterable[Any]]) -> Iterator
 
 
 def sequence_number() -> int:
-    """The number that autograd will give to the next node of the graph; diagnostics only, torch has
-    no public name.
-    """
+    """The number that autograd will give to the next node of the graph; it has no public name."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -335,33 +338,215 @@ def find_nonfinite(
     if not loss.isfinite():
         fault = hooks.forward_cause(loss)
     elif not share.isfinite():
-        fault = NonFinite("loss", "the task's weight", "", all_stats("world_size / weight", share))
+        fault = NonFinite("loss", "the task's weight", "", stats_of("world_size / weight", share))
     if fault is None:
         return None
-    return nonfinite_parameters(model) or nonfinite_batch(batch, hooks, fault) or fault
-
-
-def nonfinite_parameters(model: nn.Module) -> NonFinite | None:
     for name, parameter in model.named_parameters():
-        stats = tensor_stats(clean_name(name), parameter)
-        if stats is not None and not stats.finite:
+        if stats := bad(stats_of(clean_name(name), parameter)):
             owner = name.rpartition(".")[0]
             of_class = class_name(model.get_submodule(owner))
-            return NonFinite("parameters", clean_name(owner), of_class, [stats])
-    return None
+            return NonFinite("parameters", clean_name(owner), of_class, stats)
+    content = batch.batch if isinstance(batch, Padding) else batch
+    stats = []
+    for path, leaf in tree_flatten_with_path(content)[0]:
+        stats += bad(stats_of(f"batch{keystr(path)}", leaf))
+    if stats:  # blame the batch, and the first module that it spoiled
+        spoiled = [call for call in hooks.returned if bad(call.outputs)]
+        user = (*spoiled, fault)[0]
+        return NonFinite("batch", user.module, user.module_class, stats)
+    return fault
 
 
-def nonfinite_batch(batch: Any, hooks: ForwardBackwardHooks, fault: NonFinite) -> NonFinite | None:
-    """The same fault, blamed on the batch and the first module that it spoiled."""
-    leaves = tree_flatten_with_path(batch.batch if isinstance(batch, Padding) else batch)[0]
-    bad = []
-    for path, leaf in leaves:
-        if isinstance(leaf, Tensor):
-            bad += [one for one in all_stats(f"batch{keystr(path)}", leaf) if not one.finite]
-    if not bad:
-        return None
-    user: ModuleCall | NonFinite = fault
-    for call in reversed(hooks.returned):
-        if not all_finite(call.outputs):
-            user = call
-    return NonFinite("batch", user.module, user.module_class, bad)
+# ---- the replay of skipped steps ----
+
+
+@dataclass(frozen=True)
+class StepNote:
+    """A step since the last log step."""
+
+    step: int
+    position: int  # of the data before it
+    applied: Tensor
+
+
+class NonfiniteReplay(Observer):
+    """Replays on all ranks, and reads the device, only in intervals with a skip.
+
+    With debug.nonfinite=step, it reads every step's outcome and replays with the parameters exactly
+    as they were.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.faults: list[NonFinite] = []
+        self._at_each_step = run.config.debug.nonfinite == "step"
+        self._notes: list[StepNote] = []
+        self._position = run.data.position
+        self._skipped = int(run.schedule.skipped_steps)
+        self._repetitions: Counter[tuple[str, str, int]] = Counter()
+        self._folder = run.folder / "nonfinite"
+        # Stepping a run in a script or a notebook writes no files: it has no folder.
+        self._has_folder = run.world.from_main(str(run.folder.is_dir())) == "True"
+        self._files = int(run.world.from_main(str(len(list(self._folder.glob("*.pt"))))))
+        self._random: dict[str, Tensor] | None = None  # before the step, if each is watched
+        if self._at_each_step:
+            self._random = random_state(run.world.device)
+
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        if self._at_each_step:
+            if not report.applied.item():
+                self._replay(self.run.step, self._position)
+            self._random = random_state(self.run.world.device)
+        else:
+            self._notes.append(StepNote(self.run.step, self._position, report.applied))
+        self._position = self.run.data.position
+
+    def on_log(self, row: LogRow) -> None:
+        """Replay the interval's skipped steps, until one is not finite at a loss scale of 1."""
+        notes = [note for note in self._notes if note.step <= row.step]
+        self._notes = self._notes[len(notes) :]
+        before = self._skipped
+        self._skipped = int(row["skipped_steps"])
+        if self._skipped == before or not notes:
+            return
+        applied = torch.stack([note.applied for note in notes]).tolist()
+        skipped = [note for note, good in zip(notes, applied, strict=True) if not good]
+        replays = MAX_REPLAYS if self.run.scaler.scales else 1
+        for note in skipped[:replays]:
+            if self._replay(note.step, note.position):
+                return
+
+    def where(self, row: LogRow) -> str:
+        """Where the uninterrupted skips up to this log step began, to end an error with."""
+        since = row.step - int(row["skips_in_a_row"]) + 1
+        for fault in self.faults:
+            if fault.step >= since:
+                return f"; first: step {fault.step}, {fault.where}"
+        return ""
+
+    def _replay(self, step: int, position: int) -> bool:
+        """Replay a step on all ranks and report its first inf or nan; return whether it has one."""
+        world = self.run.world
+        with world.clock.hold("diagnostics"):
+            with self.run.parallel.no_side_effects():
+                text, kept = self._replay_micro_batches(step, position)
+            results = world.gather_texts(text)
+            faults = [NonFinite.from_json(text) for text in results if text.startswith("{")]
+            if not faults:
+                failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]
+                self._warn_nothing_found(step, failures)
+                return False
+            # Only the rank that holds a sharded parameter's bad part sees it; the others blame the
+            # module's forward.
+            first = min(faults, key=lambda fault: (fault.phase != "parameters", fault.rank))
+            others = [fault.rank for fault in faults if fault is not first]
+            self._report(replace(first, other_ranks=others), kept)
+        return True
+
+    def _replay_micro_batches(self, step: int, position: int) -> tuple[str, dict[str, Any]]:
+        """(this rank's first fault as JSON, or why its replay failed; what replaying it takes).
+
+        Every rank runs all of its micro-batches: sharded models need all ranks in each forward.
+        """
+        run = self.run
+        device = run.world.device
+        if self._random is not None:
+            set_random_state(self._random, device)
+        fetched = run.data.at(position)
+        if self._random is not None and run.config.data.workers:
+            set_random_state(self._random, device)  # workers drew their random numbers elsewhere
+        weight = run.world.sum(weight_of(run.task, [batch for batch, _ in fetched], device))
+        share = run.world.world_size / weight
+        text = ""
+        kept: dict[str, Any] = {}
+        for number, (batch, samples) in enumerate(fetched):
+            random = random_state(device)
+            fault = None
+            try:
+                with run.parallel.gradient_sync(True):
+                    module = run.parallel.module
+                    fault = find_nonfinite(run.task, module, batch, share, run.precision)
+            except Exception as error:
+                if run.parallel.sharded:
+                    raise  # the other ranks are in a collective of this forward
+                text = text or f"{type(error).__name__}: {error}"
+            run.optimizer.zero_grad(set_to_none=True)
+            if fault is not None and not kept:
+                at = {"step": step, "rank": run.world.rank, "micro_batch": number}
+                text = json.dumps(asdict(replace(fault, **at, samples=list(samples))))
+                kept = {"batch": batch, "share": share.item(), "random": random}
+        return text, kept
+
+    def _warn_nothing_found(self, step: int, failures: list[str]) -> None:
+        warn = self.run.world.warn
+        if failures:
+            warn(f"step {step} was skipped, and replaying it failed on {'; '.join(failures)}")
+        elif not self.run.scaler.scales:  # in fp16 the scale was too high, its normal cycle
+            text = (
+                f"step {step} was skipped, but its replay is finite: the parameters have changed "
+                "since, the cause was a random augmentation or dropout, or only the gradients' "
+                "norm overflowed"
+            )
+            if not self._at_each_step:
+                text += "; debug.nonfinite=step replays with the parameters as they were"
+            warn(text)
+
+    def _report(self, fault: NonFinite, kept: dict[str, Any]) -> None:
+        """To reports.jsonl each time; to the console once per module, phase and rank."""
+        world = self.run.world
+        key = (fault.module, fault.phase, fault.rank)
+        self.faults.append(fault)
+        self._repetitions[key] += 1
+        if world.is_main and self._has_folder:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / "reports.jsonl").open("a") as file:
+                file.write(json.dumps({**asdict(fault), "met": self._repetitions[key]}) + "\n")
+        if self._repetitions[key] > 1:
+            return
+        text = f"step {fault.step} was skipped: on {fault}"
+        if self._has_folder and self._files < MAX_FILES:
+            self._files += 1
+            text += "; " + world.gather_texts(self._keep(fault, kept))[fault.rank]
+        elif self._has_folder:
+            text += f"; {MAX_FILES} micro-batches are kept already"
+        world.warn(text)
+
+    def _keep(self, fault: NonFinite, kept: dict[str, Any]) -> str:
+        """Write the file, on the rank of the micro-batch; return where. Every rank calls it."""
+        run = self.run
+        weights = None
+        parameters = run.parallel.module.parameters()
+        if sum(p.numel() * p.element_size() for p in parameters) <= MAX_WEIGHT_BYTES:
+            options = StateDictOptions(full_state_dict=True)
+            weights = get_model_state_dict(run.model, options=options)
+        if fault.rank != run.world.rank:
+            return ""
+        path = self._folder / f"step_{fault.step:08d}_rank{fault.rank:05d}.pt"
+        batch = kept["batch"]
+        padding = isinstance(batch, Padding)
+        content = {
+            "dist_amp": "nonfinite",
+            "report": json.dumps(asdict(fault)),
+            **kept,
+            "batch": _on_host(batch.batch if padding else batch),
+            "padding": padding,
+            "scale": run.scaler.scale_tensor.item(),
+            "config": run.config_text,
+            "weights": _on_host(weights),
+        }
+        unfinished = path.with_suffix(".writing")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(content, unfinished)
+            os.replace(unfinished, path)
+        except Exception as error:
+            # A full disk, or a batch that can't be pickled, must not end the run.
+            unfinished.unlink(missing_ok=True)
+            return f"it could not be kept: {error}"
+        return f"kept in {path}; python -m dist_amp.verify --replay {path}"
+
+
+def _on_host(values: Any) -> Any:
+    """Copies in host memory; without a copy, a view would be saved with all of its storage."""
+    plain = plain_mappings(values)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), plain)

@@ -1,5 +1,4 @@
-"""What half precision loses, measured at log steps with debug.numerics=true, per group of
-parameters.
+"""What half precision loses, measured at log steps with debug.numerics=true, per parameter group.
 
 `numerics/underflow_share/GROUP`: gradients that are zero in fp16 at the current loss scale, as a
 share of those that are not zero in float32, in the step's first micro-batch.
@@ -31,8 +30,7 @@ SURELY_LOST = 2.0**-9
 
 
 class Numerics(Observer):
-    """Measures log steps if debug.numerics=true; in any case, warns at the start about updates that
-    bf16 will lose.
+    """Measures log steps if debug.numerics=true; warns at the start of updates that bf16 will lose.
 
     Errors: ConfigError in fp16 with FSDP's mixed-precision policy.
     """
@@ -43,16 +41,11 @@ class Numerics(Observer):
         self._groups: dict[str, list[Tensor]] = {}
         for number, group in enumerate(run.optimizer.param_groups):
             self._groups[group.get("name", f"group {number}")] = group["params"]
-        self._in_bf16 = {
-            name
-            for name, parameters in self._groups.items()
-            if any(p.dtype == torch.bfloat16 for p in parameters)
-        }
-        # Per measure [groups, 2]: elements that were lost, elements that could have been; empty if
-        # not a log step.
-        self._counts: dict[str, Tensor] = {}
+        # [groups, 2]: elements that were lost, elements that could have been.
+        self._underflow = self._zeros()
+        self._lost_updates = self._zeros()
         self._before: dict[Tensor, Tensor] = {}  # this rank's parameters before the update
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = []  # in a log step
         self._scale = 1.0  # before the step
         self._warned: set[str] = set()
         if run.config.debug.numerics and run.scaler.scales and run.precision.cast_by == "policy":
@@ -60,32 +53,29 @@ class Numerics(Observer):
                 "debug.numerics=true compares fp16 with float32, and FSDP's mixed-precision policy "
                 "computes in one of them only; use precision.cast_by=autocast"
             )
-        self._warn_of_bf16_storage()
+        if run.config.optim.name == "adamw":
+            self._warn_of_bf16_storage(run.config.optim.lr)
 
-    def _warn_of_bf16_storage(self) -> None:
+    def _warn_of_bf16_storage(self, lr: float) -> None:
         """Warn if bf16 storage will lose AdamW's updates, whose size is about lr; one host read."""
-        optim = self.run.config.optim
-        if optim.name != "adamw" or not self._in_bf16:
-            return
         counts = self._zeros()
         for row, parameters in zip(counts, self._groups.values(), strict=True):
             for p in parameters:
                 if p.dtype == torch.bfloat16:
-                    lost = local(p).detach().float().abs() * SURELY_LOST > optim.lr
+                    lost = local(p).detach().float().abs() * SURELY_LOST > lr
                     _add(row, lost, torch.ones_like(lost))
         for group, share in self._shares(counts).items():
-            self._warn_of_lost_updates(group, share, optim.lr)
+            self._warn_of_lost_updates(group, share, lr)
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
-        """Before a log step: count gradients that underflow, and hook the optimizer to count lost
-        updates.
-        """
+        """Before a log step: count gradients that underflow, and hook the optimizer."""
         run = self.run
         step = run.step + 1
         is_log_step = step % run.config.metrics.log_every == 0 or step == run.config.train.steps
         if not (run.config.debug.numerics and is_log_step):
             return
-        self._counts = {"underflow_share": self._zeros(), "lost_update_share": self._zeros()}
+        self._underflow.zero_()
+        self._lost_updates.zero_()
         if run.scaler.scales:
             with run.world.clock.hold("diagnostics"):
                 self._count_underflow(micro_batches)
@@ -97,17 +87,14 @@ class Numerics(Observer):
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         """After a log step: write the shares, and warn if they are large."""
-        if not self._counts:
+        if not self._hooks:
             return
         run = self.run
-        counts = self._counts
-        self._counts = {}
-        self._remove_hooks()
+        self.__exit__()
         with run.world.clock.hold("diagnostics"):
+            underflow = self._shares(self._underflow)
             # The fused kernel is called for skipped steps too.
-            counts["lost_update_share"] *= report.applied
-            underflow = self._shares(counts["underflow_share"])
-            lost_updates = self._shares(counts["lost_update_share"])
+            lost_updates = self._shares(self._lost_updates * report.applied)
             tags = {f"numerics/underflow_share/{group}": x for group, x in underflow.items()}
             tags |= {f"numerics/lost_update_share/{group}": x for group, x in lost_updates.items()}
             if tags:
@@ -124,34 +111,24 @@ class Numerics(Observer):
                 self._warn_of_lost_updates(group, share, float(run.schedule.last_lr))
 
     def __exit__(self, *error: object) -> None:
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def _count_underflow(self, micro_batches: Sequence[Any]) -> None:
-        """Count elements that are zero in fp16 but not in float32, and those that are not zero in
-        float32.
-
-        Under FSDP they are gradients summed over ranks, as its shards are; otherwise this rank's.
-        """
+        """Of this rank's gradients; under FSDP of those summed over ranks, as its shards are."""
         run = self.run
-        batch = micro_batches[0]
         weight = run.world.sum(weight_of(run.task, micro_batches, run.world.device))
         factor = run.world.world_size / weight
         scaled = factor * run.scaler.scale_tensor
-        nonzero_in_fp16 = self._nonzero_gradients(batch, scaled, fp16=True)
-        nonzero = self._nonzero_gradients(batch, factor, fp16=False)
-        rows = self._counts["underflow_share"]
-        for row, parameters in zip(rows, self._groups.values(), strict=True):
+        nonzero_in_fp16 = self._nonzero_gradients(micro_batches[0], scaled, fp16=True)
+        nonzero = self._nonzero_gradients(micro_batches[0], factor, fp16=False)
+        for row, parameters in zip(self._underflow, self._groups.values(), strict=True):
             for p in nonzero.keys() & nonzero_in_fp16.keys() & set(parameters):
                 _add(row, nonzero[p] & ~nonzero_in_fp16[p], nonzero[p])
 
     def _nonzero_gradients(self, batch: Any, factor: Tensor, fp16: bool) -> dict[Tensor, Tensor]:
-        """A mask per parameter, from one forward and backward that changes no state. factor: of the
-        loss.
-        """
+        """A mask per parameter, of a loss times `factor`; changes no state."""
         run = self.run
         parallel = run.parallel
         with (
@@ -171,12 +148,9 @@ class Numerics(Observer):
             self._before = {p: local(p).detach().clone() for p in parameters if p.grad is not None}
 
     def _count_lost_updates(self, *_: Any) -> None:
-        """Right after the update: count elements with a gradient that did not change, and all with
-        a gradient.
-        """
-        rows = self._counts["lost_update_share"]
+        """Right after the update."""
         with self.run.world.clock.hold("diagnostics"):
-            for row, parameters in zip(rows, self._groups.values(), strict=True):
+            for row, parameters in zip(self._lost_updates, self._groups.values(), strict=True):
                 for p in parameters:
                     if p in self._before and p.grad is not None:
                         nonzero = local(p.grad) != 0
@@ -193,8 +167,8 @@ class Numerics(Observer):
         return {name: lost / count for name, (lost, count) in totals if count}
 
     def _warn_of_lost_updates(self, group: str, share: float, lr: float) -> None:
-        limit = LOST_UPDATE_LIMIT if group in self._in_bf16 else 1.0
-        if share > limit:
+        in_bf16 = any(p.dtype == torch.bfloat16 for p in self._groups[group])
+        if in_bf16 and share > LOST_UPDATE_LIMIT:
             self._warn_once(
                 f"lost updates of {group}",
                 f"{100 * share:.0f} % of the updates of {group} are lost to rounding: bf16 storage "

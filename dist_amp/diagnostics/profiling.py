@@ -1,14 +1,13 @@
 """debug.profile: record some steps on all ranks, into RUN/profile.
 
-torch.profiler writes a trace, for ui.perfetto.dev, and a table of where the time went, which is in
-TensorBoard too. In the trace a step is the range ProfilerStep#N, and the phases of the run's clock
-are ranges within it. On GPUs torch's allocator writes its history, for pytorch.org/memory_viz,
-after the recorded steps and when a GPU runs out of memory.
+A trace for ui.perfetto.dev, in which a step is the range ProfilerStep#N and the phases of the run's
+clock are ranges within it; a table of where the time went. On GPUs torch's allocator writes its
+history, for pytorch.org/memory_viz, after these steps and when a GPU runs out of memory.
 """
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -23,14 +22,12 @@ from dist_amp.run import Run
 from dist_amp.telemetry.step_report import Observer, StepReport
 from dist_amp.world import World
 
-# Steps of this process that are not recorded: they compile, size DDP's buckets and fill caches.
-# Assumed to be enough.
+# Not recorded: they compile, size DDP's buckets and fill caches. Assumed to be enough.
 FIRST_STEPS = 10
 WARM_UP_STEPS = 2  # recorded by the profiler and discarded, because starting it slows the first
 ROWS = 40  # of the table in the file
 TOP_ROWS = 5  # on the console
-# Allocations kept, the newest ones; several KB of host memory each, by torch's documentation.
-MAX_ALLOCATIONS = 100_000
+MAX_ALLOCATIONS = 100_000  # kept; several KB of host memory each, by torch's documentation
 
 
 @contextmanager
@@ -53,9 +50,7 @@ def phases_as_ranges(clock: PhaseClock) -> Iterator[None]:
 
 
 class Profile(Observer):
-    """Records `first` to `last`, the steps of `window`; evaluations and checkpoints are never
-    inside them.
-    """
+    """Records `first` to `last`, the steps of `window`, with no evaluation or checkpoint inside."""
 
     def __init__(self, run: Run):
         config = run.config
@@ -71,28 +66,22 @@ class Profile(Observer):
         self._finished = False
         self._ranges = ExitStack()
         self._profiler: profile | None = None
-        if self.first <= self.last:
-            self._profiler = self._build_profiler()
-
-    def _build_profiler(self) -> profile:
-        """torch's profiler; its step numbers are the run's."""
-        next_step = self._run.step + 1
-
-        def action(step: int) -> ProfilerAction:
-            step = max(step, next_step)  # the profiler asks for step 0 when it is made
-            if step >= self.first:
-                return ProfilerAction.RECORD
-            if step >= self.first - WARM_UP_STEPS:
-                return ProfilerAction.WARMUP
-            return ProfilerAction.NONE
-
+        if self.first > self.last:
+            return
         activities = [ProfilerActivity.CPU]
-        if self._run.world.device.type == "cuda":
+        if run.world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         # Without acc_events it warns that it will clear them.
-        profiler = profile(activities=activities, schedule=action, acc_events=True)
-        profiler.step_num = next_step
-        return profiler
+        self._profiler = profile(activities=activities, schedule=self._action, acc_events=True)
+        self._profiler.step_num = run.step + 1  # its step numbers are the run's
+
+    def _action(self, step: int) -> ProfilerAction:
+        step = max(step, self._run.step + 1)  # the profiler asks for step 0 when it is made
+        if step >= self.first:
+            return ProfilerAction.RECORD
+        if step >= self.first - WARM_UP_STEPS:
+            return ProfilerAction.WARMUP
+        return ProfilerAction.NONE
 
     def __enter__(self) -> Self:
         if self._profiler is not None:
@@ -115,8 +104,7 @@ class Profile(Observer):
             self._finish()
         self._ranges.close()
         world = self._run.world
-        # After a failure. With several GPUs, stopping would wait for one that may itself wait for a
-        # dead rank.
+        # After a failure. With several GPUs, stopping may wait for one that waits for a dead rank.
         if self._profiler is not None and (world.world_size == 1 or world.device.type == "cpu"):
             with suppress(Exception):
                 self._profiler.stop()
@@ -176,8 +164,7 @@ class Profile(Observer):
 
 
 def window(done: int, last_step: int, count: int, pauses: Sequence[int]) -> tuple[int, int]:
-    """The first and the last step to record, of those after `done`; the last is below the first if
-    there are too few.
+    """The first and the last step to record, of those after `done`; last < first if too few.
 
     pauses: the run evaluates or saves at the multiples of these, and recording ends at the first of
     them. It starts after that one if more steps can be recorded there, and before the process has
@@ -197,9 +184,7 @@ def window(done: int, last_step: int, count: int, pauses: Sequence[int]) -> tupl
 
 
 def time_per_step(profiler: profile, steps: int, device: DeviceType) -> str:
-    """Time per step on the host, and the shares of its phases; on a GPU also its time per step and
-    idle share.
-    """
+    """Time per step on the host, and its phases' shares; on a GPU also its time and idle share."""
     events = profiler.key_averages()
     on_host = {e.key: e.cpu_time_total for e in events if e.device_type == DeviceType.CPU}
     total = on_host["ProfilerStep*"]
@@ -216,30 +201,28 @@ def time_per_step(profiler: profile, steps: int, device: DeviceType) -> str:
     if not spans:
         missing = "CUPTI, which records them, is missing or not permitted"
         return f"{text}\nno times of the device: {missing}"
-    span = max(end for _, end in spans) - min(start for start, _ in spans)
-    idle = f"idle for {100 * (1 - covered(spans) / span):.1f} % of it"
-    return f"{text}\n{span / steps / 1000:.2f} ms per step on the device, which was {idle}"
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of these (start, end): kernels of several streams overlap."""
-    total = 0.0
-    until = -math.inf
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
+    start = min(spans)[0]
+    until = start
+    busy = 0.0  # kernels of several streams overlap
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, until))
         until = max(until, end)
-    return total
+    idle = 100 * (1 - busy / (until - start))
+    per_step = (until - start) / steps / 1000
+    return (
+        f"{text}\n{per_step:.2f} ms per step on the device, which was idle for {idle:.1f} % of it"
+    )
 
 
 def top(profiler: profile, steps: int, device: DeviceType, column: str) -> list[str]:
-    """The operations (on a GPU the kernels) that took most of the time, without what they call; a
-    line each. column: of the profiler's events, in microseconds.
+    """Lines of the operations (on a GPU the kernels) that took most time, without what they call.
+
+    column: of the profiler's events, in microseconds.
     """
     events = [event for event in profiler.key_averages() if event.device_type == device]
     operations = [event for event in events if not event.is_user_annotation]
-    timed = operations
-    if device == DeviceType.CPU:
-        timed = events  # on the host a range has time of its own, Python's
+    # On the host a range has time of its own, Python's.
+    timed = events if device == DeviceType.CPU else operations
     total = sum(getattr(event, column) for event in timed) or 1.0
     lines = []
     operations.sort(key=lambda event: getattr(event, column), reverse=True)

@@ -1,5 +1,4 @@
-"""Names a rank that is slower than the others, and a slowdown of all: the phase, the factor and the
-host.
+"""Names a rank that is slower than the others, and a slowdown of all: phase, factor and host.
 
 Ranks wait for each other in every step, so all of them show the same throughput. What differs is
 their local time: what each spends without waiting (clock.py).
@@ -63,11 +62,10 @@ def find_slow_ranks(phases: np.ndarray, step_seconds: np.ndarray) -> list[Slowdo
 
 
 def find_slowdown(medians: np.ndarray) -> Slowdown | None:
-    """A slowdown of all ranks. medians: [PAST + WINDOW, phases] seconds per step, the median of the
-    ranks.
+    """A slowdown of all ranks: every interval of the window is slower than FACTOR times the past's
+    median, and than any in the past.
 
-    Every interval of the window is slower than FACTOR times the past's median, and than any in the
-    past.
+    medians: [PAST + WINDOW, phases] seconds per step, the median of the ranks.
     """
     before = medians[:PAST].sum(axis=1)
     now = medians[PAST:].sum(axis=1)
@@ -84,8 +82,7 @@ def slowdown(rank: int | None, factor: float, extra: np.ndarray, intervals: int)
 
 
 class SlowRanks(Observer):
-    """Compares the ranks' local time at each log step; rank 0 warns of a rank that was slow at two
-    in a row.
+    """Rank 0 compares the ranks' local time, and warns of one slow at two log steps in a row.
 
     It warns again only after as many log steps without a finding as the longest window has.
     """

@@ -1,9 +1,7 @@
 """Pretrained weights: a folder of safetensors files, as `save_pretrained` writes it, into shards.
 
-Each rank reads the slices of its shards, in the files' dtype, into parameters of any floating
-dtype. Names follow transformers: prefixes of base models, renamed and merged weights (experts),
-tied ones; an adapter's base layers too. Everything is compared by name, shape and dtype before
-anything is read.
+transformers' own loader gives the names (prefixes of base models, renamed and merged weights) and
+reads this rank's slices; then names, shapes and dtypes are compared, and the slices copied.
 """
 
 import copy
@@ -11,8 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +28,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What peft puts into the names of a model's own modules.
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
-# Tables that older releases of transformers saved, and that models now compute.
-COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 @torch.no_grad()
@@ -49,85 +44,28 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
     folder = Path(folder)
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-    entries = read_entries(folder)
     targets = targets_of(base)
-    match = match_names(base, targets, entries)
-    missing = check_names(folder, base, targets, match, entries, fresh_head)
-    check_shapes(folder, targets, match, entries)
-    for name, key in match.direct.items():
-        entries[key].read_into(targets[name][0])
-    for conversion in match.conversions:
-        sources = {key: entries[key].read() for _, key in conversion.sources}
-        for name, value in conversion.convert(sources).items():
-            if name in targets:
-                place(value, targets[name][0])
-    initialise(model, base, missing)
+    try:
+        with ExitStack() as stack:
+            slices = {}
+            for path in weight_files(folder):
+                file = stack.enter_context(safe_open(path, "pt"))
+                slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            check_shapes(folder, targets, slices)
+            missing, unexpected = fill(base, targets, slices)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"the weights in {folder} can't be read ({error}); fetch them again"
+        ) from error
+    fresh = check_names(folder, base, targets, missing, unexpected, slices, fresh_head)
+    initialise(model, base, fresh)
     for first, *others in targets.values():
         for other in others:  # peft's trained copy of a module
             local(other).copy_(local(first))
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in the files."""
-
-    path: Path
-    key: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def read(self) -> Tensor:
-        with safe_open(self.path, "pt") as file:
-            return file.get_tensor(self.key)  # type: ignore[no-any-return]
-
-    def read_into(self, target: Tensor) -> None:
-        """Fill the target, or this rank's shard of it, of which nothing else is read."""
-        if not isinstance(target, DTensor):
-            target.copy_(self.read())
-            return
-        with safe_open(self.path, "pt") as file:
-            part = file.get_slice(self.key)[shard_of(target)]
-            local(target).copy_(part)
-
-    def on_meta(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-
-def shard_of(target: DTensor) -> tuple[slice, ...]:
-    """The part of a tensor that this rank holds: torch shards a dimension as `chunk` does."""
-    starts = [0] * target.ndim
-    sizes = list(target.shape)
-    for mesh_dim, placement in enumerate(target.placements):
-        if placement.is_shard():
-            dim = placement.dim  # type: ignore[attr-defined]
-            chunk = -(-sizes[dim] // target.device_mesh.size(mesh_dim))
-            first = min(chunk * target.device_mesh.get_local_rank(mesh_dim), sizes[dim])
-            starts[dim] += first
-            sizes[dim] = min(chunk, sizes[dim] - first)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def read_entries(folder: Path) -> dict[str, Entry]:
-    """{name in the files: entry}. Errors: DataError for files that are missing or damaged."""
-    entries = {}
-    try:
-        for path in weight_files(folder):
-            with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 (no mapping)
-                    part = file.get_slice(key)
-                    shape = torch.Size(part.get_shape())
-                    # Nothing is read for the dtype, but of a scalar.
-                    empty = part[:0] if shape else file.get_tensor(key)
-                    entries[key] = Entry(path, key, shape, empty.dtype)
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"the weights in {folder} can't be read ({error}); fetch them again"
-        ) from error
-    return entries
-
-
 def weight_files(folder: Path) -> list[Path]:
-    """Those of the index, or the single file. Errors: DataError if there are none, or one lacks."""
+    """Those of the index, or the single file. Errors: DataError if one is missing."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
@@ -165,110 +103,80 @@ def adapter_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{part}", module
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """Tensors of the model that transformers makes from several of the files, or from a part."""
-
-    name: str
-    converter: Any
-    twin: Any
-    sources: list[tuple[str, str]]  # the converter's pattern, the name in the files
-
-    def convert(self, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        converter = copy.deepcopy(self.converter)  # it collects what it is given
-        for pattern, key in self.sources:
-            converter.add_tensor(self.name, key, pattern, sources[key])
-        made = converter.convert(self.name, model=self.twin, config=self.twin.config)
-        tensors = {}
-        for name, value in made.items():
-            tensors[name] = value[0] if isinstance(value, list) else value
-        return tensors
-
-
-@dataclass
-class Match:
-    """Which entries of the files fill what."""
-
-    direct: dict[str, str] = field(default_factory=dict)  # name in the model -> in the files
-    conversions: list[Conversion] = field(default_factory=list)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of all that the files have
-    unexpected: list[str] = field(default_factory=list)
-    may_be_missing: Sequence[str] = ()  # patterns of names
-    may_be_left_over: Sequence[str] = ()
-
-
-def match_names(
-    base: nn.Module, targets: Mapping[str, list[Tensor]], entries: Mapping[str, Entry]
-) -> Match:
-    match = Match()
-    twin = twin_of(base)
-    if twin is None:
-        match.direct = {key: key for key in entries}
-    else:
-        match_as_transformers(twin, targets, entries, match)
-        match.may_be_missing = tuple(twin._keys_to_ignore_on_load_missing or ())
-        match.may_be_left_over = (*(twin._keys_to_ignore_on_load_unexpected or ()), *COMPUTED)
-    match.shapes = {name: entries[key].shape for name, key in match.direct.items()}
-    for conversion in match.conversions:  # without memory: only names and shapes are wanted
-        sources = {key: entries[key].on_meta() for _, key in conversion.sources}
-        for name, value in conversion.convert(sources).items():
-            match.shapes[name] = value.shape
-    match.unexpected = [name for name in match.shapes if name not in targets]
-    for name in match.unexpected:
-        match.direct.pop(name, None)
-    return match
-
-
-def match_as_transformers(
-    twin: Any, targets: Mapping[str, list[Tensor]], entries: Mapping[str, Entry], match: Match
+def check_shapes(
+    folder: Path, targets: Mapping[str, list[Tensor]], slices: Mapping[str, Any]
 ) -> None:
-    """Match as transformers' convert_and_load_state_dict_in_model does."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    transforms = get_model_conversion_mapping(twin)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    conversions: dict[str, Conversion] = {}
-    for key in sorted(entries, key=numbers_in_order):
-        name, pattern = rename_source_key(
-            key, renamings, converters, twin.base_model_prefix, dict(targets)
-        )
-        if name not in targets and key in targets:
-            match.direct[key] = key
-        elif pattern is None:
-            match.direct[name] = key
-        else:
-            new = Conversion(name, by_pattern[pattern], twin, [])
-            conversions.setdefault(name, new).sources.append((pattern, key))
-    match.conversions = list(conversions.values())
+    """Errors: DataError for another shape, and for integers in place of floating-point numbers."""
+    for name in sorted(slices.keys() & targets.keys()):
+        target = targets[name][0]
+        shape = slices[name].get_shape()
+        if shape != list(target.shape):
+            raise DataError(
+                f"{name} is {shape} in {folder} and {list(target.shape)} in the model; use the "
+                "config of these files: its vocabulary, sizes and number of labels"
+            )
+        dtype = slices[name].get_dtype()
+        if target.is_floating_point() and not dtype.startswith(("F", "BF")):
+            raise DataError(
+                f"{name} is {dtype} in {folder} and {target.dtype} in the model; use unquantized "
+                "weights"
+            )
 
 
-def numbers_in_order(name: str) -> str:
-    """A key that sorts expert 2 before expert 10: they are merged in this order."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(9), name)
-
-
-def twin_of(base: Any) -> Any:
-    """The model of transformers as its config makes it, on the meta device; None for other models.
-
-    fully_shard gives modules another class, and transformers looks names up by class.
-    """
+def fill(
+    base: Any, targets: Mapping[str, list[Tensor]], slices: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Copy what the files have into the targets: (names that are missing, names left over)."""
     if not (hasattr(base, "base_model_prefix") and hasattr(base, "config")):
-        return None
-    kind: Any = type(base)
-    if isinstance(base, FSDPModule):
+        for name in targets.keys() & slices.keys():
+            place(slices[name][...], targets[name][0])
+        missing = [name for name in targets if name not in slices]
+        return missing, [name for name in slices if name not in targets]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    kind = type(base)
+    if isinstance(base, FSDPModule):  # which has another class, and names depend on the class
         kind = kind.__mro__[2]
     with torch.device("meta"):
-        return kind._from_config(copy.deepcopy(base.config))
+        twin: Any = kind._from_config(copy.deepcopy(base.config))
+    config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(twin))
+    present = {name: of[0].detach() for name, of in targets.items()}
+    layers: dict[str, dict[str, Any]] = {}
+    for key, part in slices.items():
+        layers.setdefault(re.match(r"(.*?\.\d+\.)?", key)[0], {})[key] = part
+    filled = set()  # by id: a tied tensor has several names, and is filled by any of them
+    missing_keys = set(targets)
+    unexpected = set()
+    # One at a time: the loader reads into new tensors, of the dtype and sharding that it finds.
+    for layer in layers.values():
+        twin.load_state_dict(present, strict=False, assign=True)
+        found, _ = convert_and_load_state_dict_in_model(twin, layer, config)
+        if problems := [*map(str, found.mismatched_keys), *found.conversion_errors.values()]:
+            why = problems[0].strip().splitlines()[-1]
+            raise DataError(f"the weights do not fit the model: {why}; use the files' own config")
+        state = twin.state_dict()
+        for name in targets.keys() & state.keys() - found.missing_keys:
+            place(state[name], targets[name][0])
+            filled.add(id(targets[name][0]))
+        twin._adjust_missing_and_unexpected_keys(found)
+        missing_keys -= state.keys() - found.missing_keys
+        unexpected |= found.unexpected_keys
+    missing = [
+        name for name in targets if name in missing_keys and id(targets[name][0]) not in filled
+    ]
+    return missing, sorted(unexpected)
 
 
 def check_names(
     folder: Path,
     base: nn.Module,
     targets: Mapping[str, list[Tensor]],
-    match: Match,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
     keys: Iterable[str],
     fresh_head: bool,
 ) -> set[int]:
@@ -276,11 +184,6 @@ def check_names(
 
     Errors: DataError for names that are missing or left over.
     """
-    filled = {id(tensor) for name in match.shapes for tensor in targets.get(name, ())}
-    # A tied tensor has several names, and is filled by any of them.
-    missing = [name for name, (tensor, *_) in targets.items() if id(tensor) not in filled]
-    missing = unmatched(missing, match.may_be_missing)
-    unexpected = unmatched(match.unexpected, match.may_be_left_over)
     fresh: list[str] = []
     if fresh_head:
         prefix = f"{getattr(base, 'base_model_prefix', '')}."
@@ -293,9 +196,9 @@ def check_names(
             )
     parts = []
     if missing:
-        parts.append(f"missing from the files: {some(missing)}")
+        parts.append(f"missing from the files: {some(list(missing))}")
     if unexpected:
-        parts.append(f"only in the files: {some(unexpected)}")
+        parts.append(f"only in the files: {some(list(unexpected))}")
     if parts:
         raise DataError(
             f"the weights in {folder} are not those of {type(base).__name__.removeprefix('FSDP')}: "
@@ -305,93 +208,55 @@ def check_names(
     return {id(tensor) for name in fresh for tensor in targets[name]}
 
 
-def unmatched(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
-
-
 def split_head(
     names: Sequence[str], prefix: str, everything: Iterable[str]
 ) -> tuple[list[str], list[str]]:
     """(names of a head, the others): a pooler, and what lies outside the base model, if any."""
     has_head = any(name.startswith(prefix) for name in everything)
-    head = [
-        name
-        for name in names
-        if "pooler" in name.split(".") or (has_head and not name.startswith(prefix))
-    ]
+    head = []
+    for name in names:
+        if "pooler" in name.split(".") or (has_head and not name.startswith(prefix)):
+            head.append(name)
     return head, [name for name in names if name not in head]
 
 
-def check_shapes(
-    folder: Path,
-    targets: Mapping[str, list[Tensor]],
-    match: Match,
-    entries: Mapping[str, Entry],
-) -> None:
-    """Errors: DataError for another shape, and for integers in place of floating-point numbers."""
-    for name, shape in match.shapes.items():
-        if name in targets and targets[name][0].shape != shape:
-            raise DataError(
-                f"{name} is {list(shape)} in {folder} and {list(targets[name][0].shape)} in the "
-                "model; use the config of these files: its vocabulary, sizes and number of labels"
-            )
-    for name, key in match.direct.items():
-        tensor = targets[name][0]
-        dtype = entries[key].dtype
-        if tensor.is_floating_point() != dtype.is_floating_point:
-            raise DataError(
-                f"{name} is {dtype} in {folder} and {tensor.dtype} in the model; use unquantized "
-                "weights"
-            )
-
-
 def place(value: Tensor, target: Tensor) -> None:
-    """Copy a whole tensor, which every rank has, into the target or this rank's shard of it."""
-    if isinstance(target, DTensor):
+    """Copy a tensor, whole or sharded as the target, into the target or this rank's shard of it."""
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
         mesh = target.device_mesh
-        value = distribute_tensor(
-            value.to(mesh.device_type), mesh, target.placements, src_data_rank=None
-        ).to_local()
-    local(target).copy_(value)
+        value = value.to(mesh.device_type)
+        value = distribute_tensor(value, mesh, target.placements, src_data_rank=None)
+    local(target).copy_(local(value))
 
 
 def initialise(model: Any, base: Any, missing: Collection[int]) -> None:
-    """Draw the adapters and the missing parameters in full, on every rank alike, and keep this
-    rank's part.
-    """
-    layers = dict.fromkeys(layer for _, layer in adapter_layers(base))
+    """Draw adapters and missing parameters, on every rank alike, and keep this rank's part."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())
-        for layer in layers:
-            if not hasattr(layer, "reset_lora_parameters"):
-                continue
-            parts = [
-                module
-                for part in layer.adapter_layer_names
-                for module in getattr(layer, part).modules()
-            ]
-            with whole_parameters(parts) as parameters:
-                for adapter in layer.active_adapters:
-                    method = model.peft_config[adapter].init_lora_weights
-                    layer.reset_lora_parameters(adapter, method)
-            for parameter, whole in parameters:
-                place(whole, parameter)
+        for layer in dict.fromkeys(layer for _, layer in adapter_layers(base)):
+            if hasattr(layer, "reset_lora_parameters"):
+                parts = [getattr(layer, part) for part in layer.adapter_layer_names]
+                with drawn_whole(inner for part in parts for inner in part.modules()):
+                    for adapter in layer.active_adapters:
+                        method = model.peft_config[adapter].init_lora_weights
+                        layer.reset_lora_parameters(adapter, method)
         for module in base.modules():
-            if not any(id(parameter) in missing for parameter in module.parameters(recurse=False)):
-                continue
-            with whole_parameters([module]) as parameters:
-                if hasattr(base, "_init_weights"):
-                    base._init_weights(module)
-                else:
-                    module.reset_parameters()
-            for parameter, whole in parameters:
-                if id(parameter) in missing:
-                    place(whole, parameter)
+            if any(id(parameter) in missing for parameter in module.parameters(recurse=False)):
+                with drawn_whole([module], missing):
+                    if hasattr(base, "_init_weights"):
+                        base._init_weights(module)
+                    else:
+                        module.reset_parameters()
 
 
 @contextmanager
-def whole_parameters(modules: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Inside, the modules' own parameters are whole tensors on the CPU: (parameter, whole) each."""
+def drawn_whole(
+    modules: Iterable[nn.Module], only: Collection[int] | None = None
+) -> Iterator[None]:
+    """Inside, the modules' own parameters are whole tensors on the CPU; at the end they are placed.
+
+    only: the ids of the parameters that are changed; None: all.
+    """
     owners = [
         (module, name, parameter, nn.Parameter(torch.full(parameter.shape, torch.nan)))
         for module in modules
@@ -400,7 +265,10 @@ def whole_parameters(modules: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor
     for module, name, _, whole in owners:
         setattr(module, name, whole)
     try:
-        yield [(parameter, whole) for _, _, parameter, whole in owners]
+        yield
     finally:
         for module, name, parameter, _ in owners:
             setattr(module, name, parameter)
+    for _, _, parameter, whole in owners:
+        if only is None or id(parameter) in only:
+            place(whole, parameter)

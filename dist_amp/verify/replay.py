@@ -42,18 +42,14 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     try:
         task = build_task(config.task, config.data)
     except ConfigError as error:
-        raise ConfigError(
-            f"{path} needs its task: {error}; start where the run was, or give --task.target"
-        ) from error
+        fix = "start where the run was, or give --task.target"
+        raise ConfigError(f"{path} needs its task: {error}; {fix}") from error
     seed_all(config.run.seed)
     model = build_whole(task, torch.device("cpu"), frozen_too=not config.precision.use_amp)
-    world.say(
-        f"replaying step {report.step} of {path} with {_set_weights(model, kept['weights'], path)}"
-    )
+    loaded = _set_weights(model, kept["weights"], path)
+    world.say(f"replaying step {report.step} of {path} with {loaded}")
     model = model.to(world.device)
-    precision = build_precision(
-        replace(config.precision, cast_by="auto"), sharded=False, world=world
-    )
+    precision = build_precision(replace(config.precision, cast_by="auto"), False, world)
     random = dict(kept["random"])
     if world.device.type == "cpu":
         random.pop("cuda", None)
@@ -64,55 +60,42 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     share = torch.tensor(kept["share"], device=world.device)
     fault = find_nonfinite(task, model, batch, share, precision)
     if fault is None:
-        world.say(
-            f"all is finite in {precision.name} on {world.device.type}; in the run it was on "
-            f"{report}"
-        )
+        where = f"in {precision.name} on {world.device.type}"
+        world.say(f"all is finite {where}; in the run it was on {report}")
         return 1
-    located = replace(
-        fault,
-        step=report.step,
-        rank=report.rank,
-        micro_batch=report.micro_batch,
-        samples=report.samples,
-    )
-    world.say(f"not finite: on {located}")
+    place = {name: getattr(report, name) for name in ("step", "rank", "micro_batch", "samples")}
+    world.say(f"not finite: on {replace(fault, **place)}")
     return 0
 
 
 def read_kept(path: Path) -> dict[str, Any]:
     """The file's content: only plain data and tensors are unpickled. Errors: DataError."""
     fix = "give a file of RUN/nonfinite"
+    other = DataError(f"--replay {path} is not a kept micro-batch; {fix}")
     try:
         with path.open("rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"  # torch.save writes zip archives
     except OSError as error:
         raise DataError(f"--replay {path} can't be read ({error.strerror}); {fix}") from None
     if not is_zip:
-        raise DataError(f"--replay {path} is not a kept micro-batch; {fix}")
+        raise other
     if not zipfile.is_zipfile(path):
-        raise DataError(
-            f"--replay {path} is cut short: its end is missing; copy it again, or {fix}"
-        )
+        text = "is cut short: its end is missing; copy it again, or"
+        raise DataError(f"--replay {path} {text} {fix}")
     try:
         kept = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        if "weights_only" in str(error) or "Weights only" in str(error):
+        _, refused, rest = str(error).partition("GLOBAL ")  # the type that torch does not load
+        if refused:
             raise DataError(
-                f"--replay {path} holds more than tensors, numbers and text "
-                f"({_rejected_type(error)}), and loading that could run code; let the task's "
-                "collate return tensors in dicts, lists or tuples"
+                f"--replay {path} holds more than tensors, numbers and text ({rest.split()[0]}), "
+                "and loading that could run code; let the task's collate return tensors in dicts, "
+                "lists or tuples"
             ) from error
         raise DataError(f"--replay {path} is damaged ({error}); copy it again, or {fix}") from error
     if not isinstance(kept, Mapping) or kept.get("dist_amp") != "nonfinite":
-        raise DataError(f"--replay {path} is not a kept micro-batch; {fix}")
+        raise other
     return dict(kept)
-
-
-def _rejected_type(error: Exception) -> str:
-    """The type that torch does not load, from its long message."""
-    _, _, rest = str(error).partition("GLOBAL ")
-    return rest.split()[0] if rest else "a type of the task's own"
 
 
 def _config_of(text: str, path: Path, argv: Sequence[str]) -> Config:
@@ -123,29 +106,26 @@ def _config_of(text: str, path: Path, argv: Sequence[str]) -> Config:
             return load_config(["--config", str(file), *argv])
         except ConfigError as error:
             why = str(error).replace(str(file), "its config")
-            raise ConfigError(
-                f"--replay {path}: {why}; start it where the run was started"
-            ) from error
+            fix = "start it where the run was started"
+            raise ConfigError(f"--replay {path}: {why}; {fix}") from error
 
 
 def _set_weights(model: nn.Module, weights: Mapping[str, Any] | None, path: Path) -> str:
     """Load the saved weights, else those of the run's newest checkpoint; return which, in words."""
-    checkpoints = all_checkpoints(path.parent.parent)
-    if weights is None and not checkpoints:
-        return "initial weights: it keeps none, and the run's folder holds no checkpoint"
-    if weights is None:
+    if weights is not None:
         try:
-            load_weights(model, checkpoints[-1])
-        except DataError as error:
-            raise DataError(
-                f"--replay {path} needs the weights of {checkpoints[-1]}: {error}"
-            ) from None
-        return f"the weights of {checkpoints[-1].name}"
+            set_model_state_dict(model, dict(weights))
+        except (RuntimeError, ValueError) as error:
+            why = str(error).strip().splitlines()[-1].strip()
+            rule = "does not fit the task's model"
+            raise DataError(f"--replay {path} {rule}: {why}; use the task as it was") from error
+        return "the weights that it keeps"
+    checkpoints = all_checkpoints(path.parent.parent)
+    if not checkpoints:
+        return "initial weights: it keeps none, and the run's folder holds no checkpoint"
     try:
-        set_model_state_dict(model, dict(weights))
-    except (RuntimeError, ValueError) as error:
-        why = str(error).strip().splitlines()[-1].strip()
-        raise DataError(
-            f"--replay {path} does not fit the task's model: {why}; use the task as it was"
-        ) from error
-    return "the weights that it keeps"
+        load_weights(model, checkpoints[-1])
+    except DataError as error:
+        needs = f"needs the weights of {checkpoints[-1]}"
+        raise DataError(f"--replay {path} {needs}: {error}") from None
+    return f"the weights of {checkpoints[-1].name}"
