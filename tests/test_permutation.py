@@ -82,12 +82,6 @@ def test_epochs_seeds_and_positions_are_uncorrelated(length):
     assert correlation.abs().max() < SIGMAS / math.sqrt(length)
 
 
-def test_the_first_steps_of_a_large_dataset_come_from_all_of_it():
-    samples = epoch_order("feistel", 10**9, 0, 0)(torch.arange(100_000))
-    for digits in (samples // 10**6, samples % 1000):  # high and low ones
-        assert deviation(digits.bincount(minlength=1000).double(), expected=100) < SIGMAS
-
-
 def test_a_billion_samples_take_no_memory_and_a_late_position_is_reached_at_once():
     length, ranks = 10**9 + 7, 1024
     plan = Plan(length, ranks * 32, 8, ranks, 5, 0, shuffled_order(length))

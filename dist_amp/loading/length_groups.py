@@ -1,6 +1,5 @@
 """Length bucketing: batches of samples of similar length, for less padding."""
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
-from dist_amp.loading.plan import LOOKED_UP, epoch_order, shuffled_order
+from dist_amp.loading.plan import LOOKED_UP, EpochOrder, OrderOf, epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
 
 
@@ -21,7 +20,8 @@ def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
         return dataset
     if not data.shuffle:
         raise ConfigError(
-            f"data.group_by_length={steps} changes the order, which data.shuffle=false keeps; use off"
+            f"data.group_by_length={steps} changes the order, which data.shuffle=false keeps; use "
+            "off"
         )
     if data.pack in ("cut", "best_fit"):
         raise ConfigError(
@@ -80,13 +80,11 @@ class LengthGroups:
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return read(self.dataset, indices)
 
-    def shuffled(
-        self, global_batch_size: int, world_size: int
-    ) -> tuple[str, Callable[[int, int], Callable[[Tensor], Tensor]]]:
+    def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
         """(the order's name, (seed, epoch) -> its order); the same at every world size."""
         base = shuffled_order(len(self))
 
-        def order(seed: int, epoch: int) -> Callable[[Tensor], Tensor]:
+        def order(seed: int, epoch: int) -> EpochOrder:
             shuffle = epoch_order(base, len(self), seed, epoch)
             return bucketed(shuffle, self.lengths, global_batch_size, self.steps, (seed, epoch))
 
@@ -95,12 +93,8 @@ class LengthGroups:
 
 
 def bucketed(
-    shuffle: Callable[[Tensor], Tensor],
-    lengths: Any,
-    global_batch_size: int,
-    steps: int,
-    key: tuple[int, int],
-) -> Callable[[Tensor], Tensor]:
+    shuffle: EpochOrder, lengths: Any, global_batch_size: int, steps: int, key: tuple[int, int]
+) -> EpochOrder:
     """positions, int64 -> samples: a bijection if `shuffle` is one.
 
     The samples of a window of `steps` steps are sorted by length and cut into steps again, which

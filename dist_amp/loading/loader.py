@@ -52,10 +52,8 @@ class Fetch:
                 try:
                     samples[place] = self.augment(samples[place], rng)
                 except Exception as error:
-                    return DataError(
-                        f"the task's augment(sample, rng) failed on sample {index}: "
-                        f"{in_one_line(error)}; fix it"
-                    )
+                    failed = f"the task's augment(sample, rng) failed on sample {index}"
+                    return DataError(f"{failed}: {in_one_line(error)}; fix it")
         try:
             return self.collate(samples)
         except Exception as error:
@@ -77,9 +75,8 @@ class Fetch:
         reason = f"{in_one_line(error)}; fix or remove it"
         if isinstance(error, DataError):
             reason = str(error)
-        return DataError(
-            f"{samples_text(indices)} of the {self.split} split could not be read: {reason}"
-        )
+        unread = f"{samples_text(indices)} of the {self.split} split could not be read"
+        return DataError(f"{unread}: {reason}")
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -114,7 +111,7 @@ def load(
             fetch,
             batch_size=None,
             sampler=requests(),  # type: ignore[arg-type]  # anew: a failed attempt took the first
-            collate_fn=_unchanged,
+            collate_fn=lambda batch: batch,
             num_workers=workers,
             pin_memory=pin_memory,
             # The loader draws a number when it starts: not from the generator of dropout.
@@ -136,10 +133,6 @@ def _shut_down(batches: Any) -> None:
     """Let the workers finish, and wait for them; by a private method of torch, if it is there."""
     with suppress(RuntimeError):  # a worker has died already
         getattr(batches, "_shutdown_workers", lambda: None)()
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _resolved(tensor: Tensor) -> Any:

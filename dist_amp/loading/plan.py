@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 Order = Literal["dataset", "randperm", "feistel"]
+EpochOrder = Callable[[Tensor], Tensor]  # positions in an epoch -> samples
+OrderOf = Callable[[int, int], EpochOrder]  # of a seed and an epoch
 
 TABLE_LENGTH = 2**16  # half a MiB per rank, made in under a millisecond (measured)
 # Each changes one of the two digits. NIST SP 800-38G uses 8 (FF3) and 10 (FF1) for small domains.
@@ -55,8 +57,7 @@ class Plan:
     seed: int
     order: str  # an Order, or the name of the dataset's own
     drop_last: bool = False  # leave out the last step of an epoch if it is not full
-    # The dataset's own epoch_order(seed, epoch).
-    dataset_order: Callable[[int, int], Callable[[Tensor], Tensor]] | None = None
+    dataset_order: OrderOf | None = None
 
     def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
         """(samples consumed after the step, micro-batches) from `position` on, without end."""
@@ -79,14 +80,12 @@ class Plan:
             epoch += 1
             offset = 0
 
-    def _order_of(self, epoch: int) -> Callable[[Tensor], Tensor]:
+    def _order_of(self, epoch: int) -> EpochOrder:
         if self.dataset_order is not None:
             return self.dataset_order(self.seed, epoch)
         return epoch_order(self.order, self.length, self.seed, epoch)
 
-    def _shards(
-        self, windows: list[range], order: Callable[[Tensor], Tensor]
-    ) -> Iterator[list[Shard]]:
+    def _shards(self, windows: list[range], order: EpochOrder) -> Iterator[list[Shard]]:
         """The steps of these positions, with samples in place of positions."""
         steps = [
             shard_step(window, self.world_size, self.micro_batch_size, self.rank)
@@ -137,7 +136,7 @@ def shuffled_order(length: int) -> Order:
     return "randperm" if length <= TABLE_LENGTH else "feistel"
 
 
-def epoch_order(order: str, length: int, seed: int, epoch: int) -> Callable[[Tensor], Tensor]:
+def epoch_order(order: str, length: int, seed: int, epoch: int) -> EpochOrder:
     """Positions in an epoch, int64 in [0, length) -> the samples, of that shape: a bijection."""
     if order == "dataset":
         return torch.clone

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.loading.plan import epoch_keys, epoch_order, permute
+from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
 from dist_amp.sources.files import Files
 
@@ -189,9 +189,7 @@ class ParquetView:
         view.fingerprint = short_hash(self.fingerprint.encode() + view._groups.tobytes())
         return view
 
-    def shuffled(
-        self, global_batch_size: int, world_size: int
-    ) -> tuple[str, Callable[[int, int], Callable[[Tensor], Tensor]]]:
+    def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
         """The order's name, and its function of seed and epoch; the same at every world size.
 
         Errors: ConfigError for data.streams that the ranks can't share, or more than row groups.
@@ -224,25 +222,22 @@ class Reader:
     """Reads rows in one process; keeps the row groups and open files that were used last."""
 
     def __init__(self, fs: Any, files: Sequence[str], columns: list[str], most_groups: int):
+        import pyarrow.parquet as pq
+
         self.pid = os.getpid()
-        # A file system of this process: those of object stores do not survive a fork.
-        self.fs = type(fs)(*fs.storage_args, **fs.storage_options)
+        open_file = partial(
+            pq.ParquetFile,
+            # A file system of this process: those of object stores do not survive a fork.
+            filesystem=type(fs)(*fs.storage_args, **fs.storage_options),
+            pre_buffer=type(fs).__name__ != "LocalFileSystem",
+            page_checksum_verification=True,
+        )
+        self.open = lru_cache(OPEN_FILES)(open_file)
         self.files = files
         self.columns = columns
         self.most_groups = most_groups
-        self.open = lru_cache(OPEN_FILES)(self._open)
         # (file, group) -> (its Arrow columns, rows that are left to read)
         self.groups: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
-
-    def _open(self, number: int) -> Any:
-        import pyarrow.parquet as pq
-
-        return pq.ParquetFile(
-            self.files[number],
-            filesystem=self.fs,
-            pre_buffer=type(self.fs).__name__ != "LocalFileSystem",
-            page_checksum_verification=True,
-        )
 
     def row(self, file: int, group: int, number: int) -> dict[str, Any]:
         """The row of this number within the group."""
@@ -261,7 +256,8 @@ class Reader:
         """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         try:
             # Single-threaded: there is a process per GPU, or per loader worker, already.
-            table = self.open(file).read_row_group(group, columns=self.columns, use_threads=False)
+            opened = self.open(self.files[file])
+            table = opened.read_row_group(group, columns=self.columns, use_threads=False)
         except Exception as error:  # file systems raise what they like
             raise DataError(
                 f"row group {group} of {self.files[file]} can't be read: {type(error).__name__}: "
@@ -272,7 +268,7 @@ class Reader:
 
 def stream_order(
     rows: Tensor, streams: int, shuffle_groups: int, seed: int, epoch: int
-) -> Callable[[Tensor], Tensor]:
+) -> EpochOrder:
     """Positions, int64 in [0, sum of rows) -> the rows there, of that shape: a bijection.
 
     rows: int64 [R], those of each group; none is 0, and R is at least `streams`.
