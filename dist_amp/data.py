@@ -1,10 +1,8 @@
-"""Data: a dataset's samples as this rank's micro-batches, in an order that is a pure function of
-seed and position.
+"""A dataset's samples as this rank's micro-batches, in an order by seed and position alone.
 
-The samples of all epochs form one sequence. A step takes the next `global_batch_size` of them, or
-what is left of the epoch, and shards them over ranks and micro-batches (loading/plan.py): the
-step's set of samples is the same at every world size, and resuming needs one number, how many
-samples were consumed.
+A step takes the next `global_batch_size` samples, or what is left of the epoch, and shards them
+over ranks and micro-batches (loading/plan.py): the same set at every world size. Resuming needs one
+number, how many samples were consumed.
 """
 
 import math
@@ -108,8 +106,8 @@ class Batches:
     def prefetch(self) -> None:
         """Fetch the next step and start its copy, while a GPU computes this one.
 
-        Does nothing on a CPU, or without workers: samples read in this process may draw from its
-        random generators. An error is raised by the step's own `next`.
+        Not without workers: samples read in this process may draw from its random generators. An
+        error is raised by the step's own `next`.
         """
         if self.device.type == "cpu" or not self._workers or self._ahead is not None:
             return
@@ -264,9 +262,6 @@ def build_validation(
     """The held-out batches, in the dataset's order; None where the task holds nothing out."""
     if dataset is None or len(dataset) == 0:
         return None
-    ranks = world.world_size
-    global_batch_size = micro_batch_size * ranks
-    plan = Plan(
-        len(dataset), global_batch_size, micro_batch_size, ranks, world.rank, 0, order="dataset"
-    )
+    sizes = (len(dataset), micro_batch_size * world.world_size, micro_batch_size)
+    plan = Plan(*sizes, world.world_size, world.rank, seed=0, order="dataset")
     return Batches(dataset, task, plan, config.workers, world.device, split="validation")

@@ -33,21 +33,13 @@ here="$(ip -o route get "$head" | sed 's/.* src \([^ ]*\).*/\1/')" ||
 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(ip -o address show to "$here" | awk 'NR == 1 {print $2}')}"
 ((NODE_RANK > 0)) || ! answers "$head" || fail "MASTER_PORT=$MASTER_PORT on $MASTER_ADDR is in use; choose another" 1
 python3 -m dist_amp.train --print_config "$@" >/dev/null || exit # reject bad settings here, not in each restart
-answer="$(python3 -m dist_amp.commands.local_gpus "$@")" # how many, and the option that keeps ranks near them
-read -r gpus numa <<<"$answer"
-processes="${NPROC_PER_NODE:-$gpus}" cores="$(nproc)" SECONDS=0
-((processes > 0)) || fail "torch sees no GPU on this machine; fix that, or set NPROC_PER_NODE for ranks on the CPU" 1
+SECONDS=0
 echo "machine $NODE_RANK of $NNODES ($here): waits at most $RDZV_TIMEOUT s for the others at $at"
 until ((NODE_RANK == 0)) || answers "$head"; do
     ((SECONDS < RDZV_TIMEOUT)) || fail "nothing answers at $at in $RDZV_TIMEOUT s; start machine 0, or open the port" 1
     sleep 1
 done
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
-export GLOO_SOCKET_IFNAME OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
-alloc="${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-${PYTORCH_HIP_ALLOC_CONF:-expandable_segments:True}}}"
-export PYTORCH_ALLOC_CONF="$alloc" # unless the environment has another: GPU memory fragments less
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # otherwise restarted ranks read the addresses of dead ones
-exec torchrun --nnodes="$NNODES" --nproc-per-node="$processes" --max-restarts="${MAX_RESTARTS:-3}" \
-    --local-addr "$here" --rdzv-backend c10d --rdzv-endpoint "$at" \
-    --rdzv-id "${RDZV_ID:-dist_amp}" --rdzv-conf "is_host=$((NODE_RANK == 0)),join_timeout=$RDZV_TIMEOUT" \
-    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 ${numa:+"$numa"} -m dist_amp.train "$@"
+export GLOO_SOCKET_IFNAME
+exec python3 -m dist_amp.launch --nnodes="$NNODES" ${NPROC_PER_NODE:+--nproc-per-node="$NPROC_PER_NODE"} \
+    --max-restarts="${MAX_RESTARTS:-3}" --local-addr="$here" --rdzv-backend=c10d --rdzv-endpoint="$at" \
+    --rdzv-id="${RDZV_ID:-dist_amp}" --rdzv-conf="is_host=$((NODE_RANK == 0)),join_timeout=$RDZV_TIMEOUT" "$@"

@@ -49,19 +49,21 @@ def message_of(status, call, *args, **settings):
 )
 @pytest.mark.parametrize("key", ["parallel.static_graph", "precision.scaler.enabled"])
 def test_neither_a_static_graph_nor_fp16_without_its_scaler_can_be_asked_for(key):
-    assert message_of(64, load_config, [f"--{key}", "false"], {}).startswith(
-        f"unknown key {key} on the command line; "
-    )
+    message = message_of(64, load_config, [f"--{key}", "false"], {})
+    assert message.startswith(f"unknown key {key} on the command line; ")
 
 
 # ---- rendezvous ----
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 @pytest.fixture
 def join(monkeypatch):
-    """join(rank, ...): the message to one of two ranks that waits for the other with
-    run.timeout_seconds=1.
-    """
+    """join(rank, ...): what one of two ranks says that waits for the other for one second."""
     monkeypatch.setattr(runtime, "configure_logging", lambda rank: None)
     waits, in_time = [], meeting.in_time
 
@@ -72,15 +74,9 @@ def join(monkeypatch):
     monkeypatch.setattr(meeting, "in_time", noted)
 
     def joined(rank, host="127.0.0.1", port=None, status=1):
-        if port is None:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-        for name, value in {
-            "RANK": rank,
-            "WORLD_SIZE": 2,
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-        }.items():
+        port = free_port() if port is None else port
+        place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port}
+        for name, value in place.items():
             monkeypatch.setenv(name, str(value))
         message = message_of(status, start(RunConfig(timeout_seconds=1)).__enter__)
         assert max(waits, default=0) <= 1, "no wait is longer than run.timeout_seconds"
@@ -98,14 +94,10 @@ def test_a_rank_that_never_joins_is_named_with_the_address(join):
     )
 
 
-def test_an_address_at_which_nobody_listens_is_named(join):
+def test_an_address_at_which_nobody_listens_or_without_a_machine_is_named(join):
     message, port = join(1)
-    assert message.startswith(
-        f"no rank 0 at 127.0.0.1:{port} within run.timeout_seconds=1 (Connection refused); start"
-    )
-
-
-def test_an_address_without_a_machine_is_named(join):
+    said = f"no rank 0 at 127.0.0.1:{port} within run.timeout_seconds=1 (Connection refused); start"
+    assert message.startswith(said)
     message, port = join(1, host="nobody.invalid")
     assert f"no rank 0 at nobody.invalid:{port} within run.timeout_seconds=1 (" in message
 
@@ -120,10 +112,8 @@ def test_a_port_that_is_in_use_is_named(join):
 def test_another_program_at_the_address_is_not_waited_for(join):
     with socket.create_server(("127.0.0.1", 0)) as other:
         message, port = join(1, port=other.getsockname()[1])
-    assert (
-        f"no rank 0 at 127.0.0.1:{port} within run.timeout_seconds=1 (the listener there does not "
-        "answer); " in message
-    )
+    said = f"no rank 0 at 127.0.0.1:{port} within run.timeout_seconds=1 (the listener there does "
+    assert said + "not answer); " in message
 
 
 @pytest.mark.bad_input("MASTER_ADDR or MASTER_PORT missing")
@@ -135,7 +125,7 @@ def test_a_meeting_place_that_is_none_names_the_variable(join, given, name):
     assert message.startswith(f"{name} must be the ")
 
 
-def join_as(port, rank, world_size, errors):
+def join_as(rank, world_size, errors):
     try:
         rendezvous(rank, world_size, 20)
     except Failure as error:
@@ -144,14 +134,11 @@ def join_as(port, rank, world_size, errors):
 
 @pytest.mark.bad_input("ranks with different world sizes")
 def test_ranks_that_were_given_different_numbers_of_ranks_get_both(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     errors = {}
-    ranks = [
-        threading.Thread(target=join_as, args=(port, rank, 2 + rank, errors)) for rank in (0, 1)
-    ]
+    ranks = [threading.Thread(target=join_as, args=(rank, 2 + rank, errors)) for rank in (0, 1)]
     for rank in ranks:
         rank.start()
     ranks[0].join(300)
@@ -166,16 +153,10 @@ def test_ranks_that_were_given_different_numbers_of_ranks_get_both(monkeypatch):
 
 
 def test_a_rank_that_waits_in_vain_ends_with_status_1_and_one_line(launch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["--task.target", "tiny:Tiny", "--run.timeout_seconds", "1"]
-    here = {
-        "RANK": "1",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    here = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = launch(0, *words, **here)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: no rank 0 at 127.0.0.1:{port}")
@@ -233,17 +214,14 @@ def what_reading_says(task, *words, world=None, read=lambda run: take_steps(run,
 @pytest.mark.parametrize("rows", [Broken, ManyAtOnce])
 def test_a_sample_that_cannot_be_read_is_named_with_its_rank(rows, workers):
     message = what_reading_says(ReadsFrom(rows), "--data.workers", workers, world=World(rank=0))
-    assert message.startswith(
-        "rank 0: sample 17 of the training split could not be read: OSError: cannot identify image "
-        "file (test_bad_"
-    )
+    said = "sample 17 of the training split could not be read: OSError: cannot identify image file"
+    assert message.startswith(f"rank 0: {said} (test_bad_")
     assert message.endswith("); fix or remove it")
 
 
 def test_a_sample_to_validate_on_is_named_with_its_split():
-    message = what_reading_says(
-        ReadsFrom(Broken, validation=True), "--eval.every", 1, read=evaluate
-    )
+    task = ReadsFrom(Broken, validation=True)
+    message = what_reading_says(task, "--eval.every", 1, read=evaluate)
     assert "sample 17 of the validation split could not be read" in message
 
 
@@ -251,10 +229,8 @@ def test_a_sample_to_validate_on_is_named_with_its_split():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_that_do_not_make_a_batch_are_named(workers):
     message = what_reading_says(ReadsFrom(Ragged), "--data.workers", workers)
-    assert (
-        "samples 16, 17, 18, 19 of the training split do not make one batch: RuntimeError: "
-        in message
-    )
+    said = "samples 16, 17, 18, 19 of the training split do not make one batch: RuntimeError: "
+    assert said in message
     assert message.endswith("the same keys, shapes and types, or the task a collate(samples)")
 
 
@@ -265,15 +241,13 @@ def test_a_sample_that_one_rank_cannot_read_ends_the_job_in_one_line_that_names_
         "from test_bad_inputs import Broken, ReadsFrom\n\nclass Task(ReadsFrom):\n"
         "    def __init__(self):\n        super().__init__(Broken)\n"
     )
-    done = launch.each(
-        2, *SMALL, "--task.target", "broken:Task", "--data.workers", 1, "--run.dir", "run"
-    )
+    words = [*SMALL, "--task.target", "broken:Task", "--data.workers", 1, "--run.dir", "run"]
+    done = launch.each(2, *words)
     errors = "".join(rank.stderr for rank in done)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["exit_code"] == 65
-    assert summary["cause"].startswith(
-        "rank 1: sample 17 of the training split could not be read: OSError: cannot"
-    )
+    said = "rank 1: sample 17 of the training split could not be read: OSError: cannot"
+    assert summary["cause"].startswith(said)
     assert errors.splitlines().count(f"error: {summary['cause']}") == 1
     assert "rank 1: Traceback" not in errors
 
@@ -321,29 +295,21 @@ def explained(run, call, *args):
 def test_a_token_or_label_out_of_range_is_named_with_rank_and_the_samples_of_its_micro_batch(
     wrong, words
 ):
-    run = make_run(
-        World(), Classes(**wrong), *SMALL, "--train.accumulation_steps", 4, "--eval.every", 1
-    )
-    for split, call in (
-        ("training", lambda: take_steps(run, 1)),
-        ("validation", lambda: evaluate(run)),
-    ):
-        error = explained(run, call)
+    settings = [*SMALL, "--train.accumulation_steps", 4, "--eval.every", 1]
+    run = make_run(World(), Classes(**wrong), *settings)
+    said = "rank 3: a token id or label is out of range in samples 12, 13, 14, 15 of the"
+    for split, call in (("training", take_steps), ("validation", evaluate)):
+        error = explained(run, call, run, 1) if call is take_steps else explained(run, call, run)
         assert isinstance(error, DataError)
-        assert str(error).startswith(
-            f"rank 3: a token id or label is out of range in samples 12, 13, 14, 15 of the {split} "
-            f"split: {words}; fix the data, or give"
-        )
+        assert str(error).startswith(f"{said} {split} split: {words}; fix the data, or give")
 
 
 def test_an_index_out_of_range_on_a_gpu_is_reported_with_the_way_to_name_the_samples():
-    error = explain(
-        RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be"), 3
-    )
+    text = "CUDA error: device-side assert triggered\nCUDA kernel errors might be"
+    error = explain(RuntimeError(text), 3)
     assert isinstance(error, DataError)
-    assert str(error).startswith(
-        "rank 3: the GPU stopped at a device-side assert, typically a token id or label"
-    )
+    said = "rank 3: the GPU stopped at a device-side assert, typically a token id or label"
+    assert str(error).startswith(said)
 
 
 def test_an_index_that_is_out_of_range_elsewhere_stays_what_it_is():
@@ -356,9 +322,8 @@ def test_an_index_that_is_out_of_range_elsewhere_stays_what_it_is():
 # ---- loader workers ----
 
 
-received = multiprocessing.get_context(
-    "fork"
-).Event()  # the batches before it: torch reports a loss of those otherwise
+# Set once the batches before it have arrived: torch reports their loss otherwise.
+received = multiprocessing.get_context("fork").Event()
 
 
 class Killed(Rows):
@@ -376,7 +341,7 @@ def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
     run = make_run(World(), ReadsFrom(Killed), *SMALL, "--data.workers", 1)
     take_steps(run, 4)
     received.set()
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (torch raises it wherever the signal of its death arrives)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (raised wherever the signal arrives)
         take_steps(run, 1)
     run.data.close()
     error = explain(caught.value, 0)
@@ -384,9 +349,8 @@ def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
     (worker,) = run.data._batches._workers
     # Which of torch's two messages comes first is random.
     how = "(was killed by signal: Killed|exited unexpectedly)"
-    assert re.match(
-        rf"rank 0: loader worker \(pid {worker.pid}\) {how}; .* lower data.workers", str(error)
-    )
+    said = rf"rank 0: loader worker \(pid {worker.pid}\) {how}; .* lower data.workers"
+    assert re.match(said, str(error))
 
 
 @pytest.mark.parametrize(
@@ -400,9 +364,8 @@ def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
     ],
 )
 def test_each_of_torchs_messages_about_a_dead_worker_is_recognised(said, how):
-    assert str(explain(RuntimeError(said), 2)).startswith(
-        f"rank 2: loader worker {how}; it may have run out of memory"
-    )
+    error = str(explain(RuntimeError(said), 2))
+    assert error.startswith(f"rank 2: loader worker {how}; it may have run out of memory")
     other = RuntimeError("DataLoader timed out")
     assert explain(other, 2) is other
 
@@ -440,13 +403,8 @@ def no_network(monkeypatch, tmp_path):
     return tmp_path
 
 
-def load(name, **settings):
-    words = [
-        word
-        for key, value in {"name": name, **settings}.items()
-        for word in (f"--data.{key}", str(value))
-    ]
-    return load_split(load_config(words, {}).data, "train")
+def load(name):
+    return load_split(load_config(["--data.name", str(name)], {}).data, "train")
 
 
 @pytest.mark.bad_input("a hub name without a network")
@@ -462,9 +420,8 @@ def test_a_hub_name_without_a_network_is_refused_after_one_attempt_with_what_to_
     monkeypatch.setattr(socket.socket, "connect", counted)
     message = message_of(65, load, "somebody/nothing")
     assert attempts == [("127.0.0.1", 9)], "the hub's library would retry for half a minute"
-    assert message.startswith(
-        "data.name=somebody/nothing could not be loaded: Couldn't reach 'somebody/nothing'"
-    )
+    said = "data.name=somebody/nothing could not be loaded: Couldn't reach 'somebody/nothing'"
+    assert message.startswith(said)
     assert "it is not in the cache of this machine" in message
     assert message.endswith("set data.path to local files")
 
@@ -502,10 +459,8 @@ def test_a_dataset_in_the_cache_is_loaded_without_a_network(
 def test_a_revision_that_is_not_there_is_refused_where_the_cache_has_another_one(cached):
     """The library would take the newest in the cache, after any error of the hub."""
     message = message_of(65, load, f"{cached}@v2.0")
-    assert message.startswith(
-        "data.name=somebody/texts@v2.0: revision v2.0 could not be loaded, and the newest in the "
-        "cache is commit abc; "
-    )
+    said = "revision v2.0 could not be loaded, and the newest in the cache is commit abc; "
+    assert message.startswith(f"data.name=somebody/texts@v2.0: {said}")
     assert message.endswith("or use @abc")
 
 
@@ -524,10 +479,8 @@ def test_a_dataset_that_comes_with_a_script_is_refused_with_what_to_do(tmp_path)
     (tmp_path / "scripted").mkdir()
     (tmp_path / "scripted/scripted.py").write_text("raise SystemExit('it was run')")
     message = message_of(65, load, tmp_path / "scripted")
-    assert (
-        "Dataset scripts are no longer supported, but found scripted.py; convert it to Parquet"
-        in message
-    )
+    said = "Dataset scripts are no longer supported, but found scripted.py; convert it to Parquet"
+    assert said in message
     assert message.endswith("set data.path to the files")
 
 
@@ -554,7 +507,5 @@ def test_a_key_that_the_batch_does_not_have_is_named_with_those_it_has(task, key
         take_steps(run, 1)
     explained = explain(error.value, 0)
     assert isinstance(explained, DataError)
-    assert (
-        f"rank 0: the task looks for '{key}' in a batch that has x, y, counts (KeyError: '{key}' ("
-        in str(explained)
-    )
+    said = f"the task looks for '{key}' in a batch that has x, y, counts (KeyError: '{key}' ("
+    assert f"rank 0: {said}" in str(explained)

@@ -44,14 +44,8 @@ def test_a_log_interval_in_columns():
 
 
 def test_skipped_steps_are_shown_with_the_reason_and_the_scale_and_no_nan():
-    skipped = row(
-        applied_in_interval=0.0,
-        skipped_in_interval=5.0,
-        loss_sum=0.0,
-        weight_sum=0.0,
-        grad_norm=np.nan,
-        loss_scale=2.0**35,
-    )
+    none = {"applied_in_interval": 0.0, "loss_sum": 0.0, "weight_sum": 0.0, "grad_norm": np.nan}
+    skipped = row(**none, skipped_in_interval=5.0, loss_scale=2.0**35)
     assert columns(skipped, 2.0**40)[0] == "skipped 5 (fp16 overflow), scale 2^40 -> 2^35"
     assert "nan" not in " ".join(columns(skipped, 2.0**40))
     some = row(applied_in_interval=3.0, skipped_in_interval=2.0, loss_scale=2.0**38)
@@ -98,13 +92,8 @@ def on_a_terminal(folder, width, *words):
     ours, of_run = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as screen:
         fcntl.ioctl(of_run, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-        environ = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{TESTS}",
-            "TERM": "xterm",
-            "OMP_NUM_THREADS": "1",
-            "TQDM_DISABLE": "1",  # what a user set for other programs
-        }
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}", "OMP_NUM_THREADS": "1"}
+        environ |= {"TERM": "xterm", "TQDM_DISABLE": "1"}  # what a user set for other programs
         command = [sys.executable, "-m", "dist_amp.train", "--task.target", "tiny:Tiny"]
         command += map(str, words)
         process = subprocess.Popen(command, cwd=folder, stdout=of_run, stderr=of_run, env=environ)

@@ -1,41 +1,33 @@
-"""What users ran into: each of these once read the wrong rows, hung, or said something that did not
-help.
-"""
+"""What users ran into: each once read the wrong rows, hung, or said something that did not help."""
 
 import errno
 import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import nullcontext
-from functools import partial
+from contextlib import nullcontext, redirect_stderr
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from forked import ROOT
 from PIL import Image
-from ranks import on_ranks
 from test_bad_inputs import message_of
 from tiny import Tiny, make_run
 
+from dist_amp.commands import tokenize as command
 from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.settings import DataConfig
 from dist_amp.sources import converted, parquet
+from dist_amp.sources.files import find_files
 from dist_amp.sources.labelled_images import LabelledImages, class_names, labelled_rows
 from dist_amp.sources.load import load_rows, load_split
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.tokenizer import open_tokenizer
-from dist_amp.sources.tokenizing import tokenize
-from dist_amp.sources.tokens import token_documents
+from dist_amp.sources.tokens import token_documents, tokenize
 from dist_amp.world import World
 
 BYTES = open_tokenizer("bytes")
@@ -43,9 +35,8 @@ BYTES = open_tokenizer("bytes")
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setattr(
-        datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache") / "datasets"
-    )
+    cache = tmp_path_factory.mktemp("cache") / "datasets"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
 
 
 def write_texts(path, texts):
@@ -59,37 +50,36 @@ def write_parquet(path, columns, group=4):
     return str(path)
 
 
+def write_tokens(folder):
+    rows = datasets.Dataset.from_dict({"text": ["one"]})
+    tokenize(folder, {"train": rows}, BYTES, "text", print)
+
+
 def test_row_groups_are_read_once_by_a_run_that_tokenizes_them_as_they_are_read(
     tmp_path, monkeypatch
 ):
-    path = write_parquet(
-        tmp_path / "train.parquet", {"text": [f"row {n}" for n in range(128)], "other": range(128)}
-    )
+    rows = {"text": [f"row {n}" for n in range(128)], "other": range(128)}
+    write_parquet(tmp_path / "train.parquet", rows)
     write_parquet(tmp_path / "validation.parquet", {"text": ["held out"], "other": [0]})
-    documents = token_documents(
-        DataConfig(path=os.path.dirname(path), view="parquet", streams=8), "train", BYTES
-    )
+    data = DataConfig(path=str(tmp_path), view="parquet", streams=8)
+    documents = token_documents(data, "train", BYTES)
     _, order = documents.shuffled(8, 1)
     reads, real = [], parquet.Reader._read
-    monkeypatch.setattr(
-        parquet.Reader,
-        "_read",
-        lambda reader, file, group: reads.append(group) or real(reader, file, group),
-    )
-    positions = order(0, 0)(torch.arange(128)).tolist()
-    for first in range(0, 128, 8):
-        documents.__getitems__(positions[first : first + 8])
+
+    def read(reader, file, group):
+        reads.append(group)
+        return real(reader, file, group)
+
+    monkeypatch.setattr(parquet.Reader, "_read", read)
+    for positions in order(0, 0)(torch.arange(128)).split(8):
+        documents.__getitems__(positions.tolist())
     assert sorted(reads) == list(range(32))
 
 
 class Conjugated(Tiny):
     def collate(self, samples):
-        batch = torch.utils.data.default_collate(samples)
-        return {
-            **batch,
-            "conjugated": torch.complex(batch["x"], batch["x"]).conj(),
-            "negative": batch["x"]._neg_view(),
-        }
+        x = torch.utils.data.default_collate(samples)["x"]
+        return {"x": x, "conjugated": torch.complex(x, x).conj(), "negative": x._neg_view()}
 
 
 def test_a_worker_sends_conjugated_and_negated_views(tmp_path):
@@ -100,16 +90,11 @@ def test_a_worker_sends_conjugated_and_negated_views(tmp_path):
     assert torch.equal(batch["negative"], -batch["x"])
 
 
-def images_in_parquet(path, labels):
-    image = Image.new("L", (8, 8))
-    image.save(path.with_suffix(".png"))
-    content = {"bytes": path.with_suffix(".png").read_bytes(), "path": None}
-    write_parquet(path, {"image": [content] * len(labels), "label": labels})
-    return DataConfig(path=str(path), view="parquet", streams=2)
-
-
 def test_images_are_read_from_a_parquet_view_that_knows_nothing_of_pictures(tmp_path):
-    data = images_in_parquet(tmp_path / "a.parquet", [0, 1, 2] * 8)
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    content = {"bytes": (tmp_path / "a.png").read_bytes(), "path": None}
+    columns = {"image": [content] * 24, "label": [0, 1, 2] * 8}
+    data = DataConfig(path=write_parquet(tmp_path / "a.parquet", columns), view="parquet")
     rows = labelled_rows(data, "train", "image", "label")
     samples = LabelledImages(rows, ("image", "label"), (8, 8), 1, 3, class_names(rows, "label"))
     assert samples[0]["image"].shape == (1, 8, 8)
@@ -120,53 +105,48 @@ def test_images_are_read_from_a_parquet_view_that_knows_nothing_of_pictures(tmp_
 def test_text_labels_of_a_parquet_view_are_refused_with_what_to_use(tmp_path):
     table = datasets.Dataset.from_dict({"image": [b""] * 16, "label": ["cat", "dog"] * 8})
     table.to_parquet(tmp_path / "a.parquet", batch_size=4)
-    rows = labelled_rows(
-        DataConfig(path=str(tmp_path / "a.parquet"), view="parquet"), "train", "image", "label"
-    )
+    data = DataConfig(path=str(tmp_path / "a.parquet"), view="parquet")
+    rows = labelled_rows(data, "train", "image", "label")
     assert "use data.view=map, or store whole numbers" in message_of(65, class_names, rows, "label")
 
 
-def documents_apart(world, cases):
-    """What a rank says of packed documents with these leaked shares per rank, or the error."""
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("shares", "answer"),
+    [([0.0, 0.0], True), ([0.0, NAN], False), ([0.0, 0.5], 64), ([NAN, 0.5], 64)],
+)
+def test_whether_documents_leak_is_decided_by_what_all_ranks_found(shares, answer, monkeypatch):
+    """False: it is asked again at the next log step."""
+    pytest.importorskip("transformers")
     from dist_amp.tasks import hf_causal_lm
 
-    parallel = SimpleNamespace(module=None)
-    data = SimpleNamespace(last_step=[({"input_ids": torch.zeros(1, 8)}, (0,))])
-    precision = SimpleNamespace(autocast=nullcontext)
+    gathered = [[share] for share in shares]
     run = SimpleNamespace(
-        world=world, data=data, parallel=parallel, precision=precision, evaluating=nullcontext
+        world=SimpleNamespace(gather_numbers=lambda numbers: gathered),
+        data=SimpleNamespace(last_step=[({"input_ids": torch.zeros(1, 8)}, (0,))]),
+        parallel=SimpleNamespace(module=None),
+        precision=SimpleNamespace(autocast=nullcontext),
+        evaluating=nullcontext,
     )
-    answers = []
-    for shares in cases:
-        share = shares[world.rank]
-        with patch.object(hf_causal_lm, "leaked_share", lambda model, ids, share=share: share):
-            try:
-                answers.append(hf_causal_lm.documents_are_apart(run))
-            except ConfigError as error:
-                answers.append(str(error))
-    return answers
+    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids: shares[0])
+    if answer == 64:
+        said = message_of(64, hf_causal_lm.documents_are_apart, run)
+        assert said.endswith("0.5 as much as its own; use data.pack=off")
+    else:
+        assert hf_causal_lm.documents_are_apart(run) == answer
 
 
-def test_whether_documents_leak_is_one_answer_of_all_ranks():
-    pytest.importorskip("transformers")
-    nan = float("nan")
-    cases = [(0.0, 0.0), (0.0, nan), (0.0, 0.5), (nan, 0.5)]
-    answers, others = on_ranks(2, documents_apart, cases)
-    assert answers == others
-    assert answers[:2] == [True, False], "asked again at the next log step"
-    assert all("0.5 as much as its own; use data.pack=off" in said for said in answers[2:])
-
-
-@pytest.mark.parametrize("value", [0.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, NAN])
 def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak(value):
     pytest.importorskip("transformers")
     from dist_amp.tasks.hf_causal_lm import leaked_share
 
-    class Same(torch.nn.Module):
-        def forward(self, input_ids, position_ids, use_cache):
-            return type("Output", (), {"logits": torch.full((*input_ids.shape, 7), value)})
+    def same(input_ids, position_ids, use_cache):
+        return SimpleNamespace(logits=torch.full((*input_ids.shape, 7), value))
 
-    assert not math.isfinite(leaked_share(Same(), torch.arange(8)[None]))
+    assert not math.isfinite(leaked_share(same, torch.arange(8)[None]))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +158,6 @@ def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak(value):
     ],
 )
 def test_only_a_whole_word_names_a_split(names, splits, tmp_path):
-    from dist_amp.sources.files import find_files
-
     for name in names:
         (tmp_path / name).write_text("text\nsome\n")
     found = find_files(DataConfig(path=str(tmp_path)))
@@ -196,14 +174,11 @@ def test_a_file_that_names_no_split_beside_others_that_do_is_refused(tmp_path):
 
 def test_values_that_change_in_place_change_a_parquet_views_fingerprint(tmp_path):
     data = DataConfig(path=str(tmp_path / "a.parquet"), view="parquet")
-    prints = []
+    prints, sizes = set(), set()
     for word in ("aaaa", "bbbb"):
-        write_parquet(tmp_path / "a.parquet", {"text": [word] * 16})
-        prints.append(
-            (load_rows(data, "train").fingerprint, (tmp_path / "a.parquet").stat().st_size)
-        )
-    assert prints[0][1] == prints[1][1]
-    assert prints[0][0] != prints[1][0]
+        sizes.add(os.path.getsize(write_parquet(tmp_path / "a.parquet", {"text": [word] * 16})))
+        prints.add(load_rows(data, "train").fingerprint)
+    assert (len(sizes), len(prints)) == (1, 2)
 
 
 @pytest.mark.bad_input("a symbolic link to data that leads nowhere")
@@ -212,62 +187,45 @@ def test_files_behind_symbolic_links_are_read_and_a_link_to_nothing_is_named(tmp
     write_texts(tmp_path / "data/a.jsonl", ["a"] * 10)
     (tmp_path / "data/more").symlink_to(tmp_path / "real")
     (tmp_path / "real/back").symlink_to(tmp_path / "data")
-    rows = load_rows(DataConfig(path=str(tmp_path / "data"), validation_split="train"), "train")
-    assert sorted(rows["text"]) == ["a"] * 10 + ["b"] * 20
+    data = DataConfig(path=str(tmp_path / "data"), validation_split="train")
+    assert sorted(load_rows(data, "train")["text"]) == ["a"] * 10 + ["b"] * 20
     (tmp_path / "data/gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
-    assert "gone.jsonl" in message_of(
-        65, load_rows, DataConfig(path=str(tmp_path / "data")), "train"
-    )
+    assert "gone.jsonl" in message_of(65, load_rows, data, "train")
 
 
 @pytest.mark.bad_input("`data.text_column`, `data.split` or `data.view` for a folder of tokens")
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--data.text_column", "body"], "data.text_column=body has no effect: data.path="),
-        (["--data.split", "test"], "data.split=test has no effect"),
-        (["--data.view", "parquet"], "data.view=parquet has no effect"),
-    ],
+    ("key", "value"), [("text_column", "body"), ("split", "test"), ("view", "parquet")]
 )
-def test_settings_of_rows_are_refused_for_tokens(words, said, tmp_path):
-    tokenize(
-        tmp_path / "tokens",
-        {"train": datasets.Dataset.from_dict({"text": ["one"]})},
-        BYTES,
-        "text",
-        print,
-    )
-    data = load_config(["--data.path", str(tmp_path / "tokens"), *words], {}).data
-    assert said in message_of(64, token_documents, data, "train", BYTES)
+def test_settings_of_rows_are_refused_for_tokens(key, value, tmp_path):
+    write_tokens(tmp_path)
+    data = load_config(["--data.path", str(tmp_path), f"--data.{key}", value], {}).data
+    said = message_of(64, token_documents, data, "train", BYTES)
+    assert said.startswith(f"data.{key}={value} has no effect: data.path={tmp_path} holds tokens")
 
 
 @pytest.mark.bad_input("`data.name` beside `data.path`")
-def test_two_sources_at_once_are_refused(tmp_path):
-    path = write_texts(tmp_path / "a.jsonl", ["a", "b"])
-    assert "are two sources; remove one" in message_of(
-        64, load_split, DataConfig(path=path, name="user/name"), "train"
-    )
+def test_two_sources_at_once_are_refused():
+    data = DataConfig(path="a.jsonl", name="user/name")
+    assert "are two sources; remove one" in message_of(64, load_split, data, "train")
 
 
 def test_a_row_that_can_not_be_encoded_is_named_by_its_number_in_the_file(tmp_path):
-    rows = ["text"] * 40
-    rows[31] = None
-    data = DataConfig(path=write_texts(tmp_path / "a.jsonl", rows), validation_split=0.01)
-    assert message_of(65, token_documents, data, "train", BYTES).startswith(
-        "row 31: the column text"
-    )
+    path = write_texts(tmp_path / "a.jsonl", ["text"] * 31 + [None] + ["text"] * 8)
+    data = DataConfig(path=path, validation_split=0.01)
+    said = message_of(65, token_documents, data, "train", BYTES)
+    assert said.startswith("row 31: the column text")
 
 
 @pytest.mark.bad_input("documents that do not fill one row")
 def test_data_that_do_not_fill_one_row_are_refused_with_their_size(tmp_path):
-    data = DataConfig(
-        path=write_texts(tmp_path / "a.jsonl", ["abc", "abd", "e" * 40]), validation_split=0.1
-    )
-    pack = partial(Packing(100, "cut", "split").rows)
+    path = write_texts(tmp_path / "a.jsonl", ["abc", "abd", "e" * 40])
+    data = DataConfig(path=path, validation_split=0.1)
+    rows = Packing(100, "cut", "split").rows
     documents = token_documents(data, "train", BYTES)
-    said = message_of(65, pack, documents, "train")
+    said = message_of(65, rows, documents, "train")
     assert f"have {int(sum(documents.lengths))} tokens in all, fewer than one row of 100" in said
-    assert pack(token_documents(data, "validation", BYTES), "validation") is None
+    assert rows(token_documents(data, "validation", BYTES), "validation") is None
 
 
 @pytest.mark.bad_input("a full disk under the cache of `datasets`")
@@ -276,54 +234,38 @@ def test_a_full_disk_is_named_with_the_cache_and_not_with_a_file(tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(converted, "convert", full)
-    path = write_texts(tmp_path / "a.jsonl", ["a", "b"])
-    with pytest.raises(
-        Failure, match="the disk of the cache .* is full; make room, or set HF_DATASETS_CACHE"
-    ) as caught:
-        load_rows(DataConfig(path=path), "train")
-    assert caught.value.exit_code == 1
+    data = DataConfig(path=write_texts(tmp_path / "a.jsonl", ["a", "b"]))
+    said = message_of(1, load_rows, data, "train")
+    assert "the disk of the cache " in said
+    assert said.endswith("is full; make room, or set HF_DATASETS_CACHE")
 
 
 @pytest.mark.bad_input("SIGTERM while `tokenize` works")
 def test_tokenize_ends_by_sigterm_in_one_line_that_says_how_to_go_on(tmp_path):
     path = write_texts(tmp_path / "a.jsonl", [f"text {n}" * 50 for n in range(60_000)])
-    words = [
-        *f"--data.path {path} --data.tokenizer bytes".split(),
-        "--out",
-        str(tmp_path / "out"),
-        "--workers",
-        "0",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dist_amp.tokenize", *words, "--shard_tokens", "1000000"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while process.poll() is None and not list(tmp_path.glob("out/train/*")):
+    words = f"--data.path {path} --data.tokenizer bytes --out {tmp_path}/out --workers 0"
+    if (child := os.fork()) == 0:
+        with (tmp_path / "said").open("w") as file, redirect_stderr(file):
+            status = command.main([*words.split(), "--shard_tokens", "1000000"])
+        os._exit(status)
+    while not list(tmp_path.glob("out/train/*")):
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate()
-    assert process.returncode == 1, said
-    assert (
-        said.strip().splitlines()[-1]
-        == "error: stopped by SIGTERM; start the same command again to continue"
-    )
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    said = (tmp_path / "said").read_text().splitlines()[-1]
+    assert said == "error: stopped by SIGTERM; start the same command again to continue"
 
 
 @pytest.mark.bad_input("tokens without `tokens.json`, or `--out` that is a file")
 def test_tokens_without_their_manifest_are_named_and_a_file_is_no_folder_for_them(tmp_path):
-    rows = {"train": datasets.Dataset.from_dict({"text": ["one"]})}
-    tokenize(tmp_path / "tokens", rows, BYTES, "text", print)
+    write_tokens(tmp_path / "tokens")
     (tmp_path / "tokens/tokens.json").unlink()
     data = DataConfig(path=str(tmp_path / "tokens"))
-    assert "holds tokens without their tokens.json" in message_of(
-        65, token_documents, data, "train", BYTES
-    )
+    said = message_of(65, token_documents, data, "train", BYTES)
+    assert "holds tokens without their tokens.json" in said
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file is a file; give a folder"):
-        tokenize(tmp_path / "file", rows, BYTES, "text", print)
+    assert "file is a file; give a folder" in message_of(64, write_tokens, tmp_path / "file")
 
 
 @pytest.mark.bad_input("an image beside the folders of classes")
@@ -331,5 +273,5 @@ def test_a_stray_image_beside_class_folders_is_named(tmp_path):
     for name in ("cat/1.png", "dog/2.png", "stray.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("L", (4, 4)).save(tmp_path / name)
-    with pytest.raises(DataError, match=r"stray.png lies in no class's folder"):
-        load_split(DataConfig(path=str(tmp_path)), "train", "image")
+    said = message_of(65, load_split, DataConfig(path=str(tmp_path)), "train", "image")
+    assert "stray.png lies in no class's folder" in said

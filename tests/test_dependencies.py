@@ -21,10 +21,7 @@ NEEDS_EXTRA = {
     "images": ["sources/labelled_images"],
 }
 # Where an extra's package is imported by a function that says what to install.
-ASKS_FOR_EXTRA = {
-    "hf": ["sources/tokenizer", "tasks/pretrained"],
-    "gpu": ["telemetry/health"],
-}
+ASKS_FOR_EXTRA = {"hf": ["sources/tokenizer", "tasks/pretrained"], "gpu": ["telemetry/health"]}
 
 
 def declared(extra=None):
@@ -112,9 +109,8 @@ def test_the_readmes_commands_run_without_extras(plain, tmp_path):
     commands = re.findall(r"^((?:python|torchrun|dist_amp) .*my_file:.*)$", readme, re.MULTILINE)
     assert len(commands) >= 3
     for number, command in enumerate(commands):
-        words = (
-            command.partition("  #")[0].replace("--nproc_per_node=8", "--nproc_per_node=2").split()
-        )
+        command = command.partition("  #")[0].replace("--nproc_per_node=8", "--nproc_per_node=2")
+        words = command.split()
         if "verify" in command:
             words += ["--world_sizes", "1", "--precisions", "fp32"]
         elif "plan" not in command:

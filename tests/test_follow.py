@@ -1,10 +1,7 @@
-"""`python -m dist_amp.follow`: every line reaches the tracker once, whatever is killed. The tracker
-is a fake here.
-"""
+"""`dist_amp.follow`: every line reaches the tracker once, whatever is killed. The tracker is fake."""
 
 import json
 import math
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,38 +9,58 @@ import time
 from pathlib import Path
 
 import pytest
-from written_run import WrittenRun
 
-from dist_amp.commands import follow, followed_run, trackers
+from dist_amp.commands import follow, trackers
 from dist_amp.errors import ConfigError, DataError, Failure
-from dist_amp.files import only_process
+from dist_amp.files import InUse
+from dist_amp.telemetry.writers import JsonlWriter
+
+
+class WrittenRun:
+    """A run's folder as the main job writes it: takes steps, is killed and resumed, and ends."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir()
+        self.start(0)
+
+    def start(self, step):
+        """Start, or continue from the checkpoint of a step."""
+        (self.folder / "config.toml").write_text('[train]\nsteps = 20\n[run]\ndir = "x"\n')
+        self.log = JsonlWriter(self.folder / "metrics.jsonl", step, lambda message: None)
+
+    def take(self, *steps, **more):
+        for step in steps:
+            ranks = [{"memory/peak_bytes": 2.0**20}]
+            self.log.append({"step": step, "train/loss": 1 / step, "ranks": ranks, **more})
+
+    def end(self, stopped_by="completed", **more):
+        summary = {"stopped_by": stopped_by, "steps": 20, **more}
+        (self.folder / "summary.json").write_text(json.dumps(summary))
+
+    def follow(self, *actions, once=False):
+        return follow.Follower(self.folder, "fake", "").follow(once, Script(*actions))
 
 
 class Killed(BaseException):
     """The follower's process ends here, and nothing after it runs."""
 
 
-class Fake:
-    """A tracker that keeps all runs in `runs` by id, and dies at `dies_at` = (number, before or
-    after it has it).
-    """
+class Fake(trackers.Tracker):
+    """Keeps all runs in `runs` by id, and dies at `dies_at` = (number, before or after it has it)."""
 
     project_variable, where = "FAKE_PROJECT", "a fake"
-    can_be_asked = writes_within_a_second = True
+    can_be_asked = True
 
     def __init__(self, project, id, name, config):
-        self.run = self.runs.setdefault(
-            id, {"project": project, "config": config, "lines": [], "ends": []}
-        )
+        new = {"project": project, "config": config, "lines": [], "ends": []}
+        self.run = self.runs.setdefault(id, new)
 
     def last_steps(self):
         if not self.can_be_asked:
             return None
-        return {
-            "ranks" if tag.startswith("rank0") else tag: step
-            for _, step, line in self.run["lines"]
-            for tag in line
-        }
+        lines = self.run["lines"]
+        return {tag: step for _, step, line in lines for tag in trackers.grouped(line)}
 
     def log(self, number, step, values):
         if self.dies_at == (number, "before"):
@@ -54,9 +71,6 @@ class Fake:
 
     def end(self, step, summary, values, sample):
         self.run["ends"].append((step, summary, values, sample))
-
-    def close(self):
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -80,14 +94,9 @@ class Script(threading.Event):
         return self.is_set()
 
 
-class Run(WrittenRun):
-    def follow(self, *actions, once=False):
-        return follow.Follower(self.folder, "fake", "").follow(once, Script(*actions))
-
-
 @pytest.fixture
 def run(tmp_path):
-    return Run(tmp_path / "my run")
+    return WrittenRun(tmp_path / "my run")
 
 
 def the_only(runs):
@@ -101,15 +110,21 @@ def steps_of(run, tag="train/loss"):
 
 def test_a_live_run_is_sent_as_it_comes_and_its_summary_at_the_end(run, runs):
     (run.folder / "sample.txt").write_text("def f(x):")
+    metrics = run.folder / "metrics.jsonl"
     seen = []
 
     def later():
         seen.append(steps_of(the_only(runs)))
         run.take(3)
         run.log.append({"step": 3, "eval/loss": 0.25})
+        metrics.write_text(metrics.read_text() + '{"step": 4, "eval/l')
+
+    def end():
+        metrics.write_text(metrics.read_text() + 'oss": 0.5}\n')
+        run.end(final_loss=0.5, ranks=[{"rank": 0}])
 
     run.take(1, 2)
-    assert run.follow(later, lambda: run.end(final_loss=0.5, ranks=[{"rank": 0}])) == 0
+    assert run.follow(later, end) == 0
     assert seen == [[1, 2]]
     (identity, sent), *others = runs.items()
     assert not others
@@ -120,17 +135,15 @@ def test_a_live_run_is_sent_as_it_comes_and_its_summary_at_the_end(run, runs):
         (1, 2, {"train/loss": 0.5, "rank00000/memory/peak_bytes": 2.0**20}),
         (2, 3, {"train/loss": 1 / 3, "rank00000/memory/peak_bytes": 2.0**20}),
         (3, 3, {"eval/loss": 0.25}),
+        (4, 4, {"eval/loss": 0.5}),
     ]
     ((step, summary, values, sample),) = sent["ends"]
-    assert (step, values, sample) == (
-        20,
-        {"summary/steps": 20.0, "summary/final_loss": 0.5},
-        "def f(x):",
-    )
+    assert (step, sample) == (20, "def f(x):")
+    assert values == {"summary/steps": 20.0, "summary/final_loss": 0.5}
     assert summary["ranks"] == [{"rank": 0}]
 
 
-def test_afterwards_it_goes_on_in_the_same_run_and_sends_nothing_twice(run, runs, capsys):
+def test_afterwards_it_continues_in_the_same_run_and_sends_nothing_twice(run, runs):
     run.take(1, 2)
     assert run.follow(once=True) == 0
     run.take(3)
@@ -139,12 +152,9 @@ def test_afterwards_it_goes_on_in_the_same_run_and_sends_nothing_twice(run, runs
         assert run.follow() == 0
     assert steps_of(the_only(runs)) == [1, 2, 3]
     assert len(the_only(runs)["ends"]) == 1
-    assert "1 lines" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "seen", [5, 12, 15]
-)  # the last step that was sent when the run was killed at 15
+@pytest.mark.parametrize("seen", [5, 12, 15])  # the last step sent when the run was killed at 15
 def test_of_a_resumed_run_each_step_is_sent_once_and_none_is_lost(run, runs, seen):
     def killed_and_resumed_from_step_10():
         run.take(*range(seen + 1, 16))
@@ -154,36 +164,27 @@ def test_of_a_resumed_run_each_step_is_sent_once_and_none_is_lost(run, runs, see
     run.take(*range(1, seen + 1))
     run.follow(killed_and_resumed_from_step_10, lambda: run.take(*range(14, 21)), run.end)
     assert steps_of(the_only(runs)) == list(range(1, 21))
-    assert steps_of(the_only(runs), "train/new") == [11, 12, 13], (
-        "a tag that the first attempt did not have"
-    )
+    new = steps_of(the_only(runs), "train/new")
+    assert new == [11, 12, 13], "a tag that the first attempt did not have"
 
 
-@pytest.mark.parametrize(
-    "dies_at", [(number, when) for number in (0, 1, 4) for when in ("before", "after")]
-)
-def test_a_follower_that_is_killed_goes_on_without_a_gap_or_a_repetition(
-    run, runs, monkeypatch, dies_at
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_a_follower_that_is_killed_continues_without_a_gap_or_a_repetition(
+    run, runs, monkeypatch, number, when
 ):
-    monkeypatch.setattr(Fake, "dies_at", dies_at)
+    monkeypatch.setattr(Fake, "dies_at", (number, when))
     run.take(1, 2)
     with pytest.raises(Killed):
         run.follow(lambda: run.take(3, 4), lambda: run.take(5, 6))
     monkeypatch.setattr(Fake, "dies_at", None)
     run.end()
     run.follow()
-    assert sorted(set(steps_of(the_only(runs)))) == list(
-        range(1, max(steps_of(the_only(runs))) + 1)
-    )
-    assert len(steps_of(the_only(runs))) == len(set(steps_of(the_only(runs)))), steps_of(
-        the_only(runs)
-    )
-    assert len(the_only(runs)["lines"]) == len(
-        (run.folder / "metrics.jsonl").read_text().splitlines()
-    )
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    assert steps_of(the_only(runs)) == list(range(1, len(lines) + 1))
 
 
-def test_a_tracker_that_keeps_lines_in_memory_gets_all_since_it_was_closed_under_the_same_numbers(
+def test_a_tracker_that_keeps_lines_in_memory_gets_them_again_under_the_same_numbers(
     run, runs, monkeypatch
 ):
     monkeypatch.setattr(Fake, "can_be_asked", False)
@@ -198,12 +199,8 @@ def test_a_tracker_that_keeps_lines_in_memory_gets_all_since_it_was_closed_under
     monkeypatch.setattr(Fake, "dies_at", None)
     run.end()
     run.follow()
-    assert [(number, step) for number, step, _ in the_only(runs)["lines"]] == [
-        (2, 3),
-        (3, 4),
-        (4, 5),
-        (5, 6),
-    ]
+    numbers = [(number, step) for number, step, _ in the_only(runs)["lines"]]
+    assert numbers == [(2, 3), (3, 4), (4, 5), (5, 6)]
 
 
 def test_a_run_that_starts_again_from_step_0_is_a_new_run_in_the_tracker(run, runs, capsys):
@@ -219,74 +216,20 @@ def test_a_run_that_starts_again_from_step_0_is_a_new_run_in_the_tracker(run, ru
     assert "has started again from step 0: this is a new run in fake" in capsys.readouterr().out
 
 
-def test_lines_read_while_the_run_starts_again_are_not_taken_for_the_first_attempts(
-    run, runs, monkeypatch
-):
-    read = followed_run.MetricsFile.read
-
-    def read_late(self):
-        if len(runs) == 1 and not (run.folder / "metrics_before.jsonl").exists():
-            run.start(0)
-            run.take(7)
-        return read(self)
-
-    run.take(1, 2)
-    run.follow(lambda: monkeypatch.setattr(followed_run.MetricsFile, "read", read_late), run.end)
-    assert [steps_of(one) for one in runs.values()] == [[1, 2], [7]]
-
-
-def test_a_half_written_line_waits_for_its_other_half(run, runs):
-    path = run.folder / "metrics.jsonl"
+def test_a_tag_written_ahead_of_the_step_before_costs_neither_and_odd_values_and_names(run, runs):
     run.take(1)
-    line = json.dumps({"step": 2, "train/loss": 0.5})
-    run.follow(
-        lambda: path.write_text(path.read_text() + line[:20]),
-        lambda: path.write_text(path.read_text() + line[20:] + "\n"),
-        run.end,
-    )
-    assert steps_of(the_only(runs)) == [1, 2]
-
-
-def test_a_tag_that_is_written_ahead_of_the_metrics_of_the_step_before_costs_neither(run, runs):
-    run.take(1)
-    run.log.append({"step": 3, "numerics/underflow": 0.1})
+    odd = {"amp/loss_scale": math.inf, "numerics/a[0]=b": 0.1, "what": "x", "nan": math.nan}
+    run.log.append({"step": 3, **odd})
     run.take(2, 3)
     run.follow(once=True)
-    assert (steps_of(the_only(runs)), steps_of(the_only(runs), "numerics/underflow")) == (
-        [1, 2, 3],
-        [3],
-    )
-
-
-def test_values_that_are_not_finite_and_names_that_trackers_refuse(run, runs):
-    run.log.append(
-        {
-            "step": 1,
-            "train/loss": math.nan,
-            "amp/loss_scale": math.inf,
-            "numerics/a[0]=b": 1.0,
-            "what": "x",
-        }
-    )
-    run.follow(once=True)
-    ((_, _, values),) = the_only(runs)["lines"]
-    assert math.isnan(values.pop("train/loss"))
-    assert values == {"amp/loss_scale": math.inf, "numerics/a_0__b": 1.0}
-
-
-@pytest.mark.parametrize(("listed", "folders", "shown"), [(2, 2, 2), (64, 64, 64), (64, 1, 0)])
-def test_the_values_of_ranks_are_sent_for_up_to_64_ranks(run, runs, listed, folders, shown):
-    for rank in range(folders):
-        (run.folder / f"tensorboard/rank{rank:05d}").mkdir(parents=True)
-    run.take(1, ranks=[{"memory/peak_bytes": float(rank)} for rank in range(listed)])
-    run.follow(once=True)
-    ((_, _, values),) = the_only(runs)["lines"]
-    expected = {f"rank{rank:05d}/memory/peak_bytes": rank for rank in range(shown)}
-    assert {tag: value for tag, value in values.items() if tag.startswith("rank")} == expected
+    assert steps_of(the_only(runs)) == [1, 2, 3]
+    _, (_, step, values), *_ = the_only(runs)["lines"]
+    assert math.isnan(values.pop("nan"))
+    assert (step, values) == (3, {"amp/loss_scale": math.inf, "numerics/a_0__b": 0.1})
 
 
 def test_the_summary_of_an_attempt_that_was_restarted_ends_nothing(run, runs, monkeypatch):
-    monkeypatch.setattr(followed_run, "RESTART_SECONDS", 60.0)
+    monkeypatch.setattr(follow, "RESTART_SECONDS", 60.0)
 
     def restarted():
         time.sleep(0.02)  # the clock of a file system may tick a hundred times a second only
@@ -301,15 +244,14 @@ def test_the_summary_of_an_attempt_that_was_restarted_ends_nothing(run, runs, mo
     assert summary["stopped_by"] == "completed"
 
 
-@pytest.mark.parametrize("stopped_by", ["failed", "preempted"])
-def test_a_run_that_is_not_restarted_has_ended_after_a_while(run, runs, stopped_by, capsys):
+def test_a_run_that_is_not_restarted_has_ended_after_a_while(run, capsys):
     run.take(1)
-    run.end(stopped_by)
-    long_ago = time.time() - followed_run.RESTART_SECONDS
-    os.utime(run.folder / "config.toml", (long_ago - 1, long_ago - 1))
-    os.utime(run.folder / "summary.json", (long_ago, long_ago))
+    run.end("failed")
+    long_ago = time.time() - follow.RESTART_SECONDS
+    for name in ("config.toml", "summary.json"):
+        os.utime(run.folder / name, (long_ago, long_ago))
     assert run.follow() == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"1 lines sent; {stopped_by}")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("1 lines sent; failed")
 
 
 # ---- the command ----
@@ -319,14 +261,15 @@ def command(*words):
     return follow.main([str(word) for word in words])
 
 
-def error_of(capsys):
-    """The last line of stderr, which is all of it but warnings."""
+def refused(capsys, folder, *words, to="fake"):
+    """(exit status, the last line of stderr, which is all of it but warnings)"""
+    status = command(folder, "--to", to, "--once", *words)
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")
-    return line
+    return status, line
 
 
-def test_a_signal_stops_it_after_the_line_and_the_next_start_goes_on(
+def test_a_signal_stops_it_after_the_line_and_the_next_start_continues(
     run, runs, monkeypatch, capsys
 ):
     log = Fake.log
@@ -337,52 +280,34 @@ def test_a_signal_stops_it_after_the_line_and_the_next_start_goes_on(
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(Fake, "log", interrupted)
+    monkeypatch.setenv("FAKE_PROJECT", "mine")
     run.take(1, 2, 3)
     run.end()
     assert command(run.folder, "--to", "fake") == 75
-    assert (
-        "stopped after 2 lines; start the same command again to continue" in capsys.readouterr().out
-    )
+    assert "stopped after 2 lines; start the same command again" in capsys.readouterr().out
     assert (steps_of(the_only(runs)), the_only(runs)["ends"]) == ([1, 2], [])
     assert command(run.folder, "--to", "fake") == 0
     assert steps_of(the_only(runs)) == [1, 2, 3]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_the_project_is_the_options_or_the_trackers_own_variables(run, runs, monkeypatch):
-    monkeypatch.setenv("FAKE_PROJECT", "mine")
-    run.take(1)
-    assert command(run.folder, "--to", "fake", "--once") == 0
     assert the_only(runs)["project"] == "mine"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.bad_input("`follow` on a folder that is no run")
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("")
-    assert command(tmp_path, "--to", "fake") == DataError.exit_code
-    assert (
-        f"{tmp_path} is not a run's folder: it has no config.toml; give the folder that"
-        in error_of(capsys)
-    )
-    assert command(tmp_path / "notes.txt", "--to", "fake") == DataError.exit_code
-    assert "is not a run's folder" in error_of(capsys)
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        status, line = refused(capsys, path)
+        assert status == DataError.exit_code
+        assert f"{path} is not a run's folder: it has no config.toml; give the folder" in line
 
 
 @pytest.mark.bad_input("`follow` on a run that does not exist")
-def test_a_run_that_does_not_exist_is_waited_for_and_then_refused(
-    tmp_path, monkeypatch, capsys, runs
-):
+def test_a_run_that_does_not_exist_is_waited_for_and_then_refused(tmp_path, capsys):
     folder = tmp_path / "run"
-    assert command(folder, "--to", "fake", "--once") == DataError.exit_code
-    assert error_of(capsys) == f"error: {folder} does not exist; start the run, or check the path"
-    monkeypatch.setattr(follow, "APPEARS_SECONDS", 0.0)
-    folder.mkdir()
-    assert command(folder, "--to", "fake") == DataError.exit_code
-    assert "has no run yet; start the run" in error_of(capsys)
-    folder.rmdir()
-    started = Script(lambda: Run(folder).end())
-    followed_run.wait_for_run(folder, 1000.0, started)
-    assert f"waiting up to 1000 s for a run in {folder}" in capsys.readouterr().out
+    missing = f"error: {folder} has no run yet; start the run, or check the path"
+    assert refused(capsys, folder) == (DataError.exit_code, missing)
+    started = Script(lambda: WrittenRun(folder).end())
+    follow.wait_for_run(folder, 1000.0, started)
     assert not started.is_set()
 
 
@@ -390,75 +315,60 @@ def test_a_run_that_does_not_exist_is_waited_for_and_then_refused(
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
     run, monkeypatch, capsys
 ):
-    monkeypatch.setattr(
-        trackers.importlib,
-        "import_module",
-        lambda name: exec(f"raise ModuleNotFoundError(name='{name}')"),
-    )
+    def missing(name):
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr(trackers.importlib, "import_module", missing)
+    run.take(1)
     for name in ("wandb", "trackio", "mlflow"):
-        assert command(run.folder, "--to", name) == ConfigError.exit_code
-        assert (
-            error_of(capsys)
-            == f"error: {name} is not installed; pip install -e '.[{name}]' in the clone's folder"
-        )
+        status, line = refused(capsys, run.folder, to=name)
+        assert status == ConfigError.exit_code
+        assert line.startswith(f"error: {name} is not installed; pip install -e '.[{name}]' in the")
+        page = (Path(__file__).parent.parent / "docs/trackers.md").read_text()
+        assert f".[{name}]" in page
+
+
+def full(path, text):
+    raise OSError(28, "No space left on device")
+
+
+def failing(self, *line):
+    raise RuntimeError("API request failed: 500\nsome page")
+
+
+def locked(path):
+    raise InUse("process 7 on a")
 
 
 @pytest.mark.bad_input("a tracker that fails, in a request or at the start")
-def test_what_a_tracker_raises_is_one_line_that_says_how_to_go_on(run, monkeypatch, capsys):
-    def log(self, *line):
-        raise RuntimeError("API request failed: 500\nsome page")
-
-    monkeypatch.setattr(Fake, "log", log)
-    run.take(1)
-    assert command(run.folder, "--to", "fake", "--once") == Failure.exit_code
-    assert (
-        error_of(capsys)
-        == "error: fake: API request failed: 500; start the same command again to continue"
-    )
-
-
-def _holds(path, ready, done):
-    with only_process(path):
-        ready.set()
-        done.wait()
-
-
 @pytest.mark.bad_input("two `follow` of one run to one tracker")
-def test_a_second_follower_to_the_same_tracker_is_refused(run, capsys):
-    context = multiprocessing.get_context("fork")
-    ready, done = context.Event(), context.Event()
-    other = context.Process(target=_holds, args=(run.folder / ".follow_fake.lock", ready, done))
-    other.start()
-    ready.wait()
-    assert command(run.folder, "--to", "fake", "--once") == Failure.exit_code
-    done.set()
-    other.join()
-    assert "is followed to fake by another process already" in error_of(capsys)
-    assert command(run.folder, "--to", "fake", "--once") == 0
+@pytest.mark.bad_input("a run's folder in which `follow` can't write")
+@pytest.mark.parametrize(
+    ("place", "name", "fails", "message"),
+    [
+        (Fake, "log", failing, "fake: API request failed: 500; start the same command again to c"),
+        (follow, "only_process", locked, "is followed to fake by another process already (proces"),
+        (follow, "write_durably", full, "follow_fake.json can't be written (No space left on dev"),
+    ],
+)
+def test_what_fails_is_one_line_that_says_how_to_continue(
+    run, runs, monkeypatch, capsys, place, name, fails, message
+):
+    monkeypatch.setattr(place, name, fails)
+    run.take(1)
+    status, line = refused(capsys, run.folder)
+    assert status == Failure.exit_code
+    assert message in line
+    assert all(not one["lines"] for one in runs.values()), "nothing was sent"
 
 
 @pytest.mark.bad_input("a `follow_TRACKER.json` that is damaged")
-def test_a_damaged_note_of_what_was_sent_is_refused(run, capsys):
-    note = run.folder / "follow_fake.json"
-    for text in ("", "{", '{"id": "x"}', "[]"):
-        note.write_text(text)
-        assert command(run.folder, "--to", "fake", "--once") == DataError.exit_code
-        assert "remove it to send the run again, as a new one" in error_of(capsys)
-
-
-@pytest.mark.bad_input("a run's folder in which `follow` can't write")
-def test_a_note_of_what_was_sent_that_can_not_be_written_ends_it(run, runs, monkeypatch, capsys):
-    def full(path, text):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(follow, "write_durably", full)
-    run.take(1)
-    assert command(run.folder, "--to", "fake", "--once") == Failure.exit_code
-    assert (
-        "follow_fake.json can't be written (No space left on device), and it has to keep"
-        in error_of(capsys)
-    )
-    assert not runs, "nothing was sent"
+@pytest.mark.parametrize("text", ["", '{"id": "x"}', "[]"])
+def test_a_damaged_note_of_what_was_sent_is_refused(run, capsys, text):
+    (run.folder / "follow_fake.json").write_text(text)
+    status, line = refused(capsys, run.folder)
+    assert status == DataError.exit_code
+    assert "remove it to send the run again, as a new one" in line
 
 
 @pytest.mark.bad_input(
@@ -468,17 +378,10 @@ def test_another_project_or_a_tracker_that_has_lost_the_run_is_refused(run, runs
     run.take(1)
     assert command(run.folder, "--to", "fake", "--once") == 0
     run.take(2)
-    assert (
-        command(run.folder, "--to", "fake", "--once", "--project", "other") == ConfigError.exit_code
-    )
-    assert "--project other: this run goes to dist_amp; leave the option out" in error_of(capsys)
+    status, line = refused(capsys, run.folder, "--project", "other")
+    assert status == ConfigError.exit_code
+    assert "--project other: this run goes to dist_amp; leave the option out" in line
     runs.clear()
-    assert command(run.folder, "--to", "fake", "--once") == ConfigError.exit_code
-    assert "to which 1 lines were sent; set its server or folder as before, or remove" in error_of(
-        capsys
-    )
-
-
-def test_the_documents_name_every_tracker():
-    text = (Path(__file__).parent.parent / "docs/trackers.md").read_text()
-    assert all(f".[{name}]" in text for name in ("wandb", "trackio", "mlflow"))
+    status, line = refused(capsys, run.folder)
+    assert status == ConfigError.exit_code
+    assert "to which 1 lines were sent; set its server or folder as before, or remove" in line

@@ -15,18 +15,9 @@ from dist_amp.world import World
 
 GPU = torch.device("cuda", 0)
 PROPERTIES = SimpleNamespace(uuid="aa-1", pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-HEALTHY = {
-    "gpu/sm_clock_MHz": 1980,
-    "gpu/memory_clock_MHz": 2619,
-    "gpu/power_W": 412.5,
-    "gpu/power_limit_W": 700,
-    "gpu/temperature_C": 61,
-    "gpu/utilisation_pct": 97,
-    "gpu/throttled": 0,
-    "gpu/power_capped": 0,
-    "gpu/ecc_uncorrected": 0,
-    "gpu/ecc_uncorrected_lifetime": 3,
-}
+HEALTHY = {"sm_clock_MHz": 1980, "memory_clock_MHz": 2619, "power_W": 412.5, "power_limit_W": 700}
+HEALTHY |= {"temperature_C": 61, "utilisation_pct": 97, "throttled": 0, "power_capped": 0}
+HEALTHY |= {"ecc_uncorrected": 0, "ecc_uncorrected_lifetime": 3}
 
 
 class FakeError(Exception):
@@ -106,7 +97,7 @@ def test_every_tag_of_a_healthy_gpu_has_its_unit(install):
     nvml = install(FakeNvml())
     gpu, problem = open_gpu(GPU)
     assert problem == ""
-    assert gpu.tags() == (HEALTHY, [])
+    assert gpu.tags() == ({f"gpu/{tag}": value for tag, value in HEALTHY.items()}, [])
     assert nvml.calls[:2] == [("nvmlInit",), ("nvmlDeviceGetHandleByUUID", "GPU-aa-1")]
 
 
@@ -171,27 +162,24 @@ def test_amd_gpus_and_cpus_have_no_gpu_tags(install, monkeypatch, capsys):
     assert nvml.calls == []
 
 
-def test_an_older_package_or_driver_has_the_throttle_reasons_under_their_old_name():
-    names = {
-        "nvmlDeviceGetCurrentClocksEventReasons": FakeError("Function Not Found"),
-        "nvmlDeviceGetCurrentClocksThrottleReasons": 0x40,
-    }
-    gpu = Gpu(FakeNvml(**names), "handle")
-    assert (gpu.unsupported, gpu.tags()[0]["gpu/throttled"]) == ([], 1)
-
-
+@pytest.mark.parametrize("is_old", [False, True])  # a package or driver with an older name for it
 @pytest.mark.parametrize(
     ("bits", "throttled", "capped", "reasons"),
     [
         (0x1, 0, 0, []),  # idle
         (0x4, 0, 1, []),  # at its power limit, as busy GPUs are
         (0x8 | 0x40, 1, 0, ["hardware slowdown", "hardware thermal slowdown"]),
-        (0x20 | 0x4, 1, 1, ["software thermal slowdown"]),
-        (0x80, 1, 0, ["external power brake"]),
+        (0x20 | 0x4 | 0x80, 1, 1, ["software thermal slowdown", "external power brake"]),
     ],
 )
-def test_reasons_of_throttling_are_named(bits, throttled, capped, reasons):
-    tags, warnings = Gpu(FakeNvml(nvmlDeviceGetCurrentClocksEventReasons=bits), "handle").tags()
+def test_reasons_of_throttling_are_named(bits, throttled, capped, reasons, is_old):
+    names = {"nvmlDeviceGetCurrentClocksEventReasons": bits}
+    if is_old:
+        names = {"nvmlDeviceGetCurrentClocksEventReasons": FakeError("Function Not Found")}
+        names["nvmlDeviceGetCurrentClocksThrottleReasons"] = bits
+    gpu = Gpu(FakeNvml(**names), "handle")
+    tags, warnings = gpu.tags()
+    assert gpu.unsupported == []
     assert (tags["gpu/throttled"], tags["gpu/power_capped"]) == (throttled, capped)
     assert warnings == [f"the GPU is throttled: {reason}" for reason in reasons]
 
@@ -217,8 +205,8 @@ def test_a_reason_is_warned_of_once_with_rank_host_and_step(install, capsys, mon
 def test_ecc_errors_are_counted_from_the_runs_start():
     counts = {0: 2, 1: 7}
     gpu = Gpu(FakeNvml(nvmlDeviceGetTotalEccErrors=lambda kind, counter: counts[counter]), "handle")
-    assert gpu.tags()[0]["gpu/ecc_uncorrected"] == 0
-    assert gpu.tags()[1] == []
+    tags, warnings = gpu.tags()
+    assert (tags["gpu/ecc_uncorrected"], warnings) == (0, [])
     counts.update({0: 3, 1: 8})
     tags, (warning,) = gpu.tags()
     assert (tags["gpu/ecc_uncorrected"], tags["gpu/ecc_uncorrected_lifetime"]) == (1, 8)

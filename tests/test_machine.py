@@ -1,14 +1,8 @@
-"""GPUs that torch can't use are refused before anything trains, and ranks are bound to CPUs only
-where that works.
-"""
-
-import os
-from types import SimpleNamespace
+"""GPUs that torch can't use are refused before anything trains."""
 
 import pytest
 import torch
 
-from dist_amp.commands import local_gpus
 from dist_amp.distributed import environment, gpu_checks
 from dist_amp.distributed.gpu_checks import (
     check_architecture,
@@ -33,9 +27,7 @@ CLOSED = (
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """The root of a machine with two NVIDIA GPUs that torch does not find, and a build of torch for
-    CUDA 13.0.
-    """
+    """The root of a machine with two NVIDIA GPUs that torch, built for CUDA 13.0, does not find."""
     for name in ("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl", "proc/driver/nvidia/version"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(OPEN)
@@ -53,11 +45,9 @@ def test_a_build_without_cuda_on_a_machine_with_gpus_is_refused_with_what_to_ins
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError) as error:
         check_gpus_are_used(root)
-    assert str(error.value) == (
-        f"run.device=auto: this machine has 2 NVIDIA GPUs, and torch {torch.__version__} is a "
-        "build for the CPU alone; install one for CUDA (pytorch.org); or train on the CPU with "
-        "--run.device cpu"
-    )
+    why = f"this machine has 2 NVIDIA GPUs, and torch {torch.__version__} is a build for the CPU"
+    fix = "install one for CUDA (pytorch.org); or train on the CPU with --run.device cpu"
+    assert str(error.value) == f"run.device=auto: {why} alone; {fix}"
 
 
 @pytest.mark.bad_input("a driver too old for the CUDA that torch was built for")
@@ -76,14 +66,9 @@ def test_a_driver_too_old_for_the_build_is_refused_with_both_ways_out(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert driver_branch(root) == branch
     needed = gpu_checks.OLDEST_DRIVER[int(cuda.split(".")[0])]
-    said = why_unused(root)
-    assert (
-        f"their driver {branch} is too old for torch {torch.__version__}, built for CUDA {cuda}; "
-        "install" in said
-    )
-    assert said.endswith(
-        f"install driver {needed} or newer, or torch built for CUDA {fits}.x (pytorch.org)"
-    )
+    why = f"their driver {branch} is too old for torch {torch.__version__}, built for CUDA {cuda}"
+    fix = f"install driver {needed} or newer, or torch built for CUDA {fits}.x (pytorch.org)"
+    assert why_unused(root).endswith(f"{why}; {fix}")
 
 
 @pytest.mark.bad_input("GPUs, and CUDA fails for another reason")
@@ -91,15 +76,11 @@ def test_what_cuda_says_is_shown_where_the_driver_is_new_enough(root, monkeypatc
     (root / "proc/driver/nvidia/version").write_text(OPEN.replace("570", "590"))
 
     def init():
-        raise RuntimeError(
-            "CUDA unknown error - this may be due to an incorrectly set up environment\nmore"
-        )
+        raise RuntimeError("CUDA unknown error - this may be due to\nmore")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert (
-        "but CUDA can't be used (CUDA unknown error - this may be due to an incorrectly"
-        in why_unused(root)
-    )
+    said = "but CUDA can't be used (CUDA unknown error - this may be due to)"
+    assert said in why_unused(root)
     (root / "proc/driver/nvidia/version").unlink()  # a container may not show it
     assert "; check that `nvidia-smi` works" in why_unused(root)
 
@@ -128,16 +109,11 @@ def test_rocm_is_not_judged_by_nvidias_rules(root, monkeypatch):
 def test_a_rank_refuses_such_a_machine_unless_it_is_to_train_on_the_cpu(root, monkeypatch):
     monkeypatch.setattr(gpu_checks, "why_unused", lambda _: why_unused(root))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ConfigError,
-        match=r"^run.device=auto: this machine has 2 NVIDIA GPUs, and their driver 570 is",
-    ):
-        environment.place_of(RunConfig())
-    with pytest.raises(
-        ConfigError,
-        match=r"^run.device=cuda, but this machine has 2 NVIDIA GPUs, .*use run.device=cpu",
-    ):
-        environment.place_of(RunConfig(device="cuda"))
+    auto = r"^run.device=auto: this machine has 2 NVIDIA GPUs, and their driver 570 is"
+    cuda = r"^run.device=cuda, but this machine has 2 NVIDIA GPUs, .*use run.device=cpu"
+    for device, said in (("auto", auto), ("cuda", cuda)):
+        with pytest.raises(ConfigError, match=said):
+            environment.place_of(RunConfig(device=device))
     assert environment.place_of(RunConfig(device="cpu")).device.type == "cpu"
 
 
@@ -170,37 +146,26 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
 @pytest.mark.bad_input("a GPU of an architecture that this build of torch has no code for")
 @pytest.mark.parametrize(
-    ("name", "gpu", "built", "said"),
+    ("gpu", "built", "said"),
     [
-        (
-            "Tesla V100-SXM2-16GB",
-            (7, 0),
-            CUDA_13,
-            "is sm_70, .*; torch 2.11 to 2.14 built for CUDA 12.6 has code for sm_50",
-        ),
-        (
-            "NVIDIA H100",
-            (9, 0),
-            ["sm_75", "sm_80"],
-            "is sm_90, .*; install a newer torch, or one built for a newer CUDA",
-        ),
-        ("NVIDIA H100", (9, 0), ["sm_75", "compute_80"], ""),
-        ("NVIDIA L40S", (8, 9), CUDA_13, ""),
+        ((7, 0), CUDA_13, "sm_70, .*; torch 2.11 to 2.14 built for CUDA 12.6 has code for sm_50"),
+        ((9, 0), ["sm_75", "sm_80"], "sm_90, .*; install a newer torch, or one built for a newer"),
+        ((9, 0), ["sm_75", "compute_80"], ""),
+        ((8, 9), CUDA_13, ""),
     ],
 )
 def test_a_gpu_that_the_build_has_no_code_for_is_refused_with_a_build_that_has(
-    name, gpu, built, said, monkeypatch
+    gpu, built, said, monkeypatch
 ):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     if not said:
         check_architecture(torch.device("cuda", 0))
         return
-    with pytest.raises(
-        ConfigError, match=f"^{name} {said}.*; or train on the CPU with --run.device cpu$"
-    ):
+    fix = "; or train on the CPU with --run.device cpu"
+    with pytest.raises(ConfigError, match=f"^Some GPU is {said}.*{fix}$"):
         check_architecture(torch.device("cuda", 0))
 
 
@@ -213,20 +178,9 @@ def test_a_gpu_that_the_build_has_no_code_for_is_refused_with_a_build_that_has(
 @pytest.mark.parametrize(
     ("cc", "found", "headers", "said"),
     [
-        (
-            "",
-            [],
-            True,
-            "needs a C compiler for Triton (gcc or clang, or the one that CC names); install it, "
-            "or use",
-        ),
+        ("", [], True, "needs a C compiler for Triton (gcc or clang, or the one that CC names); "),
         ("", ["clang"], True, ""),
-        (
-            "mycc",
-            ["gcc"],
-            True,
-            "needs a C compiler for Triton (mycc, or the one that CC names); install it",
-        ),
+        ("mycc", ["gcc"], True, "needs a C compiler for Triton (mycc, or the one that CC names); "),
         ("", ["gcc"], False, "/Python.h for Triton (Debian: python3-dev); install it, or use"),
     ],
 )
@@ -246,89 +200,3 @@ def test_inductor_on_a_gpu_needs_what_triton_compiles_with(
     with pytest.raises(ConfigError) as error:
         check_compile(CompileConfig(blocks=True), "single", 1, world)
     assert said in str(error.value)
-
-
-# ---- NUMA ----
-
-
-@pytest.fixture
-def two_nodes(tmp_path, monkeypatch):
-    """The root of a machine with CPUs 0-3 and 4-7 on two nodes, and a GPU on each; all CPUs are
-    allowed.
-    """
-    for number, (cpus, bus) in enumerate((("0-3", 1), ("4-5,6,7", 0x41))):
-        node = tmp_path / f"sys/devices/system/node/node{number}"
-        gpu = tmp_path / f"sys/bus/pci/devices/0000:{bus:02x}:00.0"
-        node.mkdir(parents=True)
-        gpu.mkdir(parents=True)
-        (node / "cpulist").write_text(f"{cpus}\n")
-        (gpu / "numa_node").write_text(f"{number}\n")
-    (tmp_path / "sys/devices/system/node/possible").write_text("0-1")
-    gpus = [SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in (1, 0x41)]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    numactl = tmp_path / "bin/numactl"
-    numactl.parent.mkdir()
-    numactl.write_text('#!/bin/sh\n[ "$1" = --physcpubind=0 ] && exec true\n')
-    numactl.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{numactl.parent}:{os.environ['PATH']}")
-    return tmp_path
-
-
-def test_ranks_are_bound_where_each_has_a_cpu_on_its_gpus_node(two_nodes):
-    assert local_gpus.has_nodes(two_nodes)
-    assert local_gpus.cpus_of(1, two_nodes) == {4, 5, 6, 7}
-    assert local_gpus.why_unbound(2, 2, two_nodes) == ""
-
-
-@pytest.mark.bad_input("ranks that can't be bound to the CPUs of their GPUs' NUMA nodes")
-def test_ranks_are_not_bound_where_the_cpuset_has_no_cpu_of_their_gpus_node(two_nodes, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    why = "1 ranks have their GPU on node 1, of whose CPUs this process may use 0"
-    assert local_gpus.why_unbound(2, 2, two_nodes) == why
-    assert local_gpus.why_unbound(1, 2, two_nodes) == "", "the first GPU's node has some"
-
-
-def test_ranks_are_not_bound_where_torchrun_would_fail(two_nodes, monkeypatch):
-    assert local_gpus.why_unbound(3, 2, two_nodes) == "there are 2 GPUs for 3 ranks"
-    (two_nodes / "bin/numactl").write_text(
-        "#!/bin/sh\necho sched_setaffinity: Operation not permitted >&2; exit 1\n"
-    )
-    assert (
-        local_gpus.why_unbound(2, 2, two_nodes)
-        == "numactl fails: sched_setaffinity: Operation not permitted"
-    )
-    (two_nodes / "sys/bus/pci/devices/0000:41:00.0/numa_node").unlink()
-    assert local_gpus.why_unbound(2, 2, two_nodes).startswith("/sys does not show the nodes (")
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert local_gpus.why_unbound(2, 2, two_nodes) == "numactl is not installed"
-
-
-def asked(capsys, *words):
-    assert local_gpus.exit_status(local_gpus.ask, words) in (0, 64)
-    return capsys.readouterr()
-
-
-def test_the_launchers_get_the_number_of_gpus_and_the_option_or_why_not(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(local_gpus, "has_nodes", lambda: True)
-    monkeypatch.setattr(
-        local_gpus, "why_unbound", lambda ranks, gpus: "" if ranks == gpus else "a reason"
-    )
-    assert asked(capsys).out == "2 --numa-binding=node\n"
-    monkeypatch.setenv("NPROC_PER_NODE", "1")
-    said = asked(capsys)
-    assert said.out == "2 \n"
-    assert said.err == "numa   ranks are not bound to the CPUs near their GPUs: a reason\n"
-    assert asked(capsys, "--run.device", "cpu", "-h").out == "0 \n"
-    monkeypatch.setattr(local_gpus, "has_nodes", lambda: False)
-    assert asked(capsys).out == "2 \n"
-
-
-def test_the_launchers_refuse_gpus_that_torch_cannot_use_once(root, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(local_gpus, "check_gpus_are_used", lambda: check_gpus_are_used(root))
-    assert asked(capsys).err.startswith(
-        "error: run.device=auto: this machine has 2 NVIDIA GPUs, and their driver 570"
-    )
-    assert asked(capsys, "--run.device", "cpu").out == "0 \n"

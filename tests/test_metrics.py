@@ -38,13 +38,6 @@ RANK_0 = {"eval/loss", *(f"train/{name}" for name in TRAIN.split())}
 RANK_0 |= {f"amp/{name}" for name in AMP.split()}
 
 
-class Worded(Tiny):
-    """Has tokens: eight per sample."""
-
-    def tokens(self, batch):
-        return batch["x"].numel()
-
-
 def recorded_steps(run, steps):
     reports = take_steps(run, steps)
     for report in reports:
@@ -55,7 +48,9 @@ def recorded_steps(run, steps):
 def logged(world, folder):
     words = ["--run.dir", folder, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2]
     words += ["--eval.every", 3, "--metrics.log_every", 3]
-    run = make_run(world, Worded(uneven=True, samples=128), *words)
+    task = Tiny(uneven=True, samples=128)
+    task.tokens = lambda batch: batch["x"].numel()
+    run = make_run(world, task, *words)
     run.metrics.open(run.folder, 0, "")
     reports = []
     for _ in range(2):

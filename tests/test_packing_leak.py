@@ -1,17 +1,17 @@
-"""Packed documents see nothing of one another, packed equals unpacked, and a model that leaks is
-caught by name.
-"""
+"""Packed documents see nothing of one another, packed equals unpacked, and a leak is named."""
+
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import on_ranks
+from test_bad_inputs import message_of
 from test_packing import Documents
 from tiny import make_run, take_steps
 from torch import nn
 
 from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.packing import Packing
 from dist_amp.supervise.callbacks import train_metrics
@@ -38,10 +38,8 @@ class Packed:
         return batch["counted"]
 
     def loss_sum(self, model, batch):
-        logits = self.logits(model, batch)[:, :-1].float()
-        return F.cross_entropy(
-            logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
-        )
+        logits = self.logits(model, batch)[:, :-1].float().flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
 
 
 class OfTheGPT(Packed):
@@ -54,131 +52,102 @@ class OfTheGPT(Packed):
 
 
 class OfLlama(Packed):
-    """transformers' Llama, called as `inputs` says."""
+    """transformers' Llama, called with `inputs` as well; ones: with an attention mask of ones."""
 
-    def __init__(self, attention="sdpa", **inputs):
-        self.attention, self.inputs = attention, inputs
+    def __init__(self, attention="sdpa", ones=False, **inputs):
+        self.attention, self.ones, self.inputs = attention, ones, inputs
 
     def build_model(self):
         transformers = pytest.importorskip("transformers")
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**LLAMA, attn_implementation=self.attention)
-        )
+        config = transformers.LlamaConfig(**LLAMA, attn_implementation=self.attention)
+        return transformers.LlamaForCausalLM(config)
 
     def logits(self, model, batch):
-        inputs = {
-            name: value(batch) if callable(value) else value for name, value in self.inputs.items()
-        }
-        return model(
-            input_ids=batch["input_ids"], position_ids=batch["position_ids"], **inputs
-        ).logits
-
-
-class Mixing(nn.Module):
-    """An embedding, a layer between tokens, a head; no attention."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.embedding, self.layer, self.head = (
-            nn.Embedding(VOCABULARY, 16),
-            layer,
-            nn.Linear(16, VOCABULARY),
-        )
-
-    def forward(self, ids):
-        return self.head(
-            self.layer(self.embedding(ids).transpose(1, 2))[..., : ids.shape[1]].transpose(1, 2)
-        )
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+        if self.ones:
+            inputs["attention_mask"] = torch.ones_like(batch["input_ids"])
+        return model(**inputs, **self.inputs).logits
 
 
 class OfALayer(Packed):
-    def __init__(self, make_layer):
-        self.make_layer = make_layer
+    """An embedding or one-hot tokens, a layer between them, a head; no attention."""
+
+    def __init__(self, layer, embedding=nn.Embedding):
+        super().__init__()
+        self.layer, self.embedding = layer, embedding
 
     def build_model(self):
-        return Mixing(self.make_layer())
+        return nn.ModuleDict(
+            {
+                "embedding": self.embedding(VOCABULARY, 16),
+                "layer": self.layer(),
+                "head": nn.Linear(16, VOCABULARY),
+            }
+        )
 
     def logits(self, model, batch):
-        return model(batch["input_ids"])
+        ids = batch["input_ids"]
+        if self.embedding is nn.Linear:
+            ids = F.one_hot(ids, VOCABULARY).float()
+        x = model["layer"](model["embedding"](ids).transpose(1, 2))[..., : ids.shape[1]]
+        return model["head"](x.transpose(1, 2))
+
+
+GPT, CHUNKED, SDPA = OfTheGPT(), OfTheGPT(loss_chunk=8), OfLlama(use_cache=False)
+NAMES = ["gpt", "gpt_in_chunks", "llama", "llama_eager"]
 
 
 def reference_of(task):
     return Reference(load_config([], environ={}), torch.device("cpu"), task)
 
 
-def findings_of(task):
-    return inspect_task(reference_of(task))
-
-
-def leak_of(task):
-    (text,) = [finding.text for finding in findings_of(task) if finding.fails]
-    return text
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        pytest.param(OfTheGPT(), id="gpt"),
-        pytest.param(OfTheGPT(loss_chunk=8), id="gpt_in_chunks"),
-        pytest.param(OfLlama(use_cache=False), id="llama"),
-        pytest.param(OfLlama("eager", use_cache=False), id="llama_eager"),
-    ],
-)
+@pytest.mark.parametrize("task", [GPT, CHUNKED, SDPA, OfLlama("eager", use_cache=False)], ids=NAMES)
 def test_a_documents_loss_has_no_gradient_with_respect_to_another_documents_embeddings(task):
-    findings = findings_of(task)
+    findings = inspect_task(reference_of(task))
     assert not [finding.text for finding in findings if finding.fails]
-    assert any(
-        "no cross-document attention in packed rows: 8 rows, gradient exactly 0" in finding.text
-        for finding in findings
-    )
+    said = "no cross-document attention in packed rows: 8 rows, gradient exactly 0"
+    assert any(said in finding.text for finding in findings)
+
+
+LLAMAS = "model.layers.0.self_attn (LlamaAttention)"
 
 
 @pytest.mark.bad_input("a task whose packed documents leak through a cache, in `verify`")
-def test_a_leak_through_a_cache_at_its_default_is_named():
-    text = leak_of(OfLlama())
-    assert text.startswith("packed documents leak in model.layers.0.self_attn (LlamaAttention): ")
-    assert "use_cache at its default, true" in text
-    assert "call it with use_cache=False" in text
-
-
 @pytest.mark.bad_input("the same through an attention mask of ones")
-def test_a_leak_through_an_attention_mask_of_ones_is_named():
-    text = leak_of(
-        OfLlama(use_cache=False, attention_mask=lambda batch: torch.ones_like(batch["input_ids"]))
-    )
-    assert text.startswith("packed documents leak in model.layers.0.self_attn (LlamaAttention): ")
-    assert "an attention_mask of ones" in text
-    assert "leave attention_mask out" in text
-
-
 @pytest.mark.bad_input("the same through batch norm or a convolution")
 @pytest.mark.parametrize(
-    ("make_layer", "where"),
+    ("task", "where", "cause"),
     [
-        pytest.param(lambda: nn.BatchNorm1d(16), "layer (BatchNorm1d)", id="batch_norm"),
-        pytest.param(lambda: nn.Conv1d(16, 16, 4, padding=3), "layer (Conv1d)", id="convolution"),
+        (OfLlama(), LLAMAS, "use_cache at its default, true.* call it with use_cache=False"),
+        (
+            OfLlama(use_cache=False, ones=True),
+            LLAMAS,
+            "an attention_mask of ones.* leave attention_mask out",
+        ),
+        (
+            OfALayer(lambda: nn.BatchNorm1d(16)),
+            "layer (BatchNorm1d)",
+            "without regard to position_ids",
+        ),
+        (
+            OfALayer(lambda: nn.Conv1d(16, 16, 4, padding=3)),
+            "layer (Conv1d)",
+            "without regard to position_ids",
+        ),
     ],
+    ids=["cache", "ones", "batch_norm", "convolution"],
 )
-def test_a_layer_that_mixes_documents_is_named(make_layer, where):
-    text = leak_of(OfALayer(make_layer))
+def test_a_leak_is_named_with_the_module_it_begins_in_and_its_fix(task, where, cause):
+    (text,) = [finding.text for finding in inspect_task(reference_of(task)) if finding.fails]
     assert text.startswith(f"packed documents leak in {where}: ")
-    assert "without regard to position_ids" in text
+    assert re.search(cause, text)
 
 
 @pytest.mark.bad_input("a packed task in which `verify` finds no embedding of input_ids")
 def test_a_model_without_an_embedding_of_the_tokens_is_not_passed_in_silence():
-    class OneHot(nn.Sequential):
-        def forward(self, ids):
-            return super().forward(F.one_hot(ids, VOCABULARY).float())
-
-    class Task(OfALayer):
-        def build_model(self):
-            return OneHot(nn.Linear(VOCABULARY, VOCABULARY))
-
-    assert any(
-        "not checked for leaks: no nn.Embedding" in finding.text
-        for finding in findings_of(Task(None))
-    )
+    (finding,) = leaks(reference_of(OfALayer(nn.Identity, embedding=nn.Linear)), rows=8)
+    assert "not checked for leaks: no nn.Embedding" in finding.text
+    assert not finding.fails
 
 
 def test_rows_with_a_second_document_are_looked_for_and_if_there_are_none_a_line_says_so():
@@ -212,21 +181,12 @@ def gradients_and_loss(task, batches):
     return torch.stack(losses).sum(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        pytest.param(OfTheGPT(), id="gpt"),
-        pytest.param(OfTheGPT(loss_chunk=8), id="gpt_in_chunks"),
-        pytest.param(OfLlama(use_cache=False), id="llama"),
-    ],
-)
+@pytest.mark.parametrize("task", [GPT, CHUNKED, SDPA], ids=NAMES[:3])
 def test_packed_documents_have_the_loss_and_the_gradients_of_each_alone(task):
     documents = Documents.random(40, 2, 24, VOCABULARY)
-    packed = task.packing.rows(documents, "train")
-    together = [task.collate([packed[index] for index in range(len(packed))])]
-    single = Packing(24, "best_fit", "split")
+    together = [task.collate(list(task.packing.rows(documents, "train")))]
     alone = [
-        single.collate([{**one, "position_ids": torch.arange(len(one["input_ids"]))}])
+        task.collate([{**one, "position_ids": torch.arange(len(one["input_ids"]))}])
         for one in documents
     ]
     loss, gradients = gradients_and_loss(task, together)
@@ -238,51 +198,25 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_each_alone(task):
     # tokens; the terms of a loss are positive. Each term went through some 10 products of 32 to 256
     # terms, whose own roundings differ with the kernel's blocking: another sqrt(10 * 256) u. Twice
     # their sum, since either side has it.
-    u = 2.0**-24
-    bound = 2 * u * (tokens**0.5 + (10 * 256) ** 0.5)
+    bound = 2 * 2.0**-24 * (tokens**0.5 + (10 * 256) ** 0.5)
     assert abs(loss - expected) <= bound * expected
     for name, gradient in gradients.items():
         # A gradient's terms have both signs; their size is that of the largest token's, so n of
         # them in place of one.
-        assert (gradient - each[name]).abs().max() <= bound * tokens**0.5 * each[
-            name
-        ].abs().max(), name
-
-
-def test_a_packed_document_that_is_changed_changes_no_other_documents_logits():
-    task = OfTheGPT()
-    model, batch = task.build_model(), task.collate([task.build_dataset("train")[0]])
-    positions = batch["position_ids"][:, :-1]
-    second = (positions == 0).cumsum(1)[0] > 1
-    ids = batch["input_ids"][:, :-1]
-    changed = torch.where(second, ids, ids ^ 1)
-    a, b = (model(tokens, positions=positions) for tokens in (ids, changed))
-    assert torch.equal(a[0, second], b[0, second])
-    assert not torch.equal(a[0, ~second], b[0, ~second])
+        largest = each[name].abs().max()
+        assert (gradient - each[name]).abs().max() <= bound * tokens**0.5 * largest, name
 
 
 def test_positions_of_one_document_are_the_models_own():
-    model = OfTheGPT().build_model()
+    model = GPT.build_model()
     ids = torch.randint(VOCABULARY, (2, 23), generator=torch.Generator().manual_seed(0))
     # The same sums: the mask only turns the causal kernel into one with a mask, which rounds in
     # another order.
-    torch.testing.assert_close(
-        model(ids), model(ids, positions=torch.arange(23).expand(2, -1)), rtol=1e-5, atol=1e-6
-    )
+    positions = torch.arange(23).expand(2, -1)
+    torch.testing.assert_close(model(ids), model(ids, positions=positions), rtol=1e-5, atol=1e-6)
 
 
 # Hugging Face's task.
-
-
-def write_model(folder, model):
-    from tiny_hf import chats, make_model, make_tokenizer, write_rows
-
-    make_model(folder, model)
-    make_tokenizer(folder)
-    write_rows(
-        folder / "rows.jsonl", [{"text": row["messages"][1]["content"]} for row in chats(200)]
-    )
-    return folder
 
 
 def packed_run(world, folder, words=""):
@@ -292,6 +226,16 @@ def packed_run(world, folder, words=""):
         f"--run.dir {folder}/run --train.steps 4 --train.micro_batch_size 2 {words}"
     )
     return make_run(world, None, *words.split())
+
+
+def write_model(folder, model):
+    from tiny_hf import chats, make_model, make_tokenizer, write_rows
+
+    make_model(folder, model)
+    make_tokenizer(folder)
+    rows = [{"text": row["messages"][1]["content"]} for row in chats(200)]
+    write_rows(folder / "rows.jsonl", rows)
+    return folder
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "mixtral"])
@@ -307,16 +251,14 @@ def test_a_model_that_leaks_is_refused_at_the_first_log_step(tmp_path, monkeypat
     import tiny_hf
     from transformers import AutoModelForCausalLM, MambaConfig
 
-    config = MambaConfig(
-        vocab_size=tiny_hf.VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    config = MambaConfig(vocab_size=tiny_hf.VOCABULARY, **sizes)
     monkeypatch.setitem(tiny_hf.MODELS, "mamba", (AutoModelForCausalLM, config))
     run = packed_run(World(), write_model(tmp_path, "mamba"))
     (report,) = take_steps(run, 1)
-    with pytest.raises(
-        ConfigError, match=r"data.pack=best_fit needs a model that separates .* use data.pack=off$"
-    ):
-        run.task.train_metrics(run, report)
+    said = message_of(64, run.task.train_metrics, run, report)
+    assert said.startswith("data.pack=best_fit needs a model that separates ")
+    assert said.endswith(" use data.pack=off")
 
 
 def apart_when_sharded(world, folder):
@@ -335,7 +277,6 @@ def test_sharded_models_are_checked_too_and_train_on(tmp_path):
 
 @pytest.mark.bad_input("`task.args.length` above the model's max_position_embeddings")
 def test_rows_longer_than_the_models_positions_are_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"task.args.length=4096 is more than the model's 2048 positions"
-    ):
-        packed_run(World(), write_model(tmp_path, "llama"), "--task.args.length 4096")
+    write_model(tmp_path, "llama")
+    said = message_of(64, packed_run, World(), tmp_path, words="--task.args.length 4096")
+    assert said.startswith("task.args.length=4096 is more than the model's 2048 positions")

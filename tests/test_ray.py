@@ -9,14 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
+from forked import ROOT, TESTS
 
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
-SLOW = ["--task.target", "tiny:Slow", "--train.steps", "100", "--train.micro_batch_size", "2",
-        "--metrics.log_every", "1", "--checkpoint.every", "20", "--checkpoint.keep", "9"]  # fmt: skip
+SLOW = """
+    --task.target tiny:Slow --train.steps 100 --train.micro_batch_size 2 --metrics.log_every 1
+    --checkpoint.every 20 --checkpoint.keep 9
+""".split()
 
 pytestmark = pytest.mark.slow
 
@@ -25,26 +25,15 @@ pytestmark = pytest.mark.slow
 def start(tmp_path):
     """start("--section.key", "value", ...): launch/ray_train.py in an empty folder, as a process."""
     home = tempfile.mkdtemp(prefix="ray")  # short: Ray keeps sockets in it
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": home, "RAY_TMPDIR": home}
+    environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = []
 
-    def started(*words, path=()):
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, ROOT / "launch/ray_train.py", *map(str, words)],
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": ":".join(map(str, [*path, ROOT, TESTS])),
-                    "OMP_NUM_THREADS": "1",
-                    "HOME": home,
-                    "RAY_TMPDIR": home,
-                    "RAY_USAGE_STATS_ENABLED": "0",
-                },
-            )
-        )
+    def started(*words, path=""):
+        environ["PYTHONPATH"] = f"{path}:{ROOT}:{TESTS}"
+        command = [sys.executable, ROOT / "launch/ray_train.py", *map(str, words)]
+        processes.append(subprocess.Popen(command, cwd=tmp_path, env=environ, **output))
         return processes[-1]
 
     yield started
@@ -54,32 +43,32 @@ def start(tmp_path):
     shutil.rmtree(home, ignore_errors=True)
 
 
+def finished(process):
+    """(exit status, what it said)."""
+    said, _ = process.communicate(timeout=600)
+    return process.returncode, said
+
+
 @pytest.fixture
 def with_ray():
     pytest.importorskip("ray", reason="needs Ray: bash tests/engines.sh installs it")
 
 
-TIMES = ("goodput", "wall_seconds", "spent_seconds")
+# What may differ: places and speed.
+OTHERWISE = {"ranks", "items_per_second", "resumed_from_step"}
+OTHERWISE |= {"goodput", "wall_seconds", "spent_seconds"}
 
 
 def outcome(folder):
-    """What must be the same: the summary but for places and speed, what was logged, every byte of
-    the checkpoint.
-    """
+    """What must be the same: summary, losses and norms, every byte of the checkpoint."""
     summary = json.loads((folder / "summary.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [row for row in rows if "train/loss" in row]
     shards = sorted((folder / "checkpoints/step_00000100").glob("*.distcp"))
     assert len(shards) == 2
     return (
-        {
-            key: summary[key]
-            for key in summary.keys() - {"ranks", "items_per_second", "resumed_from_step", *TIMES}
-        },
-        {
-            row["step"]: (row["train/loss"], row["train/grad_norm"])
-            for row in rows
-            if "train/loss" in row
-        },
+        {key: summary[key] for key in summary.keys() - OTHERWISE},
+        {row["step"]: (row["train/loss"], row["train/grad_norm"]) for row in logged},
         {shard.name: shard.read_bytes() for shard in shards},
     )
 
@@ -90,15 +79,11 @@ def test_a_ray_run_ends_as_a_torchrun_one_bit_for_bit_also_when_a_worker_is_kill
 ):
     assert launch(2, *SLOW, "--run.dir", "by_torchrun").returncode == 0
     expected = outcome(tmp_path / "by_torchrun")
-    assert (expected[0]["stopped_by"], expected[0]["steps"], len(expected[1])) == (
-        "completed",
-        100,
-        100,
-    )
+    assert (expected[0]["stopped_by"], expected[0]["steps"]) == ("completed", 100)
+    assert len(expected[1]) == 100
 
-    undisturbed = start(*SLOW, "--run.dir", "by_ray")
-    said, _ = undisturbed.communicate(timeout=600)
-    assert undisturbed.returncode == 0, said
+    status, said = finished(start(*SLOW, "--run.dir", "by_ray"))
+    assert status == 0, said
     assert outcome(tmp_path / "by_ray") == expected
     assert said.count("done: 100 steps (100 applied, 0 skipped)") == 1, "each line is said once"
 
@@ -110,24 +95,16 @@ def test_a_ray_run_ends_as_a_torchrun_one_bit_for_bit_also_when_a_worker_is_kill
         time.sleep(0.02)
     rank_0 = int((tmp_path / "killed/.lock").read_text().split()[1])  # "process 123 on host"
     os.kill(rank_0, signal.SIGKILL)
-    said, _ = killed.communicate(timeout=600)
-    assert killed.returncode == 0, said
+    status, said = finished(killed)
+    assert status == 0, said
     assert json.loads((tmp_path / "killed/summary.json").read_text())["resumed_from_step"] >= 40
     assert outcome(tmp_path / "killed") == expected
 
 
 def test_a_failure_of_the_ranks_is_rays_too(with_ray, start, tmp_path):
-    failed = start(
-        *SLOW,
-        "--task.target",
-        "tiny:AlwaysNan",
-        "--train.max_skips_in_a_row",
-        3,
-        "--run.dir",
-        "run",
-    )
-    said, _ = failed.communicate(timeout=600)
-    assert failed.returncode == 1, said
+    words = "--task.target tiny:AlwaysNan --train.max_skips_in_a_row 3 --run.dir run".split()
+    status, said = finished(start(*SLOW, *words))
+    assert status == 1, said
     assert "error: 3 steps in a row were not finite and were skipped" in said
     assert "dist_amp.train ended with status 70; it says why above, and in the run's folder" in said
     assert json.loads((tmp_path / "run/summary.json").read_text())["exit_code"] == 70
@@ -136,26 +113,19 @@ def test_a_failure_of_the_ranks_is_rays_too(with_ray, start, tmp_path):
 @pytest.mark.bad_input("Ray is missing, or has no room for the number of workers")
 @pytest.mark.parametrize("workers", [0, 1_000_000])
 def test_a_number_of_workers_that_the_cluster_cannot_hold_is_refused(with_ray, start, workers):
-    refused = start("--workers", workers, *SLOW)
-    said, _ = refused.communicate(timeout=300)
-    assert refused.returncode == 1
+    status, said = finished(start("--workers", workers, *SLOW))
     told = rf"error: --workers={workers} must be between 1 and \d+, the [CG]PUs of Ray's cluster"
     assert re.fullmatch(told, said.splitlines()[-1])
+    assert status == 1
 
 
 def test_a_setting_that_is_wrong_is_told_before_ray_starts_anything(with_ray, start):
-    refused = start("--train.stps", 3)
-    said, _ = refused.communicate(timeout=300)
-    assert refused.returncode == 1
-    assert said == "error: unknown key train.stps on the command line; did you mean train.steps?\n"
+    said = "error: unknown key train.stps on the command line; did you mean train.steps?\n"
+    assert finished(start("--train.stps", 3)) == (1, said)
 
 
 def test_without_ray_it_says_how_to_get_it(start, tmp_path):
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")")
-    refused = start(*SLOW, path=[tmp_path])
-    said, _ = refused.communicate(timeout=300)
-    assert refused.returncode == 1
-    assert said == (
-        "error: No module named 'ray'; pip install -c launch/constraints.txt -e '.[ray]' brings "
-        "Ray Train\n"
-    )
+    fix = "pip install -c launch/constraints.txt -e '.[ray]' brings Ray Train"
+    said = f"error: No module named 'ray'; {fix}\n"
+    assert finished(start(*SLOW, path=tmp_path)) == (1, said)

@@ -40,16 +40,6 @@ PartitionName=main Nodes=n1,n2 Default=YES
 """
 
 
-def lacking():
-    """What there is not; "" if a Slurm can be started here."""
-    if os.geteuid() != 0:
-        return "slurmd takes root"
-    missing = [
-        name for name in ("munged", "slurmctld", "slurmd", "sbatch", "ip") if not shutil.which(name)
-    ]
-    return f"{missing[0]} is not there; bash tests/engines.sh installs it" if missing else ""
-
-
 # ---- what becomes of a job, by its summary; commands of Slurm's are stand-ins ----
 
 
@@ -57,52 +47,43 @@ def submit_to_stand_ins(folder, summary, requeue="true", **environ):
     """(status, lines) of a job whose run leaves such a summary behind."""
     run = folder / "run"
     show = "echo '   NodeAddr=10.213.0.1 NodeHostName=n1'"
+    leave = f"echo '{json.dumps(summary, indent=2)}' >{run}/summary.json"
     scripts = {
-        "srun": f"sleep 0.1; echo '{json.dumps(summary, indent=2)}' >{run}/summary.json; env; exit 1",
+        "srun": f"sleep 0.1; {leave}; env; exit 1",
         "scontrol": f'if [ "$1" = requeue ]; then echo requeue; {requeue}; else {show}; fi',
     }
-    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1", "RUN_DIR": str(run)}
-    done = subprocess.run(
-        ["/bin/bash", ROOT / "launch/slurm.sbatch"],
-        env={"PATH": stand_ins(folder, **scripts), **slurm, **environ},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-    )
+    environ |= {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1", "RUN_DIR": str(run)}
+    environ["PATH"] = stand_ins(folder, **scripts)
+    command = ["/bin/bash", ROOT / "launch/slurm.sbatch"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, done.stdout.splitlines()
 
 
-SAVED = {"exit_code": 75, "steps": 20, "resumed_from_step": 10}
-
-
-@pytest.mark.parametrize("before", [10, 0, None])
-def test_a_job_that_was_saved_after_some_steps_is_queued_again_and_then_says_so(tmp_path, before):
-    status, lines = submit_to_stand_ins(tmp_path, SAVED | {"resumed_from_step": before})
-    assert (status, lines[-2:]) == (
-        0,
-        ["requeue", "job 42 was stopped and saved; it is queued again"],
-    )
+QUEUED = "job 42 was stopped and saved; it is queued again"
+TOO_SHORT = "job 42 was stopped before its first step and is not queued again; give it more --time"
+REFUSED = "job 42 was stopped and saved, but not queued again; go on with RUN_DIR={run} sbatch ..."
 
 
 @pytest.mark.parametrize(
-    "steps", [{"steps": 0, "resumed_from_step": None}, {"resumed_from_step": 20}]
+    ("steps", "before", "requeue", "status", "told"),
+    [
+        (20, 10, "true", 0, QUEUED),
+        (20, None, "true", 0, QUEUED),
+        (0, None, "true", 1, TOO_SHORT),  # else it would be queued for ever
+        (20, 20, "true", 1, TOO_SHORT),
+        (20, 10, "false", 1, REFUSED),  # as a cluster may be set
+    ],
 )
-def test_a_job_that_took_no_step_is_not_queued_again_for_ever(tmp_path, steps):
-    status, lines = submit_to_stand_ins(tmp_path, SAVED | steps)
-    told = "job 42 was stopped before its first step and is not queued again; give it more --time"
-    assert (status, lines[-1], "requeue" in lines) == (1, told, False)
-
-
-def test_a_cluster_that_does_not_queue_again_is_told_of_with_the_folder_to_go_on_in(tmp_path):
-    status, lines = submit_to_stand_ins(tmp_path, SAVED, requeue="false")
-    told = f"job 42 was stopped and saved, but not queued again; go on with RUN_DIR={tmp_path / 'run'} sbatch ..."
-    assert (status, lines[-2:]) == (1, ["requeue", told])
-
-
-def test_a_job_does_not_take_its_number_of_nodes_from_the_shell_and_has_most_of_the_warning_to_save_in(
-    tmp_path,
+def test_a_job_that_was_saved_after_some_steps_is_queued_again(
+    tmp_path, steps, before, requeue, status, told
 ):
+    summary = {"exit_code": 75, "steps": steps, "resumed_from_step": before}
+    found, lines = submit_to_stand_ins(tmp_path, summary, requeue)
+    assert (found, lines[-1]) == (status, told.format(run=tmp_path / "run"))
+    assert ("requeue" in lines) == (told != TOO_SHORT)
+
+
+def test_a_job_has_its_own_number_of_nodes_and_most_of_the_warning_to_save_in(tmp_path):
     _, lines = submit_to_stand_ins(tmp_path, {"exit_code": 1}, NNODES="4", NODE_RANK="3")
     assert not [line for line in lines if line.startswith(("NNODES=", "NODE_RANK="))]
     assert {"MASTER_ADDR=10.213.0.1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280"} <= set(lines)
@@ -120,83 +101,52 @@ def free_ports(count):
 
 
 class Slurm:
-    """A cluster of two nodes with another number of cores each, of which no file is outside
-    `folder`.
-    """
+    """A cluster of two nodes with other numbers of cores; all its files are in `folder`."""
 
     def __init__(self, folder: Path):
-        self.folder, self.daemons = folder, []
+        self.folder = folder
+        self.daemons = []
         self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def open(self):
-        folder, words = (
-            self.folder,
-            {"host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))},
-        )
+        folder = self.folder
+        words = {"host": socket.gethostname(), "cores": len(os.sched_getaffinity(0))}
+        config = CONFIG.format(folder=folder, ports=free_ports(3), **words)
         (folder / "state").mkdir()
-        (folder / "slurm.conf").write_text(
-            CONFIG.format(folder=folder, ports=free_ports(3), **words)
-        )
+        (folder / "slurm.conf").write_text(config)
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        files = {
-            "key-file": "key",
-            "socket": "socket",
-            "pid-file": "pid",
-            "log-file": "log",
-            "seed-file": "seed",
-        }
-        self.daemon(
-            "munged",
-            "--force",
-            "--foreground",
-            *(f"--{k}={folder}/munge.{v}" for k, v in files.items()),
-        )
+        munge = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
+        munge.append(f"--socket={folder}/munge.socket")
+        self.daemon("munged", "--force", "--foreground", *munge)
         wait_for((folder / "munge.socket").exists)
         self.daemon("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self.daemon("slurmd", "-D", "-N", node)
-        wait_for(
-            lambda: self.ask("sinfo", "--noheader", "--format=%T %D", check=False) == "idle 2\n"
-        )
+        ask = ("sinfo", "--noheader", "--format=%T %D")
+        wait_for(lambda: self.ask(*ask, check=False) == "idle 2\n")
 
     def daemon(self, *command):
         log = (self.folder / "daemons.log").open("a")
         self.daemons.append(subprocess.Popen(command, env=self.environ, stdout=log, stderr=log))
 
     def ask(self, *command, check=True, **environ):
-        done = subprocess.run(
-            command, env={**self.environ, **environ}, capture_output=True, text=True, check=check
-        )
-        return done.stdout
+        options = {"capture_output": True, "text": True, "check": check}
+        return subprocess.run(command, env={**self.environ, **environ}, **options).stdout
 
     def submit(self, run, words):
         """The number of a job, whose log is RUN.log."""
         options = [f"--chdir={ROOT}", f"--output={run}.log", "--gpus-per-node=0", "--time=10"]
         settings = as_options({key: value for key, value in words.items() if key != "run.dir"})
-        environ = {
-            "PATH": ACTIVATED,
-            "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
-            "RUN_DIR": str(run),
-            "NPROC_PER_NODE": "1",
-        }
-        environ |= {
-            "OMP_NUM_THREADS": "1",
-            "RDZV_TIMEOUT": "60",
-            "MASTER_PORT": str(free_ports(1)[0]),
-        }
-        return self.ask(
-            "sbatch", *options, str(ROOT / "launch/slurm.sbatch"), *settings, **environ
-        ).split()[-1]
+        environ = {"PATH": ACTIVATED, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "RUN_DIR": str(run)}
+        environ |= {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "RDZV_TIMEOUT": "60"}
+        environ["MASTER_PORT"] = str(free_ports(1)[0])
+        script = str(ROOT / "launch/slurm.sbatch")
+        return self.ask("sbatch", *options, script, *settings, **environ).split()[-1]
 
     def has(self, job):
         """What Slurm has of a job: {"JobState": "RUNNING", ...}."""
         return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", job)))
-
-    def start_now(self, job):
-        """Start what is queued again, for which Slurm takes two minutes."""
-        time.sleep(2)  # a node refuses a start that is made in the second in which it ended the job
-        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def story(self, log):
         """The ends of a job's log and of the daemons': what to read when it went wrong."""
@@ -231,11 +181,11 @@ def wait_for(there, seconds=600.0):
 
 @pytest.fixture(scope="module")
 def slurm():
-    if why := lacking():
-        pytest.skip(why)
-    with tempfile.TemporaryDirectory(
-        prefix="slurm"
-    ) as folder:  # a short path: it becomes that of sockets
+    programs = ("munged", "slurmctld", "slurmd", "sbatch", "ip")
+    missing = [name for name in programs if not shutil.which(name)]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"slurmd takes root; missing: {missing}; bash tests/engines.sh installs it")
+    with tempfile.TemporaryDirectory(prefix="slurm") as folder:  # a short path, as for sockets
         made = Slurm(Path(folder))
         try:
             made.open()
@@ -261,17 +211,17 @@ def affinities(job):
 def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(
     slurm, chaos, tmp_path
 ):
-    run, log = tmp_path / "run", tmp_path / "run.log"
+    run = tmp_path / "run"
+    log = tmp_path / "run.log"
     job = slurm.submit(run, chaos.words)
     wait_for(lambda: log.exists() and "step     60" in log.read_text())
     assert affinities(job) == [os.sched_getaffinity(0)] * 2
-    slurm.ask(
-        "scancel", "--signal=USR1", job
-    )  # as --signal does before the time limit: to srun's tasks
+    slurm.ask("scancel", "--signal=USR1", job)  # as --signal does before the limit: to srun's tasks
     wait_for(lambda: slurm.has(job)["JobState"] == "PENDING")
     assert "by SIGUSR1; go on with" in log.read_text()
     assert slurm.has(job)["Restarts"] == "1"
-    slurm.start_now(job)
+    time.sleep(2)  # a node refuses a start in the second in which it ended the job
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else in two minutes
     assert slurm.end(job) == "COMPLETED", slurm.story(log)
     assert "resumed from step" in log.read_text()
     assert differences(run, chaos.through()) == []

@@ -1,6 +1,4 @@
-"""Rows to files of tokens: what is written, an interrupted run that goes on, several processes, and
-bad inputs.
-"""
+"""Rows to files of tokens: what is written, interruptions, several processes, and bad inputs."""
 
 import json
 import os
@@ -17,13 +15,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from test_bad_inputs import message_of
 
 from dist_amp.commands import tokenize as command
-from dist_amp.errors import DataError, Failure
-from dist_amp.sources import tokenizing
+from dist_amp.errors import Failure
+from dist_amp.sources import conversations, tokens
 from dist_amp.sources.token_shards import IGNORE_INDEX, MANIFEST, TokenShards, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
-from dist_amp.sources.tokenizing import tokenize
+from dist_amp.sources.tokens import tokenize
 
 BYTES = open_tokenizer("bytes")
 FORK = get_context("fork")
@@ -31,10 +30,8 @@ FORK = get_context("fork")
 
 def texts(count=40):
     """Rows of texts of many lengths, of which some are empty."""
-    return [
-        {"text": "" if number % 7 == 3 else "é" * (number % 5) + str(number)}
-        for number in range(count)
-    ]
+    empty = {"text": ""}
+    return [empty if n % 7 == 3 else {"text": "é" * (n % 5) + str(n)} for n in range(count)]
 
 
 def pairs(count=40):
@@ -45,9 +42,13 @@ def pairs(count=40):
     ]
 
 
-def write(folder, rows, workers=0, shard_tokens=40, split="train", tokenizer=BYTES, say=print):
-    source = {split: datasets.Dataset.from_list(rows)}
+def write(folder, rows, workers=0, shard_tokens=40, tokenizer=BYTES, say=print):
+    source = {"train": datasets.Dataset.from_list(rows)}
     return tokenize(folder, source, tokenizer, "text", say, workers, shard_tokens)
+
+
+def opened(folder):
+    return TokenShards(folder, "train")
 
 
 def content(folder):
@@ -58,44 +59,42 @@ def content(folder):
 
 def encoded(row):
     """(ids, which of them count) of a row by the bytes tokenizer, as the tests say it."""
-    prompt, text = (
-        (row["prompt"], row["prompt"] + row["completion"]) if "prompt" in row else ("", row["text"])
-    )
-    ids = [*text.encode(), 0]
+    prompt = row.get("prompt", "")
+    ids = [*(prompt + row.get("completion", row.get("text", ""))).encode(), 0]
     return ids, [number >= max(len(prompt.encode()), 1) for number in range(len(ids))]
 
 
 @pytest.mark.parametrize("make", [texts, pairs])
 def test_documents_are_the_rows_with_something_to_learn_in_order(make, tmp_path):
-    split = write(tmp_path, make()).splits["train"]
-    documents = TokenShards(tmp_path, "train")
+    totals = write(tmp_path, make()).splits["train"].totals
+    documents = opened(tmp_path)
     expected = [(ids, counted) for ids, counted in map(encoded, make()) if any(counted)]
-    assert len(documents) == split.total("documents") == len(expected) < 41
-    assert split.total("tokens") == sum(len(ids) for ids, _ in expected)
-    assert split.total("counted") == sum(sum(counted) for _, counted in expected)
+    assert len(documents) == len(expected) < 41
+    assert totals == {
+        "documents": len(expected),
+        "tokens": sum(len(ids) for ids, _ in expected),
+        "counted": sum(sum(counted) for _, counted in expected),
+    }
     assert any("counted" in name for name in content(tmp_path)) == (make is pairs)
     assert len(documents.of.shards) > 3
     assert documents.lengths.tolist() == [len(ids) for ids, _ in expected]
     assert documents.firsts.tolist() == [counted.index(True) for _, counted in expected]
     for number in np.random.default_rng(0).permutation(len(documents)).tolist():
         ids, counted = expected[number]
+        labels = [one if here else IGNORE_INDEX for one, here in zip(ids, counted, strict=True)]
         sample = documents[number]
-        assert sample["input_ids"].tolist() == ids
-        assert sample["labels"].tolist() == [
-            one if here else IGNORE_INDEX for one, here in zip(ids, counted, strict=True)
-        ]
+        assert {name: value.tolist() for name, value in sample.items()} == {
+            "input_ids": ids,
+            "labels": labels,
+        }
         assert {value.dtype for value in sample.values()} == {torch.int64}
 
 
 def test_a_shard_ends_before_the_document_that_would_exceed_it_and_a_long_one_has_its_own(tmp_path):
     rows = [{"text": "a" * size} for size in (10, 27, 5, 99, 3, 3)]  # and one token more each
     shards = write(tmp_path, rows).splits["train"].shards
-    assert [(shard.end_row, shard.tokens) for shard in shards] == [
-        (2, 39),
-        (3, 6),
-        (4, 100),
-        (6, 8),
-    ]
+    ends = [(shard.end_row, shard.tokens) for shard in shards]
+    assert ends == [(2, 39), (3, 6), (4, 100), (6, 8)]
 
 
 @pytest.mark.parametrize(
@@ -104,19 +103,33 @@ def test_a_shard_ends_before_the_document_that_would_exceed_it_and_a_long_one_ha
 def test_ids_take_as_many_bytes_as_the_vocabulary_needs(size, dtype, tmp_path):
     largest = replace(BYTES, vocabulary=size, encode=lambda text: [size - 1, 1], end=None)
     assert write(tmp_path, texts(), tokenizer=largest).dtype.name == dtype
-    assert TokenShards(tmp_path, "train")[3]["input_ids"].tolist() == [size - 1, 1]
+    assert opened(tmp_path)[3]["input_ids"].tolist() == [size - 1, 1]
 
 
-def test_several_workers_write_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizing, "CHUNK_ROWS", 3)
+def test_shards_travel_as_their_path_and_their_fingerprint_is_that_of_the_tokens(
+    tmp_path, monkeypatch
+):
+    """The files are the same for any number of workers."""
+    monkeypatch.setattr(tokens, "CHUNK_ROWS", 3)
     write(tmp_path / "one", pairs())
     write(tmp_path / "many", pairs(), workers=3)
+    write(tmp_path / "less", pairs(39))
     assert content(tmp_path / "one") == content(tmp_path / "many")
+    one = opened(tmp_path / "one")
+    assert one.fingerprint == opened(tmp_path / "many").fingerprint
+    assert one.fingerprint != opened(tmp_path / "less").fingerprint
+    assert len(pickle.dumps(one)) < 1000
+    again = pickle.loads(pickle.dumps(one))
+    assert again.fingerprint == one.fingerprint
+    assert torch.equal(again[5]["labels"], one[5]["labels"])
+
+
+# Interruptions.
 
 
 def killed(folder, rows, shard_tokens, at):
-    """Whether a process that writes the tokens was killed at its `at`-th fsync or rename, before or
-    after it.
+    """Whether a process that writes the tokens was killed before or after an fsync or rename, the
+    `at`-th of these moments.
     """
     if (child := os.fork()) == 0:
         seen = 0
@@ -143,15 +156,14 @@ def killed(folder, rows, shard_tokens, at):
 
 def test_a_run_that_is_killed_anywhere_continues_to_the_same_files(tmp_path):
     """Before and after each flush to disk and each rename, once and then over and over."""
-    rows = pairs(20)
-    size = 60
+    rows, size = pairs(20), 60
     shards = write(tmp_path / "whole", rows, shard_tokens=size).splits["train"].shards
     assert len(shards) == 2
     whole, at = content(tmp_path / "whole"), 0
     while killed(tmp_path / f"once{at}", rows, size, at):
         write(tmp_path / f"once{at}", rows, shard_tokens=size)
         assert content(tmp_path / f"once{at}") == whole, at
-        at += 3  # before a call, after another
+        at += 5  # before a call, after another
     assert at > 30
     starts = 0
     while killed(tmp_path / "often", rows, size, 24):  # more than a shard takes
@@ -161,31 +173,28 @@ def test_a_run_that_is_killed_anywhere_continues_to_the_same_files(tmp_path):
 
 
 def test_after_an_interruption_only_what_is_missing_is_encoded(tmp_path, monkeypatch):
-    seen, interrupted, encode_row = [], [], tokenizing.encode_row
+    rows = [{"text": f"{n} {'é' * (n % 5)}"} for n in range(40)]
+    seen, encode = [], conversations.encode
 
-    def failing(number, *args):
-        seen.append(number)
-        if number == 30 and not interrupted:
-            interrupted.append(number)
-            raise OSError("interrupted")
-        return encode_row(number, *args)
+    def interrupted(row, *args):
+        seen.append(rows.index(row))
+        if len(seen) == 30:
+            raise KeyboardInterrupt
+        return encode(row, *args)
 
-    monkeypatch.setattr(tokenizing, "encode_row", failing)
-    monkeypatch.setattr(tokenizing, "CHUNK_ROWS", 2)
-    with pytest.raises(OSError, match="interrupted"):
-        write(tmp_path, texts())
-    with pytest.raises(
-        DataError, match=r"is not complete: dist_amp.tokenize was interrupted; start it again as"
-    ):
-        TokenShards(tmp_path, "train")
-    begin = read_manifest(tmp_path).splits["train"].end_row
+    monkeypatch.setattr(conversations, "encode", interrupted)
+    monkeypatch.setattr(tokens, "CHUNK_ROWS", 2)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, rows)
+    said = f"{tmp_path} is not complete: dist_amp.tokenize was interrupted; start it again as"
+    assert message_of(65, opened, tmp_path).startswith(said)
+    begin = read_manifest(tmp_path).splits["train"].shards[-1].end_row
     assert 10 < begin < 30
-    seen.clear()
-    write(tmp_path, texts())
-    assert seen == list(range(begin, 40))
-    seen.clear()
-    write(tmp_path, texts())
-    assert seen == []
+    seen[:] = [None] * 100
+    for missing in (list(range(begin, 40)), []):
+        write(tmp_path, rows)
+        assert seen[100:] == missing
+        del seen[100:]
 
 
 def test_one_process_writes_while_another_waits(tmp_path):
@@ -199,101 +208,67 @@ def test_one_process_writes_while_another_waits(tmp_path):
         goes_on.wait(60)
         return BYTES.encode(text)
 
-    tokenizer = replace(BYTES, encode=encode)
-    first = FORK.Process(target=write, args=(tmp_path, texts(4)), kwargs={"tokenizer": tokenizer})
-    first.start()
+    def start(say):
+        options = {"tokenizer": replace(BYTES, encode=encode), "say": say}
+        process = FORK.Process(target=write, args=(tmp_path, texts(4)), kwargs=options)
+        process.start()
+        return process
+
+    processes = [start(print)]
     assert slow.wait(60)
-    second = FORK.Process(
-        target=write, args=(tmp_path, texts(4)), kwargs={"tokenizer": tokenizer, "say": said.put}
-    )
-    second.start()
-    assert (
-        said.get(timeout=60)
-        == f"data: waiting for another process, which makes the tokens in {tmp_path}"
-    )
+    processes.append(start(said.put))
+    waiting = f"data: waiting for another process, which makes the tokens in {tmp_path}"
+    assert said.get(timeout=60) == waiting
     goes_on.set()
-    for process in (first, second):
+    for process in processes:
         process.join(60)
         assert process.exitcode == 0
     assert [made.get(timeout=60) for _ in range(4)] == [row["text"] for row in texts(4)]
     assert made.empty()
 
 
-def test_a_worker_that_dies_is_reported(tmp_path):
-    dying = replace(BYTES, encode=lambda text: os._exit(1))
-    with pytest.raises(
-        Failure, match="a worker has died, perhaps for lack of memory; use fewer workers"
-    ):
-        write(tmp_path, texts(), workers=2, tokenizer=dying)
-
-
 def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizing, "SECONDS", 0)
-    monkeypatch.setattr(tokenizing, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(tokens, "SECONDS", 0)
+    monkeypatch.setattr(tokens, "CHUNK_ROWS", 16)
     monkeypatch.setattr("datasets.utils.tqdm.disable", True, raising=False)
     datasets.disable_progress_bars()
+    lines = []
     try:
-        lines = []
         write(tmp_path, texts(), say=lines.append)
     finally:
         datasets.enable_progress_bars()
     shown = [re.sub(r"[\d,]+ rows/s, [\d:]+ left", "N rows/s, T left", line) for line in lines]
-    assert shown == [
-        f"data: train: tokenized {done} of 40 rows, N rows/s, T left" for done in (16, 32, 40)
-    ]
+    line = "data: train: tokenized {} of 40 rows, N rows/s, T left"
+    assert shown == [line.format(done) for done in (16, 32, 40)]
 
 
-def test_shards_travel_as_their_path_and_their_fingerprint_is_that_of_the_tokens(tmp_path):
-    write(tmp_path, pairs())
-    documents = TokenShards(tmp_path, "train")
-    write(tmp_path / "again", pairs())
-    write(tmp_path / "less", pairs(39))
-    assert documents.fingerprint == TokenShards(tmp_path / "again", "train").fingerprint
-    assert documents.fingerprint != TokenShards(tmp_path / "less", "train").fingerprint
-    assert documents.fingerprint == pickle.loads(pickle.dumps(documents)).fingerprint
-    assert len(pickle.dumps(documents)) < 1000
-    assert (
-        pickle.loads(pickle.dumps(documents))[5]["labels"].tolist()
-        == documents[5]["labels"].tolist()
-    )
-
-
-# The command
-
-
-def rows_file(folder, rows):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+# The command.
 
 
 def run(folder, *words, tokenizer="bytes"):
-    words = [
-        *(f"--data.path {folder / 'rows.jsonl'} --data.tokenizer {tokenizer} --workers 0").split(),
-        *words,
-    ]
-    return command.main([str(word) for word in words])
+    source = ["--data.path", folder / "rows.jsonl", "--data.tokenizer", tokenizer, "--workers", 0]
+    return command.main([str(word) for word in [*source, *words]])
+
+
+def rows_file(folder, rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_the_command_writes_both_splits_and_prints_exact_counts(tmp_path, capsys):
     rows_file(tmp_path, texts(100))
-    assert run(tmp_path, "--out", tmp_path / "tokens") == 0
-    lines = capsys.readouterr().out.splitlines()
-    left_out = documents = tokens = counted = 0
-    for line, split in zip(lines[-2:], ("train", "validation"), strict=True):
-        found = re.fullmatch(
-            rf"{tmp_path}/tokens/{split}: (\d+) documents, (\d+) tokens, of which (\d+) count"
-            r"(?:; (\d+) of \d+ rows have nothing to learn and are left out)?",
-            line,
-        )
-        numbers = [int(number or 0) for number in found.groups()]
-        documents, tokens = documents + numbers[0], tokens + numbers[1]
-        counted, left_out = counted + numbers[2], left_out + numbers[3]
-    expected = [encoded(row)[0] for row in texts(100) if row["text"]]
-    assert (documents, left_out) == (len(expected), 100 - len(expected))
-    assert tokens == sum(map(len, expected)) == counted + documents
-    assert run(tmp_path, "--out", tmp_path / "tokens") == 0  # it is complete
-    assert capsys.readouterr().out.splitlines()[-2:] == lines[-2:]
+    out = []
+    for _ in range(2):  # once it is complete, it prints the same
+        assert run(tmp_path, "--out", tmp_path / "tokens") == 0
+        out.append(capsys.readouterr().out.splitlines()[-2:])
+    assert out[0] == out[1]
+    shown = r"(\d+) documents, (\d+) tokens, of which (\d+) count"
+    left_out = r"(?:; (\d+) of \d+ rows have nothing to learn and are left out)?"
+    totals = np.zeros(4, int)
+    for line, split in zip(out[0], ("train", "validation"), strict=True):
+        found = re.fullmatch(f"{tmp_path}/tokens/{split}: {shown}{left_out}", line)
+        totals += [int(number or 0) for number in found.groups()]
+    sizes = [len(encoded(row)[0]) for row in texts(100) if row["text"]]
+    assert totals.tolist() == [len(sizes), sum(sizes), sum(sizes) - len(sizes), 100 - len(sizes)]
 
 
 def refused(capsys, status, code=64):
@@ -308,67 +283,46 @@ def refused(capsys, status, code=64):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "--out is missing; name the folder to write, as in --out tokens"),
-        (
-            ["--out", "o", "--data.tokenizer", "auto"],
-            "data.tokenizer=auto names none here; give a tokenizer's file or",
-        ),
-        (
-            ["--out", "o", "--data.path", "off"],
-            "neither data.path nor data.name is set; name the rows to tokenize",
-        ),
-        (
-            ["--out", "o", "--workers", "-1"],
-            "--workers -1 and --shard_tokens 134217728 must be at least 0 and 1",
-        ),
-        (
-            ["--out", "o", "--data.sources.wiki.path", "x"],
-            "data.sources has wiki; tokenize each source by itself",
-        ),
-        (["--check", "o"], "--check takes a folder alone, without --data.path"),
+        ("", "--out is missing; name the folder to write, as in --out tokens"),
+        ("--out o --data.tokenizer auto", "data.tokenizer=auto names none here; give a"),
+        ("--out o --data.path off", "neither data.path nor data.name is set; name the rows to"),
+        ("--out o --workers -1", "--workers -1 and --shard_tokens 134217728 must be at least 0"),
+        ("--out o --data.sources.wiki.path x", "data.sources has wiki; tokenize each source by"),
+        ("--check o", "--check takes a folder alone, without --data.path"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words, said, tmp_path, capsys):
     rows_file(tmp_path, texts())
-    assert refused(capsys, run(tmp_path, *words)).startswith(said)
+    assert refused(capsys, run(tmp_path, *words.split())).startswith(said)
+
+
+def test_a_worker_that_dies_is_reported(tmp_path):
+    dying = replace(BYTES, encode=lambda text: os._exit(1))
+    said = "a worker has died, perhaps for lack of memory; use fewer workers"
+    assert message_of(1, write, tmp_path, texts(), workers=2, tokenizer=dying) == said
 
 
 @pytest.mark.bad_input("`tokenize --out` with a folder of other tokens, or of other files")
 def test_a_folder_of_other_tokens_is_never_written_over(tmp_path, capsys):
     """Of another tokenizer, source, column or size; or of other files."""
     out = tmp_path / "tokens"
-    rows_file(tmp_path, texts())
-    assert run(tmp_path, "--out", out) == 0
+    other = replace(BYTES, name="mine", identity="other")
+    made = {"rows": texts(), "shard_tokens": 40, "tokenizer": BYTES}
+    write(out, **made)
     before = content(out)
-    assert (
-        "holds tokens of text_column=text and shard_tokens=134217728, not of text_column=text and "
-        "shard_tokens=9" in (refused(capsys, run(tmp_path, "--out", out, "--shard_tokens", 9)))
-    )
-    tokenizer = word_tokenizer(tmp_path / "words.json")
-    said = refused(capsys, run(tmp_path, "--out", out, tokenizer=tokenizer))
-    assert (
-        f"holds tokens of the tokenizer bytes (bytes), not of the tokenizer {tokenizer} (" in said
-    )
-    rows_file(tmp_path, texts(41))
-    said = refused(capsys, run(tmp_path, "--out", out))
-    assert re.search(
-        r"of the source train 38 rows \w+, validation 2 rows \w+, not of the source train 38 ", said
-    )
-    assert said.endswith("give another folder, or remove this one")
+    column = "text_column=text and shard_tokens"
+    for change, said in (
+        ({"shard_tokens": 9}, f"{column}=40, not of {column}=9"),
+        ({"tokenizer": other}, "the tokenizer bytes (bytes), not of the tokenizer mine (other)"),
+        ({"rows": texts(41)}, "the source train 40 rows "),
+    ):
+        message = message_of(64, write, out, **{**made, **change})
+        assert message.startswith(f"{out} holds tokens of {said}")
+        assert message.endswith("give another folder, or remove this one")
     assert content(out) == before
+    rows_file(tmp_path, texts())
     said = refused(capsys, run(tmp_path, "--out", tmp_path))
     assert said.startswith(f"{tmp_path} holds other files, such as ")
-
-
-def word_tokenizer(path, words=("a", "b", "</s>")):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
-    return path
 
 
 def test_check_finds_a_flipped_bit_in_any_file(tmp_path, capsys):
@@ -385,71 +339,56 @@ def test_check_finds_a_flipped_bit_in_any_file(tmp_path, capsys):
         path.write_bytes(data)
 
 
+# Bad inputs.
+
+
 @pytest.mark.bad_input("a disk that is full while tokens are written")
 def test_a_disk_without_room_is_named_and_the_run_goes_on_once_there_is(tmp_path):
     rows = [{"text": "a" * 4000}] * 40
     write(tmp_path / "whole", rows, shard_tokens=40_000)
     if (child := os.fork()) == 0:
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (30_000, 30_000)
-        )  # bytes of a file: a shard has more
+        bytes_of_a_file = 30_000  # a shard has more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_of_a_file, bytes_of_a_file))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        said = f"the tokens in {tmp_path / 'full'} can't be written (File too large); make room or"
         try:
             write(tmp_path / "full", rows, shard_tokens=40_000)
         except Failure as error:
-            said = (
-                f"the tokens in {tmp_path / 'full'} can't be written (File too large); make room or"
-            )
-            os._exit(0 if str(error).startswith(said) else 1)
+            os._exit(not str(error).startswith(said))
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     write(tmp_path / "full", rows, shard_tokens=40_000)
     assert content(tmp_path / "full") == content(tmp_path / "whole")
 
 
+def unknown(text):
+    raise RuntimeError("no such character")
+
+
+NOT_TEXT = "holds NoneType, not text; name a column of text, or"
+
+
 @pytest.mark.bad_input("a text that is none, or a row that can't be encoded")
 @pytest.mark.parametrize(
-    ("rows", "workers", "said"),
+    ("rows", "workers", "tokenizer", "said"),
     [
+        ([{"text": "a"}, {"text": None}], 2, {}, f"row 1: the column text {NOT_TEXT}"),
+        ([{"text": 1}] * 3, 0, {}, "row 0: the column text holds int, not text"),
+        ([{"prompt": "a", "completion": None}], 0, {}, f"row 0: the column completion {NOT_TEXT}"),
+        ([{"text": ""}] * 9, 2, {}, "none of the 9 rows of the train split has anything to learn"),
         (
-            [{"text": "a"}, {"text": None}],
-            2,
-            "row 1: the column text holds NoneType, not text; name a column of text, or",
-        ),
-        ([{"text": 1}] * 3, 0, "row 0: the column text holds int, not text"),
-        (
-            [{"prompt": "a", "completion": None}] * 3,
+            texts(),
             0,
-            "row 0: the column completion holds NoneType, not text",
+            {"encode": unknown},
+            "row 0 can't be encoded: RuntimeError: no such character",
         ),
-        (
-            [{"text": ""}] * 9,
-            2,
-            "none of the 9 rows of the train split has anything to learn; check that their texts",
-        ),
+        (texts(), 0, {"vocabulary": 50}, "row 1: the tokenizer bytes makes the id 195, and its"),
     ],
 )
-def test_rows_that_make_no_tokens(rows, workers, said, tmp_path):
-    with pytest.raises(DataError) as caught:
-        write(tmp_path, rows, workers)
-    assert str(caught.value).startswith(said)
-
-
-def test_a_row_that_can_not_be_encoded_is_named(tmp_path):
-    def encode(text):
-        if text == "39":
-            raise RuntimeError("no such character")
-        return BYTES.encode(text)
-
-    with pytest.raises(
-        DataError,
-        match=r"row 39 can't be encoded: RuntimeError: no such character .*; correct or remove",
-    ):
-        write(
-            tmp_path,
-            [{"text": str(number)} for number in range(50)],
-            tokenizer=replace(BYTES, encode=encode),
-        )
+def test_rows_that_make_no_tokens(rows, workers, tokenizer, said, tmp_path):
+    tokenizer = replace(BYTES, **tokenizer)
+    message = message_of(65, write, tmp_path, rows, workers=workers, tokenizer=tokenizer)
+    assert message.startswith(said)
 
 
 @pytest.mark.bad_input("a file of tokens that is missing, truncated or damaged")
@@ -459,13 +398,10 @@ def test_a_missing_or_truncated_file_is_named_by_its_size(tmp_path):
         data = path.read_bytes()
         path.write_bytes(data[:-1])
         said = f"{path} has {len(data) - 1:,} bytes, not {len(data):,}; copy it again"
-        with pytest.raises(DataError, match=re.escape(said)):
-            TokenShards(tmp_path, "train")
+        assert message_of(65, opened, tmp_path).startswith(said)
         path.unlink()
-        with pytest.raises(
-            DataError, match=re.escape(f"{path} can't be read (No such file or directory); copy it")
-        ):
-            TokenShards(tmp_path, "train")
+        said = f"{path} can't be read (No such file or directory); copy it"
+        assert message_of(65, opened, tmp_path).startswith(said)
         path.write_bytes(data)
 
 
@@ -476,46 +412,27 @@ def test_an_index_that_is_shorter_than_the_manifest_says_is_not_added_to(tmp_pat
     del manifest["splits"]["train"]["shards"][2:]
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
     (tmp_path / "train/documents.bin").write_bytes(b"")
-    with pytest.raises(
-        DataError, match=r"documents.bin has less than \d+ bytes; remove .* and start again"
-    ):
-        write(tmp_path, texts())
+    said = r".*documents.bin has less than \d+ bytes; remove .* and start again"
+    assert re.fullmatch(said, message_of(65, write, tmp_path, texts()))
 
 
 @pytest.mark.bad_input(
     "a token id that the vocabulary does not have, or an index that points elsewhere"
 )
-def test_an_id_out_of_range_names_the_document(tmp_path):
+def test_an_id_out_of_range_and_an_index_that_points_elsewhere_name_the_document(tmp_path):
     write(tmp_path, texts(), tokenizer=replace(BYTES, vocabulary=300))
     path = tmp_path / "train/tokens_00001.bin"
-    data = path.read_bytes()
-    path.write_bytes(data[:-2] + (300).to_bytes(2, "little"))
-    documents = TokenShards(tmp_path, "train")
-    last = sum(shard.documents for shard in documents.of.shards[:2]) - 1
-    said = f"document {last} of {tmp_path}/train holds the id 300, and the tokenizer's"
-    with pytest.raises(DataError, match=said):
-        documents[last]
-    assert len(documents[last - 1]["input_ids"]) > 1
-
-
-def test_an_id_that_the_tokenizer_should_not_make_names_the_row(tmp_path):
-    with pytest.raises(
-        DataError,
-        match="row 1: the tokenizer bytes makes the id 195, and its vocabulary says that ids are",
-    ):
-        write(tmp_path, texts(), tokenizer=replace(BYTES, vocabulary=50))
-
-
-def test_an_index_that_points_elsewhere_names_the_document(tmp_path):
-    write(tmp_path, texts())
+    path.write_bytes(path.read_bytes()[:-2] + (300).to_bytes(2, "little"))
     index = np.memmap(tmp_path / "train/documents.bin", "<i8", "r+").reshape(-1, 3)
     index[4, 1] = 10**6
     index.flush()
-    with pytest.raises(
-        DataError,
-        match=r"document 4 of .*/train is not where documents.bin says; check the files with",
-    ):
-        TokenShards(tmp_path, "train")[4]
+    documents = opened(tmp_path)
+    last = sum(shard.documents for shard in documents.of.shards[:2]) - 1
+    said = f"document {last} of {tmp_path}/train holds the id 300, and the tokenizer's"
+    assert message_of(65, documents.__getitem__, last).startswith(said)
+    assert len(documents[last - 1]["input_ids"]) > 1
+    said = f"document 4 of {tmp_path}/train is not where documents.bin says; check the files with"
+    assert message_of(65, documents.__getitem__, 4).startswith(said)
 
 
 @pytest.mark.bad_input(
@@ -526,10 +443,7 @@ def test_an_index_that_points_elsewhere_names_the_document(tmp_path):
     ("change", "said"),
     [
         ({"format": 2}, "holds tokens of format 2, and this version reads up to 1; use a newer"),
-        (
-            {"splits": {"train": {"shards": 1}}},
-            "tokens.json is damaged; make the tokens again, or copy them again",
-        ),
+        ({"splits": {"train": {"shards": 1}}}, "tokens.json is damaged; make the tokens again, or"),
         ("{", "tokens.json is damaged"),
         (None, "holds no tokens: tokens.json can't be read (No such file or directory); give"),
     ],
@@ -537,14 +451,12 @@ def test_an_index_that_points_elsewhere_names_the_document(tmp_path):
 def test_a_manifest_that_can_not_be_used(change, said, tmp_path):
     write(tmp_path, texts())
     path = tmp_path / MANIFEST
-    text = (
-        change
-        if isinstance(change, str)
-        else json.dumps({**json.loads(path.read_text()), **(change or {})})
-    )
-    path.write_text(text) if change else path.unlink()
-    with pytest.raises(DataError, match=re.escape(said)):
-        TokenShards(tmp_path, "train")
+    if isinstance(change, dict):
+        change = json.dumps({**json.loads(path.read_text()), **change})
+    path.unlink()
+    if change:
+        path.write_text(change)
+    assert said in message_of(65, opened, tmp_path)
 
 
 def test_complete_tokens_are_used_where_nothing_can_be_written(tmp_path):
@@ -553,10 +465,6 @@ def test_complete_tokens_are_used_where_nothing_can_be_written(tmp_path):
     (tmp_path / ".lock").unlink()
     (tmp_path / ".lock").mkdir()  # so that it can't be taken, even by root
     assert write(tmp_path, texts()) == made
-    manifest = replace(made, complete=False)
-    manifest.write(tmp_path)
-    with pytest.raises(
-        Failure,
-        match=r"the tokens in .* can't be written \(Is a directory\); make room or name another",
-    ):
-        write(tmp_path, texts())
+    replace(made, complete=False).write(tmp_path)
+    said = f"the tokens in {tmp_path} can't be written (Is a directory); make room or name another"
+    assert message_of(1, write, tmp_path, texts()).startswith(said)

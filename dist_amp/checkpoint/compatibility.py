@@ -120,8 +120,7 @@ def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
     """Check that the checkpoint's position counts in this run's data, and take over its order."""
     plan = run.data.plan
     allowed = run.config.run.allow_config_change
-    hashed = fingerprint(run.data, run.world)
-    check_data(path, manifest, plan.length, hashed, allowed, run.world)
+    check_data(path, manifest, plan.length, fingerprint(run.data, run.world), allowed, run.world)
     order = order_to_continue(path, manifest, plan, allowed, run.world)
     run.data.plan = replace(plan, order=order)
 
@@ -238,9 +237,9 @@ def dataset_hash(data: Batches) -> str:
         except Exception:  # the step that needs the sample raises the error
             sample = ["can't be read"]
         for leaf in tree_leaves(sample):
-            if isinstance(leaf, torch.Tensor):
-                digest.update(leaf.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-            elif hasattr(leaf, "tobytes"):  # arrays and pictures
+            if isinstance(leaf, Tensor):
+                leaf = leaf.cpu().reshape(-1).view(torch.uint8).numpy()
+            if hasattr(leaf, "tobytes"):  # arrays and pictures
                 digest.update(leaf.tobytes())
             elif isinstance(leaf, PLAIN):
                 digest.update(repr(leaf).encode())

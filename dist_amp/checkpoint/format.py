@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from dist_amp.files import sync_folder, write_synced
 FORMAT = 1  # version of the folder's layout; newer ones are rejected
 
 MANIFEST = "manifest.json"
-
 CONFIG = "config.toml"
 
 
@@ -81,8 +81,8 @@ def read_manifest(folder: Path) -> Manifest:
                 "newer dist_amp"
             )
         del content["xxh3"]
-        known = {one.name for one in fields(Manifest)}
-        manifest = Manifest(**{name: value for name, value in content.items() if name in known})
+        names = {one.name for one in fields(Manifest)} & content.keys()
+        manifest = Manifest(**{name: content[name] for name in names})
     except OSError as error:
         raise CheckpointRejected(f"{MANIFEST} can't be read ({error.strerror})") from None
     except (ValueError, LookupError, TypeError):  # from json, decode and the dataclass
@@ -99,10 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
-    """Why a checkpoint is not valid, or "" if it is.
-
-    Verifies the manifest and every `parts`-th file, from `part` on, so that ranks share the work.
-    """
+    """Why it is not valid, or "". Ranks share the work: every `parts`-th file, from `part` on."""
     try:
         files = read_manifest(folder).files
     except CheckpointRejected as error:
@@ -177,21 +174,16 @@ def remove_old_checkpoints(run_folder: Path, keep: int) -> list[str]:
 
 def _validation_loss(checkpoint: Path) -> float:
     """From the evaluation at the checkpoint's own step; inf if there was none."""
-    try:
+    with suppress(CheckpointRejected):
         manifest = read_manifest(checkpoint)
-    except CheckpointRejected:
-        return math.inf
-    loss = manifest.evaluation.get("loss", math.inf)
-    if manifest.evaluated_step != manifest.step or math.isnan(loss):
-        return math.inf
-    return loss
+        loss = manifest.evaluation.get("loss", math.inf)
+        if manifest.evaluated_step == manifest.step and not math.isnan(loss):
+            return loss
+    return math.inf
 
 
 def quarantine_after(run_folder: Path, step: int) -> list[Path]:
-    """Rename the rejected checkpoints of later steps, and remove half-written ones.
-
-    Those steps are taken again, and an existing folder is never written into. Returns new names.
-    """
+    """Rename rejected checkpoints of later steps, to be taken again; remove half-written ones."""
     for leftover in run_folder.glob("checkpoints/.step_*.writing"):
         shutil.rmtree(leftover, ignore_errors=True)
     newest = checkpoint_folder(run_folder, step)

@@ -39,8 +39,6 @@ ALLOWED = {
     },
 }
 
-UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError)
-
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
@@ -76,7 +74,9 @@ class Reader(FileSystemReader):
         try:
             with (self.folder / ".metadata").open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except (*UNREADABLE, pickle.PickleError) as error:
+        except CheckpointRejected:
+            raise
+        except Exception as error:  # whatever damaged bytes make of a pickle
             raise CheckpointRejected(f".metadata can't be read ({error})") from None
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise CheckpointRejected(".metadata is not that of a checkpoint")
@@ -101,10 +101,7 @@ class Planner(DefaultLoadPlanner):
 
 
 def read_into(state: dict[str, Any], reader: Reader, world: World | None = None) -> None:
-    """Fill the tensors of `state`. Every rank of `world` calls it, or one process without one.
-
-    Errors: CheckpointRejected, or CheckpointException, which does not derive from Exception.
-    """
+    """Fill the tensors of `state`; every rank calls it. Errors: CheckpointRejected, or DCP's."""
     world = world or World()
     silence_single_process_warning()
     try:

@@ -15,14 +15,9 @@ from dist_amp.settings import Config
 from dist_amp.task import Task
 from dist_amp.world import World
 
-NEW_RUN = "restore one from a backup, or start a new run in another --run.dir"
-
 
 def resume(run: Run) -> Path | None:
-    """Restore the newest valid checkpoint that `run.resume` allows; return it, or None at step 0.
-
-    Every rank calls it, after `build_run`. Errors: those of `checkpoint_to_resume` and `load`.
-    """
+    """Restore what `checkpoint_to_resume` finds, after `build_run`; every rank calls it."""
     checkpoint = checkpoint_to_resume(run.config, run.folder, run.world, run.task)
     if checkpoint is not None:
         load(run, checkpoint)
@@ -57,7 +52,8 @@ def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | Non
     paths, problem = json.loads(world.from_main(json.dumps([paths, problem])))
     if problem:
         raise DataError(problem)
-    return newest_valid([Path(path) for path in paths], world, NEW_RUN)
+    fix = "restore one from a backup, or start a new run in another --run.dir"
+    return newest_valid([Path(path) for path in paths], world, fix)
 
 
 def newest_valid(
@@ -86,10 +82,7 @@ def newest_valid(
 
 
 def checkpoints_at(path: Path, name: str, accepted: str) -> list[Path]:
-    """The checkpoint at `path`, or those of the run there, oldest first.
-
-    Errors: DataError if there is none, with the path's `name` and what is `accepted`.
-    """
+    """The checkpoint at `path`, or those of the run there, oldest first. Errors: DataError."""
     if not path.exists():
         raise DataError(f"{name} does not exist; give {accepted}")
     checkpoints = all_checkpoints(path)

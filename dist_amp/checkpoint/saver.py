@@ -13,9 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dist_amp.checkpoint.format import (
     CONFIG,
@@ -131,7 +129,7 @@ class Planner(DefaultSavePlanner):
         super().__init__(enable_plan_caching=True)
         self._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(self, all_plans: Any) -> Any:
         plans, _ = super().create_global_plan(all_plans)
         # Without the description of the whole checkpoint, which torch would send to all ranks:
         # only rank 0 writes it, see `Writer`.
@@ -145,7 +143,7 @@ class Writer(FileSystemWriter):
         super().__init__(folder)
         self._planner = planner
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(self._planner.metadata, results)
 
 
@@ -214,10 +212,7 @@ def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
 
 
 def on_all_ranks(world: World, work: Callable[[], Any]) -> list[Any]:
-    """Call `work` on every rank; return all results in rank order.
-
-    Errors: Failure on all ranks if one fails.
-    """
+    """All ranks' results of `work`, in rank order. Errors: Failure on all ranks if one fails."""
     result = None
     failure = ""
     try:

@@ -52,16 +52,15 @@ def main() -> int:
         return 0
     if name == "--completion":
         if len(rest) != 1 or rest[0] not in SHELLS:
-            print(
-                f"error: --completion {' '.join(rest)}: give one of {', '.join(SHELLS)}",
-                file=sys.stderr,
-            )
+            given = " ".join(rest)
+            print(f"error: --completion {given}: give one of {', '.join(SHELLS)}", file=sys.stderr)
             return 64
         print_completion(commands, rest[0])
         return 0
     if name not in commands:
-        near = nearest_name(name, commands)
-        hint = f"did you mean {near}?" if near else f"the commands are {', '.join(commands)}"
+        hint = f"the commands are {', '.join(commands)}"
+        if near := nearest_name(name, commands):
+            hint = f"did you mean {near}?"
         print(f"error: there is no command {name}; {hint}", file=sys.stderr)
         return 64
     sys.argv = [f"dist_amp {name}", *rest]
@@ -73,14 +72,13 @@ def print_completion(commands: Mapping[str, str], shell: str) -> None:
     """A script that completes commands, settings and torchrun's options."""
     from torch.distributed.run import get_args_parser
 
-    from dist_amp.commands.elastic import torchrun_options
     from dist_amp.config.help import command_line_of, completion
     from dist_amp.config.load import schema
     from dist_amp.distributed.process import quiet_on_closed_pipe
     from dist_amp.settings import TaskConfig
 
     settings = schema(TaskConfig.target)
-    options = {action.dest for action in torchrun_options(get_args_parser()).values()}
+    options = vars(get_args_parser().parse_args([""])).keys() - {"training_script"}
     fields = [(name, str, field(default="")) for name in sorted(options)]
     launch = make_dataclass("Launch", fields, bases=(settings,), frozen=True)
     schemas = {}

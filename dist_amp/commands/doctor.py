@@ -32,18 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             importlib.import_module(package)
         from dist_amp.supervise.command_line import exit_status
     except (ImportError, OSError) as error:
-        print(
-            f"fail  packages  can't be imported ({error}); pip install -e . -c "
-            "launch/constraints.txt"
-        )
+        fix = "pip install -e . -c launch/constraints.txt"
+        print(f"fail  packages  can't be imported ({error}); {fix}")
         return 1
     return exit_status(run, argv)
 
 
 def run(argv: Sequence[str]) -> int:
     """Make all checks and show them."""
-    from dist_amp.commands.doctor_machine import fail, guarded, machine_checks
-    from dist_amp.commands.doctor_ranks import gathered, ranks_checks
+    from dist_amp.commands.doctor_checks import fail, machine_checks, merged, ranks_checks
     from dist_amp.errors import Failure, first_line
     from dist_amp.settings import RunConfig
     from dist_amp.supervise.command_line import Parser
@@ -66,12 +63,12 @@ def run(argv: Sequence[str]) -> int:
     shows = os.environ.get("RANK") == "0"
     try:
         with start(RunConfig(device=options.device, timeout_seconds=JOIN_SECONDS)) as world:
-            checks = [*gathered(checks, world), *guarded("ranks", lambda: ranks_checks(world))]
+            checks = [*merged(checks, world), *ranks_checks(world)]
     except Exception as error:
         shows = is_first_here  # rank 0 may not be there
-        why = f"{type(error).__name__}: {first_line(error)}"
-        if isinstance(error, Failure):
-            why = str(error)
+        why = str(error)
+        if not isinstance(error, Failure):
+            why = f"{type(error).__name__}: {first_line(error)}"
         checks.append(fail("ranks", f"they can't work together: {why}"))
     return show(checks, ranks, options.json) if shows else 0
 

@@ -12,9 +12,9 @@ import re
 import signal
 import sys
 import time
-from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,7 +29,6 @@ from torch.distributed.launcher import api
 
 from dist_amp.distributed.environment import LAUNCHER
 from dist_amp.distributed.process import without_stderr
-from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import (
     SAVED_AND_STOPPED,
     ConfigError,
@@ -45,15 +44,6 @@ KINDS = (Failure, ConfigError, DataError, NumericsError)
 KNOWN = {0, SAVED_AND_STOPPED, *(kind.exit_code for kind in KINDS)}
 
 Failures = Mapping[int, ProcessFailure]  # by rank, of this machine, when the agent looked
-
-
-def torchrun_options(parser: ArgumentParser) -> dict[str, Action]:
-    """{"--nproc-per-node": its action}: every spelling of torchrun's options, without --help."""
-    options: dict[str, Action] = {}
-    for action in parser._actions:
-        if action.dest != "help":
-            options |= dict.fromkeys(action.option_strings, action)
-    return options
 
 
 # --- the agent
@@ -73,8 +63,11 @@ def run_agent(
     class Agent(LocalElasticAgent):
         def _start_workers(self, worker_group: Any) -> Any:
             quiet.close()
-            with signals.held():
-                return super()._start_workers(worker_group)
+            signals.held = True  # the agent does not know these ranks yet: it would leave them
+            started = super()._start_workers(worker_group)
+            signals.held = False
+            signals.deliver()
+            return started
 
         def run(self, *role: str) -> Any:
             try:
@@ -92,21 +85,16 @@ def run_agent(
             return result
 
         def _shutdown(self, *after_signal: Any, **timeout: Any) -> None:
-            # The agent names the signal by position when it got one. Another one while the ranks
-            # save would end the agent alone. A terminal's Ctrl-C does not reach the ranks, which
-            # have sessions of their own.
-            with ExitStack() as handled:
-                names = options.signals_to_handle.split(",") if after_signal else []
-                for name in names:
-                    number = getattr(signal, name.strip(), None)
-                    if number == signal.SIGINT:
-                        handled.enter_context(handle_signals(KillOnSecondInterrupt(self), [number]))
-                    elif number is not None:
-                        handled.enter_context(handle_signals(signal.SIG_IGN, [number]))
-                super()._shutdown(*after_signal, **timeout)
+            if after_signal:
+                signals.saving(_processes(self))
+            super()._shutdown(*after_signal, **timeout)
 
     os.environ[LAUNCHER] = str(os.getpid())
-    with patch.object(api, "LocalElasticAgent", Agent), signals.handled(), ExitStack() as quiet:
+    with (
+        patch.object(api, "LocalElasticAgent", Agent),
+        patch.object(processes, "_terminate_process_handler", signals, create=True),
+        ExitStack() as quiet,
+    ):
         if hides_log and hasattr(LocalElasticAgent, "_start_workers"):
             # Where no rendezvous answers, torch's C++ prints pages of frames.
             quiet.enter_context(without_stderr())
@@ -116,18 +104,25 @@ def run_agent(
 class Signals:
     """In place of torch's signal handler, whose exception may come at a bad time, or be swallowed.
 
-    While ranks are being started the agent does not know them yet, and would leave them behind: it
-    is raised then.
+    Held while ranks start. Once they save, only a second Ctrl-C counts, and kills them: another
+    signal would end the agent alone. A terminal's Ctrl-C does not reach the ranks' own sessions.
     """
 
     def __init__(self) -> None:
+        self.held = False
         self._arrived: signal.Signals | None = None
-        self._held = False
+        self._ranks: Sequence[Any] = ()
+        self._saving_since = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._arrived = signal.Signals(number)
-        if not self._held:
-            self.deliver()
+        if not self._saving_since:
+            self._arrived = signal.Signals(number)
+            if not self.held:
+                self.deliver()
+        elif number == signal.SIGINT and time.monotonic() - self._saving_since >= SECONDS_TO_AGAIN:
+            for rank in self._ranks:
+                with suppress(ProcessLookupError):
+                    rank.kill()
 
     def deliver(self) -> None:
         """Errors: SignalException if a signal has arrived."""
@@ -135,38 +130,10 @@ class Signals:
             text = f"process {os.getpid()} got {self._arrived.name}"
             raise SignalException(text, sigval=self._arrived)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Raise at the end of the block what arrives in it."""
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-        self.deliver()
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Let torch register this handler, from the first start of ranks on."""
-        with ExitStack() as patched:
-            if hasattr(processes, "_terminate_process_handler"):
-                patched.enter_context(patch.object(processes, "_terminate_process_handler", self))
-            yield
-
-
-class KillOnSecondInterrupt:
-    """The handler of SIGINT while the ranks save after a signal."""
-
-    def __init__(self, agent: LocalElasticAgent):
-        self._agent = agent
-        self._since = time.monotonic()
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self._since < SECONDS_TO_AGAIN:
-            return
-        for process in _processes(self._agent):
-            with suppress(ProcessLookupError):
-                process.kill()
+    def saving(self, ranks: Sequence[Any]) -> None:
+        """These processes save after a signal from now on."""
+        self._ranks = ranks
+        self._saving_since = time.monotonic()
 
 
 def _processes(agent: LocalElasticAgent) -> list[Any]:
@@ -179,8 +146,10 @@ def _processes(agent: LocalElasticAgent) -> list[Any]:
 
 
 class Ended(NamedTuple):
-    """The rank that explains a failure. text: what it reported, "" for nothing; step: how many
-    steps it had taken; line: the text in one line, if it is of this project.
+    """The rank that explains a failure.
+
+    text: what it reported, "" for nothing; step: how many steps it had taken; line: the text in one
+    line, if it is of this project.
     """
 
     rank: int
@@ -199,25 +168,19 @@ class Ended(NamedTuple):
         if self.exit_code >= 0:
             return f"{rank} ended with status {self.exit_code} and reported nothing"
         name = signal_name(-self.exit_code)
-        hint = " (by the kernel, if the machine ran out of memory)" if name == "SIGKILL" else ""
+        hint = ""
+        if name == "SIGKILL":
+            hint = " (by the kernel, if the machine ran out of memory)"
         return f"{rank} was killed by {name}{hint}"
 
     @property
     def status(self) -> int:
         return self.exit_code if self.exit_code in KNOWN else 1
 
-    def is_again(self, other: "Ended | None") -> bool:
-        """Whether this is the other one's failure, and training got no further in between."""
-        if other is None or not self.text or not other.text:
-            return False
-        return plain(self.text) == plain(other.text) and self.step <= other.step
-
-
-def plain(text: str) -> str:
-    """A report without what differs from one attempt to the next: which rank was first, and
-    addresses.
-    """
-    return re.sub(r"0x[0-9a-f]+", "0x", re.sub(r"^rank \d+: ", "", text))
+    @property
+    def plain(self) -> str:
+        """The text without what differs between attempts: which rank was first, and addresses."""
+        return re.sub(r"0x[0-9a-f]+", "0x", re.sub(r"^rank \d+: ", "", self.text))
 
 
 def who_explains(failures: Failures) -> Ended:
@@ -237,20 +200,18 @@ def who_explains(failures: Failures) -> Ended:
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:
+    except ValueError:  # a real-time signal
         return f"signal {number}"
 
 
 @dataclass
 class Restarts:
-    """Decides on restarts: none after a wrong setting, wrong data at the start, a stop, or the same
-    error twice.
-
-    most: --max-restarts.
+    """Decides on restarts, of which there are `most`: none after a wrong setting, wrong data at the
+    start, a stop, or the same error twice.
     """
 
     most: int
-    last: Ended | None = None
+    last: Ended | None = field(default=None, init=False)
     why_not: str = field(default="", init=False)
 
     def __call__(self, failures: Failures, left: int) -> bool:
@@ -260,39 +221,34 @@ class Restarts:
         at_the_start = before is None and ended.step == 0 and ended.exit_code == DataError.exit_code
         if at_the_start or ended.exit_code in (ConfigError.exit_code, SAVED_AND_STOPPED):
             return False
-        if left and ended.is_again(before):
-            self.why_not = (
-                "not restarted: the same error came twice with no step between (after step "
-                f"{ended.step})"
-            )
+        if not left:
+            return True
+        if before and ended.text and ended.plain == before.plain and ended.step <= before.step:
+            again = "the same error came twice with no step between"
+            self.why_not = f"; not restarted: {again} (after step {ended.step})"
             return False
-        if left:
-            why = "" if ended.text else f": {ended.cause}"  # its report is on the screen
-            line = f"restart {self.most - left + 1} of {self.most}{why}"
-            print(line, file=sys.stderr, flush=True)
+        why = "" if ended.text else f": {ended.cause}"  # its report is on the screen
+        number = self.most - left + 1
+        print(f"restart {number} of {self.most}{why}", file=sys.stderr, flush=True)
         return True
 
     def line(self, ended: Ended) -> str:
-        """What to say of the last failure; "" where the rank's report is on the screen and says
-        all.
-        """
-        if self.why_not:
-            return f"{ended.cause}; {self.why_not}"
-        return "" if ended.text or ended.exit_code == SAVED_AND_STOPPED else ended.cause
+        """What to say of the last failure; "" where the rank's report on the screen says all."""
+        if self.why_not or not (ended.text or ended.exit_code == SAVED_AND_STOPPED):
+            return f"{ended.cause}{self.why_not}"
+        return ""
 
 
 def after_signal(name: str, exit_codes: Sequence[int | None]) -> tuple[int, str]:
-    """(exit status, line or ""): how the ranks of this machine ended after a signal to the
-    launcher.
-    """
+    """(exit status, line or ""): how the ranks here ended after a signal to the launcher."""
     killed = {signal_name(-code) for code in exit_codes if code is not None and code < 0}
     if killed or not exit_codes or None in exit_codes:
-        how = f"ranks ended by {', '.join(sorted(killed))}" if killed else "their ends are unknown"
-        line = f"stopped by {name} before all ranks had saved and left ({how}); the last checkpoint"
-        return 1, f"{line} is intact"
-    statuses = [code for code in exit_codes if code]
-    if not statuses:
-        return 0, ""
+        how = "their ends are unknown"
+        if killed:
+            how = f"ranks ended by {', '.join(sorted(killed))}"
+        early = f"stopped by {name} before all ranks had saved and left ({how})"
+        return 1, f"{early}; the last checkpoint is intact"
+    statuses = [code for code in exit_codes if code] or [0]
     if SAVED_AND_STOPPED in statuses:
         return max(set(statuses), key=statuses.count), ""
     return next((code for code in statuses if code in KNOWN), 1), ""

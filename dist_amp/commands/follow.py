@@ -22,26 +22,15 @@ import secrets
 import signal
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from dist_amp.commands.followed_run import (
-    CONFIG,
-    METRICS,
-    MetricsFile,
-    clean,
-    earlier_attempt,
-    flat,
-    has_ended,
-    hash_of,
-    read_summary,
-    shows_ranks,
-    wait_for_run,
-)
 from dist_amp.commands.trackers import TRACKERS, Tracker
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, first_line
@@ -50,6 +39,8 @@ from dist_amp.supervise.command_line import Parser, exit_status
 
 POLL_SECONDS = 1.0
 APPEARS_SECONDS = 120.0  # to wait for a run that was started at the same time
+# How much longer a run that failed or was preempted is followed: it may be restarted in place.
+RESTART_SECONDS = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,31 +63,35 @@ def run(argv: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
 
     with handle_signals(on_signal, (signal.SIGINT, signal.SIGTERM)):
-        seconds = 0.0 if options.once else APPEARS_SECONDS
-        wait_for_run(folder, seconds, stop)
-        with only_follower(folder, options.to):
-            return Follower(folder, options.to, options.project).follow(options.once, stop)
+        wait_for_run(folder, 0.0 if options.once else APPEARS_SECONDS, stop)
+        try:
+            with only_process(folder / f".follow_{options.to}.lock"):  # so nothing is sent twice
+                return Follower(folder, options.to, options.project).follow(options.once, stop)
+        except InUse as error:
+            raise Failure(
+                f"{folder} is followed to {options.to} by another process already ({error}); stop "
+                "that one first"
+            ) from error
+        except PermissionError as error:
+            raise Failure(
+                f"{error.filename} can't be written ({error.strerror}): follow keeps what was sent "
+                "in the run's folder; copy the folder, or allow writing there"
+            ) from error
 
 
-@contextmanager
-def only_follower(folder: Path, tracker: str) -> Iterator[None]:
-    """Lock the position, so that nothing is sent twice. Errors: Failure if another process has it,
-    or no one can.
-    """
-    path = folder / f".follow_{tracker}.lock"
-    try:
-        with only_process(path):
-            yield
-    except InUse as error:
-        raise Failure(
-            f"{folder} is followed to {tracker} by another process already ({error}); stop that "
-            "one first"
-        ) from error
-    except PermissionError as error:
-        raise Failure(
-            f"{path} can't be written ({error.strerror}): follow keeps what was sent in the run's "
-            "folder; copy the folder, or allow writing there"
-        ) from error
+def wait_for_run(folder: Path, seconds: float, stop: threading.Event) -> None:
+    """Wait until a run has begun in the folder. Errors: DataError if none does."""
+    deadline = time.monotonic() + seconds
+    while not (folder / "config.toml").exists() and not stop.is_set():
+        is_used = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+        if is_used and not (folder / ".lock").exists():
+            raise DataError(
+                f"{folder} is not a run's folder: it has no config.toml; give the folder that "
+                "run.dir names"
+            )
+        if time.monotonic() >= deadline:
+            raise DataError(f"{folder} has no run yet; start the run, or check the path")
+        stop.wait(1.0)
 
 
 @dataclass
@@ -111,22 +106,13 @@ class Position:
     summary: str = ""  # hash of the summary that was sent
 
     def unsent(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """The line's values that were not sent yet.
-
-        Each tag's steps rise in the file. A resumed run takes steps again: what was sent of them
-        stays.
-        """
+        """The line's values that were not sent yet; what was sent before the run resumed stays."""
         unsent = {}
         for tag, value in line.items():
             is_tag = tag not in ("step", "unix_time")
             if is_tag and line["step"] > self.sent.get(clean(tag), -1):
                 unsent[tag] = value
         return unsent
-
-    def count(self, line: Mapping[str, Any]) -> None:
-        """Note that a line was sent."""
-        self.sent |= {clean(tag): line["step"] for tag in self.unsent(line)}
-        self.lines += 1
 
 
 class Follower:
@@ -135,7 +121,9 @@ class Follower:
     def __init__(self, folder: Path, tracker: str, project: str):
         self.folder = folder
         self.name = tracker
-        self.file = MetricsFile(folder / METRICS)
+        self.metrics = folder / "metrics.jsonl"
+        self.inode = 0  # of the metrics' file, which a resumed run replaces
+        self.offset = 0  # of what was read of it
         self.path = folder / f"follow_{tracker}.json"
         self.tracker: Tracker | None = None
         self.saved = ""
@@ -146,12 +134,14 @@ class Follower:
         while not stop.is_set():
             # First: a run's last lines are written before its summary.
             summary = read_summary(self.folder)
-            lines = self.new_lines()
+            lines = [line for line in self.new_lines() if self.position.unsent(line)]
             over = once or (summary is not None and has_ended(self.folder, summary))
-            if lines or not over or hash_of(summary) != self.position.summary:
-                self.send(lines, stop)
-            if over and not stop.is_set():
-                return self.end(summary)
+            with explained(self.name):
+                if lines or not over or hash_of(summary) != self.position.summary:
+                    self.send(lines, stop)
+                if over and not stop.is_set():
+                    self.end(summary)
+                    return 0
             stop.wait(POLL_SECONDS)
         if self.tracker is not None:
             self.tracker.close()
@@ -161,9 +151,7 @@ class Follower:
         return SAVED_AND_STOPPED
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """The lines with anything unsent; a run that has started again from step 0 is another one
-        for the tracker.
-        """
+        """The complete lines since the last call; all of them if the run has replaced the file."""
         earlier = earlier_attempt(self.folder)
         if earlier != self.position.earlier:
             print(
@@ -174,70 +162,73 @@ class Follower:
                 self.tracker.close()
             self.tracker = None
             self.position = self.new_position(self.position.project)
-            self.file.rewind()
-        lines = self.file.read()
-        if earlier_attempt(self.folder) != earlier:  # whose lines these are is not known
-            self.file.rewind()
+            self.offset = 0
+        try:
+            with self.metrics.open("rb") as file:
+                state = os.fstat(file.fileno())
+                if state.st_ino != self.inode or state.st_size < self.offset:
+                    self.offset = 0
+                self.inode = state.st_ino
+                file.seek(self.offset)
+                text = file.read()
+        except OSError:  # not there yet, or replaced on a network disk
             return []
-        return [line for line in lines if self.position.unsent(line)]
+        complete = text[: text.rfind(b"\n") + 1]  # a line may be half written
+        self.offset += len(complete)
+        return list(parsed(complete.splitlines()))
 
     def send(self, lines: Sequence[Mapping[str, Any]], stop: threading.Event) -> None:
-        """Send lines to the tracker. Errors: Failure with the tracker's reason."""
-        with explained(self.name):
-            if self.tracker is None:
-                self.tracker = self.open()
-            elif self.tracker.writes_within_a_second:
-                self.save()  # of the lines before these
-            for line in lines:
-                if stop.is_set():
-                    self.file.rewind()
-                    return
-                if values := flat(self.position.unsent(line), shows_ranks(self.folder, line)):
-                    self.tracker.log(self.position.lines, line["step"], values)
-                    self.position.count(line)
+        """Send lines to the tracker."""
+        if self.tracker is None:
+            self.tracker = self.open()
+        elif self.tracker.writes_within_a_second:
+            self.save()  # of the lines before these
+        for line in lines:
+            if stop.is_set():
+                return
+            unsent = self.position.unsent(line)
+            if values := flat(unsent):
+                self.tracker.log(self.position.lines, line["step"], values)
+                self.position.sent |= {clean(tag): line["step"] for tag in unsent}
+                self.position.lines += 1
 
     def open(self) -> Tracker:
         """The tracker's run, new or the one of before; says where it is."""
         is_new = not self.path.exists()
         self.save()  # before the tracker knows of it
-        config = tomllib.loads((self.folder / CONFIG).read_text(encoding="utf-8"))
-        tracker = TRACKERS[self.name](
-            self.position.project, self.position.id, self.folder.name, config
-        )
+        config = tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
+        position = self.position
+        tracker = TRACKERS[self.name](position.project, position.id, self.folder.name, config)
         known = None if is_new else tracker.last_steps()
-        if known == {} and self.position.lines:
+        if known == {} and position.lines:
             raise ConfigError(
-                f"{self.name} has no run {self.position.id} here, to which {self.position.lines} "
-                f"lines were sent; set its server or folder as before, or remove {self.path} to "
-                "send the run again, as a new one"
+                f"{self.name} has no run {position.id} here, to which {position.lines} lines were "
+                f"sent; set its server or folder as before, or remove {self.path} to send the run "
+                "again, as a new one"
             )
         # This command may have been killed before it noted what it had sent.
         for tag, step in (known or {}).items():
-            self.position.sent[tag] = max(step, self.position.sent.get(tag, -1))
+            position.sent[tag] = max(step, position.sent.get(tag, -1))
         print(f"{self.folder}: {tracker.where}", flush=True)
         return tracker
 
-    def end(self, summary: dict[str, Any] | None) -> int:
-        """Send the summary and the sample, and leave; returns the exit status."""
+    def end(self, summary: dict[str, Any] | None) -> None:
+        """Send the summary and the sample, and leave."""
         sent = "nothing new"
         if self.tracker is not None:
-            with explained(self.name):
-                if summary is not None and hash_of(summary) != self.position.summary:
-                    self.send_summary(self.tracker, summary)
-                self.tracker.close()
+            if summary is not None and hash_of(summary) != self.position.summary:
+                sample = ""
+                with suppress(FileNotFoundError):
+                    path = self.folder / "sample.txt"
+                    sample = path.read_text(encoding="utf-8", errors="replace")
+                values = flat({"summary": {**summary, "ranks": None}})
+                self.tracker.end(int(summary.get("steps", 0)), summary, values, sample)
+                self.position.summary = hash_of(summary)
+            self.tracker.close()
             self.save()
             sent = f"{self.position.lines} lines sent"
         state = summary["stopped_by"] if summary else "it has not ended"
         print(f"{self.folder}: {sent}; {state}", flush=True)
-        return 0
-
-    def send_summary(self, tracker: Tracker, summary: dict[str, Any]) -> None:
-        sample = ""
-        with suppress(FileNotFoundError):
-            sample = (self.folder / "sample.txt").read_text(encoding="utf-8", errors="replace")
-        values = flat({"summary": summary}, ranks=False)
-        tracker.end(int(summary.get("steps", 0)), summary, values, sample)
-        self.position.summary = hash_of(summary)
 
     def new_position(self, project: str) -> Position:
         """With an id that no other folder of the same name gets, here or elsewhere."""
@@ -245,26 +236,23 @@ class Follower:
         return Position(f"{name}-{secrets.token_hex(3)}", project, earlier_attempt(self.folder))
 
     def load(self, project: str) -> Position:
-        """What was sent before. Errors: DataError if the file is damaged, ConfigError if it names
-        another project.
-        """
+        """What was sent before. Errors: DataError if damaged, ConfigError for another project."""
+        if not self.path.exists():
+            default = os.environ.get(TRACKERS[self.name].project_variable, "dist_amp")
+            return self.new_position(project or default)
         try:
             position = Position(**json.loads(self.path.read_text()))
-            if project in ("", position.project):
-                return position
-            raise ConfigError(
-                f"--project {project}: this run goes to {position.project}; leave the option out, "
-                f"or remove {self.path} to send the run again, as a new one"
-            )
-        except FileNotFoundError:
-            return self.new_position(
-                project or os.environ.get(TRACKERS[self.name].project_variable, "dist_amp")
-            )
         except (OSError, ValueError, TypeError) as error:
             raise DataError(
                 f"{self.path} can't be read ({first_line(error)}); remove it to send the run "
                 "again, as a new one"
             ) from error
+        if project not in ("", position.project):
+            raise ConfigError(
+                f"--project {project}: this run goes to {position.project}; leave the option out, "
+                f"or remove {self.path} to send the run again, as a new one"
+            )
+        return position
 
     def save(self) -> None:
         """Errors: Failure."""
@@ -290,6 +278,71 @@ def explained(tracker: str) -> Iterator[None]:
     except Exception as error:
         reason = first_line(error) or type(error).__name__
         raise Failure(f"{tracker}: {reason}; start the same command again to continue") from error
+
+
+# --- the run's files
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The run's summary; None before its end, also after a restart."""
+    path = folder / "summary.json"
+    try:
+        started = (folder / "config.toml").stat().st_mtime_ns  # written at each start
+        if path.stat().st_mtime_ns < started:
+            return None
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) and "stopped_by" in summary else None
+
+
+def has_ended(folder: Path, summary: Mapping[str, Any]) -> bool:
+    """Whether no restart is to be expected."""
+    age = time.time() - (folder / "summary.json").stat().st_mtime
+    return summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
+
+
+def hash_of(summary: Mapping[str, Any] | None) -> str:
+    return sha256(json.dumps(summary).encode()).hexdigest()[:16] if summary else ""
+
+
+def earlier_attempt(folder: Path) -> str:
+    """A hash that changes when a run starts again from step 0, which moves its metrics away."""
+    try:
+        with (folder / "metrics_before.jsonl").open("rb") as file:
+            return sha256(file.readline()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def parsed(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    """The lines that are a step's metrics; damaged ones are left out, as when a run resumes."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+        except (ValueError, LookupError, TypeError):
+            continue
+        yield row
+
+
+def clean(tag: str) -> str:
+    """The tag with "_" for the characters that some tracker refuses."""
+    return re.sub(r"[^\w./ -]", "_", tag, flags=re.ASCII)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """{"ranks": [{"a": 1}], "b": "nan"} as {"rank00000/a": 1.0, "b": nan}; numbers alone."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if name == "ranks":
+            for rank, tags in enumerate(value or ()):
+                found |= flat(tags, f"{prefix}rank{rank:05d}/")
+        elif isinstance(value, dict):
+            found |= flat(value, f"{prefix}{clean(name)}/")
+        elif isinstance(value, (int, float)) or value in ("nan", "inf", "-inf"):
+            found[prefix + clean(name)] = float(value)
+    return found
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ import os
 import signal
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
-from itertools import dropwhile
 from pathlib import Path
 
 from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, raise_on_signals
@@ -38,28 +38,25 @@ from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, raise_on
 if __name__ == "__main__":
     exit_on_signals()  # before torch's imports, which take seconds
 
+import torch
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousTimeoutError,
 )
+from torch.numa.binding import AffinityMode, NumaOptions
 
-from dist_amp.commands.elastic import (
-    Restarts,
-    after_signal,
-    run_agent,
-    signal_name,
-    torchrun_options,
-    who_explains,
-)
-from dist_amp.commands.local_gpus import binding, gpus_to_use
+from dist_amp.commands.elastic import Restarts, after_signal, run_agent, signal_name, who_explains
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.help import show_if_asked
-from dist_amp.config.load import load_config, target_of
+from dist_amp.config.load import collect, load_config, target_of
+from dist_amp.config.parse import Setting
+from dist_amp.distributed.gpu_checks import check_gpus_are_used
 from dist_amp.errors import ConfigError, Failure, context_of, first_line, in_one_line, nearest_name
 from dist_amp.supervise.command_line import exit_status
 
@@ -75,210 +72,168 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = torchrun.get_args_parser()
-    torchruns, module, words = split(argv, parser)
-    if {"-h", "--help"} & set(words) and not section_after_help(words):
+    options, module, words = parse(argv)
+    if words[-1:] in (["-h"], ["--help"]):
         print((__doc__ or "").strip())
         print("\npython -m dist_amp.train --help lists the settings, torchrun --help its options.")
         return 0
     if module == TRAIN and show_if_asked(words, "python -m dist_amp.launch", __doc__ or ""):
         return 0
     hides_log = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
-    if hides_log:
-        hide_torchruns_log()
-    options = read_options(torchruns, parser)
-    status = check_settings(words, options) if module == TRAIN else check_module(module)
-    if status:
+    if hides_log:  # torchrun's log and the ranks' C++ warnings come below the line that explains
+        logger = logging.getLogger("torch.distributed")
+        logger.propagate = False
+        logger.handlers = [logging.NullHandler()]
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    check_options(options)
+    what = f"-m {module}"
+    check = partial(check_module, module)
+    if module == TRAIN:
+        what = f"task.target={target_of(words)}"
+        check = partial(check_settings, words, options)
+    if status := in_fork(what, check):
         return status
-    settings: list[str] = []
-    if module.startswith("dist_amp."):  # after a bench's name
-        settings = list(dropwhile(lambda word: not word.startswith("-"), words))
-    complete(options, settings)
+    complete(options, words if module == TRAIN else [])
     options.module = True
     options.training_script = module
-    options.training_script_args = list(words)
+    options.training_script_args = words
     return start(options, hides_log)
 
 
 # --- the command line
 
 
-def split(argv: Sequence[str], parser: ArgumentParser) -> tuple[list[str], str, list[str]]:
-    """(torchrun's options, module, the module's arguments): by exact names, since settings may
-    begin like an option.
+def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
+    """(torchrun's options, module, its arguments); options may stand among the settings, up to -m.
 
-    -m ends the options; before it they may stand among the settings. Errors: ConfigError for an
-    option without a value, or whose name is almost one.
+    They are known by exact names, since settings may begin like one. Errors: ConfigError.
     """
-    known = torchrun_options(parser)
-    left = list(argv)
-    torchruns: list[str] = []
-    words: list[str] = []
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if word == "--":  # as torchrun allows before what is not its own
-            continue
-        may_be_option = name.startswith("--") or not words
-        option = known.get(name) if may_be_option else None
-        if option is None:
-            check_unknown(name, may_be_option, known)
-            words.append(word)
-            continue
-        takes_value = option.nargs != 0 or option.dest == "module"
-        if takes_value and not equals:
-            if not left:
-                raise ConfigError(f"{name} at the end has no value; see torchrun --help")
-            value = left.pop(0)
-        if option.dest == "module":
-            return torchruns, value, [*words, *left]
-        torchruns.append(word)
-        if takes_value and not equals:
-            torchruns.append(value)
-    if words and not words[0].startswith("-"):
-        raise ConfigError(
-            f"{words[0]}: launch starts {TRAIN} by itself, so leave this out; -m MODULE starts "
-            "another module, and --task.target FILE.py:CLASS trains your task"
-        )
-    return torchruns, TRAIN, words
-
-
-def check_unknown(name: str, may_be_option: bool, known: Iterable[str]) -> None:
-    """Errors: ConfigError for what is almost an option of torchrun, or another launcher's."""
-    near = ""
-    if may_be_option and name in OTHER_LAUNCHERS:
-        near = "--nproc-per-node"
-    elif name.startswith("--") and "." not in name:
-        near = nearest_name(name, known, 0.8)
-    if near:
-        raise ConfigError(f"unknown option {name}; did you mean {near}?")
-
-
-def section_after_help(words: Sequence[str]) -> bool:
-    """Whether --help is followed by a section's name."""
-    at = next(number for number, word in enumerate(words) if word in ("-h", "--help"))
-    return at + 1 < len(words) and not words[at + 1].startswith("-")
-
-
-def read_options(torchruns: Sequence[str], parser: ArgumentParser) -> Namespace:
-    """torchrun's options, with this command's defaults where neither they nor torchrun's PET_...
-    variables have one.
-
-    Errors: ConfigError for a value that torchrun would refuse.
-    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for action in torchrun.get_args_parser()._actions:
+        if action.option_strings and action.dest not in ("help", "module"):
+            parser._add_action(action)
     defaults = {
         "nproc_per_node": "",  # decided in `complete`
         "max_restarts": 3,
         "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # USR1 would end it alone
     }
     for name, value in defaults.items():
-        if f"PET_{name.upper()}" not in os.environ:
+        if f"PET_{name.upper()}" not in os.environ:  # torchrun's variables
             parser.set_defaults(**{name: value})
-    parser.exit_on_error = False
+    names = [word.partition("=")[0] for word in argv]
+    end = next((at for at, name in enumerate(names) if name in ("-m", "--module")), len(argv))
     try:
-        options = parser.parse_args([*torchruns, TRAIN])
-        machines = torchrun.parse_min_max_nnodes(options.nnodes)
-        torchrun.config_from_args(Namespace(**vars(options) | {"nproc_per_node": "1"}))
+        options, words = parser.parse_known_args(argv[:end])
     except ArgumentError as error:
         name = (error.argument_name or "").partition("/")[0]
         raise ConfigError(f"{name}: {error.message}; see torchrun --help") from None
+    words = [word for word in words if word != "--"]  # torchrun allows it before the module
+    check_unknown(words, [name for action in parser._actions for name in action.option_strings])
+    if end == len(argv):
+        return options, TRAIN, words
+    _, _, module = argv[end].partition("=")
+    after = list(argv[end + 1 :])
+    if not module:
+        if not after:
+            raise ConfigError(f"{argv[end]}: expected one argument; see torchrun --help")
+        module = after.pop(0)
+    return options, module, words + after
+
+
+def check_unknown(words: Sequence[str], known: Sequence[str]) -> None:
+    """Errors: ConfigError for what is almost an option, another launcher's, or a module's name."""
+    for word in words:
+        name = word.partition("=")[0]
+        near = ""
+        if name in OTHER_LAUNCHERS:
+            near = "--nproc-per-node"
+        elif name.startswith("--") and "." not in name:
+            near = nearest_name(name, known, 0.8)
+        if near:
+            raise ConfigError(f"unknown option {name}; did you mean {near}?")
+    if words and not words[0].startswith("-"):
+        others = "-m MODULE starts another module, and --task.target FILE.py:CLASS trains your task"
+        raise ConfigError(
+            f"{words[0]}: launch starts {TRAIN} by itself, so leave this out; {others}"
+        )
+
+
+def check_options(options: Namespace) -> None:
+    """Errors: ConfigError for a value that torchrun would refuse."""
+    given = vars(options) | {"nproc_per_node": "1", "training_script": TRAIN}
+    try:
+        torchrun.config_from_args(Namespace(**given, module=True, training_script_args=[]))
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"torchrun refuses {' '.join(torchruns)}: {first_line(error)}") from None
+        raise ConfigError(f"torchrun refuses its options: {first_line(error)}") from None
     except OSError as error:  # of --log-dir, which torchrun makes
         raise ConfigError(
             f"--log-dir={options.log_dir} can't be written ({error.strerror}); choose another"
         ) from None
-    if options.node_rank >= machines[1]:
-        raise ConfigError(
-            f"--node-rank={options.node_rank} must be below --nnodes={options.nnodes}; the first "
-            "is 0"
-        )
+    most = torchrun.parse_min_max_nnodes(options.nnodes)[1]
+    if options.node_rank >= most:
+        rule = f"must be below --nnodes={options.nnodes}; the first is 0"
+        raise ConfigError(f"--node-rank={options.node_rank} {rule}")
     has_address = options.local_addr or options.rdzv_endpoint or options.master_port
-    if machines[1] == 1 and not has_address:
+    if most == 1 and not has_address:
         # torchrun hangs without a message if the host's name does not resolve.
         options.local_addr = "127.0.0.1"
-    return options
 
 
 # --- before the ranks
 
 
-def check_settings(words: Sequence[str], options: Namespace) -> int:
-    """Check the settings once, not in each rank and restart; returns the exit status, after the
-    error's one line.
-    """
+def check_settings(words: Sequence[str], options: Namespace) -> None:
+    """Check the settings once, not in each rank and restart. Errors: ConfigError."""
     fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
-    ranks = 0  # not known
-    if fewest == most and options.nproc_per_node.isdigit():
-        ranks = most * int(options.nproc_per_node)
-
-    def check() -> int:
-        with redirect_stdout(StringIO()):  # what the task's module prints, the ranks print again
-            config = load_config(words)
-            if ranks:
-                accumulation_steps(config.train, ranks)
-        return 0
-
-    return in_fork(check, f"task.target={target_of(words)}")
+    with redirect_stdout(StringIO()):  # what the task's module prints, the ranks print again
+        config = load_config(words)
+        if fewest == most and options.nproc_per_node.isdigit():
+            accumulation_steps(config.train, most * int(options.nproc_per_node))
 
 
-def check_module(module: str) -> int:
-    """The same for -m MODULE: that there is one."""
-    if "/" in module or module.endswith(".py"):
-        name = module.removesuffix(".py").strip("./").replace("/", ".")
-        raise ConfigError(f"-m {module}: -m takes a module's name, not its path; write -m {name}")
-
-    def check() -> int:
-        sys.path.insert(0, "")  # as `python -m` has it
-        try:
-            found = find_spec(module)
-            if found is not None and found.submodule_search_locations is not None:  # a package
-                found = find_spec(f"{module}.__main__")
-        except (ImportError, ValueError):
-            found = None
-        if found is None:
-            raise ConfigError(
-                f"-m {module}: there is no such module to start in {Path.cwd()}, and none is "
-                "installed"
-            )
-        return 0
-
-    return in_fork(check, f"-m {module}")
+def check_module(module: str) -> None:
+    """Errors: ConfigError if there is no such module to start."""
+    sys.path.insert(0, "")  # as `python -m` has it
+    with suppress(ImportError, ValueError):
+        if find_spec(module) is not None:
+            return
+    raise ConfigError(
+        f"-m {module}: there is no such module to start in {Path.cwd()}, and none is installed; "
+        "give its name, not its path"
+    )
 
 
-def in_fork(check: Callable[[], int], what: str) -> int:
-    """The status of a check that imports a user's code, which must not stay in the launcher, nor a
-    GPU that it touches.
+def in_fork(what: str, check: Callable[[], None]) -> int:
+    """The exit status of a check that imports a user's code: neither it nor a GPU may stay here.
 
-    Errors: ConfigError if the code ends the process. what: the setting that names the code.
+    what: the setting that names the code. Errors: ConfigError if the code ends the process.
     """
-    receiver, sender = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("fork")
+    status = context.Value("i", -1)
 
     def in_child() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        sender.send(exit_status(lambda _: check(), ()))
+        status.value = exit_status(lambda _: check(), ())
+        os._exit(0)  # whatever threads the code has started
 
-    child = multiprocessing.get_context("fork").Process(target=in_child)
+    child = context.Process(target=in_child)
     child.start()
-    sender.close()
     try:
-        status: int = receiver.recv()
-    except EOFError:  # it ended without an answer
         child.join()
-        code = child.exitcode or 0
-        how = f"by {signal_name(-code)}" if code < 0 else f"with status {code}"
-        raise ConfigError(f"{what}: importing it ended the process {how}") from None
     finally:
         child.kill()
-        child.join()
-    return status if status in (0, ConfigError.exit_code) else 1
+    if status.value < 0:
+        code = child.exitcode or 0
+        how = f"with status {code}"
+        if code < 0:
+            how = f"by {signal_name(-code)}"
+        raise ConfigError(f"{what}: importing it ended the process {how}")
+    return status.value
 
 
 def complete(options: Namespace, words: Sequence[str]) -> None:
-    """Decide the number of ranks and how they are bound to CPUs, and set the environment that they
-    inherit.
-    """
+    """Decide the number of ranks, their binding to CPUs, and the environment that they inherit."""
     gpus = gpus_to_use(words)
     if not options.nproc_per_node:
         if not gpus and torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
@@ -314,58 +269,69 @@ def complete(options: Namespace, words: Sequence[str]) -> None:
             os.environ[name] = value
 
 
-def hide_torchruns_log() -> None:
-    """Leave out torchrun's own log, and the ranks' C++ warnings: they come below the line that says
-    what failed.
+def gpus_to_use(words: Sequence[str]) -> int:
+    """How many GPUs ranks with these settings use. Errors: ConfigError for GPUs torch can't use."""
+    device = collect(words).get("run.device", Setting(("auto",), "by default")).words[:1]
+    if device == ("cpu",):
+        return 0
+    gpus = torch.cuda.device_count()
+    if not gpus and device == ("auto",):
+        check_gpus_are_used()
+    return gpus
+
+
+def binding(ranks: int, gpus: int, nodes: Path = Path("/sys/devices/system/node")) -> str | None:
+    """torchrun's --numa-binding; None on a machine of one node, or if it can't be done: say why.
+
+    It takes numactl and CPUs of each GPU's node, which Slurm or a container may deny:
+    torchrun would fail then, so its way of starting a rank is tried here.
     """
-    logger = logging.getLogger("torch.distributed")
-    logger.propagate = False
-    logger.handlers = [logging.NullHandler()]
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not gpus or len(list(nodes.glob("node[0-9]*"))) < 2:
+        return None
+    logging.getLogger("torch.numa.binding").disabled = True  # its traceback
+    near = NumaOptions(AffinityMode.NODE)
+    try:
+        for gpu in range(ranks):
+            tried = SubprocessHandler("true", (), {}, None, None, gpu, near)
+            if tried.proc.wait():
+                raise RuntimeError("numactl fails")
+    except Exception as error:
+        why = first_line(error)
+        print(f"numa   ranks are not bound to the CPUs near their GPUs: {why}", file=sys.stderr)
+        return None
+    return near.affinity_mode.value
 
 
 # --- the ranks, and how they ended
 
 
 def start(options: Namespace, hides_log: bool) -> int:
-    """Run the ranks to their end; returns their exit status. Errors: Failure where torchrun itself
-    fails.
+    """Run the ranks to their end; returns their exit status.
+
+    Errors: Failure where torchrun itself fails, ConfigError where it refuses its options.
     """
     restarts = Restarts(options.max_restarts)
+    at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
-        print(
-            f"{options.nnodes} machines: this one waits for the others at {rendezvous(options)}",
-            flush=True,
-        )
+        print(f"{options.nnodes} machines: this one waits for the others at {at}", flush=True)
+    status = 0
+    line = ""
     try:
         run_agent(options, restarts, hides_log)
     except ChildFailedError as error:
         ended = who_explains(error.failures)
-        return last_line(restarts.line(ended), ended.status)
+        status = ended.status
+        line = restarts.line(ended)
     except SignalException as error:
         status, line = after_signal(error.sigval.name, context_of(error).get("exit_codes", []))
-        return last_line(line, status)
-    except ValueError as error:  # as an unknown --rdzv-backend
-        if context_of(error).get("exit_codes"):
-            raise Failure(
-                why_torchrun_failed(error, rendezvous(options), options.nnodes)
-            ) from error
-        raise ConfigError(
-            f"torchrun refuses its options: {first_line(error).split('. ')[0]}"
-        ) from error
     except Exception as error:
-        raise Failure(why_torchrun_failed(error, rendezvous(options), options.nnodes)) from error
-    return 0
-
-
-def rendezvous(options: Namespace) -> str:
-    return options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
-
-
-def last_line(text: str, status: int) -> int:
-    """Print the line, if there is one; returns the status."""
-    if text:
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        started_ranks = context_of(error).get("exit_codes")
+        if isinstance(error, ValueError) and not started_ranks:  # as an unknown --rdzv-backend
+            text = first_line(error).split(". ")[0]
+            raise ConfigError(f"torchrun refuses its options: {text}") from error
+        raise Failure(why_torchrun_failed(error, at, options.nnodes)) from error
+    if line:
+        print(f"error: {line}", file=sys.stderr, flush=True)
     return status
 
 
@@ -373,25 +339,18 @@ def why_torchrun_failed(error: Exception, at: str, machines: str) -> str:
     """What the rendezvous, or the launcher itself, failed with, in one line."""
     inner = error.__cause__ or error.__context__ or error
     if isinstance(error, RendezvousTimeoutError):
-        return (
-            f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time; start "
-            "the others"
-        )
+        joined = f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time"
+        return f"{joined}; start the others"
     if isinstance(error, RendezvousClosedError):
-        return (
-            f"the rendezvous at {at} is closed: another machine has ended the run; its last line "
-            "says why"
-        )
+        closed = f"the rendezvous at {at} is closed: another machine has ended the run"
+        return f"{closed}; its last line says why"
     if "EADDRINUSE" in f"{error} {inner}":
-        return (
-            f"the port of {at} is in use on this machine; choose another by --master-port or "
-            "--rdzv-endpoint"
-        )
+        in_use = f"the port of {at} is in use on this machine"
+        return f"{in_use}; choose another by --master-port or --rdzv-endpoint"
     if isinstance(error, RendezvousError | DistError):
         why = first_line(inner).split(". ")[0].rstrip(".")
-        return (
-            f"no rendezvous at {at} ({why}); start machine 0, correct the address, or open the port"
-        )
+        fix = "start machine 0, correct the address, or open the port"
+        return f"no rendezvous at {at} ({why}); {fix}"
     return f"torchrun failed: {in_one_line(error)}"
 
 

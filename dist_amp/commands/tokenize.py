@@ -14,23 +14,23 @@ continues after its last complete shard.
 Exit status: 0 done, 64 bad setting, 65 bad data or files, 1 FOLDER can't be written.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from dist_amp.config.load import load_config
 from dist_amp.distributed.process import configure_logging
 from dist_amp.distributed.signals import raise_on_signals
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError
 from dist_amp.settings import DataConfig
-from dist_amp.sources.conversations import MESSAGES_COLUMN, PROMPT_COLUMN, check_rows
+from dist_amp.sources.conversations import check_rows
 from dist_amp.sources.load import load_rows
-from dist_amp.sources.token_shards import Manifest, hash_problem, holds_tokens, read_manifest
+from dist_amp.sources.token_shards import TokenShards, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
-from dist_amp.sources.tokenizing import SHARD_TOKENS, tokenize
+from dist_amp.sources.tokens import SHARD_TOKENS, tokenize
 from dist_amp.supervise.command_line import Parser, exit_status
 
 
@@ -40,13 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_status(run, argv, "; start the same command again to continue")
 
 
-def run(argv: Sequence[str]) -> int:
-    options, words = parse(argv)
+def run(argv: Sequence[str]) -> None:
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    parser = Parser("python -m dist_amp.tokenize", __doc__)
+    add = parser.add_argument
+    folder = "where to write; an interrupted command's folder is completed"
+    add("--out", metavar="FOLDER", help=folder)
+    add("--check", metavar="FOLDER", help="verify the hashes of this folder's files")
+    workers = f"processes; 0: this one; default: all {cores} cores"
+    add("--workers", type=int, default=cores, help=workers)
+    size = "tokens per file; default 134,217,728"
+    add("--shard_tokens", "--shard-tokens", type=int, default=SHARD_TOKENS, help=size)
+    options, words = parser.parse_known_args(argv)
     configure_logging(0)
     if options.check is not None:
         if words or options.out:
             raise ConfigError(f"--check takes a folder alone, without {' '.join(words) or '--out'}")
-        return check(Path(options.check))
+        check(Path(options.check))
+        return
     if options.out is None:
         raise ConfigError("--out is missing; name the folder to write, as in --out tokens")
     if options.workers < 0 or options.shard_tokens < 1:
@@ -59,47 +72,15 @@ def run(argv: Sequence[str]) -> int:
     tokenizer = open_tokenizer(data.tokenizer)
     splits = {}
     for split in ("train", "validation"):
-        rows = load_rows(data, split, MESSAGES_COLUMN, PROMPT_COLUMN)
+        rows = load_rows(data, split, "messages", "prompt")
         if rows is not None:
             check_rows(rows, data.text_column, tokenizer)
             splits[split] = rows
-    workers = 0 if options.workers == 1 else options.workers
-    folder = Path(options.out)
-    manifest = tokenize(
-        folder, splits, tokenizer, data.text_column, say, workers, options.shard_tokens
-    )
-    show(folder, manifest)
-    return 0
-
-
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(this command's options, settings)."""
-    parser = Parser("python -m dist_amp.tokenize", __doc__)
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="where to write; an interrupted command's folder is completed",
-    )
-    parser.add_argument(
-        "--check", metavar="FOLDER", help="verify the hashes of this folder's files"
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=cores,
-        help=f"processes; 0: this one; default: all {cores} cores",
-    )
-    parser.add_argument(
-        "--shard_tokens",
-        "--shard-tokens",
-        type=int,
-        default=SHARD_TOKENS,
-        help="tokens per file; default 134,217,728",
-    )
-    return parser.parse_known_args(argv)
+    count = 0 if options.workers == 1 else options.workers
+    say = partial(print, flush=True)
+    out = Path(options.out)
+    tokenize(out, splits, tokenizer, data.text_column, say, count, options.shard_tokens)
+    show(out)
 
 
 def check_names_rows(data: DataConfig) -> None:
@@ -117,29 +98,18 @@ def check_names_rows(data: DataConfig) -> None:
         )
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def show(folder: Path, manifest: Manifest) -> None:
-    """Print what the folder holds."""
-    for name, split in manifest.splits.items():
-        print(f"{folder / name}: {split}")
-
-
-def check(folder: Path) -> int:
+def check(folder: Path) -> None:
     """Errors: DataError for the first file that is not what was written."""
-    manifest = read_manifest(folder)
-    if not manifest.complete:
-        raise DataError(
-            f"{folder} is not complete: dist_amp.tokenize was interrupted; start it again as before"
-        )
-    for name, split in manifest.splits.items():
-        if problem := hash_problem(folder, name, split):
-            raise DataError(f"{problem}; copy it again, or tokenize again")
+    for split in read_manifest(folder).splits:
+        TokenShards(folder, split).check_hashes()
     print(f"{folder}: all files are as they were written")
-    show(folder, manifest)
-    return 0
+    show(folder)
+
+
+def show(folder: Path) -> None:
+    """Print what the folder holds."""
+    for name, split in read_manifest(folder).splits.items():
+        print(f"{folder / name}: {split}")
 
 
 if __name__ == "__main__":

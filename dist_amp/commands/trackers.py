@@ -1,8 +1,7 @@
-"""The trackers that `follow` can send a run to. To add one, write a class with these methods and
-list it below.
+"""The trackers that `follow` can send a run to. To add one, write a class and list it below.
 
-Each is imported when it is used; a missing one is refused with the command that installs it. Its
-server, login and offline mode are left to its own environment variables.
+Each is imported when it is used. Its server, login and offline mode are left to its own environment
+variables.
 """
 
 import importlib
@@ -12,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
-from typing import Any, Protocol
+from typing import Any
 
 from dist_amp.errors import ConfigError, first_line
 
@@ -21,24 +20,21 @@ MLFLOW_PARAMS = 100
 MLFLOW_METRICS = 1000
 
 
-class Tracker(Protocol):
-    """One run in a tracker. `id` names it there, and stays the same when a follower goes on."""
+class Tracker:
+    """One run in a tracker. `id` names it there, and stays the same when a follower continues."""
 
     project_variable: str  # the environment variable that names the project
     where: str  # to look at it, for the user
-    writes_within_a_second: bool  # else what was logged survives a kill after close() alone
+    writes_within_a_second = True  # else what was logged survives a kill after close() alone
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]): ...
 
     def last_steps(self) -> dict[str, int] | None:
-        """The last step of each tag that the tracker has, "ranks" for all of the ranks'; None if it
-        can't be asked.
-        """
+        """The last step of each tag, "ranks" for all of the ranks'; None if it can't be asked."""
+        return None
 
     def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step; `number` counts the calls for this run, those of earlier
-        processes too.
-        """
+        """Add the values of a step; `number` counts the calls for this run in all processes."""
 
     def end(
         self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str
@@ -49,12 +45,12 @@ class Tracker(Protocol):
         """Return when all is written."""
 
 
-class Wandb:
+class Wandb(Tracker):
     project_variable = "WANDB_PROJECT"
     writes_within_a_second = False  # offline it writes blocks of 32 KiB
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
-        wandb = imported("wandb", "wandb")
+        wandb = imported("wandb")
         # Of this process, not of the run.
         settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True)
         try:
@@ -80,13 +76,8 @@ class Wandb:
             folder = os.path.dirname(self._run.dir)
             self.where = f"wandb offline; upload it with: wandb sync {folder}"
 
-    def last_steps(self) -> dict[str, int] | None:
-        return None
-
     def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
-        """wandb's own step is `number`, which its server has once, and which rises where a tag is
-        written ahead.
-        """
+        """wandb's own step is `number`: it rises where a tag is written ahead."""
         if number >= self._first:
             self._run.log({"step": step, **values}, step=number, commit=True)
 
@@ -103,24 +94,16 @@ class Wandb:
         self._run.finish(self._exit_code)
 
 
-class Trackio:
+class Trackio(Tracker):
     project_variable = "TRACKIO_PROJECT"
-    writes_within_a_second = True
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
-        self._trackio = imported("trackio", "trackio")
+        self._trackio = imported("trackio")
         self._project = project
         self._id = id
         with redirect_stdout(StringIO()):  # its instructions
-            self._run = self._trackio.init(
-                project,
-                id,
-                config=dict(config),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
+            off = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+            self._run = self._trackio.init(project, id, config=dict(config), resume="allow", **off)
         servers = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
         self._is_local = not any(map(os.environ.get, servers))
         self.where = f"trackio; look at it with: trackio show --project {project}"
@@ -128,7 +111,7 @@ class Trackio:
     def last_steps(self) -> dict[str, int] | None:
         if not self._is_local:
             return None
-        storage = imported("trackio.sqlite_storage", "trackio").SQLiteStorage
+        storage = imported("trackio.sqlite_storage").SQLiteStorage
         steps: dict[str, int] = {}
         for row in storage.get_logs(self._project, self._id):
             for tag in grouped(row):
@@ -149,12 +132,11 @@ class Trackio:
             self._trackio.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     project_variable = "MLFLOW_EXPERIMENT_NAME"
-    writes_within_a_second = True
 
     def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
-        mlflow = imported("mlflow", "mlflow")
+        mlflow = imported("mlflow")
         for library in ("mlflow", "alembic"):  # they report the making of a database table by table
             logging.getLogger(library).setLevel(logging.WARNING)
         self._entities = mlflow.entities
@@ -209,16 +191,13 @@ class MLflow:
 TRACKERS: dict[str, type[Tracker]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
 
 
-def imported(module: str, extra: str) -> Any:
+def imported(module: str) -> Any:
     """The module. Errors: ConfigError with the command that installs it."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        reason = f"fails: {error}"
-        if isinstance(error, ModuleNotFoundError) and error.name == extra:
-            reason = "is not installed"
+    except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{extra} {reason}; pip install -e '.[{extra}]' in the clone's folder"
+            f"{error.name} is not installed; pip install -e '.[{module}]' in the clone's folder"
         ) from error
 
 

@@ -17,10 +17,6 @@ from dist_amp.sources.mixture import source_configs
 from dist_amp.sources.token_shards import IGNORE_INDEX, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import Tokenizer
 
-# Columns of rows in place of data.text_column.
-MESSAGES_COLUMN = "messages"
-PROMPT_COLUMN = "prompt"
-COMPLETION_COLUMN = "completion"
 # A chat template that says what the assistant generates.
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 Encoded = tuple[list[int], list[int]]  # token ids, labels
@@ -29,8 +25,7 @@ Encoded = tuple[list[int], list[int]]  # token ids, labels
 def check_rows(rows: Any, text_column: str, tokenizer: Tokenizer) -> None:
     """Errors: DataError for rows of none of these forms, or chats without a chat template."""
     columns = set(rows.column_names)
-    is_pair = {PROMPT_COLUMN, COMPLETION_COLUMN} <= columns
-    if not is_pair and not {MESSAGES_COLUMN, text_column} & columns:
+    if not {"prompt", "completion"} <= columns and not {"messages", text_column} & columns:
         raise DataError(
             f"rows have the columns {', '.join(rows.column_names)}; they need messages, or prompt "
             f"and completion, or data.text_column={text_column}: rename the columns, or name "
@@ -46,15 +41,14 @@ def check_rows(rows: Any, text_column: str, tokenizer: Tokenizer) -> None:
 def are_chats(rows: Any) -> bool:
     """Whether rows have messages, not texts."""
     columns = set(rows.column_names)
-    if MESSAGES_COLUMN in columns:
-        return True
-    is_pair = {PROMPT_COLUMN, COMPLETION_COLUMN} <= columns
-    return is_pair and len(rows) > 0 and isinstance(rows[0][PROMPT_COLUMN], list)
+    if not {"prompt", "completion"} <= columns or "messages" in columns:
+        return "messages" in columns
+    return len(rows) > 0 and isinstance(rows[0]["prompt"], list)
 
 
 def needed_columns(rows: Any, text_column: str) -> Any:
     """The rows with the columns that `encode` reads: others, such as images, cost time."""
-    needed = (MESSAGES_COLUMN, PROMPT_COLUMN, COMPLETION_COLUMN, text_column)
+    needed = ("messages", "prompt", "completion", text_column)
     return rows.select_columns([column for column in rows.column_names if column in needed])
 
 
@@ -62,43 +56,57 @@ def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
     """Whether a prompt is a user's turn: with a chat template, if the rows are chats or unknown."""
     if tokenizer.chat_template is None:
         return False
-    first_source = next(iter(source_configs(data).values()), data)
+    source = next(iter(source_configs(data).values()), data)
     try:
-        if holds_tokens(first_source.path):
-            splits = read_manifest(Path(first_source.path)).splits
+        if holds_tokens(source.path):
+            splits = read_manifest(Path(source.path)).splits
             return any(split.chats for split in splits.values())
-        return are_chats(load_rows(first_source, "train", MESSAGES_COLUMN, PROMPT_COLUMN))
+        return are_chats(load_rows(source, "train", "messages", "prompt"))
     except Failure as error:
-        warn(
-            "the prompt is rendered as a user's turn, but the rows are not known: "
-            f"{first_line(error)}"
-        )
+        why = first_line(error)
+        warn(f"the prompt is rendered as a user's turn, but the rows are not known: {why}")
         return True
 
 
-def encode_row(number: int, row: dict[str, Any], tokenizer: Tokenizer, text_column: str) -> Encoded:
-    """`encode`, with the row's number in its errors: DataError for what can't be encoded."""
-    try:
-        return encode(row, tokenizer, text_column)
-    except DataError as error:
-        raise DataError(f"row {number}: {error}") from error
-    except Exception as error:  # templates raise what they like
-        raise DataError(
-            f"row {number} can't be encoded: {in_one_line(error)}; correct or remove it"
-        ) from error
+def encode_rows(
+    rows: Any, numbers: Sequence[int], tokenizer: Tokenizer, text_column: str
+) -> list[Encoded]:
+    """(token ids, labels) of rows; a first token is predicted from nothing, so not learned.
+
+    Errors: DataError, with the row's number in its source, for what can't be encoded.
+    """
+    encoded = []
+    for number, row in zip(numbers, rows.__getitems__(list(numbers)), strict=True):
+        try:
+            ids, labels = encode(row, tokenizer, text_column)
+            largest = max(ids, default=0)
+            if largest >= tokenizer.vocabulary:  # it would wrap around in a file
+                raise DataError(
+                    f"the tokenizer {tokenizer.name} makes the id {largest}, and its vocabulary "
+                    f"says that ids are below {tokenizer.vocabulary}; correct the tokenizer"
+                )
+        except Exception as error:  # templates raise what they like
+            chosen = getattr(rows, "_indices", None)  # of a `datasets.Dataset`: a part, shuffled
+            if chosen is not None:
+                number = chosen.column(0)[number].as_py()
+            what = f"row {number} can't be encoded: {in_one_line(error)}; correct or remove it"
+            if isinstance(error, DataError):
+                what = f"row {number}: {error}"
+            raise DataError(what) from error
+        encoded.append((ids, [IGNORE_INDEX, *labels[1:]]))
+    return encoded
 
 
 def encode(row: dict[str, Any], tokenizer: Tokenizer, text_column: str) -> Encoded:
     """(token ids, labels) of one row; a text ends with the tokenizer's end of document, if any."""
-    if MESSAGES_COLUMN in row:
-        return encode_chat(turns(row, MESSAGES_COLUMN), tokenizer.chat)
-    if PROMPT_COLUMN not in row or COMPLETION_COLUMN not in row:
+    if "messages" in row:
+        return encode_chat(turns(row, "messages"), tokenizer.chat)
+    if "prompt" not in row or "completion" not in row:
         return encode_text("", text_of(row, text_column), tokenizer)
-    if isinstance(row[PROMPT_COLUMN], list):
-        prompt = turns(row, PROMPT_COLUMN)
-        messages = prompt + turns(row, COMPLETION_COLUMN)
-        return encode_chat(messages, tokenizer.chat, learned_from=len(prompt))
-    return encode_text(text_of(row, PROMPT_COLUMN), text_of(row, COMPLETION_COLUMN), tokenizer)
+    if isinstance(row["prompt"], list):
+        prompt = turns(row, "prompt")
+        return encode_chat(prompt + turns(row, "completion"), tokenizer.chat, len(prompt))
+    return encode_text(text_of(row, "prompt"), text_of(row, "completion"), tokenizer)
 
 
 def encode_text(prompt: str, text: str, tokenizer: Tokenizer) -> Encoded:
@@ -132,10 +140,10 @@ def turns(row: dict[str, Any], column: str) -> list[Any]:
             "content"
         )
     for message in messages:
-        if isinstance(message, dict) and {"role", "content"} <= message.keys():
-            continue
         what = f"type {type(message).__name__}"
         if isinstance(message, dict):
+            if {"role", "content"} <= message.keys():
+                continue
             what = f"the keys {', '.join(message)}"
         raise DataError(
             f"a message in {column} has {what}; it needs role (system, user or assistant) and "
@@ -184,8 +192,7 @@ def encode_marked(messages: list[Any], tokenizer: Any, learned_from: int) -> Enc
 def encode_unmarked(messages: list[Any], tokenizer: Any, learned_from: int) -> Encoded:
     """An answer is what the chat gets longer by when the turn is added.
 
-    Not learned: turns that the template renders in another way later on, and those after a prompt
-    that it renders in another way.
+    Not learned: turns that the template renders in another way later on, or after another prompt.
     """
     ids = rendered(messages, tokenizer)
     labels = [IGNORE_INDEX] * len(ids)
@@ -209,17 +216,10 @@ def rendered(messages: list[Any], tokenizer: Any, **options: Any) -> list[int]:
     """The token ids of a chat; of none, none: some templates fail on it."""
     if not messages:
         return []
-    ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=True, **options)[
-        "input_ids"
-    ]
-    return ids
+    return tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many of the first elements are equal."""
-    length = 0
-    for one, other in zip(a, b, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(a), len(b)))

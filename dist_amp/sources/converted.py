@@ -33,17 +33,17 @@ LOADERS: dict[str, tuple[str, dict[str, str]]] = {
 def from_hub(config: SourceConfig) -> Any:
     """All splits of a dataset on the hub or in the library's cache, or of a folder in its layout.
 
-    data.name is NAME[:CONFIGURATION][@REVISION]. Errors: DataError if it can't be loaded, or in
-    that revision.
+    data.name is NAME[:CONFIGURATION][@REVISION]. Errors: DataError if it can't be loaded.
     """
     source, _, revision = config.name.partition("@")
     if Path(config.name.partition(":")[0]).exists():
-        source, revision = config.name, ""
+        source = config.name
+        revision = ""
     else:
         stay_local_without_network()
     name, _, configuration = source.partition(":")
     try:
-        with silent_library():
+        with library():
             builder = datasets.load_dataset_builder(
                 name, configuration or None, revision=revision or None
             )
@@ -60,8 +60,9 @@ def from_hub(config: SourceConfig) -> Any:
         raise not_loaded(f"data.name={config.name}", error, fix) from error
     if type(builder).__module__.endswith(".cache"):  # after any error of the hub
         log.info("data: %s comes from the cache, commit %s", name, builder.hash)
-        is_right = builder.hash in (revision, cached_commit(name, revision))
-        if revision not in ("", "main") and not is_right:
+        refs = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "refs"
+        is_cached = (refs / revision).is_file() and (refs / revision).read_text() == builder.hash
+        if revision not in ("", "main", builder.hash) and not is_cached:
             raise DataError(
                 f"data.name={config.name}: revision {revision} could not be loaded, and the newest "
                 f"in the cache is commit {builder.hash}; check the revision and the network, or "
@@ -70,17 +71,11 @@ def from_hub(config: SourceConfig) -> Any:
     return splits
 
 
-def cached_commit(name: str, revision: str) -> str:
-    """The commit that the hub's cache has for a branch or tag; "" for none."""
-    ref = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "refs" / revision
-    return ref.read_text().strip() if ref.is_file() else ""
-
-
 def from_files(config: SourceConfig, files: Files) -> Any:
     """All splits of the files. Errors: DataError that names the file and, if known, the line."""
     fix = "check the files"
     try:
-        with silent_library(), reachable(files):
+        with library(files):
             if files.format == "images":
                 return image_rows(files)
             if files.format == "saved":
@@ -114,7 +109,7 @@ def first_broken(files: Files) -> str:
     paths = [path for inside in files.splits.values() for path in inside]
     for path in paths:
         try:
-            with silent_library(), reachable(files):
+            with library(files):
                 convert(files, {"train": sorted({paths[0], path})})
         except Exception:
             return path
@@ -141,17 +136,14 @@ def broken_line(files: Files, path: str) -> str:
 
 
 class NamedImage(datasets.Image):
-    """An image column whose errors name the file."""
+    """An image column whose errors, of PIL or the file system, are a DataError with its file."""
 
     def decode_example(self, value: Any, token_per_repo_id: Any = None) -> Any:
-        """A PIL image. Errors: DataError if it can't be decoded."""
         try:
             return super().decode_example(value, token_per_repo_id)
-        except Exception as error:  # of PIL, or of the file system
-            path = value.get("path") if isinstance(value, dict) else None
-            raise DataError(
-                f"the image {path or 'here'} can't be decoded: {in_one_line(error)}"
-            ) from error
+        except Exception as error:
+            what = in_one_line(error)
+            raise DataError(f"the image {value['path']} can't be decoded: {what}") from error
 
 
 def image_rows(files: Files) -> Any:
@@ -162,7 +154,7 @@ def image_rows(files: Files) -> Any:
     """
     paths = [path for inside in files.splits.values() for path in inside]
     top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
-    below = 1 if len(files.splits) > 1 else 0  # the folders train, test ... are no classes
+    below = int(len(files.splits) > 1)  # the folders train, test ... are no classes
     class_of = {}
     for path in paths:
         folders = posixpath.relpath(path, top or ".").split("/")[below:-1]
@@ -177,24 +169,24 @@ def image_rows(files: Files) -> Any:
     features = datasets.Features(image=NamedImage())
     if "" not in classes:
         features["label"] = datasets.ClassLabel(names=classes)
-    splits = {}
+    splits = datasets.DatasetDict()
     for split, inside in files.splits.items():
         columns: dict[str, list[Any]] = {"image": [files.address(path) for path in inside]}
         if "label" in features:
             columns["label"] = [classes.index(class_of[path]) for path in inside]
         splits[split] = datasets.Dataset.from_dict(columns, features=features)
-    return datasets.DatasetDict(splits)
+    return splits
 
 
 def not_loaded(source: str, error: Exception, fix: str) -> Failure:
     """The error in place of one of the library's."""
-    cause = error.__cause__ or error  # the library wraps the error in a general one
-    text = " ".join(str(cause).split()) or type(cause).__name__
     if is_full(error):
         cache = datasets.config.HF_DATASETS_CACHE
         return Failure(
             f"{source}: the disk of the cache {cache} is full; make room, or set HF_DATASETS_CACHE"
         )
+    cause = error.__cause__ or error  # the library wraps the error in a general one
+    text = " ".join(str(cause).split()) or type(cause).__name__
     if "scripts are no longer supported" in text:  # nor by us: they would run a stranger's code
         fix = (
             "convert it to Parquet elsewhere, with a release of datasets below 4, and set "
@@ -216,23 +208,18 @@ def is_full(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def silent_library() -> Iterator[None]:
-    """The library logs what it raises as well; inside, it only raises."""
+def library(files: Files | None = None) -> Iterator[None]:
+    """Inside, the library does not log what it raises, and HF_HUB_OFFLINE does not make it refuse
+    addresses outside the hub.
+    """
     logger = logging.getLogger("datasets")
     level = logger.level
+    offline = datasets.config.HF_HUB_OFFLINE
     logger.setLevel(logging.CRITICAL)
+    if files is not None and "hf" not in files.fs.protocol:
+        datasets.config.HF_HUB_OFFLINE = False
     try:
         yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def reachable(files: Files) -> Iterator[None]:
-    """HF_HUB_OFFLINE makes the library refuse every address; inside, only those of the hub."""
-    offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = offline and "hf" in files.fs.protocol
-    try:
-        yield
-    finally:
         datasets.config.HF_HUB_OFFLINE = offline

@@ -30,9 +30,7 @@ FORMATS = {
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 # Files by which the folders that save_to_disk and dist_amp.tokenize write are recognised.
 MARKS = {
-    "dataset_dict.json": "saved",
-    "dataset_info.json": "saved",
-    "state.json": "saved",
+    **dict.fromkeys(("dataset_dict.json", "dataset_info.json", "state.json"), "saved"),
     "tokens.json": "tokens",
 }
 TOKENS_INDEX = "documents.bin"

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, make_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,9 +33,9 @@ class Mixture:
     The n-th draw from a source is its sample n modulo its length. There are as many blocks as it
     takes to draw every sample of every source, so the samples of one source occur equally often, or
     differ by one. A sample with "input_ids" also has "source_ids", int64 of the same shape: its
-    source's index in `sources`. sources: map-style datasets by name, where None takes a count of 0.
-    It has `fingerprint` and `lengths` if all sources have them. Errors: ConfigError for a source
-    with an order of its own; DataError for an empty one.
+    source's index in `sources`, map-style datasets by name, where None takes a count of 0. It has
+    `fingerprint` and `lengths` if all sources have them. Errors: ConfigError for a source with an
+    order of its own; DataError for an empty one.
     """
 
     fingerprint: str
@@ -45,23 +45,23 @@ class Mixture:
         self.sources = list(sources.values())
         self.counts = numpy.array(counts, numpy.int64)
         self.sizes = numpy.zeros(len(counts), numpy.int64)
+        self.block = int(self.counts.sum())
+        self.blocks = 0
+        facts = []
         prints = []
-        for index, (name, source) in enumerate(sources.items()):
-            if counts[index] > 0:
+        for index, (name, source, count) in enumerate(
+            zip(self.names, self.sources, self.counts.tolist(), strict=True)
+        ):
+            if count:
                 check_source(name, source)
                 self.sizes[index] = len(source)
+                self.blocks = max(self.blocks, -(-len(source) // count))
                 prints.append(getattr(source, "fingerprint", None))
-        self.block = int(self.counts.sum())
-        facts = self._facts()
-        self.blocks = max(-(-size // count) for _, size, count in facts if count)
+            facts.append((name, int(self.sizes[index]), count))
         self._source, self._draw = evenly_spread(self.counts)
         if all(isinstance(one, str) for one in prints):
             content = json.dumps([facts, prints])
             self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
-
-    def _facts(self) -> list[tuple[str, int, int]]:
-        """(name, size, count in a block) of each source."""
-        return list(zip(self.names, self.sizes.tolist(), self.counts.tolist(), strict=True))
 
     def __len__(self) -> int:
         return self.blocks * self.block
@@ -95,7 +95,10 @@ class Mixture:
             places = numpy.flatnonzero(source == index).tolist()
             drawn = self._read(index, number[places].tolist())
             for place, sample in zip(places, drawn, strict=True):
-                samples[place] = with_source(sample, index)
+                if isinstance(sample, dict) and "input_ids" in sample:
+                    source_ids = torch.full_like(sample["input_ids"], index)
+                    sample = {**sample, "source_ids": source_ids}
+                samples[place] = sample
         return samples
 
     def _read(self, source: int, numbers: list[int]) -> list[Any]:
@@ -104,18 +107,7 @@ class Mixture:
         except Exception as error:
             what = str(error) if isinstance(error, DataError) else in_one_line(error)
             shown = ", ".join(map(str, numbers[:8]))
-            if len(numbers) > 8:
-                shown += ", ..."
             raise DataError(f"data.sources.{self.names[source]}, sample {shown}: {what}") from error
-
-    def describe(self) -> list[str]:
-        """A line per source: its size, its share, and how often an epoch takes each sample."""
-        return [
-            f"{name}: {size:,} rows, {count / self.block:.2%} of rows, "
-            f"{self.blocks * count / size:.2f} times each"
-            for name, size, count in self._facts()
-            if count
-        ]
 
 
 def check_source(name: str, source: Any) -> None:
@@ -127,13 +119,6 @@ def check_source(name: str, source: Any) -> None:
         )
     if source is None or len(source) == 0:
         raise DataError(f"data.sources.{name} has no samples; check its path, split and columns")
-
-
-def with_source(sample: Any, number: int) -> Any:
-    """The sample of tokens with its source beside each token; other samples as they are."""
-    if not isinstance(sample, dict) or "input_ids" not in sample:
-        return sample
-    return {**sample, "source_ids": torch.full_like(sample["input_ids"], number)}
 
 
 def evenly_spread(counts: Array) -> tuple[Array, Array]:
@@ -164,19 +149,18 @@ def counts_in_block(weights: Mapping[str, float]) -> list[int]:
     # Rounded, or noise in the last bit would decide between equal remainders.
     largest_first = numpy.argsort(numpy.round(counts - exact, 9), axis=1, kind="stable")
     missing = sizes - counts.sum(1)
-    rank_of_remainder = largest_first.argsort(1)
-    counts += rank_of_remainder < missing[:, None]
+    counts += largest_first.argsort(1) < missing[:, None]
     errors = numpy.abs(counts / exact - 1).max(1)
     close = numpy.flatnonzero(errors <= CLOSE_ENOUGH)
-    best = close[0] if len(close) else errors.argmin()
-    for name, count, share in zip(weights, counts[best].tolist(), shares, strict=True):
+    best = counts[close[0] if len(close) else errors.argmin()].tolist()
+    for name, count, share in zip(weights, best, shares, strict=True):
         if count == 0:
             raise ConfigError(
                 f"data.sources.{name}.weight={weights[name]:g} is {share:.2g} of the mixture, "
                 f"which is less than once in {LONGEST_BLOCK:,} samples; raise it, or remove the "
                 "source"
             )
-    return counts[best].tolist()  # type: ignore[no-any-return]
+    return best  # type: ignore[no-any-return]
 
 
 def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> Any:
@@ -194,21 +178,19 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
     for name, config in source_configs(data).items():
         log.info("data: source %s, %s", name, split)
         sources[name] = build_source(name, config, build)
-    if split == "train":
-        weights = {name: table.weight for name, table in tables.items()}
-        mixture = Mixture(sources, counts_in_block(weights))
-        for line in [*mixture.describe(), f"an epoch has {len(mixture):,} rows"]:
-            log.info("data: %s", line)
-        return mixture
-    sizes = {name: len(rows or ()) for name, rows in sources.items()}
-    if missing := [name for name, size in sizes.items() if size == 0]:
+    if split != "train":
+        sizes = {name: len(rows or ()) for name, rows in sources.items()}
+        if missing := ", ".join(name for name, size in sizes.items() if size == 0):
+            log.info(f"data: nothing is held out of {missing}, so no evaluation has a loss of it")
+        return Mixture(sources, list(sizes.values())) if any(sizes.values()) else None
+    mixture = Mixture(sources, counts_in_block({name: tables[name].weight for name in tables}))
+    for name, size, count in zip(tables, mixture.sizes, mixture.counts, strict=True):
         log.info(
-            "data: nothing is held out of %s, so no evaluation has a loss of it",
-            ", ".join(missing),
+            f"data: {name}: {size:,} rows, {count / mixture.block:.2%} of rows, "
+            f"{mixture.blocks * count / size:.2f} times each"
         )
-    if not any(sizes.values()):
-        return None
-    return Mixture(sources, list(sizes.values()))
+    log.info(f"data: an epoch has {len(mixture):,} rows")
+    return mixture
 
 
 def build_source(name: str, config: DataConfig, build: Callable[[DataConfig], Any]) -> Any:
@@ -241,7 +223,6 @@ def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
 
 def source_configs(data: DataConfig) -> dict[str, DataConfig]:
     """The data section of each source. Errors: ConfigError for a table that names no data."""
-    no_sources = make_dataclass("Sources", [], frozen=True)()
     configs = {}
     for name, table in tables_of(data).items():
         if table.name == "auto" and table.path == "off":
@@ -250,7 +231,7 @@ def source_configs(data: DataConfig) -> dict[str, DataConfig]:
                 f"data.sources.{name}.name"
             )
         keys = {key: getattr(table, key) for key in SOURCE_KEYS}
-        configs[name] = replace(data, **keys, sources=no_sources)
+        configs[name] = replace(data, **keys, sources={})
     return configs
 
 

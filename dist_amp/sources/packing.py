@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.loading.loader import read
 from dist_amp.loading.plan import epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
 from dist_amp.sources.load import warn
@@ -28,7 +27,6 @@ WINDOW = 2**16
 SEED = 0  # of that order; not run.seed, with which a resumed run's rows could change
 LOOKED_AT = 64  # rows whose counted tokens are reported at the start
 Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
-Piece = tuple[int, int, int]  # document, first token, one past its last
 
 
 @dataclass(frozen=True)
@@ -45,44 +43,39 @@ class Packing:
     ) -> "Packing":
         """As `[data]` says; `auto` is the task's default."""
         pack = auto if data.pack == "auto" else data.pack
-        if data.long_documents != "auto":
-            return cls(length, pack, data.long_documents)
-        if pack == "off":
-            return cls(length, pack, "truncate")
-        return cls(length, pack, "split")
+        long_documents = data.long_documents
+        if long_documents == "auto":
+            long_documents = "truncate" if pack == "off" else "split"
+        return cls(length, pack, long_documents)
 
     def rows(self, documents: Any, split: str) -> Any:
         """A token dataset's rows as samples for `collate`; None without documents.
 
-        Errors: ConfigError for a setting that needs documents with `lengths`; DataError for a
-        document that is too long where none may be, and if no token counts.
+        Documents without `lengths` stay as they are: `collate` truncates them. Errors: ConfigError
+        for a setting that needs lengths; DataError for a document that is too long where none may
+        be, and if no token counts.
         """
         if documents is None:
             return None
         if not hasattr(documents, "lengths"):
-            self.check_unknown_lengths()
-            return documents
+            if self.pack == "off" and self.long_documents == "truncate":
+                return documents
+            setting = f"data.long_documents={self.long_documents}"
+            fix = "data.long_documents=truncate"
+            if self.pack != "off":
+                setting = f"data.pack={self.pack}"
+                fix = "data.pack=off, a document per row"
+            raise ConfigError(
+                f"{setting} needs the documents' lengths, which are not known where they are "
+                f"tokenized as they are read (data.view=parquet); use {fix}, or tokenize them "
+                "first by python -m dist_amp.tokenize, and set data.path to its folder"
+            )
         rows = PackedRows(documents, self)
         if not len(rows) and split == "validation":
             log.info("data: the held-out documents do not fill one row, so there is no evaluation")
             return None
         rows.describe(split)
         return rows
-
-    def check_unknown_lengths(self) -> None:
-        """Errors: ConfigError unless rows can be made one by one: `collate` truncates them."""
-        if self.pack == "off" and self.long_documents == "truncate":
-            return
-        setting = f"data.long_documents={self.long_documents}"
-        fix = "data.long_documents=truncate"
-        if self.pack != "off":
-            setting = f"data.pack={self.pack}"
-            fix = "data.pack=off, a document per row"
-        raise ConfigError(
-            f"{setting} needs the documents' lengths, which are not known where they are tokenized "
-            f"as they are read (data.view=parquet); use {fix}, or tokenize them first by python -m "
-            "dist_amp.tokenize, and set data.path to its folder"
-        )
 
     def collate(
         self, samples: list[dict[str, Tensor]], pad_id: int = 0, attention_mask: bool = False
@@ -116,53 +109,35 @@ class Packing:
 class PackedRows:
     """Map-style dataset of packed rows: {"input_ids", "labels"}, each [n] int64.
 
-    With best_fit "position_ids" too. documents: a token dataset with `lengths`. Of a split document
-    every piece but the first begins with the token before it, which is context: its label is -100,
-    and each token is learned once. Pieces of one token are left out where a row holds whole pieces,
-    since there is nothing to predict. Memory: 24 bytes per piece and 16 per row.
+    With best_fit "position_ids" too. documents: a token dataset with `lengths`, `firsts` and
+    `pieces`, as `TokenShards`. Of a split document every piece but the first begins with the token
+    before it, which is context: its label is -100, and each token is learned once. Pieces of one
+    token are left out where a row holds whole pieces, since there is nothing to predict. Memory: 24
+    bytes per piece and 16 per row.
 
-    lengths: [len] int64, each row's tokens without padding. left_out: how many documents have
-    nothing to learn within a row's length, if longer ones are truncated. cut_off: the share of
-    tokens that is truncated. Errors: as `Packing.rows`.
+    lengths: [len] int64, each row's tokens without padding. Errors: as `Packing.rows`.
     """
 
     def __init__(self, documents: Any, packing: Packing):
         self.documents = documents
         self.packing = packing
-        self.left_out = 0
-        self.cut_off = 0.0
         lengths = numpy.asarray(documents.lengths, dtype=numpy.int64)
+        length = packing.length
         if packing.long_documents == "refuse":
-            refuse_long(lengths, packing.length)
-        elif packing.long_documents == "truncate":
-            excess = (lengths - packing.length).clip(min=0)
-            self.cut_off = float(excess.sum() / max(1, lengths.sum()))
+            refuse_long(lengths, length)
+        split = packing.long_documents == "split"
         if packing.pack == "cut":
-            self._plan_cut(lengths)
-        else:
-            self._plan_pieces(lengths)
-
-    def _plan_cut(self, lengths: Ints) -> None:
-        """Rows of the joined documents."""
-        length = self.packing.length
-        if self.packing.long_documents != "split":
-            lengths = lengths.clip(max=length)
-        self._ends = lengths.cumsum()  # of each document, in the joined stream
-        self.lengths = numpy.full(int(lengths.sum()) // length, length)
-
-    def _plan_pieces(self, lengths: Ints) -> None:
-        """Rows of whole pieces: several by best fit, or one."""
-        length = self.packing.length
-        split = self.packing.long_documents == "split"
+            if not split:
+                lengths = lengths.clip(max=length)
+            self._ends = lengths.cumsum()  # of each document, in the joined stream
+            self.lengths = numpy.full(int(sum(self._ends[-1:])) // length, length)
+            return
         self._pieces = pieces_of(lengths, length, split)
-        if not split and hasattr(self.documents, "firsts"):
-            first_learned = numpy.asarray(self.documents.firsts)[self._pieces[0]]
-            self._pieces = self._pieces[:, first_learned < length]
-        self.left_out = len(self.documents) - self._pieces.shape[1]
-        if self.packing.pack == "best_fit":
+        if not split:
+            self._pieces = self._pieces[:, documents.firsts[self._pieces[0]] < length]
+        self._offsets = numpy.arange(self._pieces.shape[1] + 1)
+        if packing.pack == "best_fit":
             self._pieces, self._offsets = fitted(self._pieces, length)
-        else:
-            self._offsets = numpy.arange(self._pieces.shape[1] + 1)
         tokens = (self._pieces[2] - self._pieces[1]).cumsum()
         self.lengths = numpy.diff(numpy.concatenate(([0], tokens))[self._offsets])
 
@@ -180,15 +155,18 @@ class PackedRows:
         return 1 - float(self.lengths.sum()) / max(1, len(self) * self.packing.length)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.__getitems__([index])[0]
+        pieces = self.documents.pieces(self.pieces(index))
+        if self.packing.pack != "cut":
+            for piece in pieces:
+                piece["labels"][0] = IGNORE_INDEX
+        row = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        if self.packing.pack == "best_fit":
+            positions = [torch.arange(len(piece["input_ids"])) for piece in pieces]
+            row["position_ids"] = torch.cat(positions)
+        return row
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
-        plans = [self.pieces(index) for index in indices]
-        parts = iter(read_pieces(self.documents, [piece for plan in plans for piece in plan]))
-        return [self._row([next(parts) for _ in plan]) for plan in plans]
-
-    def pieces(self, index: int) -> list[Piece]:
-        """The pieces of a row, in order."""
+    def pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """The pieces of a row, in order: (document, first token, one past its last)."""
         if self.packing.pack != "cut":
             first, last = self._offsets[index], self._offsets[index + 1]
             return list(zip(*self._pieces[:, first:last].tolist(), strict=True))
@@ -205,21 +183,12 @@ class PackedRows:
             document += 1
         return pieces
 
-    def _row(self, pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        if self.packing.pack != "cut":
-            for piece in pieces:  # a copy, since a document in memory is its dataset's
-                piece["labels"] = torch.cat((torch.tensor([IGNORE_INDEX]), piece["labels"][1:]))
-        row = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        if self.packing.pack == "best_fit":
-            positions = [torch.arange(len(piece["input_ids"])) for piece in pieces]
-            row["position_ids"] = torch.cat(positions)
-        return row
-
     def describe(self, split: str) -> None:
         """Log rows, tokens and padding. Errors: DataError if no row, or no token, counts."""
+        pack = self.packing.pack
         length = f"{self.packing.length:,}"
         documents = f"{len(self.documents):,} {split} documents"
-        if not len(self) and self.packing.pack == "cut":
+        if not len(self) and pack == "cut":
             raise DataError(
                 f"the {split} documents have {int(sum(self._ends[-1:])):,} tokens in all, fewer "
                 f"than one row of {length}; use shorter rows, more data, or data.pack=best_fit"
@@ -231,21 +200,24 @@ class PackedRows:
                 f"none of the {documents} has anything to learn within {length} tokens; use longer "
                 "rows, and check that documents, completions and assistant's turns are not empty"
             )
-        if self.packing.long_documents != "split" and self.left_out > 0:
-            warn(
-                f"{self.left_out:,} of {documents} are left out: within {length} tokens they have "
-                "no answer to learn, because it comes later"
-            )
-        counted_share = counted / int(self.lengths[sample].sum())
+        total = int(self.lengths.sum())
         log.info(
-            f"data: {split}: {len(self):,} rows of at most {length} tokens "
-            f"(data.pack={self.packing.pack}), {int(self.lengths.sum()):,} tokens; "
-            f"{self.padding_share:.2%} of the places are padding, about {counted_share:.1%} of the "
-            "tokens count"
+            f"data: {split}: {len(self):,} rows of at most {length} tokens (data.pack={pack}), "
+            f"{total:,} tokens; {self.padding_share:.2%} of the places are padding, about "
+            f"{counted / int(self.lengths[sample].sum()):.1%} of the tokens count"
         )
-        if self.cut_off:
+        if self.packing.long_documents == "split":
+            return
+        if pack != "cut" and (left_out := len(self.documents) - self._pieces.shape[1]):
+            warn(
+                f"{left_out:,} of {documents} are left out: within {length} tokens they have no "
+                "answer to learn, because it comes later"
+            )
+        lengths = numpy.asarray(self.documents.lengths)
+        cut_off = (lengths - self.packing.length).clip(min=0).sum() / lengths.sum()
+        if cut_off:
             log.info(
-                f"data: {split}: {self.cut_off:.1%} of the tokens are cut off, since documents are "
+                f"data: {split}: {cut_off:.1%} of the tokens are cut off, since documents are "
                 f"longer than a row ({length} tokens); use longer rows, or "
                 "data.long_documents=split"
             )
@@ -265,19 +237,8 @@ def refuse_long(lengths: Ints, length: int) -> None:
         )
 
 
-def read_pieces(documents: Any, pieces: list[Piece]) -> list[dict[str, Tensor]]:
-    """Parts of documents, as samples; by the dataset's method `pieces` if it has one."""
-    if hasattr(documents, "pieces"):
-        return documents.pieces(pieces)  # type: ignore[no-any-return]
-    whole = read(documents, [document for document, _, _ in pieces])
-    return [
-        {name: column[start:stop] for name, column in sample.items()}
-        for sample, (_, start, stop) in zip(whole, pieces, strict=True)
-    ]
-
-
 def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:
-    """Documents in pieces of at most `length` tokens and at least two: [3, pieces], as `Piece`."""
+    """Documents as pieces of 2 to `length` tokens, [3, pieces]: see `PackedRows.pieces`."""
     counts = (lengths > 1).astype(numpy.int64)
     if split:  # a further piece begins with the token before it, so that it adds length - 1
         counts = -(-(lengths - 1).clip(min=0) // (length - 1))
@@ -336,14 +297,13 @@ def best_fit(sizes: Ints, length: int) -> Ints:
             placed = min(count, each * len(taken))
             count -= placed
             row_of += [row for row in taken for _ in range(each)][:placed]
-            if fewer := placed % each:  # the last row takes what is left
-                rest = left - fewer * size
-                free[rest].append(taken.pop())
-                room |= 1 << rest
-            if taken:
-                rest = left - each * size
-                free[rest] += taken
-                room |= 1 << rest
+            fewer = placed % each  # what the last row takes, if not as many as the others
+            full = len(taken) - bool(fewer)
+            for changed, held in ((taken[:full], each), (taken[full:], fewer)):
+                if changed:
+                    rest = left - held * size
+                    free[rest] += changed
+                    room |= 1 << rest
     result = numpy.empty_like(sizes)
     result[order] = row_of
     return result

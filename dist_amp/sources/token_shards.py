@@ -9,9 +9,11 @@ FOLDER/train/counted_00000.bin  a bit per token (numpy.packbits); absent if all 
 
 import hashlib
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -19,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
-from dist_amp.errors import DataError
+from dist_amp.errors import DataError, Failure
 from dist_amp.files import write_durably
 
 FORMAT = 1  # newer ones are refused
@@ -31,6 +33,7 @@ INDEX = "documents.bin"
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
 OPEN_SHARDS = 64  # per process: a memory map keeps its file open, and the usual limit is 1,024
 TOTALS = ("documents", "tokens", "counted")
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -55,26 +58,15 @@ class Split:
     shards: tuple[TokenShard, ...] = ()
 
     @property
-    def end_row(self) -> int:
-        return self.shards[-1].end_row if self.shards else 0
-
-    def total(self, what: str) -> int:
-        """The sum over the shards of one of TOTALS."""
-        return sum(getattr(shard, what) for shard in self.shards)
+    def totals(self) -> dict[str, int]:
+        return {what: sum(getattr(shard, what) for shard in self.shards) for what in TOTALS}
 
     def __str__(self) -> str:
-        documents, tokens, counted = (self.total(what) for what in TOTALS)
+        documents, tokens, counted = self.totals.values()
         text = f"{documents:,} documents, {tokens:,} tokens, of which {counted:,} count"
         if empty := self.rows - documents:
             text += f"; {empty:,} of {self.rows:,} rows have nothing to learn and are left out"
         return text
-
-    def files(self, name: str) -> Iterator[tuple[str, int]]:
-        """(path in the folder, bytes) of each file of the split of this name."""
-        yield f"{name}/{INDEX}", 24 * self.total("documents")
-        for shard in self.shards:
-            for file, facts in shard.files.items():
-                yield f"{name}/{file}", facts["bytes"]
 
 
 @dataclass(frozen=True)
@@ -98,9 +90,9 @@ class Manifest:
     def write(self, folder: Path) -> None:
         content = {**asdict(self), "dtype": self.dtype.name}
         for name, split in self.splits.items():  # for readers; known from the shards
-            totals = {what: split.total(what) for what in TOTALS}
-            content["splits"][name] = {**totals, **content["splits"][name]}
-        write_durably(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+            content["splits"][name] = {**split.totals, **content["splits"][name]}
+        with writing(folder):
+            write_durably(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -137,8 +129,9 @@ class TokenShards:
     """A split's documents, read from memory-mapped shards.
 
     A document is {"input_ids" [n], "labels" [n]} int64; labels are the ids, or IGNORE_INDEX at
-    the first token and where a token is not learned. Opening compares the sizes of all files.
-    Errors: DataError for a missing or damaged file, at opening or when a document is read.
+    the first token and where a token is not learned. `lengths` and `firsts`: each document's tokens
+    and first learned token, int64 [documents]. Errors: DataError for a missing or damaged file, at
+    opening (by its size) or when a document is read.
     """
 
     def __init__(self, folder: Path, split: str):
@@ -155,30 +148,19 @@ class TokenShards:
         self.of = manifest.splits[split]
         self.vocabulary = manifest.vocabulary
         self._dtype = manifest.dtype
-        for name, size in self.of.files(split):
-            if problem := size_problem(folder / name, size):
-                raise DataError(
-                    f"{problem}; copy it again, or make the tokens again with dist_amp.tokenize"
-                )
+        self._inside = folder / split
+        check_size(self._inside / INDEX, 24 * self.of.totals["documents"])
+        for shard in self.of.shards:
+            for file, facts in shard.files.items():
+                check_size(self._inside / file, facts["bytes"])
+        self._index = mapped(self._inside / INDEX, "<i8").reshape(-1, 3)
+        self.lengths = self._index[:, 1]
+        self.firsts = self._index[:, 2]
         self._starts = [0, *accumulate(shard.tokens for shard in self.of.shards)]
         self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
 
     def __reduce__(self) -> Any:
         return TokenShards, (self.folder, self.split)
-
-    @cached_property
-    def _index(self) -> np.ndarray[Any, Any]:
-        return mapped(self.folder / self.split / INDEX, "<i8").reshape(-1, 3)
-
-    @property
-    def lengths(self) -> np.ndarray[Any, Any]:
-        """Tokens of each document: int64 [documents], memory-mapped."""
-        return self._index[:, 1]
-
-    @property
-    def firsts(self) -> np.ndarray[Any, Any]:
-        """Where in each document its first learned token is: int64 [documents], memory-mapped."""
-        return self._index[:, 2]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -204,7 +186,7 @@ class TokenShards:
         tokens, counted = self._open(shard)
         start += first - self._starts[shard]
         ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
-        where = f"document {number} of {self.folder / self.split}"
+        where = f"document {number} of {self._inside}"
         check = f"check the files with python -m dist_amp.tokenize --check {self.folder}"
         if len(ids) != length or length == 0:
             raise DataError(f"{where} is not where {INDEX} says; {check}")
@@ -222,51 +204,103 @@ class TokenShards:
             labels[0] = IGNORE_INDEX  # it is predicted from nothing
         return {"input_ids": ids, "labels": labels}
 
-    def _open_shard(self, number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-        inside = self.folder / self.split
-        tokens = mapped(inside / tokens_file(number), self._dtype)
-        mask = counted_file(number)
-        if mask not in self.of.shards[number].files:
-            return tokens, None
-        return tokens, mapped(inside / mask, np.uint8)
+    def _open_shard(self, number: int) -> tuple[Array, Array | None]:
+        tokens, *masks = [self._inside / file for file in self.of.shards[number].files]
+        counted = [mapped(mask, np.uint8) for mask in masks]
+        return mapped(tokens, self._dtype), next(iter(counted), None)
+
+    def check_hashes(self) -> None:
+        """Errors: DataError for a file whose content is not what was written."""
+        with (self._inside / INDEX).open("rb") as index:
+            for shard in self.of.shards:
+                part = index.read(24 * shard.documents)
+                check_hash(self._inside / INDEX, part, shard.index_xxh3)
+                for file, facts in shard.files.items():
+                    path = self._inside / file
+                    check_hash(path, path.read_bytes(), facts["xxh3"])
 
 
-def mapped(path: Path, dtype: Any) -> np.ndarray[Any, Any]:
+def mapped(path: Path, dtype: Any) -> Array:
     """A memory map as a plain ndarray: slices of a memmap take microseconds more."""
     return np.memmap(path, dtype, "r").view(np.ndarray)
 
 
-def tokens_file(number: int) -> str:
-    return f"tokens_{number:05d}.bin"
-
-
-def counted_file(number: int) -> str:
-    return f"counted_{number:05d}.bin"
-
-
-def size_problem(path: Path, size: int) -> str:
-    """What is wrong with a file by its size; "" if nothing."""
+def check_size(path: Path, size: int) -> None:
+    fix = "copy it again, or make the tokens again with dist_amp.tokenize"
     try:
         actual = path.stat().st_size
     except OSError as error:
-        return f"{path} can't be read ({error.strerror})"
-    return f"{path} has {actual:,} bytes, not {size:,}" if actual != size else ""
+        raise DataError(f"{path} can't be read ({error.strerror}); {fix}") from error
+    if actual != size:
+        raise DataError(f"{path} has {actual:,} bytes, not {size:,}; {fix}")
 
 
-def hash_problem(folder: Path, name: str, split: Split) -> str:
-    """The first file of a split whose content differs from the manifest's hash; "" if none does."""
-    for file, size in split.files(name):
-        if problem := size_problem(folder / file, size):
-            return problem
-    inside = folder / name
-    with (inside / INDEX).open("rb") as index:
-        for shard in split.shards:
-            hashes = {INDEX: xxhash.xxh3_128_hexdigest(index.read(24 * shard.documents))}
-            expected = {INDEX: shard.index_xxh3}
-            for file, facts in shard.files.items():
-                hashes[file] = xxhash.xxh3_128_hexdigest(mapped(inside / file, np.uint8).data)
-                expected[file] = facts["xxh3"]
-            for file in expected:
-                if hashes[file] != expected[file]:
-                    return f"{inside / file} is damaged: its hash differs from the manifest's"
-    return ""
+def check_hash(path: Path, content: bytes, expected: str) -> None:
+    if xxh3_128_hexdigest(content) != expected:
+        raise DataError(
+            f"{path} is damaged: its hash differs from the manifest's; copy it again, or tokenize "
+            "again"
+        )
+
+
+def write_shard(
+    folder: Path, name: str, manifest: Manifest, documents: list[tuple[Array, Array]], end_row: int
+) -> Manifest:
+    """Write the next shard of a split, of the documents before a row; returns the new manifest.
+
+    A document: (ids [n] of manifest.dtype, which are learned [n] bool: not the first, at least one
+    other). Errors: DataError if the index is damaged; Failure if the folder can't be written.
+    """
+    split = manifest.splits[name]
+    number = len(split.shards)
+    lengths = np.array([len(ids) for ids, _ in documents])
+    starts = split.totals["tokens"] + lengths.cumsum() - lengths
+    firsts = [learned.argmax() for _, learned in documents]
+    index = np.stack((starts, lengths, firsts), axis=1).astype("<i8").tobytes()
+    tokens = np.concatenate([ids for ids, _ in documents])
+    learned = np.concatenate([learned for _, learned in documents])
+    counted = int(learned.sum())
+    contents = {f"tokens_{number:05d}.bin": tokens.tobytes()}
+    if counted != len(tokens) - len(documents):  # not all but each document's first
+        contents[f"counted_{number:05d}.bin"] = np.packbits(learned).tobytes()
+    files = {
+        file: {"bytes": len(content), "xxh3": xxh3_128_hexdigest(content)}
+        for file, content in contents.items()
+    }
+    shard = TokenShard(
+        end_row, len(documents), len(tokens), counted, xxh3_128_hexdigest(index), files
+    )
+    with writing(folder):
+        (folder / name).mkdir(exist_ok=True)
+        for file, content in contents.items():
+            write_durably(folder / name / file, content)
+        append(folder / name / INDEX, 24 * split.totals["documents"], index)
+    split = replace(split, shards=(*split.shards, shard))
+    manifest = replace(manifest, splits={**manifest.splits, name: split})
+    manifest.write(folder)
+    return manifest
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Inside, an OSError is a Failure that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise Failure(
+            f"the tokens in {folder} can't be written ({error.strerror}); make room or name "
+            "another folder: the same command then continues after the last complete shard"
+        ) from error
+
+
+def append(path: Path, at: int, content: bytes) -> None:
+    """Write at this place in a file, and drop what an interrupted run left after it."""
+    with path.open("ab") as file:
+        if file.tell() < at:
+            raise DataError(
+                f"{path} has less than {at:,} bytes; remove {path.parent.parent} and start again"
+            )
+        file.truncate(at)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

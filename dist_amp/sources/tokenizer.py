@@ -100,21 +100,20 @@ def _from_file(file: Path, name: str) -> Tokenizer:
     vocabulary = max(rules.get_vocab().values(), default=-1) + 1
     if vocabulary == 0:
         raise ValueError("its model has no tokens")
-    ends = [rules.token_to_id(token) for token in ENDS]
+    ends = map(rules.token_to_id, ENDS)
     end = next((number for number in ends if number is not None), None)
     decode = partial(rules.decode, skip_special_tokens=False)
     identity = _identity(rules.to_str(), end, None)
     return Tokenizer(name, vocabulary, end, identity, partial(_ids_of, rules), decode)
 
 
+# Functions with a name, since a loader worker may get them pickled.
 def _ids_of(rules: Any, text: str) -> list[int]:
     return rules.encode(text).ids
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    # verbose would warn of texts longer than the model's context.
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return ids
+    return tokenizer(text, verbose=False)["input_ids"]  # verbose: warns of long texts
 
 
 def _bytes_of(text: str) -> list[int]:

@@ -1,41 +1,47 @@
-"""Documents as tokens.
-
-Tokens can be produced in three ways: from pre-tokenized files, from rows that are tokenized once
-into the cache, or from rows as they are read.
+"""Documents as tokens: from pre-tokenized files, from rows that are tokenized once into files, or
+from rows as they are read.
 """
 
 import hashlib
 import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.loading.loader import load
 from dist_amp.settings import DataConfig
-from dist_amp.sources.conversations import (
-    MESSAGES_COLUMN,
-    PROMPT_COLUMN,
-    are_chats,
-    check_rows,
-    encode_row,
-    needed_columns,
-)
+from dist_amp.sources.conversations import are_chats, check_rows, encode_rows, needed_columns
 from dist_amp.sources.load import load_rows, warn
 from dist_amp.sources.token_shards import (
     FORMAT,
     IGNORE_INDEX,
+    MANIFEST,
+    Array,
+    Manifest,
+    Split,
     TokenShards,
     holds_tokens,
     read_manifest,
+    write_shard,
+    writing,
 )
 from dist_amp.sources.tokenizer import Tokenizer, open_tokenizer
-from dist_amp.sources.tokenizing import SHARD_TOKENS, source_fingerprint, tokenize
 
 log = logging.getLogger(__name__)
 # Settings of rows, which have no effect on tokens that were made before.
 ROW_SETTINGS = ("name", "split", "validation_split", "text_column", "view")
+SHARD_TOKENS = 2**27
+CHUNK_ROWS = 128  # that a worker encodes at a time
+SECONDS = 10.0  # between lines of progress where there is no terminal
+Say = Callable[[str], None]
 
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
@@ -46,7 +52,13 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
     where a Parquet view's rows are tokenized as they are read, `lengths` and `firsts`. Errors:
     DataError for rows or tokens that do not fit; ConfigError for tokens of another tokenizer.
     """
-    check_tokenizer(data, tokenizer)
+    if data.tokenizer not in ("auto", tokenizer.name):
+        other = open_tokenizer(data.tokenizer)
+        if other.identity != tokenizer.identity:
+            raise ConfigError(
+                f"data.tokenizer={data.tokenizer} ({other.identity}) is not the task's own, "
+                f"{tokenizer.name} ({tokenizer.identity}); leave data.tokenizer out"
+            )
     if data.format == "tokens" or (data.format == "auto" and holds_tokens(data.path)):
         for name in ROW_SETTINGS:
             if (value := getattr(data, name)) != getattr(DataConfig, name):
@@ -60,7 +72,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
             "data.view=parquet reads files, and the task's own text is used; set data.path"
         )
     if rows is None:
-        rows = load_rows(data, split, MESSAGES_COLUMN, PROMPT_COLUMN)
+        rows = load_rows(data, split, "messages", "prompt")
     if rows is None:
         return None
     check_rows(rows, data.text_column, tokenizer)
@@ -71,21 +83,13 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
         )
     if not hasattr(rows, "map"):
         return TokenizedWhenRead(rows, tokenizer, data.text_column)
-    folder = cache_folder(split, rows, tokenizer, data.text_column)
+    import datasets
+
+    facts = (split, source_fingerprint(rows), tokenizer.identity, data.text_column)
+    cache = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist_amp" / "tokens"
+    folder = cache / short_hash(*facts, FORMAT, SHARD_TOKENS)
     tokenize(folder, {split: rows}, tokenizer, data.text_column, log.info, data.workers)
     return open_shards(folder, split, tokenizer)
-
-
-def check_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Errors: ConfigError if data.tokenizer is not the task's tokenizer."""
-    if data.tokenizer in ("auto", tokenizer.name):
-        return
-    other = open_tokenizer(data.tokenizer)
-    if other.identity != tokenizer.identity:
-        raise ConfigError(
-            f"data.tokenizer={data.tokenizer} ({other.identity}) is not the task's own, "
-            f"{tokenizer.name} ({tokenizer.identity}); leave data.tokenizer out"
-        )
 
 
 def open_shards(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards | None:
@@ -97,24 +101,20 @@ def open_shards(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards |
             f"({manifest.identity}), not of {tokenizer.name} ({tokenizer.identity}); set "
             f"data.tokenizer={manifest.tokenizer}, or make them again"
         )
-    if split == "validation" and manifest.splits and split not in manifest.splits:
+    if split == "validation" and split not in manifest.splits:
         return None
     shards = TokenShards(folder, split)
     log.info("data: %s: %s (%s)", split, shards.of, folder)
     return shards
 
 
-def cache_folder(split: str, rows: Any, tokenizer: Tokenizer, text_column: str) -> Path:
-    """Where the tokens of these rows are kept, beside the cache of the `datasets` library."""
-    import datasets
-
-    facts = (split, source_fingerprint(rows), tokenizer.identity, text_column, FORMAT, SHARD_TOKENS)
-    key = short_hash(*facts)
-    return Path(datasets.config.HF_DATASETS_CACHE).parent / "dist_amp" / "tokens" / key
-
-
 def short_hash(*facts: Any) -> str:
     return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:32]
+
+
+def source_fingerprint(rows: Any) -> str:
+    """The identity of rows, of a `datasets.Dataset` or a Parquet view."""
+    return str(getattr(rows, "fingerprint", None) or rows._fingerprint)
 
 
 class TokenizedWhenRead:
@@ -135,8 +135,7 @@ class TokenizedWhenRead:
         self.tokenizer = tokenizer
         self.text_column = text_column
         self.fingerprint = short_hash(source_fingerprint(rows), tokenizer.identity, text_column)
-        if hasattr(self.rows, "shuffled"):
-            self.shuffled = self.rows.shuffled
+        self.shuffled = self.rows.shuffled
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -145,14 +144,189 @@ class TokenizedWhenRead:
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Tensor]]:
-        rows = self.rows.__getitems__(numbers)
-        return [self._encoded(number, row) for number, row in zip(numbers, rows, strict=True)]
+        samples = []
+        encoded = encode_rows(self.rows, numbers, self.tokenizer, self.text_column)
+        for number, (ids, labels) in zip(numbers, encoded, strict=True):
+            if not ids:
+                raise DataError(
+                    f"row {number} has no tokens; remove it, or use dist_amp.tokenize, which "
+                    "leaves it out"
+                )
+            samples.append({"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)})
+        return samples
 
-    def _encoded(self, number: int, row: dict[str, Any]) -> dict[str, Tensor]:
-        ids, labels = encode_row(number, row, self.tokenizer, self.text_column)
-        if not ids:
-            raise DataError(
-                f"row {number} has no tokens; remove it, or use dist_amp.tokenize, which leaves it "
-                "out"
+
+def tokenize(
+    folder: Path,
+    splits: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    text_column: str,
+    say: Say,
+    workers: int = 0,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Manifest:
+    """Write the splits' rows as tokens, or continue an interrupted run; nothing if complete.
+
+    splits: {name: rows}. One process at a time writes a folder; others wait, and find it complete.
+    workers: processes that encode; 0: this one. The files do not depend on their number, nor on
+    interruptions: a shard is complete once the manifest lists it. Errors: ConfigError if the folder
+    holds other tokens or other files; DataError for a row that can't be encoded, and if no row of a
+    split has anything to learn; Failure if the folder can't be written.
+    """
+    from filelock import FileLock, Timeout
+
+    wanted = Manifest(
+        tokenizer.name,
+        tokenizer.identity,
+        tokenizer.vocabulary,
+        tokenizer.end,
+        text_column,
+        shard_tokens,
+        splits={
+            name: Split(source_fingerprint(rows), len(rows), are_chats(rows))
+            for name, rows in splits.items()
+        },
+    )
+    manifest = existing_manifest(folder, wanted)
+    if manifest is not None and manifest.complete:
+        return manifest
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; give a folder for the tokens")
+    lock = FileLock(folder / ".lock")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            held = lock.acquire(timeout=0)
+        except Timeout:
+            say(f"data: waiting for another process, which makes the tokens in {folder}")
+            held = lock.acquire()
+    with held:
+        manifest = existing_manifest(folder, wanted)
+        if manifest is None:
+            manifest = wanted
+            manifest.write(folder)
+        if not manifest.complete:
+            for name, rows in splits.items():
+                manifest = tokenize_split(folder, name, manifest, rows, tokenizer, say, workers)
+            manifest = replace(manifest, complete=True)
+            manifest.write(folder)
+        return manifest
+
+
+def existing_manifest(folder: Path, wanted: Manifest) -> Manifest | None:
+    """The folder's manifest, if it has one. Errors: ConfigError if it is of something else."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    if MANIFEST not in names:  # it is written first; one listing, since another process may begin
+        if others := [name for name in names if not name.startswith(".")]:
+            raise ConfigError(
+                f"{folder} holds other files, such as {others[0]}; give the tokens a folder of "
+                "their own"
             )
-        return {"input_ids": torch.tensor(ids), "labels": torch.tensor([IGNORE_INDEX, *labels[1:]])}
+        return None
+    manifest = read_manifest(folder)
+    if manifest.identity == wanted.identity:  # whatever it is named
+        wanted = replace(wanted, tokenizer=manifest.tokenizer)
+    for before, now in zip(origin(manifest), origin(wanted), strict=True):
+        if before != now:
+            raise ConfigError(
+                f"{folder} holds tokens of {before}, not of {now}; give another folder, or remove "
+                "this one"
+            )
+    return manifest
+
+
+def origin(manifest: Manifest) -> list[str]:
+    """What decides the tokens, in words."""
+    sources = (
+        f"{name} {split.rows:,} rows {split.source}" for name, split in manifest.splits.items()
+    )
+    return [
+        f"the tokenizer {manifest.tokenizer} ({manifest.identity})",
+        f"the source {', '.join(sources)}",
+        f"text_column={manifest.text_column} and shard_tokens={manifest.shard_tokens}",
+    ]
+
+
+def tokenize_split(
+    folder: Path,
+    name: str,
+    manifest: Manifest,
+    rows: Any,
+    tokenizer: Tokenizer,
+    say: Say,
+    workers: int,
+) -> Manifest:
+    """Write the rows that the split's shards lack; returns the manifest that lists them."""
+    from datasets.utils import tqdm
+
+    shards = manifest.splits[name].shards
+    begin = shards[-1].end_row if shards else 0
+    end = len(rows)
+    if begin == end:
+        return manifest
+    chunks = [range(row, min(row + CHUNK_ROWS, end)) for row in range(begin, end, CHUNK_ROWS)]
+    encoder = Encoder(rows, tokenizer, manifest.text_column)
+    documents: list[tuple[Array, Array]] = []  # of the shard in progress
+    tokens = 0
+    start = reported = time.monotonic()
+    encoded, close = load(encoder, lambda: chunks, workers=workers, pin_memory=False, rank=0)
+    try:
+        with tqdm(desc=f"{name}: tokenizing", total=end, initial=begin, unit=" rows") as bar:
+            for chunk, batch in zip(chunks, encoded, strict=True):
+                if isinstance(batch, DataError):
+                    raise batch
+                for row, ids, learned in batch:
+                    if documents and tokens + len(ids) > manifest.shard_tokens:
+                        manifest = write_shard(folder, name, manifest, documents, row)
+                        documents = []
+                        tokens = 0
+                    documents.append((ids.astype(manifest.dtype), learned))
+                    tokens += len(ids)
+                bar.update(len(chunk))
+                now = time.monotonic()
+                if bar.disable and now - reported >= SECONDS:
+                    reported = now
+                    rate = (chunk.stop - begin) / (now - start)
+                    left = tqdm.format_interval((end - chunk.stop) / rate)
+                    say(
+                        f"data: {name}: tokenized {chunk.stop:,} of {end:,} rows, {rate:,.0f} "
+                        f"rows/s, {left} left"
+                    )
+    except (RuntimeError, OSError, EOFError) as error:
+        if not workers:
+            raise
+        message = "a worker has died, perhaps for lack of memory; use fewer workers"
+        raise Failure(message) from error
+    finally:
+        close()
+    if not documents:  # a shard ends before a document, so there was none
+        raise DataError(
+            f"none of the {end:,} rows of the {name} split has anything to learn; check that their "
+            "texts, answers or completions are not empty"
+        )
+    return write_shard(folder, name, manifest, documents, end)
+
+
+class Encoder:
+    """Map-style: a range of rows -> (row, ids [n], which are learned [n] bool) of its documents.
+
+    Rows without anything to learn are left out. A row that can't be encoded gives a DataError in
+    place of the range, for the parent of a worker to raise.
+    """
+
+    def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
+        self.rows = needed_columns(rows, text_column)
+        self.tokenizer = tokenizer
+        self.text_column = text_column
+
+    def __getitem__(self, chunk: range) -> list[tuple[int, Array, Array]] | DataError:
+        try:
+            encoded = encode_rows(self.rows, chunk, self.tokenizer, self.text_column)
+        except DataError as error:
+            return error
+        documents = []
+        for row, (ids, labels) in zip(chunk, encoded, strict=True):
+            learned = np.array(labels) != IGNORE_INDEX
+            if ids and learned.any():
+                documents.append((row, np.array(ids, np.uint32), learned))
+        return documents

@@ -18,10 +18,9 @@ BAR = "step {n_fmt:>6}/{total_fmt} {percentage:3.0f}% |{bar:10}| {elapsed} eta {
 
 
 class Console(Observer):
-    """Prints the log steps from first_step to last_step, on rank 0.
+    """Prints the log steps from first_step to last_step, on rank 0. loss_scale: at the start.
 
-    loss_scale: at the start. On a terminal, standard output and error go through tqdm until
-    `close`, which keeps the bar below what is printed.
+    On a terminal, what is printed goes through tqdm until `close`, so that the bar stays below it.
     """
 
     def __init__(self, metrics: Metrics, first_step: int, last_step: int, loss_scale: float):
@@ -70,11 +69,10 @@ class Console(Observer):
         now = time.monotonic()
         progress = f"step {row.step:>6}/{self._last_step} {row.step / self._last_step:>4.0%}"
         first_step, since = self._timed_from
+        times = duration(now - self._opened)
         if row.step > first_step:
             left = (self._last_step - row.step) * (now - since) / (row.step - first_step)
-            times = f"{duration(now - self._opened)} eta {duration(left)}"
-        else:
-            times = duration(now - self._opened)
+            times += f" eta {duration(left)}"
         if since == self._opened:  # the first interval, with compilation, is slower than others
             self._timed_from = (row.step, now)
         self._world.say(f"{progress}  {times}  {text}")
@@ -85,18 +83,16 @@ def columns(row: LogRow, loss_scale_before: float) -> list[str]:
     parts = []
     skipped = int(row["skipped_in_interval"])
     scale = row["loss_scale"]
-    scale_text = f"scale {power_of_two(scale)}"
-    if scale != loss_scale_before:
-        scale_text = f"scale {power_of_two(loss_scale_before)} -> {power_of_two(scale)}"
+    scales = " -> ".join(map(power_of_two, dict.fromkeys((loss_scale_before, scale))))
     has_scale = scale != 1 or loss_scale_before != 1
     if row["applied_in_interval"]:
         parts.append(f"loss {row.loss:.4f}")
     if skipped and not has_scale:
         parts.append(f"skipped {skipped} (gradients not finite)")
     elif skipped:
-        parts.append(f"skipped {skipped} (fp16 overflow), {scale_text}")
+        parts.append(f"skipped {skipped} (fp16 overflow), scale {scales}")
     elif has_scale:
-        parts.append(scale_text)
+        parts.append(f"scale {scales}")
     if math.isfinite(row["grad_norm"]):
         parts.append(f"grad_norm {row['grad_norm']:.3g}")
     parts.append(f"lr {row['lr']:.2e}")
@@ -111,8 +107,7 @@ def columns(row: LogRow, loss_scale_before: float) -> list[str]:
 
 def duration(seconds: float) -> str:
     """Such as 1:05 or 2:30:00."""
-    text: str = tqdm.format_interval(seconds)
-    return text.removeprefix("0")
+    return str(tqdm.format_interval(seconds)).removeprefix("0")
 
 
 def power_of_two(scale: float) -> str:

@@ -31,26 +31,18 @@ THROTTLED = {
 }
 EXIT_SECONDS = 1.0  # what the run's end waits for the last reading
 
-# The function with the names of its arguments; where there are two functions, the first that works.
-UNCORRECTED = "NVML_MEMORY_ERROR_TYPE_UNCORRECTED"
+# What follows nvmlDeviceGet, and NVML_ of each argument; of two functions the first that works.
 READINGS = {
-    "gpu/sm_clock_MHz": ["nvmlDeviceGetClockInfo NVML_CLOCK_SM"],
-    "gpu/memory_clock_MHz": ["nvmlDeviceGetClockInfo NVML_CLOCK_MEM"],
-    "gpu/power_W": ["nvmlDeviceGetPowerUsage"],  # in mW, as the limit
-    "gpu/power_limit_W": ["nvmlDeviceGetEnforcedPowerLimit"],
-    "gpu/temperature_C": [
-        "nvmlDeviceGetTemperature NVML_TEMPERATURE_GPU",
-        "nvmlDeviceGetTemperatureV NVML_TEMPERATURE_GPU",
-    ],
-    "gpu/utilisation_pct": ["nvmlDeviceGetUtilizationRates"],
-    "gpu/throttled": [
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        "nvmlDeviceGetCurrentClocksThrottleReasons",  # before driver 535
-    ],
-    "gpu/ecc_uncorrected": [f"nvmlDeviceGetTotalEccErrors {UNCORRECTED} NVML_VOLATILE_ECC"],
-    "gpu/ecc_uncorrected_lifetime": [
-        f"nvmlDeviceGetTotalEccErrors {UNCORRECTED} NVML_AGGREGATE_ECC"
-    ],
+    "gpu/sm_clock_MHz": ["ClockInfo CLOCK_SM"],
+    "gpu/memory_clock_MHz": ["ClockInfo CLOCK_MEM"],
+    "gpu/power_W": ["PowerUsage"],  # in mW, as the limit
+    "gpu/power_limit_W": ["EnforcedPowerLimit"],
+    "gpu/temperature_C": ["Temperature TEMPERATURE_GPU", "TemperatureV TEMPERATURE_GPU"],
+    "gpu/utilisation_pct": ["UtilizationRates"],
+    # The second one before driver 535.
+    "gpu/throttled": ["CurrentClocksEventReasons", "CurrentClocksThrottleReasons"],
+    "gpu/ecc_uncorrected": ["TotalEccErrors MEMORY_ERROR_TYPE_UNCORRECTED VOLATILE_ECC"],
+    "gpu/ecc_uncorrected_lifetime": ["TotalEccErrors MEMORY_ERROR_TYPE_UNCORRECTED AGGREGATE_ECC"],
 }
 
 
@@ -106,10 +98,7 @@ class Health(Observer):
 
 
 def say_problems(problem: str, world: World) -> None:
-    """One line of rank 0 about all ranks on whose GPU something can't be read.
-
-    Every rank calls it. problem: this rank's; "" if there is none.
-    """
+    """One line of rank 0 about what can't be read on some ranks; "" of a rank is no problem."""
     texts = world.gather_texts(f"{platform.node()}: {problem}" if problem else "")
     problems = [text for text in texts if text]
     if len(problems) == world.world_size:
@@ -128,8 +117,8 @@ def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
         nvml.nvmlInit()
         gpu = Gpu(nvml, handle_of(nvml, torch.cuda.get_device_properties(device)))
     except ImportError:
-        fix = "pip install -e '.[gpu]' in the clone's folder"
-        return None, f"no gpu/* tags: nvidia-ml-py is missing; {fix}"
+        why = "nvidia-ml-py is missing; pip install -e '.[gpu]' in the clone's folder"
+        return None, f"no gpu/* tags: {why}"
     except Exception as error:
         # A driver without NVML, a container without the device, another package of that name.
         return None, f"no gpu/* tags: NVML failed ({type(error).__name__}: {error})"
@@ -166,8 +155,8 @@ class Gpu:
 
     def _value(self, call: str) -> float:
         name, *arguments = call.split()
-        values = [getattr(self._nvml, argument) for argument in arguments]
-        value = getattr(self._nvml, name)(self._handle, *values)
+        values = [getattr(self._nvml, f"NVML_{argument}") for argument in arguments]
+        value = getattr(self._nvml, f"nvmlDeviceGet{name}")(self._handle, *values)
         return float(getattr(value, "gpu", value))  # utilisation has another one, the memory's
 
     def tags(self) -> tuple[dict[str, float], list[str]]:
@@ -182,8 +171,8 @@ class Gpu:
                 tags[tag] = self._value(call)
             except Exception as error:
                 self._calls = {}
-                why = f"{type(error).__name__}: {error}"
-                warnings.append(f"no more gpu/* tags: {call.split()[0]} failed ({why})")
+                why = f"nvmlDeviceGet{call.split()[0]} failed ({type(error).__name__}: {error})"
+                warnings.append(f"no more gpu/* tags: {why}")
                 break
             if tag.endswith("_W"):
                 tags[tag] /= 1000
@@ -196,10 +185,8 @@ class Gpu:
         if "gpu/ecc_uncorrected" in tags:
             tags["gpu/ecc_uncorrected"] -= self._ecc_at_start
             if tags["gpu/ecc_uncorrected"] > 0:
-                warnings.append(
-                    "the GPU had uncorrected memory errors since the run's start; test or replace "
-                    "it"
-                )
+                text = "the GPU had uncorrected memory errors since the run's start"
+                warnings.append(f"{text}; test or replace it")
         return tags, warnings
 
 

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_amp.clock import Lap
 from dist_amp.data import Batches
 from dist_amp.optim import Schedule
 from dist_amp.precision import Clip, Scaler
@@ -38,17 +36,6 @@ from dist_amp.world import World
 
 if TYPE_CHECKING:  # TensorBoard takes half a second to import, and a notebook needs no files
     from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
-
-
-@dataclass(frozen=True)
-class PendingMetrics:
-    """A log step's metrics on their way to the host."""
-
-    step: int
-    interval: Interval
-    lap: Lap
-    on_host: tuple[float, ...]
-    of_task: tuple[str, ...]  # the tags of the last values on the device
 
 
 class Metrics:
@@ -72,7 +59,7 @@ class Metrics:
         self._tokens_seen = 0.0  # by this rank, over all attempts
         # Per rank, since the start or resume.
         self._totals = np.zeros((world.world_size, len(SUMMED_METRICS)))
-        self._pending: PendingMetrics | None = None
+        self._pending: tuple[Any, ...] | None = None  # a log step's, on their way to the host
         self._jsonl: JsonlWriter | None = None
         self._tensorboard: TensorBoardWriter | None = None
         # What optional features add: tags of every rank, [ranks] each; this rank's tags, or entries
@@ -87,12 +74,12 @@ class Metrics:
         """Start writing into the run's folder, replacing the entries of steps after first_step."""
         from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 
-        rank, warn = self.world.rank, self.world.warn
-        if self.world.is_main:
-            self._jsonl = JsonlWriter(folder / "metrics.jsonl", first_step, warn)
-        if self.world.is_main or self.world.world_size <= MAX_RANK_FOLDERS:
-            path = folder / "tensorboard" / f"rank{rank:05d}"
-            self._tensorboard = TensorBoardWriter(path, first_step + 1, warn)
+        world = self.world
+        if world.is_main:
+            self._jsonl = JsonlWriter(folder / "metrics.jsonl", first_step, world.warn)
+        if world.is_main or world.world_size <= MAX_RANK_FOLDERS:
+            path = folder / "tensorboard" / f"rank{world.rank:05d}"
+            self._tensorboard = TensorBoardWriter(path, first_step + 1, world.warn)
         text = f"```toml\n{config_text}\n```"
         self.write_first(lambda writer: writer.add_text("config", text, first_step))
         self.world.clock.restart()
@@ -100,9 +87,8 @@ class Metrics:
     def unfinished(self, data: Batches) -> Tensor:
         """What a checkpoint saves of this rank: [7] float64 on the host. Waits for the device.
 
-        loss, weight and min_weight of the unfinished log interval, the tokens seen since step 0,
-        and how many of the interval's steps were applied, skipped and clipped. No times: the same
-        steps make the same checkpoint.
+        Sums and counts of the unfinished log interval, and the tokens seen since step 0. No times:
+        the same steps make the same checkpoint.
         """
         interval = self.interval
         interval.start_copy()
@@ -114,16 +100,15 @@ class Metrics:
 
     def resume_unfinished(self, saved: Tensor, same_world: bool) -> None:
         """Continue from every saving rank's `unfinished`: [ranks, 7] float64; 3 in older ones."""
-        if saved.shape[1] == 3:
-            unknown = torch.tensor([math.nan, 0, 0, 0], dtype=saved.dtype)
-            saved = torch.cat([saved, unknown.expand(len(saved), 4)], dim=1)
-        mine = saved[self.world.rank if same_world else 0].clone()
+        unknown = [math.nan, 0, 0, 0]
+        rows = [[*row, *unknown][:7] for row in saved.tolist()]
+        mine = rows[self.world.rank if same_world else 0]
         if not same_world:  # what is summed over the ranks at a log step, rank 0 carries
-            mine[[0, 3]] = saved[:, [0, 3]].sum(0) * self.world.is_main
-        interval = Interval(max_norm=self._max_norm)
-        interval.loss, interval.weight, interval.min_weight, self._tokens_seen = mine[:4].tolist()
-        interval.applied, interval.skipped, interval.clipped = map(int, mine[4:].tolist())
-        self.interval = interval
+            for column in (0, 3):
+                mine[column] = sum(row[column] for row in rows) * self.world.is_main
+        loss, weight, min_weight, self._tokens_seen, *counts = mine
+        self.interval = Interval(loss, weight, min_weight, max_norm=self._max_norm)
+        self.interval.applied, self.interval.skipped, self.interval.clipped = map(int, counts)
 
     def record(self, report: StepReport) -> None:
         """Record one step's results without reading them."""
@@ -155,7 +140,7 @@ class Metrics:
         epoch = data.position / data.plan.length
         seen = (self._tokens_seen, data.position, epoch)
         on_host = (data.items, data.tokens, *seen, *memory_use(device))
-        self._pending = PendingMetrics(step, interval, lap, on_host, tuple(of_task))
+        self._pending = (step, interval, lap, on_host, tuple(of_task))
         self.interval = Interval(max_norm=self._max_norm)
         data.items = 0
         data.tokens = 0
@@ -166,19 +151,19 @@ class Metrics:
         self._pending = None
         if pending is None:
             return None
-        interval = pending.interval
+        step, interval, lap, on_host, of_task = pending
         of_device = interval.read()
-        first = len(of_device) - len(pending.of_task)
-        of_task = dict(zip(pending.of_task, of_device[first:], strict=True))
+        first = len(of_device) - len(of_task)
         sums = (interval.weight, interval.min_weight, interval.norm)
         counts = (interval.steps, interval.applied, interval.skipped, interval.clipped)
         # Rides along, since a log step is one collective.
         save_done = self.save is None or self.save.done()
         of_step = (interval.loss, *of_device[:first], *sums, *counts)
-        seconds = pending.lap.seconds().values()
-        row = torch.tensor([*of_step, *seconds, *pending.on_host, save_done], dtype=torch.float64)
+        seconds = lap.seconds().values()
+        row = torch.tensor([*of_step, *seconds, *on_host, save_done], dtype=torch.float64)
         table = self.world.gather(row).numpy()
-        self.last = LogRow(pending.step, table, of_task, self.more_rank_tags)
+        task_tags = dict(zip(of_task, of_device[first:], strict=True))
+        self.last = LogRow(step, table, task_tags, self.more_rank_tags)
         self._totals += table[:, SUMMED]
         return self.last
 
@@ -244,19 +229,13 @@ class Metrics:
 
     @property
     def last_logged(self) -> dict[str, Any]:
-        """The latest global metrics by their tags, with "step"; may be empty.
-
-        Right after a resume the last line of metrics.jsonl, which has "ranks" too.
-        """
+        """The latest global tags, with "step"; after a resume the last line of metrics.jsonl."""
         if self.last is not None:
             return {"step": self.last.step, **self.last.global_tags()}
         return self._jsonl.last if self._jsonl is not None else {}
 
     def rank_table(self) -> list[dict[str, float]]:
-        """Each rank's tags, with the throughput since the start or resume.
-
-        Right after a resume those of the last line of metrics.jsonl.
-        """
+        """Each rank's tags, with the throughput since the start; after a resume the last line's."""
         if self.last is None:
             return self.last_logged.get("ranks", [])  # type: ignore[no-any-return]
         table = self.last.table.copy()

@@ -1,5 +1,4 @@
-"""MFU, model FLOPs utilisation: the share of a device's peak FLOP/s that goes into the model's own
-arithmetic.
+"""MFU, model FLOPs utilisation: the share of a device's peak that the model's arithmetic takes.
 
     MFU = items per second x the task's flops_per_item(model) / the device's peak
 
@@ -98,16 +97,15 @@ def log_mfu(metrics: Metrics, config: Config, task: Task, parallel: Parallel) ->
     On GPUs, and if metrics.peak_flops is set, it says once what is missing. Every rank calls it.
     Errors: DataError if the task's flops_per_item does not return a number of operations.
     """
-    device = metrics.world.device
     peak = config.metrics.peak_flops
-    if peak == "auto" and device.type != "cuda":
+    if peak == "auto" and metrics.world.device.type != "cuda":
         return
     missing = []
     if peak == "auto":
         dtype = config.precision.name
         if dtype == "fp32" and config.precision.tf32:
             dtype = "tf32"
-        name = torch.cuda.get_device_name(device)
+        name = torch.cuda.get_device_name(metrics.world.device)
         peak = known_peak(name, dtype)
         if not peak:
             missing.append(
@@ -128,18 +126,12 @@ def log_mfu(metrics: Metrics, config: Config, task: Task, parallel: Parallel) ->
 
 
 def flops_per_item(task: Task, model: nn.Module) -> float:
-    """The task's count for one item's forward and backward; 0 if it has none.
-
-    Errors: DataError if its method fails, or returns anything but a finite number above 0.
-    """
-    method = getattr(task, "flops_per_item", None)
-    if method is None:
+    """The task's count for one item, or 0. Errors: DataError for anything but a number above 0."""
+    if not hasattr(task, "flops_per_item"):
         return 0.0
-    flops = call_task(DataError, "flops_per_item(model)", method, model)
+    flops = call_task(DataError, "flops_per_item(model)", task.flops_per_item, model)
     if not isinstance(flops, Real) or not 0 < float(flops) < math.inf:
-        what = type(flops).__name__  # of what isn't a number: a tensor's text has many lines
-        if isinstance(flops, Real):
-            what = f"{float(flops):g}"
+        what = f"{float(flops):g}" if isinstance(flops, Real) else type(flops).__name__
         raise DataError(
             f"the task's flops_per_item(model) returned {what}; it must be a finite number above "
             "0: the floating-point operations of one sample's forward and backward"
@@ -148,24 +140,17 @@ def flops_per_item(task: Task, model: nn.Module) -> float:
 
 
 def count_flops(task: Task, model: nn.Module, batch: Any) -> float:
-    """Floating-point operations of forward, loss and backward of a batch, as
-    torch.utils.flop_counter counts them.
+    """Floating-point operations of forward, loss and backward of a batch, as torch counts them.
 
     Counts matrix products and convolutions; a multiply-add is two. Elementwise operations, lookups
     and custom kernels are not counted. Attention runs as plain matrix products here, because fused
     kernels are counted differently, and on the CPU not at all. Pass a fresh model without
-    activation checkpointing, and divide by the number of samples:
+    activation checkpointing, such as one on "meta" with its batch, and divide by the samples:
 
         count_flops(task, task.build_model(), collate([task.build_dataset("train")[0]]))
-
-    With the model built under `torch.device("meta")` and the batch there too, it takes no memory
-    and no time.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    with (
-        FlopCounterMode(display=False) as counter,
-        sdpa_kernel(SDPBackend.MATH),
-        torch.enable_grad(),
-    ):
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         torch.autograd.grad(task.loss_sum(model, batch), parameters, allow_unused=True)
     return float(counter.get_total_flops())

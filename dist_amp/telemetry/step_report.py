@@ -60,7 +60,6 @@ class StepReport:
 
     @property
     def loss_sum(self) -> Tensor:
-        """Of this rank's micro-batches."""
         return torch.stack(self.losses).sum()
 
 

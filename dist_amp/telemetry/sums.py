@@ -17,20 +17,6 @@ from dist_amp.world import World
 MAX_STEPS_ON_DEVICE = 64  # before their results are copied to the host
 
 
-@dataclass(frozen=True)
-class AsyncCopy:
-    """Values on their way to the host; `read` waits for them."""
-
-    values: Tensor  # float32 on the host
-    arrived: torch.cuda.Event | None
-    losses_per_step: list[int]
-
-    def read(self) -> list[float]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.values.tolist()
-
-
 @dataclass
 class Interval:
     """The steps since the last log step.
@@ -48,7 +34,8 @@ class Interval:
     clipped: int = 0  # of the applied ones, by their norm
     max_norm: float = math.inf  # above it, gradients are clipped
     _reports: list[StepReport] = field(default_factory=list)
-    _copies: list[AsyncCopy] = field(default_factory=list)
+    # On their way to the host: (values, when they have arrived, losses of each step).
+    _copies: list[tuple[Tensor, Any, list[int]]] = field(default_factory=list)
 
     def add(self, report: StepReport) -> None:
         """Record a step's results without reading them."""
@@ -79,36 +66,37 @@ class Interval:
             values = pinned.copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._copies.append(AsyncCopy(values, arrived, [len(report.losses) for report in reports]))
+        self._copies.append((values, arrived, [len(report.losses) for report in reports]))
 
     def read(self) -> list[float]:
         """Add the copied steps to the sums, waiting for them; return the last copy's `more`."""
         copies = self._copies
         self._copies = []
-        more: list[float] = []
-        for copy in copies:
-            more = self._add(copy)
-        return more
+        rest: list[float] = []
+        for copied, arrived, losses_per_step in copies:
+            if arrived is not None:
+                arrived.synchronize()
+            values = iter(copied.tolist())
+            steps = []
+            for count in losses_per_step:
+                losses = [next(values) for _ in range(count)]
+                steps.append((sum(losses), next(values), next(values)))
+            for step in steps:
+                self._add(*step, applied=bool(next(values)))
+            rest = list(values)
+        return rest
 
-    def _add(self, copy: AsyncCopy) -> list[float]:
-        values = iter(copy.read())
-        steps = []
-        for count in copy.losses_per_step:
-            losses = [next(values) for _ in range(count)]
-            steps.append((sum(losses), next(values), next(values)))
-        for loss, weight, norm in steps:
-            self.norm = norm
-            # A nan must not hide behind a smaller number.
-            self.min_weight = weight if math.isnan(weight) else min(self.min_weight, weight)
-            if not next(values):
-                self.skipped += 1
-                continue
-            # A skipped step's loss is often not finite, and would spoil the interval's mean.
-            self.loss += loss
-            self.weight += weight
-            self.applied += 1
-            self.clipped += norm > self.max_norm
-        return list(values)
+    def _add(self, loss: float, weight: float, norm: float, applied: bool) -> None:
+        self.norm = norm
+        # A nan must not hide behind a smaller number.
+        self.min_weight = weight if math.isnan(weight) else min(self.min_weight, weight)
+        if not applied:  # its loss is often not finite, and would spoil the interval's mean
+            self.skipped += 1
+            return
+        self.loss += loss
+        self.weight += weight
+        self.applied += 1
+        self.clipped += norm > self.max_norm
 
 
 class WeightedMeans:
@@ -120,10 +108,7 @@ class WeightedMeans:
         self._names_vary = False  # whether the names come from the task's metrics()
 
     def checked(self, values: Any) -> dict[str, Any]:
-        """A copy of what metrics() returned.
-
-        Errors: DataError unless it is a dict with equal names for every batch.
-        """
+        """A copy of what metrics() returned. Errors: DataError unless names are equal."""
         self._names_vary = True
         if not isinstance(values, Mapping):
             raise DataError(
