@@ -37,8 +37,7 @@ from benchmarks.report import Report, interval, median, median_interval
 from dist_amp.config.load import load_config
 from dist_amp.config.memory import size_text
 from dist_amp.config.task_class import build_task
-from dist_amp.distributed.process import set_tf32
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all, set_tf32
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.run import Run, build_run
 from dist_amp.settings import RunConfig

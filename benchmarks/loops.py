@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.load import load_config
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.optim import learning_rate, parameter_groups
 from dist_amp.precision import DTYPES
 from dist_amp.run import build_run

@@ -21,7 +21,7 @@ from torch import nn
 from benchmarks.harness import at_least, command, on_ranks
 from dist_amp.parallel import build_parallel
 from dist_amp.precision import build_precision
-from dist_amp.scaling.find_blocks import find_blocks
+from dist_amp.scaling.blocks import find_blocks
 from dist_amp.scaling.meta import build_module, load_parameters
 from dist_amp.settings import ParallelConfig, PrecisionConfig
 from dist_amp.supervise.command_line import Parser

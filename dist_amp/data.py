@@ -18,7 +18,7 @@ import torch
 
 from dist_amp.clock import PhaseClock
 from dist_amp.config.validate import check_length
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError
 from dist_amp.loading.loader import Fetch, load
 from dist_amp.loading.nested import tensors, to_device

@@ -1,12 +1,11 @@
 """The optimizer: parameter groups, and the learning-rate schedule by applied step.
 
-A step is applied or skipped. A skipped step changes nothing: not parameters, moments, learning rate
-or the count of applied steps. The scaler decides which; the counts are kept on the device, so that
-no step waits for it.
+A skipped step changes nothing: not parameters, moments, learning rate or the count of applied
+steps. The counts are kept on the device, so that no step waits for it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +34,7 @@ def learning_rate(
         return config.lr
     decay_start = config.warmup_steps
     if config.schedule == "wsd":
-        decay_steps = round(DECAY_RATIO * total_steps)
-        decay_start = max(config.warmup_steps, total_steps - decay_steps)
+        decay_start = max(decay_start, total_steps - round(DECAY_RATIO * total_steps))
     progress = max(0, applied_steps - decay_start) / max(1, total_steps - decay_start)
     remaining = 1 - progress
     if config.schedule == "cosine":
@@ -78,8 +76,7 @@ def build_optimizer(
         groups = task_groups(task, model, config)
     given = [dict(group) for group in groups]  # before the optimizer adds its defaults
     if hasattr(task, "optimizer"):
-        from dist_amp.optimizers.groups import task_optimizer
-        from dist_amp.optimizers.sharded import step_on_shards
+        from dist_amp.optimizers.groups import step_on_shards, task_optimizer
 
         optimizer = task_optimizer(task, groups, config.lr, model)
         if not skips_by_itself(optimizer):
@@ -97,10 +94,9 @@ def build_optimizer(
     if not skips_by_itself(optimizer):
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     if config.fused and not takes_grad_scale(optimizer):
-        name = type(optimizer).__name__
         say(
-            f"optimizer {name}: steps by unscale_, clip_grad_norm_ and step, with two host reads "
-            "per step"
+            f"optimizer {type(optimizer).__name__}: steps by unscale_, clip_grad_norm_ and step, "
+            "with two host reads per step"
         )
     return optimizer
 
@@ -199,19 +195,14 @@ class Schedule:
 
     def bind(self) -> None:
         """Give the groups the live rates: loading a checkpoint leaves them tensors of their own."""
-        if self._on_device:
-            for group, rate in zip(
-                self._optimizer.param_groups, self._group_rates.unbind(), strict=True
-            ):
-                group["lr"] = rate
-            return
-        for group, number in zip(
-            self._optimizer.param_groups, self._group_rates.tolist(), strict=True
-        ):
-            if isinstance(group["lr"], Tensor):  # torchao's optimizers keep a tensor
-                group["lr"].fill_(number)
+        rates: Sequence[Any] = self._group_rates.unbind()
+        if not self._on_device:
+            rates = self._group_rates.tolist()
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor) and not self._on_device:  # of torchao's optimizers
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = number
+                group["lr"] = rate
 
     def load_counters(self, counters: Tensor) -> None:
         """Continue from a checkpoint's counters."""

@@ -5,9 +5,10 @@ divided by the mean weight of a rank, and the loop reads the same.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_amp.config.auto import replicas_of
+from dist_amp.config.auto import batch_statistics, replicas_of
 from dist_amp.config.validate import check_shardable
-from dist_amp.distributed.random_state import random_state, set_random_state
+from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import DataError
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.settings import ParallelConfig, Strategy
@@ -53,34 +54,23 @@ class SumOverRanks:
         return self._mean
 
 
+@dataclass
 class Parallel:
-    """A model laid out over the ranks.
+    """A model laid out over the ranks."""
 
-    model: what the loop calls; module: the same without DDP's wrapper. gradient_sync(on): the
-    context around a micro-batch's forward and backward. parameters: those that are trained.
-    replicas: ranks that hold the same gradient. state_device: where parameters and moments are: the
-    device, unless offloaded.
-    """
+    strategy: Strategy
+    module: nn.Module  # without DDP's wrapper
+    model: nn.Module  # what the loop calls
+    world: World
+    # The context around a micro-batch's forward and backward: whether to synchronise.
+    gradient_sync: Callable[[bool], AbstractContextManager[Any]]
+    state_device: torch.device  # of parameters and moments: the device, unless offloaded
+    replicas: int = 1  # ranks that hold the same gradient
+    parameters: list[nn.Parameter] = field(init=False)  # those that are trained
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        module: nn.Module,
-        model: nn.Module,
-        world: World,
-        gradient_sync: Callable[[bool], AbstractContextManager[Any]],
-        replicas: int = 1,
-        state_device: torch.device | None = None,
-    ):
-        self.strategy = strategy
-        self.module = module
-        self.model = model
-        self.world = world
-        self.gradient_sync = gradient_sync
-        self.replicas = replicas
-        self.state_device = state_device or world.device
+    def __post_init__(self) -> None:
         # Kept, since walking the modules costs 160 us.
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     @property
     def sharded(self) -> bool:
@@ -119,8 +109,6 @@ class Parallel:
     def average_batch_statistics(self) -> None:
         """Make batch norm's running statistics equal on all ranks."""
         if self.world.world_size > 1:
-            from dist_amp.scaling.batch_norm import averaged_statistics, set_statistics
-
             set_statistics(self.module, averaged_statistics(self.module, self.world))
 
     def restore_point(self) -> Callable[[], None]:
@@ -170,12 +158,33 @@ class Parallel:
                     module.reshard()
 
 
+@torch.no_grad()
+def averaged_statistics(module: nn.Module, world: World) -> dict[str, Tensor]:
+    """{name: batch statistic averaged over ranks}, by one collective per dtype."""
+    averaged: dict[str, Tensor] = {}
+    by_kind: dict[Any, dict[str, Tensor]] = defaultdict(dict)
+    for name, statistic in batch_statistics(module).items():
+        by_kind[statistic.dtype, statistic.device][name] = statistic
+    for statistics in by_kind.values():
+        flat = torch.cat([statistic.reshape(-1) for statistic in statistics.values()])
+        mean = world.sum(flat) / world.world_size
+        parts = mean.split([statistic.numel() for statistic in statistics.values()])
+        for (name, statistic), part in zip(statistics.items(), parts, strict=True):
+            averaged[name] = part.view(statistic.size())
+    return averaged
+
+
+@torch.no_grad()
+def set_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> None:
+    for name, statistic in batch_statistics(module).items():
+        statistic.copy_(statistics[name])
+
+
 def norms_of(gradients: list[Tensor]) -> Tensor:
     """Each gradient's L2 norm: [len(gradients)] float32.
 
-    By torch's private kernel for many tensors, if this release has it: get_total_norm sorts them by
-    device and dtype first. Measured with the final norm, for 4 and 52 tensors of 64 x 64 on one CPU
-    core: 20 and 140 us, against 32 and 218.
+    By torch's private kernel for many tensors, if this release has it. Measured with the final norm
+    for 52 tensors of 64 x 64 on one CPU core: 140 us, against 218 by get_total_norm.
     """
     if hasattr(torch, "_foreach_norm"):
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
@@ -204,12 +213,12 @@ def build_parallel(
     if strategy == "ddp":
         return _replicate(config, module, world)
     no_sync = nullcontext()
-    return Parallel(strategy, module, module, world, lambda on: no_sync)
+    return Parallel(strategy, module, module, world, lambda on: no_sync, world.device)
 
 
 def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Parallel:
     """DDP: a full copy on each rank, gradients averaged in buckets while backward runs."""
-    from dist_amp.scaling.missing_gradients import CAN_FINISH, FinishReduction
+    from dist_amp.scaling.hooks import CAN_FINISH, FinishReduction, time_reduction
 
     device_ids = None
     if world.device.type == "cuda":
@@ -228,9 +237,6 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif config.comm_dtype == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-    from dist_amp.scaling.communication_time import time_reduction
-
     time_reduction(model, world.clock)
     finish = FinishReduction(model)
 
@@ -239,7 +245,7 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
             return finish
         return model.no_sync()  # around the forward too: DDP reads its flag there
 
-    return Parallel("ddp", module, model, world, gradient_sync, world.world_size)
+    return Parallel("ddp", module, model, world, gradient_sync, world.device, world.world_size)
 
 
 def _shard(
@@ -271,7 +277,7 @@ def _shard(
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()
 
-    from dist_amp.scaling.initial_weights import Placement
+    from dist_amp.scaling.meta import Placement
 
     place = Placement(module, world)
     for unit in units:
@@ -282,21 +288,15 @@ def _shard(
     place(module)
     # Only the model's output is float32 again: the loss is summed in it.
     policy = replace(policy, output_dtype=torch.float32)
-    # The root's parameters, such as a tied head's, are not resharded after forward: backward begins
-    # with them.
+    # Backward begins with the root's parameters, such as a tied head's.
     model = fully_shard(module, mp_policy=policy, reshard_after_forward=False, **options)
     if hasattr(model, "set_reduce_scatter_unused_params"):  # since torch 2.13
         model.set_reduce_scatter_unused_params(True)
     # A unit's all-gather is issued before the unit ahead of it computes, so that a slow host does
-    # not delay it; no more units are gathered at once than by default, and backward's default is
-    # the same. Source: torch's FSDPModule.
+    # not delay it; no more units are gathered at once than by default. Source: torch's FSDPModule.
     sharded: list[Any] = [model, *units]
     for unit, following in pairwise(sharded):
         unit.set_modules_to_forward_prefetch([following])
-
-    from dist_amp.scaling.communication_time import time_gathers
-
-    time_gathers(model, world.clock)
 
     @contextmanager
     def gradient_sync(on: bool) -> Iterator[None]:
@@ -317,4 +317,4 @@ def _shard(
                 "precision.cast_by=autocast"
             ) from error
 
-    return Parallel(strategy, module, module, world, gradient_sync, replicas, state_device)
+    return Parallel(strategy, module, module, world, gradient_sync, state_device, replicas)

@@ -19,12 +19,11 @@ from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
-from dist_amp.distributed.process import set_determinism
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all, set_determinism
 from dist_amp.errors import ConfigError, error_context
 from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import Parallel, build_parallel
-from dist_amp.precision import Clip, Precision, Scaler, build_precision
+from dist_amp.precision import Clip, Precision, Scaler, build_precision, to_float32
 from dist_amp.settings import Config, RunConfig, Strategy
 from dist_amp.task import Task, build_split, built_model, check_model
 from dist_amp.telemetry.metrics import Metrics
@@ -169,17 +168,13 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
 
         module = build_module(task)
     elif world.world_size > 1 and may_shard:
-        from dist_amp.scaling.initial_weights import build_on_ranks
+        from dist_amp.scaling.meta import build_on_ranks
 
         module = build_on_ranks(task, strategy, world, resumes)
     else:
         module = built_model(task)
-    tensors = [*module.parameters(), *module.buffers()]
-    if any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors):
-        from dist_amp.scaling.parameters import to_float32
-
-        if converted := to_float32(module, frozen_too=not config.precision.use_amp):
-            world.say(converted)
+    if converted := to_float32(module, frozen_too=not config.precision.use_amp):
+        world.say(converted)
     return module
 
 
@@ -221,16 +216,10 @@ def build_model(
         compile_blocks(config.compile, module, blocks, world, task)
     with model_context(module, strategy):
         parallel = build_parallel(config.parallel, strategy, module, units, precision, world)
-    # FSDP2's internals are patched only for a task that says that it needs it.
-    skips_blocks = sharded and getattr(task, "ranks_skip_blocks", False)
     if sharded:
-        from dist_amp.scaling.block_calls import BlockCalls
+        from dist_amp.scaling.hooks import hook_units
 
-        BlockCalls(module, units, world.rank, in_order=not skips_blocks)
-    if skips_blocks or (sharded and not hasattr(module, "set_reduce_scatter_unused_params")):
-        from dist_amp.scaling.skipped_blocks import ReduceEveryBlock
-
-        ReduceEveryBlock(module)
+        hook_units(module, units, world, getattr(task, "ranks_skip_blocks", False))
     if hasattr(task, "load"):
         from dist_amp.scaling.meta import load_parameters
 

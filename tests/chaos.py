@@ -1,10 +1,8 @@
-"""Break a real run in every way we know, and see that nothing is lost: bash launch/chaos.sh
-[--quick] [NAME ...]
+"""Break a real run in every way we know: bash launch/chaos.sh [--quick] [NAME ...]
 
-Every trial starts the main job by torchrun, breaks it, lets it go on, and compares what it ends
-with to a run that was left alone: every tensor of the last checkpoint bit by bit, with every rank's
-generators, and every logged figure that is not a time. The last lines are a table of what was
-tried, how often, and how it went.
+Every trial starts the main job by torchrun, breaks it, lets it continue, and compares its end to a
+run that was left alone: every tensor of the last checkpoint bit by bit, with every rank's
+generators, and every logged figure that is not a time. The last lines are a table of the trials.
 """
 
 import argparse
@@ -17,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -30,122 +27,101 @@ from forked import Launch
 from restless import MAIN_ONLY, POINTS, STEPS_BETWEEN
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dist_amp.checkpoint.format import all_checkpoints, integrity_error, read_manifest
-from dist_amp.checkpoint.reader import Reader, read_into
+from dist_amp.checkpoint.format import (
+    Reader,
+    all_checkpoints,
+    integrity_error,
+    read_into,
+    read_manifest,
+)
 from dist_amp.checkpoint.resume import newest_checkpoint
 from dist_amp.world import World
 
 TESTS = Path(__file__).parent
 WORDS = {
-    "task.target": "restless:Restless", "train.steps": 60, "train.micro_batch_size": 2, "train.accumulation_steps": 2,
-    "checkpoint.every": STEPS_BETWEEN, "metrics.log_every": 1, "eval.every": 20, "optim.warmup_steps": 5,
-    "run.deterministic": "true", "run.dir": "run", "precision.scaler.growth_interval": 7,
-    "precision.scaler.init_scale": 2.0**40, "train.max_skips_in_a_row": 60,
-}  # fmt: skip
+    "task.target": "restless:Restless",
+    "train.steps": 60,
+    "train.micro_batch_size": 2,
+    "train.accumulation_steps": 2,
+    "checkpoint.every": STEPS_BETWEEN,
+    "metrics.log_every": 1,
+    "eval.every": 20,
+    "optim.warmup_steps": 5,
+    "run.deterministic": "true",
+    "run.dir": "run",
+    "precision.scaler.growth_interval": 7,
+    "precision.scaler.init_scale": 2.0**40,
+    "train.max_skips_in_a_row": 60,
+}
 LAYOUTS = {
     "ddp": {"parallel.strategy": "ddp"},
     "fsdp": {"parallel.strategy": "fsdp", "task.args.batch_norm": "false"},
 }
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+CELLS = [(strategy, dtype) for strategy in LAYOUTS for dtype in ("fp16", "bf16")]
 
 
 class Process:
-    """A command that runs, and whose lines are read as they come."""
+    """A command that runs, and what it has printed so far."""
 
     def __init__(self, command: list[str], folder: Path, environ: dict | None = None):
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
-                **(environ or {}),
-            },
-        )
-        self.lines: list[tuple[float, str]] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip("\n")))
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+        environment = os.environ | paths | (environ or {})
+        output = {"stdout": self._output, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, **output)
 
     @property
     def text(self) -> str:
-        return "\n".join(line for _, line in self.lines)
+        handle = self._output.fileno()
+        return os.pread(handle, os.fstat(handle).st_size, 0).decode(errors="replace")
 
-    def wait_for(self, begins: str, count: int = 1, seconds: float = 300) -> float:
-        """When the `count`-th line with such a beginning came; the limit only ends a trial that
-        hangs.
-        """
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def count(self, begins: str) -> int:
+        return sum(line.startswith(begins) for line in self.lines)
+
+    def wait_for(self, begins: str, count: int = 1, seconds: float = 300) -> None:
+        """Until there are so many lines with this beginning; the limit ends a trial that hangs."""
         deadline = time.monotonic() + seconds
-        while True:
-            times = [at for at, line in self.lines if line.startswith(begins)]
-            if len(times) >= count:
-                return times[count - 1]
-            ended = self.process.poll() is not None and not self._reader.is_alive()
+        while self.count(begins) < count:
+            ended = self.process.poll() is not None and self.count(begins) < count
             if ended or time.monotonic() > deadline:
                 raise AssertionError(f"no line {begins!r} ({count}):\n{self.text[-3000:]}")
             time.sleep(0.01)
 
     def end(self, seconds: float = 600) -> int:
-        status = self.process.wait(seconds)
-        self._reader.join(60)
-        return status
+        return self.process.wait(seconds)
 
 
 class Job(Process):
     """A run of the main job by torchrun."""
 
-    def __init__(
-        self,
-        folder: Path,
-        words: dict,
-        ranks: int = 2,
-        restarts: int = 0,
-        environ: dict | None = None,
-    ):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr",
-            "127.0.0.1",
-        ]
-        command += [
-            f"--nproc_per_node={ranks}",
-            f"--max-restarts={restarts}",
-            "--signals-to-handle",
-            SIGNALS,
-        ]
-        self.folder, self.run, self.ranks = folder, folder / words["run.dir"], ranks
-        super().__init__(
-            [*command, "-m", "dist_amp.train", *as_options(words)],
-            folder,
-            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environ or {})},
-        )
+    def __init__(self, folder: Path, words: dict, ranks: int, restarts: int, environ: dict | None):
+        self.folder = folder
+        self.run = folder / words["run.dir"]
+        self.ranks = ranks
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}"]
+        command += [f"--max-restarts={restarts}"]
+        command += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | (environ or {})
+        super().__init__([*command, "-m", "dist_amp.train", *as_options(words)], folder, environ)
 
     def rank_processes(self) -> dict[int, int]:
         """{rank: process id} of those that are there."""
         found = {}
         for pid in children(self.process.pid):
             with_rank = environment(pid)
-            if "RANK" in with_rank and parent(pid) == self.process.pid:
+            if "RANK" in with_rank and fields_of(pid)[1] == str(self.process.pid):
                 found[int(with_rank["RANK"])] = pid
         return found
 
-    def loader_workers(self, rank: int) -> list[int]:
-        return children(self.rank_processes()[rank])
-
     @property
     def summary(self) -> dict:
-        return json.loads((self.run / "summary.json").read_text())
+        path = self.run / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else {"stopped_by": "no summary"}
 
 
 def as_options(words: dict) -> list[str]:
@@ -162,11 +138,12 @@ def children(pid: int) -> list[int]:
     return direct + [below for child in direct for below in children(child)]
 
 
-def parent(pid: int) -> int:
+def fields_of(pid: int) -> list[str]:
+    """A process's state, its parent and more: proc(5); as of a dead one if it is gone."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
+        return ["X", "0"]
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -178,23 +155,16 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return fields_of(pid)[0] not in "ZX"
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, by its name."""
     reader = Reader(checkpoint)
-    entries = reader.read_metadata().state_dict_metadata
-    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), (
-        "tensors alone"
-    )
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-    }
+    tensors = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), "tensors alone"
+        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     read_into(tensors, reader)
     return tensors
 
@@ -208,24 +178,20 @@ def figures_of(run: Path) -> list[dict]:
 
 def differences(run: Path, other: Path) -> list[str]:
     """What two finished runs do not have alike, bit by bit."""
-    found = []
     ends = [all_checkpoints(folder)[-1] for folder in (run, other)]
-    if ends[0].name != ends[1].name:
-        found.append(f"{ends[0].name} and {ends[1].name}")
+    found = [] if ends[0].name == ends[1].name else [f"{ends[0].name} and {ends[1].name}"]
     a, b = map(tensors_of, ends)
-    found += [
-        name
-        for name in sorted(a.keys() | b.keys())
-        if name not in a or name not in b or not same(a[name], b[name])
-    ]
-    for line, (one, two) in enumerate(zip(figures_of(run), figures_of(other), strict=False)):
-        found += [
-            f"line {line}, step {one['step']}: {key} {one.get(key)} {two.get(key)}"
-            for key in one | two
-            if one.get(key) != two.get(key)
-        ]
-    if len(figures_of(run)) != len(figures_of(other)):
-        found.append(f"{len(figures_of(run))} and {len(figures_of(other))} lines of metrics.jsonl")
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b or not same(a[name], b[name]):
+            found.append(name)
+    figures = [figures_of(run), figures_of(other)]
+    for line, (one, two) in enumerate(zip(*figures, strict=False)):
+        for key in one | two:
+            if one.get(key) != two.get(key):
+                values = f"{one.get(key)} {two.get(key)}"
+                found.append(f"line {line}, step {one['step']}: {key} {values}")
+    if len(figures[0]) != len(figures[1]):
+        found.append(f"{len(figures[0])} and {len(figures[1])} lines of metrics.jsonl")
     manifests = [read_manifest(end) for end in ends]
     for name in ("samples", "evaluation", "evaluated_step", "best"):
         if getattr(manifests[0], name) != getattr(manifests[1], name):
@@ -254,10 +220,13 @@ class Row:
         self.troubles += troubles[:5]
 
 
+def unless(good: object, job: Process) -> list[str]:
+    """What a job printed, as a trouble, unless all is well."""
+    return [] if good else [job.text[-3000:]]
+
+
 class Chaos:
-    """Trials in folders of their own; `through` keeps the runs that were left alone, to compare
-    with.
-    """
+    """Trials in folders of their own; `through` keeps the runs that were left alone."""
 
     def __init__(self, root: Path, seed: int, **words):
         self.root = root
@@ -272,71 +241,56 @@ class Chaos:
         folder.mkdir(parents=True)
         return folder
 
-    def job(
-        self,
-        ranks: int = 2,
-        restarts: int = 0,
-        environ: dict | None = None,
-        folder: Path | None = None,
-        **words,
-    ):
+    def job(self, ranks: int = 2, restarts: int = 0, environ=None, folder=None, **words) -> Job:
         return Job(folder or self.new_folder(), self.words | words, ranks, restarts, environ)
 
     def through(self, ranks: int = 2, **words) -> Path:
         """The folder of the same run, left alone."""
         key = f"{ranks} {sorted(words.items())}"
         if key not in self._through:
-            folder, settings = self.new_folder(), self.words | words
+            folder = self.new_folder()
+            settings = self.words | words
             for rank in Launch(folder).each(ranks, *as_options(settings), timeout=600):
                 assert rank.returncode == 0, rank.stderr[-3000:]
             self._through[key] = folder / settings["run.dir"]
         return self._through[key]
 
-    def finish(self, job: Job, environ: dict | None = None, **words) -> Job:
+    def finish(self, job: Job, **words) -> Job:
         """Start the same run again, to its end."""
-        again = self.job(job.ranks, environ=environ, folder=job.folder, **words)
+        again = self.job(job.ranks, folder=job.folder, **words)
         again.end()
         return again
 
     def compare(self, job: Job, **words) -> list[str]:
-        """What is wrong with a run that has ended: not well, or not as the one that was left alone."""
+        """What is wrong with a run that has ended: not well, or not as the one left alone."""
         if job.end() != 0 or job.summary["stopped_by"] != "completed":
             return [f"status {job.process.returncode}:\n{job.text[-2000:]}"]
         return differences(job.run, self.through(job.ranks, **words))
 
 
-def sigkills(
-    chaos: Chaos,
-    kills: int,
-    cells=(("ddp", "fp16"), ("ddp", "bf16"), ("fsdp", "fp16"), ("fsdp", "bf16")),
-):
+def sigkills(chaos: Chaos, kills: int, cells=CELLS):
     """SIGKILL of a random rank at random times; torchrun starts all again."""
     for number, (strategy, dtype) in enumerate(cells):
         words = {**LAYOUTS[strategy], "precision.dtype": dtype, "train.steps": 60 + 50 * kills}
         words["data.workers"] = 2 * (number % 2)
-        row = Row(
-            f"SIGKILL of a rank, {strategy} {dtype}, {words['data.workers']} workers", tried=kills
-        )
-        job, seconds, first_time = chaos.job(restarts=5 * kills, **words), [], 0
+        what = f"SIGKILL of a rank, {strategy} {dtype}, {words['data.workers']} workers"
+        row = Row(what, tried=kills)
+        job = chaos.job(restarts=5 * kills, **words)
+        seconds = []
         for _ in range(kills):
-            job.wait_for("step", count=1 + sum(line.startswith("step") for _, line in job.lines))
+            job.wait_for("step", count=1 + job.count("step"))
             time.sleep(chaos.random.uniform(0, 1.5))
-            starts = sum(line.startswith("run    ") for _, line in job.lines)
+            starts = job.count("run    ")
             victim = chaos.random.choice(list(job.rank_processes().values()))
-            before, killed = len(job.lines), time.monotonic()
+            killed = time.monotonic()
             os.kill(victim, signal.SIGKILL)
-            begun = job.wait_for("run    ", count=starts + 1)
-            steps = sum(line.startswith("step") for at, line in job.lines[:] if at <= begun)
-            seconds.append(job.wait_for("step", count=steps + 1) - killed)
-            failed = sum("failed (exitcode" in line for _, line in job.lines[before:])
-            first_time += failed <= 1
-        troubles = chaos.compare(job, **words)
-        row.good = kills if not troubles else 0
-        row.troubles = troubles[:5]
-        row.note = (
-            f"bit-identical end; next step after {statistics.median(seconds):.1f} s (median), "
-            f"{max(seconds):.1f} s (most); first restart good {first_time} of {kills}"
-        )
+            job.wait_for("run    ", count=starts + 1)
+            job.wait_for("step", count=job.count("step") + 1)
+            seconds.append(time.monotonic() - killed)
+        row.troubles = chaos.compare(job, **words)[:5]
+        row.good = 0 if row.troubles else kills
+        most = f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (most)"
+        row.note = f"bit-identical end; next step after {most}"
         yield row
 
 
@@ -351,10 +305,9 @@ def points(chaos: Chaos, some=POINTS, strategies=("ddp", "fsdp")):
                 step = (3 if point == "while an old one is removed" else 2) * STEPS_BETWEEN
                 job = chaos.job(restarts=1, environ={"DIE_AT": f"{point}:{step}:{rank}"}, **words)
                 troubles = chaos.compare(job, **words)
-                resumed = [line for _, line in job.lines if line.startswith("run    ")][-1]
+                resumed = [line for line in job.lines if line.startswith("run    ")][-1]
                 late = point in ("after the rename", "while an old one is removed")
-                allowed = [f"step {step}"] if late else [f"step {step - STEPS_BETWEEN}"]
-                if not resumed.endswith(tuple(allowed)):
+                if not resumed.endswith(f"step {step if late else step - STEPS_BETWEEN}"):
                     troubles = [*troubles, f"{point}, rank {rank}: {resumed}"]
                 row.add(troubles)
         yield row
@@ -362,53 +315,51 @@ def points(chaos: Chaos, some=POINTS, strategies=("ddp", "fsdp")):
 
 def flips(chaos: Chaos, bits: int, cuts: int):
     """Bits flipped and files cut short, in every file of a checkpoint."""
-    run = chaos.through(**LAYOUTS["fsdp"])
+    words = LAYOUTS["fsdp"]
+    run = chaos.through(**words)
+    folder = chaos.root / "damaged" / run.name
+    shutil.copytree(run, folder)
+    *_, before, newest = all_checkpoints(folder)
+    files = sorted(newest.iterdir())
     for what, count in (("a flipped bit", bits), ("a file cut short", cuts)):
         row = Row(f"{what}, anywhere in a checkpoint: refused")
         for number in range(count):
-            folder = chaos.root / "damaged" / run.name
-            if not folder.exists():
-                shutil.copytree(run, folder)
-            newest = all_checkpoints(folder)[-1]
-            files = sorted(path for path in newest.iterdir())
             path = files[number % len(files)]
             with spoilt(path, chaos.random, flip=what == "a flipped bit"):
-                refused = integrity_error(newest)
-                with redirect_stderr(StringIO()):
-                    falls_back = (
-                        number % 50
-                        or newest_checkpoint("auto", folder, World()) == all_checkpoints(folder)[-2]
-                    )
-            row.add([] if refused and falls_back else [f"{path.name} {number}"])
+                good = integrity_error(newest)
+                if number % 50 == 0:
+                    with redirect_stderr(StringIO()):
+                        good = good and newest_checkpoint("auto", folder, World()) == before
+            row.add([] if good else [f"{path.name} {number}"])
         yield row
     row = Row("... and the run falls back, and ends bit-identical")
-    job = chaos.job(environ={"RAISE_AT": "90:1"}, **LAYOUTS["fsdp"])
+    job = chaos.job(environ={"RAISE_AT": "90:1"}, **words)
     job.end()
-    data = bytearray((path := all_checkpoints(job.run)[-1] / "__1_0.distcp").read_bytes())
+    path = all_checkpoints(job.run)[-1] / "__1_0.distcp"
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    again = chaos.finish(job, **LAYOUTS["fsdp"])
-    troubles = chaos.compare(again, **LAYOUTS["fsdp"])
-    row.add(troubles + ([] if "__1_0.distcp is damaged" in again.text else [again.text[-2000:]]))
+    again = chaos.finish(job, **words)
+    row.add(chaos.compare(again, **words) + unless("__1_0.distcp is damaged" in again.text, again))
     yield row
     row = Row("no checkpoint is whole: stops, never begins at zero")
     for checkpoint in all_checkpoints(job.run):
         (checkpoint / "manifest.json").unlink()
-    stopped = chaos.finish(job, **LAYOUTS["fsdp"])
+    stopped = chaos.finish(job, **words)
     said = "none of the checkpoints is valid" in stopped.text
-    row.add([] if said and stopped.process.returncode else [stopped.text[-2000:]])
+    row.add(unless(said and stopped.process.returncode, stopped))
     yield row
 
 
 @contextmanager
 def spoilt(path: Path, numbers: random.Random, flip: bool):
     data = path.read_bytes()
+    spoiled = bytearray(data)
     if flip:
         bit = numbers.randrange(8 * len(data))
-        spoiled = bytearray(data)
         spoiled[bit // 8] ^= 1 << bit % 8
     else:
-        spoiled = data[: numbers.randrange(len(data))]
+        del spoiled[numbers.randrange(len(data)) :]
     path.write_bytes(spoiled)
     try:
         yield
@@ -416,61 +367,50 @@ def spoilt(path: Path, numbers: random.Random, flip: bool):
         path.write_bytes(data)
 
 
-def signals(chaos: Chaos, numbers=("SIGTERM", "SIGUSR1"), targets=("torchrun", "one rank", "all ranks"), workers=(0, 2),
-            phases=("training", "evaluation", "warm-up")):  # fmt: skip
-    """Signals that ask a run to stop: one agreed step, saved, and then on as if nothing had been."""
+PHASES = {  # the environment that makes them long, and the line with which they begin
+    "training": ({}, "step     15"),
+    "evaluation": ({"EVALUATION": "3"}, "step     {every}"),
+    "warm-up": ({"WARM_UP": "1.5"}, "warming up"),
+}
+TARGETS = ("torchrun", "one rank", "all ranks")
+
+
+def signals(chaos, numbers=("SIGTERM", "SIGUSR1"), targets=TARGETS, workers=(0, 2), phases=PHASES):
+    """Signals that ask a run to stop: one agreed step, saved, and an end as if nothing had been."""
     for number in numbers:
-        row = Row(
-            f"{number} to {', '.join(targets)}; in {', '.join(phases)}",
-            note="steps after the signal: ",
-        )
+        row = Row(f"{number} to {', '.join(targets)}; in {', '.join(phases)}")
         most = 0
         for target, worker, phase in ((t, w, p) for t in targets for w in workers for p in phases):
-            environ = (
-                {"WARM_UP": "1.5"}
-                if phase == "warm-up"
-                else {"EVALUATION": "3"}
-                if phase == "evaluation"
-                else {}
-            )
-            job = chaos.job(environ=environ, **{"data.workers": worker})
-            begins = {
-                "warm-up": "warming up",
-                "evaluation": f"step     {chaos.words['eval.every']}",
-                "training": "step     15",
-            }
-            begins = begins[phase]
-            job.wait_for(begins)
+            environ, begins = PHASES[phase]
+            words = {"data.workers": worker}
+            job = chaos.job(environ=environ, **words)
+            job.wait_for(begins.format(every=chaos.words["eval.every"]))
             time.sleep(0.3 if phase == "evaluation" else 0.0)
-            ranks = list(job.rank_processes().values())
-            pids = {
-                "torchrun": [job.process.pid],
-                "one rank": [chaos.random.choice(ranks)],
-                "all ranks": ranks,
-            }[target]
+            pids = list(job.rank_processes().values())
+            if target == "torchrun":
+                pids = [job.process.pid]
+            elif target == "one rank":
+                pids = [chaos.random.choice(pids)]
             # A step's line comes a step later, unless an evaluation follows.
-            seen = sum(line.startswith("step") for _, line in job.lines) + (phase == "training")
+            seen = job.count("step") + (phase == "training")
             for pid in pids:
                 os.kill(pid, getattr(signal, number))
             job.end()
             where = f"{number} to {target} in {phase}, {worker} workers"
-            stopped = (
-                job.summary if (job.run / "summary.json").exists() else {"stopped_by": "no summary"}
-            )
+            stopped = job.summary
             if stopped["stopped_by"] != "preempted" or stopped["exit_code"] != 75:
                 row.add([f"{where}: {stopped}\n{job.text[-2000:]}"])
                 continue
             more = stopped["steps"] - seen
             most = max(most, more)
             saved = all_checkpoints(job.run)[-1].name == f"step_{stopped['steps']:08d}"
-            again = chaos.finish(job, **{"data.workers": worker})
-            troubles = chaos.compare(again)
+            troubles = chaos.compare(chaos.finish(job, **words))
             # The ranks exchange the stop about once a second, and at most after as many steps
             # again.
             if not saved or more > 2 + seen:
-                troubles.append(f"{where}: {more} more steps, saved {saved}")
+                troubles.append(f"{more} more steps, saved {saved}")
             row.add([f"{where}: {trouble}" for trouble in troubles])
-        row.note += f"{most} at most"
+        row.note = f"steps after the signal: {most} at most"
         yield row
 
 
@@ -483,10 +423,10 @@ def orphans(chaos: Chaos):
         below = children(job.process.pid)
         job.process.kill()
         deadline = time.monotonic() + 300
-        while (left := [pid for pid in below if is_there(pid)]) and time.monotonic() < deadline:
+        while (left := sum(map(is_there, below))) and time.monotonic() < deadline:
             time.sleep(0.1)
         again = chaos.finish(job, **{"data.workers": workers})
-        row.add(([f"{len(left)} left"] if left else []) + chaos.compare(again))
+        row.add(([f"{left} left"] if left else []) + chaos.compare(again))
     yield row
 
 
@@ -511,68 +451,50 @@ def disks(chaos: Chaos):
     with small_disk(folder / "run", "size=16m"):
         job = chaos.job(folder=folder, **{"train.steps": 120})
         job.wait_for("step     15")
-        with suppress(OSError), (folder / "run" / "ballast").open("wb") as file:
+        with suppress(OSError), (folder / "run" / "ballast").open("wb", buffering=0) as file:
             while True:
                 file.write(b"0" * 4096)
-                file.flush()
         job.wait_for("warning: checkpoint")
-        job.wait_for("step", count=sum(line.startswith("step") for _, line in job.lines) + 5)
+        job.wait_for("step", count=job.count("step") + 5)
         (folder / "run" / "ballast").unlink()
         row.add(chaos.compare(job, **{"train.steps": 120}))
         row.note = "a checkpoint was refused, and its lines were written later"
     yield row
-    row = Row(
-        "a read-only folder, from the start or in the midst: its path, and on from the last "
-        "checkpoint"
-    )
+    row = Row("a read-only folder, from the start or later: named; ends from the last checkpoint")
     folder = chaos.new_folder()
     (folder / "run").mkdir()
     with small_disk(folder / "run", "ro"):
         job = chaos.job(folder=folder)
         said = "error: run.dir=run can't be written (Read-only file system)"
-        row.add([] if job.end() and said in job.text else [job.text[-2000:]])
+        row.add(unless(job.end() and said in job.text, job))
     job = chaos.job(folder=folder)
     job.wait_for("step     15")
     time.sleep(0.5)
     with small_disk(folder / "run" / "checkpoints", "ro"):
         status = job.end()
-        said = (
-            "could not be written: rank 0: Read-only file system" in job.text
-            and "rank 0: Traceback" not in job.text
-        )
-    newest = int(
-        all_checkpoints(job.run)[-1].name.removeprefix("step_")
-    )  # of before it turned read-only
+        said = "could not be written: rank 0: Read-only file system" in job.text
+        said = said and "rank 0: Traceback" not in job.text
+    # Of before it turned read-only.
+    newest = int(all_checkpoints(job.run)[-1].name.removeprefix("step_"))
     again = chaos.finish(job)
-    resumed = (
-        0 < newest < chaos.words["train.steps"] and f"resumed from step {newest}\n" in again.text
-    )
-    row.add(([] if status and said and resumed else [job.text[-2000:]]) + chaos.compare(again))
+    resumed = newest > 0 and f"resumed from step {newest}\n" in again.text
+    row.add(unless(status and said and resumed, job) + chaos.compare(again))
     yield row
 
 
 def hangs(chaos: Chaos, timeout: float = 10.0):
-    """A rank that hangs, and one that is stopped: named; the job ends by itself, and goes on when
-    started again.
-    """
-    for what in ("hangs in the loss", "is stopped by SIGSTOP"):
+    """A rank that hangs, and one that is stopped: named; the job ends, and can be continued."""
+    for what, environ in (("hangs in the loss", {"HANG_AT": "30:1"}), ("is stopped", {})):
         row = Row(f"a rank that {what}: named, and the job ends")
-        environ = {"HANG_AT": "30:1"} if "loss" in what else {}
         job = chaos.job(environ=environ, **{"run.timeout_seconds": timeout})
         job.wait_for("step     13")  # the hang is in the step after the next, before 14's line
         began = time.monotonic()
         if not environ:
             os.kill(job.rank_processes()[1], signal.SIGSTOP)
         job.end()
-        took = time.monotonic() - began
-        named = "rank 1" in job.text and (
-            "loss_sum" in job.text if environ else "stopped" in job.text
-        )
-        again = chaos.finish(job)
-        row.add(
-            ([] if named and job.process.returncode else [job.text[-3000:]]) + chaos.compare(again)
-        )
-        row.note = f"{took:.1f} s with run.timeout_seconds={timeout:g}"
+        row.note = f"{time.monotonic() - began:.1f} s with run.timeout_seconds={timeout:g}"
+        named = "rank 1" in job.text and ("loss_sum" if environ else "stopped") in job.text
+        row.add(unless(named and job.process.returncode, job) + chaos.compare(chaos.finish(job)))
         yield row
 
 
@@ -580,28 +502,26 @@ def mishaps(chaos: Chaos):
     """A rank that raises, a loader worker killed, TensorBoard's folder removed."""
     row = Row("a batch that is not finite on one rank: skipped by all", tried=1)
     summary = json.loads((chaos.through() / "summary.json").read_text())
-    row.good = int(
-        summary["skipped_steps"] > 0
-        and summary["skipped_steps"] + summary["applied_steps"] == chaos.words["train.steps"]
-    )
+    in_all = summary["skipped_steps"] + summary["applied_steps"]
+    row.good = int(summary["skipped_steps"] > 0 and in_all == chaos.words["train.steps"])
     yield row
-    row = Row("a rank that raises: its error stands alone, and a restart goes on")
+    row = Row("a rank that raises: its error stands alone, and a restart continues")
     job = chaos.job(restarts=1, environ={"RAISE_AT": "50:1"})
     troubles = chaos.compare(job)
     said = job.text.count("rank 1: Traceback") == 1 and "rank 0: Traceback" not in job.text
-    row.add(troubles + ([] if said else [job.text[-3000:]]))
+    row.add(troubles + unless(said, job))
     yield row
-    row = Row("a loader worker killed: rank and worker named, the run goes on when started again")
-    job = chaos.job(**{"data.workers": 2})
+    row = Row("a loader worker killed: rank and worker named, and the run can be continued")
+    words = {"data.workers": 2}
+    job = chaos.job(**words)
     job.wait_for("step     15")
-    worker = job.loader_workers(1)[0]
+    worker = children(job.rank_processes()[1])[0]
     os.kill(worker, signal.SIGKILL)
     job.end()
     said = f"rank 1: loader worker (pid {worker})" in job.text and job.summary["exit_code"] == 65
-    again = chaos.finish(job, **{"data.workers": 2})
-    row.add(([] if said else [job.text[-3000:]]) + chaos.compare(again))
+    row.add(unless(said, job) + chaos.compare(chaos.finish(job, **words)))
     yield row
-    row = Row("TensorBoard's folder removed: the run goes on, and writes a new one")
+    row = Row("TensorBoard's folder removed: the run continues, and writes a new one")
     job = chaos.job()
     job.wait_for("step     15")
     shutil.rmtree(job.run / "tensorboard")
@@ -621,11 +541,10 @@ LONG: dict[str, Callable] = {
     "hangs": hangs,
     "mishaps": mishaps,
 }
+SOME_POINTS = ["in the midst of a shard", "before the rename"]
 QUICK: dict[str, Callable] = {
     "sigkills": lambda chaos: sigkills(chaos, 2, [("fsdp", "fp16")]),
-    "points": lambda chaos: points(
-        chaos, ["in the midst of a shard", "before the rename"], ["ddp"]
-    ),
+    "points": lambda chaos: points(chaos, SOME_POINTS, ["ddp"]),
     "flips": lambda chaos: flips(chaos, 100, 50),
     "signals": lambda chaos: signals(chaos, ["SIGUSR1"], ["torchrun"], [2], ["evaluation"]),
     "hangs": hangs,
@@ -636,46 +555,36 @@ QUICK: dict[str, Callable] = {
 def table(rows: list[Row]) -> str:
     lines = [f"{'good':>9}  what was done, and what came of it"]
     for row in rows:
-        lines.append(
-            f"{row.good:>4}/{row.tried:<4}  {row.what}" + (f" ({row.note})" if row.note else "")
-        )
+        note = f" ({row.note})" if row.note else ""
+        lines.append(f"{row.good:>4}/{row.tried:<4}  {row.what}{note}")
         lines += [f"           wrong: {trouble}" for trouble in row.troubles]
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"which of {', '.join(LONG)}; all without one"
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(LONG)}; or all")
     parser.add_argument("--quick", action="store_true", help="a few trials of each")
-    parser.add_argument(
-        "--seed", type=int, default=int(time.time()) % 10_000, help="of victims, times and bits"
-    )
+    seed = int(time.time()) % 10_000
+    parser.add_argument("--seed", type=int, default=seed, help="of victims, times and bits")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in LONG]:
         parser.error(f"unknown name {unknown[0]}; there are {', '.join(LONG)}")
-    chosen = QUICK if given.quick else LONG
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
         chaos = Chaos(Path(folder), given.seed)
-        print(
-            f"chaos: seed {given.seed}, torch {torch.__version__}, {os.cpu_count()} cores",
-            flush=True,
-        )
-        for name, trials in chosen.items():
+        about = f"seed {given.seed}, torch {torch.__version__}, {os.cpu_count()} cores"
+        print(f"chaos: {about}", flush=True)
+        for name, trials in (QUICK if given.quick else LONG).items():
             if given.names and name not in given.names:
                 continue
             began = time.monotonic()
             for row in trials(chaos):
                 rows.append(row)
-                print(
-                    table([row]).partition("\n")[2] + f"  [{time.monotonic() - began:.0f} s]",
-                    flush=True,
-                )
-    print("\n" + table(rows))
+                took = f"[{time.monotonic() - began:.0f} s]"
+                print(f"{table([row]).partition(chr(10))[2]}  {took}", flush=True)
+    print(f"\n{table(rows)}")
     return int(any(row.good < row.tried for row in rows))
 
 

@@ -1,7 +1,7 @@
 """Tasks that bring an optimizer of their own, for the tests."""
 
 import torch
-from tiny import Rows, Tiny
+from tiny import Overflow
 from torch import nn
 
 from dist_amp.optimizers.muon import Muon
@@ -42,9 +42,8 @@ def adamw_8bit(groups, lr):
 
     class AdamW8bit(torchao.optim.AdamW8bit):
         def step(self, closure=None):
-            with torch.compiler.set_stance(
-                "force_eager"
-            ):  # it compiles its step, which takes half a minute
+            # It compiles its step, which takes half a minute.
+            with torch.compiler.set_stance("force_eager"):
                 return super().step(closure)
 
     return AdamW8bit(groups, lr=lr, block_size=32)
@@ -57,37 +56,28 @@ MAKERS = {
     "counting": Counting,
     "nesterov": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
     "adamw_8bit": adamw_8bit,
-    "nadam": lambda groups, lr: torch.optim.NAdam(
-        groups, lr=lr
-    ),  # its state starts at other numbers than zero
+    # Its state starts at other numbers than zero.
+    "nadam": lambda groups, lr: torch.optim.NAdam(groups, lr=lr),
     "rprop": lambda groups, lr: torch.optim.Rprop(groups, lr=lr),
     "fused adamw": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, fused=True),
     "fused sgd": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True),
 }
 
 
-class Own(Tiny):
+class Own(Overflow):
     """Its optimizer is the one of that name. bad: rows of the dataset whose gradients are infinite."""
 
     def __init__(
         self, kind: str = "lion", bad: tuple[int, ...] = (), width: int = 8, samples: int = 64
     ):
-        super().__init__(samples=samples)
+        super().__init__(bad, samples)
         self.kind = kind
-        self.bad = bad
         self.width = width
 
     def build_model(self):
-        width = self.width
-        layers = [
-            nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in ((8, width), (width, width))
-        ]
-        return nn.Sequential(*layers, nn.Linear(width, 1))
-
-    def build_dataset(self, split) -> Rows:
-        rows = super().build_dataset(split)
-        rows.columns["x"][list(self.bad)] = float("inf")
-        return rows
+        sizes = ((8, self.width), (self.width, self.width))
+        layers = [nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in sizes]
+        return nn.Sequential(*layers, nn.Linear(self.width, 1))
 
     def optimizer(self, groups, lr):
         return MAKERS[self.kind](groups, lr)

@@ -45,9 +45,8 @@ def section(name, config):
             inner += section(f"{name}.{item.name}".lstrip("."), value)
         else:
             about = TASK_ARGS.get(item.name) if name == "task.args" else meaning(config, item.name)
-            lines += textwrap.wrap(
-                about, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
-            )
+            indent = {"initial_indent": "# ", "subsequent_indent": "# "}
+            lines += textwrap.wrap(about, 100, **indent, break_on_hyphens=False)
             plain = list(value) if isinstance(value, tuple) else value
             lines.append(f"{item.name} = {json.dumps(plain)}")
     return lines + inner
@@ -56,13 +55,11 @@ def section(name, config):
 def meaning(config, name):
     """The docstring of a setting and, of one with named values, these."""
     hint = get_type_hints(type(config))[name]
-    values = [
-        v for part in (hint, *get_args(hint)) if get_origin(part) is Literal for v in get_args(part)
-    ]
+    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+    values = [value for part in literals for value in get_args(part)]
     text = get_field_docstring(type(config), name, ())
-    unnamed = [
-        value for value in values if value not in text.replace(";", " ").replace(":", " ").split()
-    ]
+    words = text.replace(";", " ").replace(":", " ").split()
+    unnamed = [value for value in values if value not in words]
     return f"{text} Values: {', '.join(values)}." if unnamed and len(values) > 1 else text
 
 

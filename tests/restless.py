@@ -1,5 +1,4 @@
-"""The task that chaos.py breaks: random numbers in every forward, a row that overflows, and ways to
-die on demand.
+"""The task that chaos.py breaks: random numbers in every forward, a row that overflows.
 
 The environment says how: DIE_AT=point:step:rank kills that rank's process at that point of that
 step's checkpoint, in torchrun's first attempt alone; HANG_AT, RAISE_AT=step:rank hang or raise in
@@ -7,32 +6,32 @@ the loss; WARM_UP, EVALUATION are seconds.
 """
 
 import os
+import shutil
 import signal
 import time
 
+import torch.distributed.checkpoint.filesystem as dcp
 from tiny import Overflow
 from torch import nn
+
+from dist_amp.checkpoint import saver
 
 RANK = int(os.environ.get("RANK", "0"))
 FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 class Restless(Overflow):
-    """Steps of some 20 ms; about one step in an epoch of sixteen is skipped by all, because of a
-    row of one rank.
-    """
+    """Steps of some 20 ms; one step of an epoch's sixteen is skipped, for a row of one rank."""
 
     def __init__(self, seconds: float = 0.005, batch_norm: bool = True):
         super().__init__(bad=(3,), samples=128)
         self.seconds = seconds
-        self.norm = (
-            nn.BatchNorm1d if batch_norm else nn.LayerNorm
-        )  # FSDP's policy refuses batch statistics
+        # FSDP's policy refuses batch statistics.
+        self.norm = nn.BatchNorm1d if batch_norm else nn.LayerNorm
 
     def build_model(self):
-        return nn.Sequential(
-            nn.Linear(8, 16), self.norm(16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)
-        )
+        layers = [nn.Linear(8, 16), self.norm(16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)]
+        return nn.Sequential(*layers)
 
     def build_dataset(self, split):
         if split == "train":
@@ -46,8 +45,10 @@ class Restless(Overflow):
     def loss_sum(self, model, batch):
         time.sleep(self.seconds)
         if model.training:
-            demand("RAISE_AT", raise_it)
-            demand("HANG_AT", lambda: time.sleep(3600))
+            if is_asked("RAISE_AT"):
+                raise RuntimeError("a sample that nobody expected")
+            if is_asked("HANG_AT"):
+                time.sleep(3600)
             count[0] += 1
         else:
             time.sleep(float(os.environ.get("EVALUATION", "0")) / 16)
@@ -57,23 +58,16 @@ class Restless(Overflow):
 count = [0]  # micro-batches of this process
 
 
-def demand(name, act):
-    if FIRST and os.environ.get(name) == f"{count[0]}:{RANK}":
-        act()
-
-
-def raise_it():
-    raise RuntimeError("a sample that nobody expected")
+def is_asked(name):
+    return FIRST and os.environ.get(name) == f"{count[0]}:{RANK}"
 
 
 def die_at(point, step):
     """Make this process kill itself at a point of writing the checkpoint of `step`."""
-    import shutil
-
-    from dist_amp.checkpoint import saver as checkpoint
 
     def dying(module, name, after=False, calls=1, when=lambda *args: True):
-        real, seen = getattr(module, name), []
+        real = getattr(module, name)
+        seen = []
 
         def wrapper(*args, **kwargs):
             result = real(*args, **kwargs) if after else None
@@ -91,40 +85,37 @@ def die_at(point, step):
     def whole_folder(path, *rest):  # torch renames its metadata within
         return str(path).endswith(f"{step:08d}.writing")
 
-    import torch.distributed.checkpoint.filesystem as dcp
+    def of_this_run(run, **more):
+        return run.step == step
+
+    def of_a_checkpoint(path, *rest, **more):
+        return "/step_" in str(path)
+
+    def half(transforms, stream, *args, **kwargs):
+        """Between the two writes of one tensor of this step's shard."""
+        result = write_item(transforms, stream, *args, **kwargs)
+        if f"{step:08d}" in stream.name:
+            stream.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
     writer = dcp.FileSystemWriter
+    write_item = dcp._write_item
+    saves = step // STEPS_BETWEEN
+    at_step = {"when": of_the_step}
     points = {
-        "before it is taken": (
-            checkpoint,
-            "take_snapshot",
-            {"when": lambda run, **_: run.step == step},
-        ),
-        "before the first byte": (checkpoint, "write", {"when": of_the_step}),
-        "before this rank's shard": (writer, "write_data", {"when": of_the_step}),
-        "after this rank's shard": (writer, "write_data", {"when": of_the_step, "after": True}),
-        "before the metadata": (writer, "finish", {"when": of_the_step}),
-        "before the hashes": (checkpoint, "hash_files", {"calls": step // STEPS_BETWEEN}),
-        "before the manifest": (checkpoint, "publish", {"when": of_the_step}),
+        "before it is taken": (saver, "take_snapshot", {"when": of_this_run}),
+        "before the first byte": (saver, "write", at_step),
+        "before this rank's shard": (writer, "write_data", at_step),
+        "after this rank's shard": (writer, "write_data", at_step | {"after": True}),
+        "before the metadata": (writer, "finish", at_step),
+        "before the hashes": (saver, "hash_files", {"calls": saves}),
+        "before the manifest": (saver, "publish", at_step),
         "before the rename": (os, "rename", {"when": whole_folder}),
         "after the rename": (os, "rename", {"when": whole_folder, "after": True}),
-        "while an old one is removed": (
-            shutil,
-            "rmtree",
-            {"when": lambda path, *_, **__: "/step_" in str(path)},
-        ),
+        "while an old one is removed": (shutil, "rmtree", {"when": of_a_checkpoint}),
     }
     if point == "in the midst of a shard":
-        # Between the two writes of one tensor of this step's shard.
-        real = dcp._write_item
-
-        def half(transforms, stream, *args, **kwargs):
-            result = real(transforms, stream, *args, **kwargs)
-            if f"{step:08d}" in stream.name:
-                stream.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
         dcp._write_item = half
         return
     module, name, options = points[point]

@@ -4,7 +4,7 @@ import os
 import time
 
 import torch
-from tiny import Tiny
+from tiny import Rows, Tiny
 
 SECONDS = 0.02  # slept, so that what else the machine does matters little
 PHASES = ("data", "forward", "backward", "optimizer", "other")
@@ -21,16 +21,12 @@ class SleepInBackward(torch.autograd.Function):
         return gradient
 
 
-class SlowSamples:
-    def __init__(self, rows):
-        self._rows = rows
-
-    def __len__(self):
-        return len(self._rows)
+class SlowRows(Rows):
+    seconds = 0.0
 
     def __getitem__(self, index):
-        time.sleep(SECONDS / 8)  # a micro-batch has 8
-        return self._rows[index]
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
 
 
 class SlowRank(Tiny):
@@ -42,8 +38,10 @@ class SlowRank(Tiny):
         self.hooked = False
 
     def build_dataset(self, split):
-        rows = super().build_dataset(split)
-        return SlowSamples(rows) if self.phase == "data" else rows
+        rows = SlowRows(**super().build_dataset(split).columns)
+        if self.phase == "data":
+            rows.seconds = SECONDS / 8  # a micro-batch has 8
+        return rows
 
     def loss_sum(self, model, batch):
         time.sleep(2 * SECONDS if self.phase == "forward" else SECONDS)

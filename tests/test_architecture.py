@@ -62,7 +62,7 @@ AS_GOOD_AS_PUBLIC = ("torch.utils._pytree", "torch.utils._python_dispatch")
 
 # One file per thing of torch that has no public name: guarded, with a public fallback.
 PRIVATE = {
-    "checkpoint.reader": "DCP's memory formats, allow-listed for the unpickler",
+    "checkpoint.format": "DCP's memory formats, allow-listed for the unpickler",
     "commands.estimates": "the base class of convolutions",
     "diagnostics.nonfinite": "the sequence numbers of the autograd graph",
     "diagnostics.profiling": "the allocator's history and snapshot",
@@ -70,6 +70,7 @@ PRIVATE = {
     "distributed.process_group": "c10d's time-outs, abort and store",
     "optimizers.ema": "arithmetic on lists of tensors",
     "parallel": "the norms of a list of tensors",
+    "precision": "the kernel that updates the loss scale",
     "verify.cells": "the base class of batch norm",
     "verify.findings": "the base class of dropout",
     "verify.reference": "the base class of dropout",

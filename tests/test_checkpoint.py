@@ -179,25 +179,6 @@ def test_every_layout_reads_every_others_checkpoint(saved_by, saver, ranks, stra
         assert loaded[4] == samples
 
 
-def rates_around_a_resume(world, folder):
-    run = make_run(world, Tiny(), *settings(folder, "fsdp", "bf16"))
-    take_steps(run, 2)
-    save(run)
-    resumed = make_run(world, Tiny(), *settings(folder, "fsdp", "bf16", "--run.resume", "auto"))
-    rates = []
-    for _ in range(3):
-        take_steps(resumed, 1)
-        rates.append(resumed.schedule.last_lr.item())
-    live = all(group["lr"] == resumed.schedule.lr for group in resumed.optimizer.param_groups)
-    return rates, live
-
-
-def test_the_learning_rate_moves_after_a_resume(tmp_path):
-    for rates, live in on_ranks(2, rates_around_a_resume, tmp_path):
-        assert len(set(rates)) == 3
-        assert live
-
-
 def test_only_the_newest_are_kept_and_what_was_left_half_written_is_no_checkpoint(tmp_path):
     run = make_run(World(), Tiny(), *settings(tmp_path, "single", "fp32"))
     for _ in range(3):

@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.metadata import (
 from dist_amp.checkpoint import saver as checkpoint_writing
 from dist_amp.checkpoint.format import (
     Manifest,
+    Reader,
     all_checkpoints,
     hash_files,
     integrity_error,
     quarantine_after,
+    read_into,
     read_manifest,
 )
-from dist_amp.checkpoint.reader import Reader, read_into
 from dist_amp.checkpoint.resume import newest_checkpoint
 from dist_amp.checkpoint.saver import Saver, Writer, save
 from dist_amp.errors import DataError, Failure

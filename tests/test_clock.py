@@ -11,7 +11,7 @@ from tiny import Tiny, make_run, take_steps
 
 from dist_amp import clock as clocks
 from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES, PhaseClock
-from dist_amp.scaling import communication_time
+from dist_amp.scaling import hooks
 from dist_amp.world import World
 
 
@@ -176,8 +176,8 @@ def parameters_of(world):
     for renamed in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if renamed:
-                patch.setattr(communication_time, "WAITS", ("renamed",))
-                patch.setattr(torch.autograd, "Variable", object())
+                patch.setattr(hooks, "WAITS", ("renamed",))
+                patch.setattr(hooks, "ENGINE", None)
             run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
             take_steps(run, 2)
             results.append([p.full_tensor().tolist() for p in run.parallel.parameters])
@@ -191,11 +191,10 @@ def test_steps_are_the_same_where_torch_has_other_private_names():
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_on_a_gpu_what_only_queues_a_gather_is_no_wait(monkeypatch, on_gpu):
-    group = SimpleNamespace(**dict.fromkeys(communication_time.WAITS, lambda: None))
+    group = SimpleNamespace(**dict.fromkeys(hooks.WAITS, lambda: None))
     before = dict(vars(group))
-    monkeypatch.setattr(communication_time, "groups_of", lambda unit: [group])
-    monkeypatch.setattr(communication_time, "fsdp_units", lambda model: [None])
-    communication_time.time_gathers(SimpleNamespace(), SimpleNamespace(on_gpu=on_gpu))
+    monkeypatch.setattr(hooks, "fsdp_groups", lambda model: [group])
+    hooks.time_gathers(SimpleNamespace(), SimpleNamespace(on_gpu=on_gpu))
     waits = [name for name, method in before.items() if getattr(group, name) is not method]
     expected = ["unshard", "wait_for_unshard", "post_backward", "finalize_backward"]
     assert waits == expected[on_gpu:]

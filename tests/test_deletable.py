@@ -56,7 +56,7 @@ def test_each_file_of_an_optional_folder_belongs_to_a_feature():
     listed = {file for row in FEATURES.values() for file in row["files"]}
     optional = ("sources", "diagnostics", "optimizers", "scaling", "tasks", "verify", "commands")
     # Needed by every run, though they lie beside what is optional.
-    needed = {"scaling.batch_norm", "scaling.blocks", "scaling.parameters"}
+    needed = {"scaling.blocks"}
     for name, path in files().items():
         folder = name.split(".")[0]
         file = str(path.relative_to(deletable.ROOT))

@@ -12,8 +12,7 @@ from tiny import Rows, Tiny, make_run, take_steps
 from torch import nn
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.scaling.blocks import pick_blocks
-from dist_amp.scaling.find_blocks import find_blocks
+from dist_amp.scaling.blocks import find_blocks, pick_blocks
 from dist_amp.world import World
 
 COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]
@@ -106,21 +105,10 @@ def test_every_repeated_layer_of_a_model_of_transformers_is_a_block(name, capsys
     assert kinds(blocks) == expected
     assert_none_is_nested(blocks)
     sizes = {path: p.numel() for path, p in model.named_parameters()}
-    share = (
-        100
-        * sum(size for path, size in sizes.items() if re.search(pattern, path))
-        / sum(sizes.values())
-    )
+    inside = sum(size for path, size in sizes.items() if re.search(pattern, path))
+    share = 100 * inside / sum(sizes.values())
     counts = ", ".join(f"{count} x {kind}" for kind, count in expected.items())
     assert f"blocks: {counts}, {share:.0f} % of parameters\n" in said_of(model, capsys).out
-
-
-def test_the_layers_of_a_model_with_adapters_are_its_blocks():
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        build("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"])
-    )
-    assert kinds(find_blocks(model)) == {"LlamaDecoderLayer": 2}
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
@@ -134,24 +122,11 @@ def test_blocks_come_in_the_order_in_which_they_run(name):
     assert ran == blocks
 
 
-def blocks_before_and_after_sharding(world):
-    run = make_run(
-        world, Tokens("t5"), "--parallel.strategy", "fsdp", "--train.micro_batch_size", 2
-    )
-    return len(find_blocks(run.task.build_model())), len(find_blocks(run.parallel.module))
-
-
-def test_a_sharded_model_has_the_same_blocks():
-    pytest.importorskip("transformers")
-    assert on_ranks(2, blocks_before_and_after_sharding) == [(4, 4)] * 2
-
-
 class Block(nn.Module):
     def __init__(self, width=8):
         super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        layers = [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+        self.inner = nn.Sequential(*layers)
 
     def forward(self, x):
         return x + self.inner(x)
@@ -171,9 +146,8 @@ class Experts(nn.Module):
 
     def forward(self, x):
         shares = self.router(x).softmax(-1).unbind(-1)
-        return sum(
-            share[..., None] * expert(x) for share, expert in zip(shares, self.experts, strict=True)
-        )
+        pairs = zip(shares, self.experts, strict=True)
+        return sum(share[..., None] * expert(x) for share, expert in pairs)
 
 
 class Stage(nn.Module):
@@ -211,11 +185,12 @@ def repeat(cls, times, *args):
         (nn.Transformer(8, 2, 2, 2, 16), {"TransformerEncoderLayer": 2, "TransformerDecoderLayer": 2}),
         (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), {"Linear": 2}),
         (Stacks(layers=[Block()]), {"Block": 1}),
+        (Stacks(layers=[Experts()], heads=[nn.Linear(8, 1)]), {"Experts": 1}),
         (nn.Linear(8, 1), {}),
     ],
     ids=[
         "layers_and_head", "two_stacks", "experts", "stages", "body_and_head", "lists_in_a_list", "transformer", "mlp",
-        "one_layer", "none",
+        "one_layer", "one_layer_of_experts", "none",
     ],
 )  # fmt: skip
 def test_the_repeated_layers_of_any_other_model_are_its_blocks(model, expected):
@@ -224,18 +199,15 @@ def test_the_repeated_layers_of_any_other_model_are_its_blocks(model, expected):
     assert_none_is_nested(blocks)
 
 
-def test_a_layer_whose_weight_is_used_elsewhere_too_is_no_block():
+def test_a_layer_whose_weight_is_used_elsewhere_too_is_no_block_and_one_that_runs_twice_is_one():
+    layer = Block()
+    model = nn.Sequential(layer, Block(), layer)
+    assert find_blocks(model) == [layer, model[1]]
     model = nn.Sequential(*repeat(Block, 5), nn.Linear(8, 32))
     model[5].weight = model[0].inner[0].weight
     assert find_blocks(model) == list(model[1:5])
     model[2].inner = model[1].inner
     assert not {model[1], model[2]} & set(find_blocks(model))
-
-
-def test_a_layer_that_runs_twice_is_one_block():
-    layer = Block()
-    model = nn.Sequential(layer, Block(), layer)
-    assert find_blocks(model) == [layer, model[1]]
 
 
 @pytest.mark.parametrize(
@@ -245,23 +217,6 @@ def test_a_layer_that_runs_twice_is_one_block():
 def test_blocks_are_printed_where_a_setting_makes_use_of_them(capsys, words, said):
     make_run(World(), Tiny(), *words)
     assert ("blocks: 2 x Sequential, 94 % of parameters\n" in capsys.readouterr().out) == said
-
-
-class Mixture(nn.Module):
-    def __init__(self, experts):
-        super().__init__()
-        self.router = nn.Linear(8, experts)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(experts)
-        )
-
-    def forward(self, x):
-        return x
-
-
-def test_the_one_layer_of_a_mixture_is_a_block_and_its_experts_are_not():
-    model = nn.ModuleDict({"layers": nn.ModuleList([Mixture(4)]), "head": nn.Linear(8, 1)})
-    assert find_blocks(model) == [model["layers"][0]]
 
 
 class Named:
@@ -287,13 +242,10 @@ def test_blocks_that_hold_less_than_half_of_the_parameters_get_a_warning_with_wh
 @pytest.mark.bad_input("`blocks(model)` that names what is not in the model")
 def test_blocks_that_are_not_in_the_model_are_refused():
     model = nn.Sequential(Block(), Block())
-    with pytest.raises(
-        DataError,
-        match=r"blocks\(model\) returned a Block that is not in the model; return modules of",
-    ):
-        pick_blocks("single", Named(model[0], Block()), model, World())
-    with pytest.raises(DataError, match=r"blocks\(model\) returned a str that is not in the model"):
-        pick_blocks("single", Named("0"), model, World())
+    for named, kind in ([model[0], Block()], "Block"), (["0"], "str"):
+        said = rf"blocks\(model\) returned a {kind} that is not in the model; return modules of"
+        with pytest.raises(DataError, match=said):
+            pick_blocks("single", Named(*named), model, World())
 
 
 @pytest.mark.bad_input(
@@ -302,10 +254,8 @@ def test_blocks_that_are_not_in_the_model_are_refused():
 def test_a_named_block_that_shares_a_parameter_with_the_rest_can_not_be_sharded():
     model = nn.Sequential(nn.Embedding(16, 8), Block(), nn.Linear(8, 16, bias=False))
     model[2].weight = model[0].weight
-    with pytest.raises(
-        ConfigError,
-        match=r"the parameter 0.weight is also used outside of its block, and fsdp can't",
-    ):
+    said = "the parameter 0.weight is also used outside of its block, and fsdp can't"
+    with pytest.raises(ConfigError, match=said):
         pick_blocks("fsdp", Named(model[0], model[1]), model, World(world_size=2))
     assert pick_blocks("ddp", Named(model[0]), model, World(world_size=2)) == [model[0]]
 
@@ -332,27 +282,23 @@ class Tokens:
     def loss_sum(self, model, batch):
         tokens = batch["tokens"]
         more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
-        logits = model(input_ids=tokens, **more).logits.float()
-        return F.cross_entropy(
-            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
-        )
+        logits = model(input_ids=tokens, **more).logits.float()[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
 
     def weight(self, batch):
         return batch["tokens"][:, 1:].numel()
 
 
 def norms_of_two_steps(world, name, adapters, words):
-    run = make_run(
-        world, Tokens(name, adapters), "--use_amp", "false", "--train.global_batch_size", 4, *words
-    )
+    words = ["--use_amp", "false", "--train.global_batch_size", 4, *words]
+    run = make_run(world, Tokens(name, adapters), *words)
+    if adapters:
+        assert kinds(find_blocks(run.task.build_model())) == {"LlamaDecoderLayer": 2}
     run.model.eval()  # without dropout
     return [report.norm.item() for report in take_steps(run, 2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "adapters"),
-    [("llama", True), ("t5", False), ("mixtral", False)],
-)
+@pytest.mark.parametrize(("name", "adapters"), [("llama", True), ("t5", False), ("mixtral", False)])
 def test_models_of_transformers_train_in_these_blocks_as_they_do_whole(name, adapters):
     pytest.importorskip("peft")
     alone = on_ranks(1, norms_of_two_steps, name, adapters, ["--train.micro_batch_size", 4])

@@ -21,11 +21,8 @@ from dist_amp.world import World
 def row(applied, skipped=0, **seconds):
     """A log interval of one rank."""
     table = np.zeros((1, len(RANK_METRICS)))
-    for name, value in {
-        "applied_in_interval": applied,
-        "skipped_in_interval": skipped,
-        **seconds,
-    }.items():
+    values = {"applied_in_interval": applied, "skipped_in_interval": skipped, **seconds}
+    for name, value in values.items():
         table[0, INDEX[name]] = value
     return LogRow(10, table)
 
@@ -90,17 +87,6 @@ def test_steps_that_are_taken_again_count_once(launch):
     assert min(in_all["evaluation"], in_all["checkpoint"], in_all["elsewhere"]) > 0
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("goodput ")]
     assert line.endswith("in applied steps")
-
-
-def test_a_run_that_begins_with_anothers_checkpoint_has_an_account_of_its_own(launch):
-    words = ("--task.target", "tiny:Tiny", "--eval.every", "off", "--metrics.log_every", 2)
-    assert launch(0, *words, "--run.dir", "one", "--train.steps", 4).returncode == 0
-    words = (*words, "--optim.schedule", "constant", "--run.allow_config_change", "true")
-    done = launch(0, *words, "--run.dir", "two", "--run.resume", "one", "--train.steps", 6)
-    assert done.returncode == 0, done.stderr
-    (line,) = lines_of(launch.folder / "two")
-    seconds = 2 * line["ranks"][0]["time/step_seconds"]
-    assert line["spent_seconds"]["applied_steps"] == pytest.approx(seconds, rel=0.01)
 
 
 def test_after_a_failure_the_summary_asks_the_device_for_nothing(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,30 +38,29 @@ def gpu() -> World:
     return locate(RunConfig(device="cuda"))
 
 
+@contextmanager
+def never_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("clip", ["norm", "value", "off"])
 @pytest.mark.parametrize(
     "words", [["--use_amp", "false"], ["--precision.dtype", "bf16"], ["--precision.dtype", "fp16"]]
 )
 def test_fifty_steps_never_wait_for_the_device(words, clip, optimizer):
-    words = [
-        *words,
-        "--train.accumulation_steps",
-        2,
-        "--train.clip_by",
-        clip,
-        "--optim.name",
-        optimizer,
-    ]
+    words = [*words, "--train.clip_by", clip, "--optim.name", optimizer]
+    words += ["--train.accumulation_steps", 2]
     run = make_run(gpu(), Tiny(uneven=True), *words, "--train.steps", 100)
     take_steps(run, 3)
     batches = [next(run.data) for _ in range(50)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for step in batches:
             run.metrics.record(train_step(run, step))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert run.schedule.counters.sum() == 53
 
 
@@ -79,36 +79,22 @@ def test_float32_steps_are_those_of_the_cpu():
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_main_job_uses_every_gpu(launch, tmp_path, strategy):
     gpus = torch.cuda.device_count()
-    words = [
-        "--task.target",
-        "tiny:Tiny",
-        "--train.steps",
-        "4",
-        "--train.micro_batch_size",
-        "2",
-        "--run.dir",
-        "run",
-    ]
+    words = (
+        "--task.target tiny:Tiny --train.steps 4 --train.micro_batch_size 2 --run.dir run".split()
+    )
     done = launch(gpus, *words, "--parallel.strategy", strategy)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["world_size"] == gpus
-    assert all(0 < rank["peak_memory_bytes"] < 2**30 for rank in summary["ranks"]), (
-        "the allocator's, not the process's"
-    )
+    # The allocator's, not the process's.
+    assert all(0 < rank["peak_memory_bytes"] < 2**30 for rank in summary["ranks"])
 
 
 def test_a_checkpoint_of_a_gpu_is_read_on_a_cpu_and_back(tmp_path):
     from dist_amp.checkpoint.saver import save
 
-    words = [
-        "--run.dir",
-        tmp_path,
-        "--precision.dtype",
-        "fp16",
-        "--precision.scaler.init_scale",
-        256,
-    ]
+    words = ["--run.dir", tmp_path, "--precision.dtype", "fp16"]
+    words += ["--precision.scaler.init_scale", 256]
     run = make_run(gpu(), Tiny(), *words)
     take_steps(run, 2)
     save(run)
@@ -122,13 +108,9 @@ def test_a_checkpoint_of_a_gpu_is_read_on_a_cpu_and_back(tmp_path):
 def test_verify_proves_every_way_of_running_on_these_gpus(tmp_path):
     task = ["--task.target", "tiny:Tiny", "--task.args.samples", "960"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{TESTS}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "dist_amp.verify", *task],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "dist_amp.verify", *task]
+    more = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Tiny on cuda" in done.stdout
 
@@ -137,14 +119,11 @@ def test_consistency_checks_wait_for_the_device_only_at_their_checks():
     run = make_run(gpu(), Tiny())
     consistency, nonfinite = Consistency(run), NonfiniteReplay(run)
     batches = [next(run.data) for _ in range(20)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for step in batches:
             report = train_step(run, step)
             nonfinite.after_step(report, step)
             consistency.after_step(report, step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_mfu_is_measured_where_the_peak_of_the_gpu_is_known():
@@ -159,16 +138,8 @@ def test_mfu_is_measured_where_the_peak_of_the_gpu_is_known():
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_checkpoint_written_in_the_background_is_resumed_bit_for_bit(tmp_path, dtype):
-    words = [
-        "--run.dir",
-        tmp_path,
-        "--precision.dtype",
-        dtype,
-        "--run.deterministic",
-        "true",
-        "--train.steps",
-        9,
-    ]
+    words = ["--run.dir", tmp_path, "--precision.dtype", dtype, "--train.steps", 9]
+    words += ["--run.deterministic", "true"]
     through = make_run(gpu(), Tiny(), *words)
     with Saver(through) as saver:
         take_steps(through, 4)
@@ -189,13 +160,10 @@ def test_log_steps_wait_for_nothing_and_their_time_is_the_devices(tmp_path):
     take_steps(run, 3)
     batches = [next(run.data) for _ in range(20)]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for batch in batches:
             run.metrics.record(train_step(run, batch))
         run.metrics.begin(23, run.schedule, run.scaler, run.data)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     row = run.metrics.read()
     assert row["applied_steps"] == 23
     assert row["seconds"] > 0
@@ -204,17 +172,8 @@ def test_log_steps_wait_for_nothing_and_their_time_is_the_devices(tmp_path):
 
 
 def test_a_trace_has_the_kernels_and_the_table_the_devices_time(tmp_path):
-    steps_of(
-        gpu(),
-        tmp_path,
-        15,
-        "--train.steps",
-        15,
-        "--train.accumulation_steps",
-        2,
-        "--debug.profile",
-        2,
-    )
+    words = ["--train.steps", 15, "--train.accumulation_steps", 2, "--debug.profile", 2]
+    steps_of(gpu(), tmp_path, 15, *words)
     name = "rank00000_step_00000013-00000014"
     with gzip.open(tmp_path / f"profile/{name}.json.gz") as file:
         events = json.load(file)["traceEvents"]
@@ -223,9 +182,8 @@ def test_a_trace_has_the_kernels_and_the_table_the_devices_time(tmp_path):
         event["name"] for event in events if event.get("cat") == "gpu_user_annotation"
     }
     table = (tmp_path / f"profile/{name}_table.txt").read_text()
-    told = re.search(
-        r"([\d.]+) ms per step on the device, which was idle for ([\d.]+) % of it", table
-    )
+    idle = r"([\d.]+) ms per step on the device, which was idle for ([\d.]+) % of it"
+    told = re.search(idle, table)
     assert float(told[1]) > 0
     assert 0 <= float(told[2]) < 100
     assert "Self CUDA" in table
@@ -237,9 +195,8 @@ def test_a_snapshot_of_memory_knows_what_allocated_the_model(tmp_path):
         steps_of(gpu(), tmp_path, 15, *words)
     with (tmp_path / "profile/rank00000_step_00000014_memory.pickle").open("rb") as file:
         snapshot = pickle.load(file)
-    stacks = [
-        entry.get("frames", []) for entry in snapshot["device_traces"][torch.cuda.current_device()]
-    ]
+    traces = snapshot["device_traces"][torch.cuda.current_device()]
+    stacks = [entry.get("frames", []) for entry in traces]
     assert any("build_parallel" in frame["name"] for frames in stacks for frame in frames)
 
 

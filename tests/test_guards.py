@@ -1,6 +1,4 @@
-"""One live run per folder, no orphans, enough disk, equal ranks, and one line that names a dead or
-hanging rank.
-"""
+"""One live run per folder, no orphans, enough disk, equal ranks, and the name of a dead rank."""
 
 import errno
 import os
@@ -8,7 +6,7 @@ import platform
 import shutil
 import sys
 import time
-from collections import namedtuple
+from types import SimpleNamespace
 
 import datasets
 import forked
@@ -55,10 +53,8 @@ def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_ru
     holder = forked.context.Process(target=hold, args=(tmp_path, there))
     holder.start()
     assert here.recv() == "held"
-    with pytest.raises(
-        Failure,
-        match=f"in use by a live run .process {holder.pid} on {platform.node()}.; stop that",
-    ):
+    said = f"in use by a live run .process {holder.pid} on {platform.node()}.; stop that"
+    with pytest.raises(Failure, match=said):
         only_live_run(tmp_path, World()).__enter__()
     holder.kill()
     holder.join()
@@ -89,16 +85,8 @@ def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
         "from tiny import Slow\nfrom torch.utils.data._utils import worker\n\n"
         "worker.MP_STATUS_CHECK_INTERVAL = 3600.0\n"
     )
-    words = [
-        *TINY,
-        "--task.target",
-        "unchecked:Slow",
-        "--train.steps",
-        "600",
-        "--data.workers",
-        "2",
-    ]
-    run = launch.start(0, *words, "--run.dir", "run")
+    words = [*TINY, "--task.target", "unchecked:Slow", "--train.steps", "600"]
+    run = launch.start(0, *words, "--data.workers", "2", "--run.dir", "run")
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
     workers = children(run.pid)
     assert len(workers) == 2
@@ -111,9 +99,8 @@ def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
 def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_variable(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(
-        ConfigError, match="max-restarts=3 .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    ) as error:
+    rule = "max-restarts=3 .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    with pytest.raises(ConfigError, match=rule) as error:
         check_launch()
     assert error.value.exit_code == 64
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
@@ -123,27 +110,24 @@ def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_va
 def difference_of_ranks(world, differs=None):
     """The error of check_ranks_agree if rank 1 differs; "" for none."""
     text = to_toml(load_config(["--task.target", "tiny:Tiny", "--data.path", "/disk"], environ={}))
-    if world.rank == 1 and differs == "a setting":
-        text = text.replace("lr = 0.0003", "lr = 0.001")
-    if world.rank == 1 and differs == "per-machine settings":
-        text = text.replace("workers = 0", "workers = 2").replace(
-            'path = "/disk"', 'path = "/scratch"'
-        )
-    if world.rank == 1 and differs == "data":
-        text = text.replace('path = "/disk"', 'path = "off"')
+    changes = {
+        "a setting": {"lr = 0.0003": "lr = 0.001"},
+        "per-machine settings": {"workers = 0": "workers = 2", '"/disk"': '"/scratch"'},
+        "data": {'path = "/disk"': 'path = "off"'},
+    }
+    real = guards.code_hashes
+    if world.rank == 1:
+        for old, new in changes.get(differs, {}).items():
+            text = text.replace(old, new)
     if world.rank == 1 and differs == "a file":
-        changed = guards.code_hashes("tiny:Tiny") | {
-            "dist_amp/step.py": "0123abcd",
-            "own.py": "89abcdef",
-        }
-        guards.code_hashes, real = lambda target: changed, guards.code_hashes
+        changed = real("tiny:Tiny") | {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
+        guards.code_hashes = lambda target: changed
     try:
         check_ranks_agree("tiny:Tiny", text, world)
     except ConfigError as error:
         return str(error)
     finally:
-        if world.rank == 1 and differs == "a file":
-            guards.code_hashes = real
+        guards.code_hashes = real
     return ""
 
 
@@ -170,24 +154,22 @@ def test_per_machine_settings_do_not_change_the_results():
     ],
 )
 def test_ranks_with_other_code_or_settings_get_each_difference_with_both_values(differs, what):
-    what = what.replace("HOST", platform.node()).replace(
-        "MINE", guards.code_hashes("tiny:Tiny")["dist_amp/step.py"]
-    )
-    expected = (
-        f"the ranks differ: {what}; start all of them with the same code, versions and settings "
-    )
-    assert (
-        on_ranks(4, difference_of_ranks, differs) == [f"{expected}(environment, config files)"] * 4
-    )
+    mine = guards.code_hashes("tiny:Tiny")["dist_amp/step.py"]
+    what = what.replace("HOST", platform.node()).replace("MINE", mine)
+    fix = "start all of them with the same code, versions and settings (environment, config files)"
+    expected = f"the ranks differ: {what}; {fix}"
+    assert on_ranks(4, difference_of_ranks, differs) == [expected] * 4
 
 
 def test_the_users_task_file_and_the_versions_are_compared():
     assert "tiny.py" in guards.code_hashes("tiny:Tiny")
-    assert "causal_lm.py" not in guards.code_hashes("dist_amp.tasks.causal_lm:CausalLM"), (
-        "the package's own has its path"
-    )
-    assert guards.versions() == {"python": "{}.{}".format(*sys.version_info), "torch": torch.__version__,
-                                 "datasets": datasets.__version__}  # fmt: skip
+    shipped = guards.code_hashes("dist_amp.tasks.causal_lm:CausalLM")
+    assert "causal_lm.py" not in shipped, "the package's own has its path"
+    assert guards.versions() == {
+        "python": "{}.{}".format(*sys.version_info),
+        "torch": torch.__version__,
+        "datasets": datasets.__version__,
+    }
 
 
 def test_hidden_files_of_editors_and_notebooks_are_not_compared(tmp_path, monkeypatch):
@@ -195,11 +177,8 @@ def test_hidden_files_of_editors_and_notebooks_are_not_compared(tmp_path, monkey
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.setattr(guards, "__file__", str(tmp_path / "supervise" / "preflight.py"))
-    assert set(guards.code_hashes("tiny:Tiny")) == {
-        "dist_amp/step.py",
-        "dist_amp/tasks/own.py",
-        "tiny.py",
-    }
+    expected = {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
+    assert set(guards.code_hashes("tiny:Tiny")) == expected
 
 
 @pytest.mark.bad_input("too little disk space for the coming checkpoints")
@@ -208,17 +187,14 @@ def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes
 ):
     run = make_run(World(), Tiny(), "--run.dir", tmp_path, "--checkpoint.every", 1)
     size = 3 * 4 * sum(p.numel() for p in run.model.parameters())
-    usage = namedtuple("usage", "total used free")
-    for free, fits in ((4 * size, True), (4 * size - 1, False)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(0, 0, free))
-        if fits:
-            check_free_space(run)
-        else:
-            with pytest.raises(
-                Failure, match=r"0.00 GiB free, .*4 of .* 0 exist.; free some, or lower"
-            ) as error:
-                check_free_space(run)
-            assert error.value.exit_code == 1
+    disk = SimpleNamespace(free=4 * size)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    check_free_space(run)
+    disk.free -= 1
+    said = r"0.00 GiB free, .*4 of .* 0 exist.; free some, or lower"
+    with pytest.raises(Failure, match=said) as error:
+        check_free_space(run)
+    assert error.value.exit_code == 1
     take_steps(run, 1)
     save(run)
     check_free_space(run)  # one of the four exists
@@ -276,17 +252,16 @@ def what_ranks_say(world, of_rank_1, error):
     return report
 
 
+CLOSED, TIMED_OUT = "[gloo] Connection closed by peer", "[gloo] Timed out waiting 5000ms"
+
+
 @pytest.mark.bad_input("a rank that is killed, without restarts")
 @pytest.mark.parametrize(
     ("of_rank_1", "error", "said"),
     [
-        ("failed", "[gloo] Connection closed by peer", "[gloo] Connection closed by peer"),
-        ("waited", "[gloo] Timed out waiting 5000ms", "[gloo] Timed out waiting 5000ms"),
-        (
-            "silent",
-            "[gloo] Connection closed by peer",
-            "rank 1 (process {pid} on {host}) died without an error",
-        ),
+        ("failed", CLOSED, CLOSED),
+        ("waited", TIMED_OUT, TIMED_OUT),
+        ("silent", CLOSED, "rank 1 (process {pid} on {host}) died without an error"),
     ],
 )
 def test_a_failed_collective_names_the_rank_that_does_not_answer_unless_another_failed_by_itself(
@@ -306,9 +281,8 @@ def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(m
     ranks = watchdog_of(World())
     ranks._job.world = World(rank=1, world_size=2)
     ranks._processes = [Process("host-a", 7, "host-a"), Process("host-b", 8, "host-b")]
-    error = ranks.explain(
-        RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation")
-    )
+    cause = "[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"
+    error = ranks.explain(RuntimeError(cause))
     assert str(error).startswith(
         "rank 0 (process 7 on host-a) and the store on its machine at 10.0.0.1:29400 do not "
         "answer: it is stopped, its machine is down, or the network to it is (rank 1 (process 8 on "

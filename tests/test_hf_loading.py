@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from dist_amp.errors import DataError
 from dist_amp.parallel import build_parallel
 from dist_amp.precision import build_precision
-from dist_amp.scaling.find_blocks import find_blocks
+from dist_amp.scaling.blocks import find_blocks
 from dist_amp.scaling.meta import build_module, build_whole, load_parameters, parameters_on_meta
 from dist_amp.settings import ParallelConfig, PrecisionConfig
 from dist_amp.tasks.pretrained import load_pretrained

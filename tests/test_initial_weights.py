@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import on_ranks
-from tiny import Rows, Tiny, make_run, take_steps
+from tiny import Rows, Tiny, make_run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from dist_amp.checkpoint.saver import save
-from dist_amp.distributed.random_state import seed_all
-from dist_amp.scaling.initial_weights import Placement, build_on_ranks, digests
+from dist_amp.distributed.process import seed_all
+from dist_amp.scaling.meta import Placement, build_on_ranks, digest
 from dist_amp.tasks.causal_lm import GPT
 
 
@@ -181,25 +181,20 @@ FALLBACKS = {
 
 
 def built(world, task):
-    """What build_on_ranks gives: whether its parameters are on meta, its buffers, and its digest."""
+    """Of build_on_ranks: which parameters are on meta, the buffers, the digest, and what
+    build_model noted on a parameter.
+    """
     seed_all(0)
     module = build_on_ranks(task, "fsdp", world, False)
-    return (
-        [p.is_meta for p in module.parameters()],
-        dict(module.named_buffers()),
-        digests(module)[0],
-    )
+    on_meta = [p.is_meta for p in module.parameters()]
+    made = on_meta, dict(module.named_buffers()), digest(module)
+    return *made, getattr(Placement(module, world)(module).token, "no_decay", False)
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy", "ranks"),
-    [
-        ("untied", "fsdp", 2),
-        ("class_token", "fsdp", 2),
-        ("recurrent", "fsdp", 2),
-        ("tied", "hsdp", 4),
-    ],
-)
+CELLS = [(name, "fsdp", 2) for name in ("untied", "class_token", "recurrent")]
+
+
+@pytest.mark.parametrize(("name", "strategy", "ranks"), [*CELLS, ("tied", "hsdp", 4)])
 def test_a_sharded_model_starts_with_the_bits_of_one_process(name, strategy, ranks):
     (expected,) = on_ranks(1, whole_state, MODELS[name], "single")
     for own in on_ranks(ranks, whole_state, MODELS[name], strategy):
@@ -215,6 +210,8 @@ def test_only_rank_0_has_memory_for_parameters_and_buffers_are_real_everywhere()
     assert first[1].keys() == second[1].keys()
     assert all(torch.equal(first[1][key], value) for key, value in second[1].items())
     assert first[2] == second[2]
+    assert first[3]
+    assert second[3]
 
 
 @pytest.mark.bad_input("a `build_model` that can't run on the meta device, under fsdp or hsdp")
@@ -228,16 +225,6 @@ def test_a_model_that_needs_its_parameters_is_built_whole_and_the_cost_is_said(n
     assert "2 ranks each hold the whole model" in warnings
     assert why in warnings
     assert not none
-
-
-def what_is_noted(world, task):
-    seed_all(0)
-    module = build_on_ranks(task, "fsdp", world, False)
-    return getattr(Placement(module, world)(module).token, "no_decay", False)
-
-
-def test_what_build_model_notes_on_a_parameter_stays_there():
-    assert on_ranks(2, what_is_noted, MODELS["class_token"]) == [True, True]
 
 
 class Wide(Regression):
@@ -291,25 +278,3 @@ def test_only_rank_0_ever_holds_more_than_its_shards_and_one_block(tmp_path):
     assert step == 1
     # Resumed, neither does: both read the shards from the file.
     assert max(first, second) < model
-
-
-def resumed(world, task, folder):
-    """Steps 1 and 2, saved after 1; step 2 again after a resume: both states."""
-    words = ["--run.dir", folder, "--run.resume", "auto", "--parallel.strategy", "fsdp"]
-    words += ["--use_amp", "false"]
-    run = make_run(world, task, *words)
-    take_steps(run, 1)
-    save(run)
-    take_steps(run, 1)
-    again = make_run(world, task, *words)
-    assert again.resumed_from_step == 1
-    take_steps(again, 1)
-    return [
-        get_model_state_dict(r.model, options=StateDictOptions(full_state_dict=True))
-        for r in (run, again)
-    ]
-
-
-def test_a_resumed_model_is_filled_by_its_checkpoint(tmp_path):
-    for before, after in on_ranks(2, resumed, MODELS["tied"], tmp_path / "run"):
-        assert all(torch.equal(before[key], value) for key, value in after.items())

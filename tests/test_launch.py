@@ -272,7 +272,7 @@ def test_hosts_with_other_code_settings_or_versions_are_told_both(hosts, chaos, 
     a = hosts.start("a", folder, words, MAX_RESTARTS="0")
     b = hosts.start("b", folder, words | {"optim.lr": 1e-3}, MAX_RESTARTS="0", PYTHONPATH=path)
     assert [a.end(), b.end()] == [64, 64]
-    (told,) = [line for _, line in a.lines + b.lines if line.startswith("error: the ranks differ")]
+    (told,) = [line for line in a.lines + b.lines if line.startswith("error: the ranks differ")]
     assert "dist_amp/step.py is " in told
     assert "optim.lr is 0.0003 on rank 0 (host-a), 0.001 on rank 1 (host-b)" in told
     same = "the same code, versions and settings (environment, config files)"

@@ -1,6 +1,4 @@
-"""A skipped step is replayed, and its first inf or nan is named; the replay changes nothing in the
-run.
-"""
+"""A skipped step is replayed, and its first inf or nan is named; the replay changes nothing."""
 
 import json
 
@@ -20,6 +18,7 @@ from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
 FP32 = ["--use_amp", "false"]
+FP16 = ["--precision.dtype", "fp16"]
 IN_ORDER = ["--data.shuffle", "false", "--train.micro_batch_size", 2]
 
 
@@ -97,15 +96,12 @@ class MinusInf(nn.Module):
 
 
 class Residual(nn.Module):
-    """An in-place module between two others, with batch statistics and dropout, which a replay must
-    not change.
-    """
+    """With an in-place module, batch statistics and dropout, which a replay must not change."""
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(8, 8), nn.ReLU(inplace=True), nn.BatchNorm1d(8), nn.Dropout(0.3)
-        )
+        relu = nn.ReLU(inplace=True)
+        self.inner = nn.Sequential(nn.Linear(8, 8), relu, nn.BatchNorm1d(8), nn.Dropout(0.3))
 
     def forward(self, x):
         return x + self.inner(x)
@@ -121,11 +117,6 @@ class Mixed(Made):
         rows = super().build_dataset(split)
         rows.columns["x"][5] = torch.inf
         return rows
-
-
-class InfiniteLoss(Tiny):
-    def loss_sum(self, model, batch):
-        return super().loss_sum(model, batch) * torch.inf
 
 
 class Large(Tiny):
@@ -177,9 +168,7 @@ def replayed_each(world, strategy, folder):
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
-def test_the_first_inf_or_nan_of_a_batch_a_forward_and_a_backward_is_named(
-    tmp_path, ranks, strategy
-):
+def test_the_first_inf_or_nan_of_each_kind_is_named(tmp_path, ranks, strategy):
     for name in ("batch", "forward", "backward"):
         (tmp_path / name).mkdir()
     results = on_ranks(ranks, replayed_each, strategy, str(tmp_path))
@@ -224,29 +213,22 @@ def test_a_rank_without_a_sample_takes_part_in_the_replay(tmp_path):
     assert fault.other_ranks == [1], "padding repeats the same sample, and 0 x nan is nan"
 
 
-def test_in_place_operations_and_modules_are_distinguished(tmp_path):
-    fault, _ = replay(1, Made("InPlaceRoot"), [*FP32, *IN_ORDER], tmp_path)
+def fault_in(world_words, module, folder):
+    (fault,), _ = replayed(World(), Made(module), [*world_words, *IN_ORDER], str(folder))
+    return fault
+
+
+def test_in_place_operations_and_repeated_calls_are_distinguished(tmp_path):
+    fault = fault_in(FP32, "InPlaceRoot", tmp_path)
     assert (fault.phase, fault.module, fault.operation) == ("backward", "1", "SqrtBackward0")
+    fault = fault_in(FP32, "Twice", tmp_path)
+    found = (fault.phase, fault.module, fault.module_class)
+    assert found == ("forward", "1.layer", "Linear, call 2")
 
 
-def test_a_module_called_twice_is_named_with_the_call(tmp_path):
-    fault, _ = replay(1, Made("Twice"), [*FP32, *IN_ORDER], tmp_path)
-    assert (fault.phase, fault.module, fault.module_class) == (
-        "forward",
-        "1.layer",
-        "Linear, call 2",
-    )
-
-
-def test_an_infinite_mask_that_goes_no_further_is_not_blamed(tmp_path):
-    def infinite_loss(run):
-        loss_sum = run.task.loss_sum
-        run.task.loss_sum = lambda model, batch: loss_sum(model, batch) * torch.inf
-
-    faults, _ = replayed(
-        World(), Made("WideMask"), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_loss
-    )
-    assert [(fault.phase, fault.module) for fault in faults] == [("loss", "the task's loss_sum")]
+def infinite_loss(run):
+    loss_sum = run.task.loss_sum
+    run.task.loss_sum = lambda model, batch: loss_sum(model, batch) * torch.inf
 
 
 def infinite_norm(run):
@@ -254,19 +236,18 @@ def infinite_norm(run):
     run.parallel.global_grad_norm = lambda *args: global_grad_norm(*args) * torch.inf
 
 
-def test_an_infinite_gradient_that_becomes_zero_is_not_blamed(tmp_path):
-    faults, warnings = replayed(
-        World(), Made("HarmlessRoot"), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_norm
-    )
-    assert faults == []
-    assert "its replay is finite" in warnings[0]
-
-
-def test_an_infinite_loss_of_finite_outputs_is_blamed_on_the_task(tmp_path):
-    fault, warnings = replay(1, InfiniteLoss(), IN_ORDER, tmp_path)
+def test_an_infinity_that_goes_no_further_is_not_blamed(tmp_path):
+    words = [*FP32, *IN_ORDER]
+    folder = str(tmp_path)
+    (fault,), (warning,) = replayed(World(), Made("WideMask"), words, folder, 1, infinite_loss)
     assert (fault.phase, fault.module) == ("loss", "the task's loss_sum")
-    said = "the task's loss_sum: loss fp32 [] has 1 inf, nothing finite; output bf16 [2, 1]"
-    assert said in warnings[0]
+    assert "the task's loss_sum: loss fp32 [] has 1 inf, nothing finite; output" in warning
+    for kind in ("HarmlessRoot", "Residual"):
+        faults, (warning,) = replayed(World(), Made(kind), words, folder, 1, infinite_norm)
+        assert faults == []
+        assert "step 1 was skipped, but its replay is finite" in warning
+        rule = "debug.nonfinite=step replays with the parameters as they were"
+        assert warning.endswith(rule)
 
 
 def nan_in_the_last_parameter(run):
@@ -289,24 +270,17 @@ def test_a_nan_parameter_is_named_wherever_its_shard_is(tmp_path, ranks, strateg
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
 def test_fp16_that_overflows_by_the_loss_scale_alone_is_silent(tmp_path, ranks, strategy):
-    words = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 2**40]
+    words = [*FP16, "--precision.scaler.init_scale", 2**40]
     words += ["--parallel.strategy", strategy, *IN_ORDER]
     assert replay(ranks, Tiny(), words, tmp_path, 3) == (None, [])
     assert not (tmp_path / "nonfinite").exists()
 
 
 def test_activations_beyond_fp16_are_reported(tmp_path):
-    fault, _ = replay(1, Large(), ["--precision.dtype", "fp16", *IN_ORDER], tmp_path)
+    (fault,), _ = replayed(World(), Large(), [*FP16, *IN_ORDER], str(tmp_path))
     assert (fault.phase, fault.module) == ("forward", "0.0")
-    assert [(stats.what, stats.dtype, stats.finite) for stats in fault.tensors] == [
-        ("output", "fp16", False), ("input", "fp32", True)]  # fmt: skip
-
-
-def test_a_skip_that_does_not_recur_is_reported_in_one_line_with_the_way_to_catch_it(tmp_path):
-    _, warnings = replayed(World(), Tiny(), [*FP32, *IN_ORDER], str(tmp_path), 1, infinite_norm)
-    assert len(warnings) == 1
-    assert "step 1 was skipped, but its replay is finite" in warnings[0]
-    assert warnings[0].endswith("debug.nonfinite=step replays with the parameters as they were")
+    stats = [(stats.what, stats.dtype, stats.finite) for stats in fault.tensors]
+    assert stats == [("output", "fp16", False), ("input", "fp32", True)]
 
 
 def ended(world, words):
@@ -339,8 +313,8 @@ WHEN = ("log", "step", "off")
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
 def test_a_run_with_replays_ends_bit_identical_to_one_without(tmp_path, ranks, strategy):
     words = ["--parallel.strategy", strategy, *IN_ORDER, "--run.dir", str(tmp_path)]
-    words += ["--train.accumulation_steps", 2]
-    words += ["--precision.cast_by", "autocast"]  # a policy can't be combined with batch statistics
+    # A policy can't be combined with batch statistics.
+    words += ["--train.accumulation_steps", 2, "--precision.cast_by", "autocast"]
     for ends in on_ranks(ranks, ended_each, words):
         assert [ends[when][0] > 0 for when in WHEN] == [True, True, False]
         assert ends["log"][1] == ends["step"][1] == ends["off"][1]
@@ -363,27 +337,22 @@ def test_a_repeated_fault_is_counted_and_not_reported_again(tmp_path):
     words = [*FP32, *IN_ORDER, "--debug.nonfinite", "step"]
     faults, warnings = replayed(World(), Made("LogOf"), words, str(tmp_path), 3)
     assert (len(faults), len(warnings)) == (3, 1)
-    lines = [
-        json.loads(line) for line in (tmp_path / "nonfinite/reports.jsonl").read_text().splitlines()
-    ]
+    reports = (tmp_path / "nonfinite/reports.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in reports]
     assert [(line["step"], line["met"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     assert len(list((tmp_path / "nonfinite").glob("*.pt"))) == 1
 
 
-def test_a_run_without_a_folder_writes_none(tmp_path):
-    faults, warnings = replayed(
-        World(), Made("LogOf"), [*FP32, *IN_ORDER], str(tmp_path / "never_opened")
-    )
+def test_no_more_than_eight_files_are_kept_and_none_without_a_folder(tmp_path):
+    words = [*FP32, *IN_ORDER]
+    faults, warnings = replayed(World(), Made("LogOf"), words, str(tmp_path / "never_opened"))
     assert len(faults) == len(warnings) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_more_than_eight_files_are_kept(tmp_path):
     folder = tmp_path / "nonfinite"
     folder.mkdir()
     for number in range(MAX_FILES):
         (folder / f"{number}.pt").touch()
-    _, warnings = replayed(World(), Made("LogOf"), [*FP32, *IN_ORDER], str(tmp_path))
+    _, warnings = replayed(World(), Made("LogOf"), words, str(tmp_path))
     assert warnings[0].endswith("; 8 micro-batches are kept already")
     assert len(list(folder.glob("*.pt"))) == MAX_FILES
 
@@ -398,15 +367,12 @@ def kept(tmp_path_factory):
     return folder / "nonfinite/step_00000001_rank00000.pt"
 
 
-def test_the_file_replays_and_names_the_same_module(kept, capsys):
+def test_the_file_replays_and_names_the_same_module_until_it_is_fixed(kept, capsys):
     assert replay_file(kept) == 0
     out = capsys.readouterr().out
     assert "with the weights that it keeps" in out
     place = "rank 0, micro-batch 0 (samples 0, 2), forward of 1 (LogOf)"
     assert f"not finite: on {place}: output bf16 [2, 8] has" in out
-
-
-def test_a_file_whose_fault_is_fixed_is_finite(kept, capsys):
     assert replay_file(kept, ["--task.args.kind", "Residual2"]) == 1
     assert "all is finite in bf16 on cpu; in the run it was on rank 0" in capsys.readouterr().out
 
@@ -424,40 +390,35 @@ class Unexpected:
 
 def damaged(kept, path, how):
     content = torch.load(kept, weights_only=True)
-    if how == "missing":
-        return path
+    changed = {
+        "types": {**content, "batch": {"x": Unexpected()}},
+        "task": {
+            **content,
+            "config": content["config"].replace("test_nonfinite:Made", "gone:Made"),
+        },
+        "tensors": {"x": torch.ones(1)},
+    }
     if how == "other":
         path.write_text("not a tensor in sight")
     elif how == "cut":
         path.write_bytes(kept.read_bytes()[:-200])
-    elif how == "types":
-        torch.save({**content, "batch": {"x": Unexpected()}}, path)
-    elif how == "task":
-        torch.save(
-            {**content, "config": content["config"].replace("test_nonfinite:Made", "gone:Made")},
-            path,
-        )
-    elif how == "tensors":
-        torch.save({"x": torch.ones(1)}, path)
+    elif how in changed:
+        torch.save(changed[how], path)
     return path
+
+
+FIX = "give a file of RUN/nonfinite"
+TYPES = "holds more than tensors, numbers and text (test_nonfinite.Unexpected)"
 
 
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
-        (
-            "missing",
-            DataError,
-            "can't be read (No such file or directory); give a file of RUN/nonfinite",
-        ),
-        ("other", DataError, "is not a kept micro-batch; give a file of RUN/nonfinite"),
-        ("tensors", DataError, "is not a kept micro-batch; give a file of RUN/nonfinite"),
+        ("missing", DataError, f"can't be read (No such file or directory); {FIX}"),
+        ("other", DataError, f"is not a kept micro-batch; {FIX}"),
+        ("tensors", DataError, f"is not a kept micro-batch; {FIX}"),
         ("cut", DataError, "is cut short"),
-        (
-            "types",
-            DataError,
-            "holds more than tensors, numbers and text (test_nonfinite.Unexpected)",
-        ),
+        ("types", DataError, TYPES),
         ("task", ConfigError, "there is no module gone"),
     ],
 )
@@ -471,8 +432,7 @@ def test_a_bad_file_is_rejected_in_one_line_that_names_it(kept, tmp_path, how, e
 
 
 def test_the_error_that_ends_the_run_names_where_the_skips_began(launch, tmp_path):
-    words = ["--task.target", "test_nonfinite:Made", "--train.micro_batch_size", "2"]
-    words += ["--data.shuffle", "false"]
+    words = ["--task.target", "test_nonfinite:Made", *map(str, IN_ORDER)]
     words += ["--metrics.log_every", "2", "--train.max_skips_in_a_row", "4", "--eval.every", "off"]
     done = launch.each(2, *words, "--run.dir", "run")
     errors = "".join(rank.stderr for rank in done)

@@ -1,6 +1,4 @@
-"""The loop in docs/own_loop.md, with two models and two optimizers, under every strategy and
-precision.
-"""
+"""The loop in docs/own_loop.md, with two models and two optimizers, under every strategy."""
 
 import re
 from pathlib import Path
@@ -26,9 +24,8 @@ def train_function():
 def trained(world, *words):
     """Both models' parameters after some steps of the page's loop."""
     torch.manual_seed(0)
-    sides = train_function()(
-        world, load_config(["--train.steps", "6", "--optim.lr", "1e-2", *words], environ={})
-    )
+    config = load_config(["--train.steps", "6", "--optim.lr", "1e-2", *words], environ={})
+    sides = train_function()(world, config)
     return [whole(p) for side in sides for p in side.parameters]
 
 
@@ -37,23 +34,17 @@ def trained(world, *words):
     [(1, "single", "bf16"), (2, "ddp", "fp16"), (2, "fsdp", "bf16"), (4, "hsdp", "fp16")],
 )
 def test_two_models_learn_in_a_custom_loop(ranks, strategy, dtype):
-    words = ["--precision.dtype", dtype]
-    results = on_ranks(ranks, trained, "--parallel.strategy", strategy, *words)
-    start = on_ranks(ranks, trained, "--parallel.strategy", strategy, *words, "--train.steps", "1")
+    words = ["--precision.dtype", dtype, "--parallel.strategy", strategy]
+    results = on_ranks(ranks, trained, *words)
+    start = on_ranks(ranks, trained, *words, "--train.steps", "1")
     for parameters in results:
-        assert all(torch.equal(a, b) for a, b in zip(parameters, results[0], strict=True)), (
-            "the ranks differ"
-        )
-        assert all(not torch.equal(a, b) for a, b in zip(parameters, start[0], strict=True)), (
-            "one did not learn"
-        )
+        assert all(map(torch.equal, parameters, results[0])), "the ranks differ"
+        assert not any(map(torch.equal, parameters, start[0])), "one did not learn"
         assert all(p.isfinite().all() for p in parameters)
 
 
 def trained_on_the_same_data(world, *words):
-    """As `trained`, but with rank 0's data on every rank: then the average over the ranks is what
-    one rank computes.
-    """
+    """As `trained`, but with rank 0's data on every rank: the average is what one rank computes."""
     manual_seed, seeds = torch.manual_seed, []
     torch.manual_seed = lambda seed: manual_seed(seeds.append(seed) or len(seeds))
     try:
@@ -65,23 +56,14 @@ def trained_on_the_same_data(world, *words):
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (4, "hsdp")])
 def test_ranks_with_the_same_data_take_the_steps_of_one_process(ranks, strategy):
     alone = trained_on_the_same_data(World(), "--use_amp", "false")
-    for parameters in on_ranks(
-        ranks, trained_on_the_same_data, "--parallel.strategy", strategy, "--use_amp", "false"
-    ):
-        for ours, theirs in zip(parameters, alone, strict=True):
-            torch.testing.assert_close(
-                ours, theirs, rtol=0, atol=1e-5
-            )  # six steps of Adam add up roundings of 1e-7
+    words = ["--parallel.strategy", strategy, "--use_amp", "false"]
+    for parameters in on_ranks(ranks, trained_on_the_same_data, *words):
+        # Six steps of Adam add up roundings of 1e-7.
+        torch.testing.assert_close(parameters, alone, rtol=0, atol=1e-5)
 
 
 def test_an_overflow_skips_the_step():
-    words = [
-        "--precision.dtype",
-        "fp16",
-        "--precision.scaler.init_scale",
-        str(2.0**60),
-        "--train.steps",
-        "1",
-    ]
+    words = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", str(2.0**60)]
+    words += ["--train.steps", "1"]
     skipped, begun = trained(World(), *words), trained(World(), *words, "--optim.lr", "1e-30")
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(skipped, begun, strict=True))

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,9 +16,7 @@ from dist_amp.checkpoint.saver import save
 from dist_amp.config.auto import pick_cast, pick_strategy
 from dist_amp.config.validate import check_parallel
 from dist_amp.errors import ConfigError
-from dist_amp.scaling.find_blocks import find_blocks
 from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig
-from dist_amp.tasks.causal_lm import GPT
 from dist_amp.world import World, locate
 
 TWO = World(world_size=2, local_world_size=2)
@@ -54,41 +54,21 @@ def test_one_process_runs_as_single_and_says_so(strategy, capsys):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "precision", "strategy", "words"),
+    ("parallel", "precision", "strategy", "said"),
     [
-        (
-            {"comm_dtype": "fp16"},
-            {"dtype": "bf16"},
-            "ddp",
-            "comm_dtype=fp16 needs precision.dtype=fp16",
-        ),
+        ({"comm_dtype": "fp16"}, {"dtype": "bf16"}, "ddp", "=fp16 needs precision.dtype=fp16"),
         ({"comm_dtype": "bf16"}, {}, "ddp", "comm_dtype=bf16 needs GPUs"),
-        (
-            {"reduce_dtype": "fp16"},
-            {"dtype": "bf16"},
-            "fsdp",
-            "reduce_dtype=fp16 needs precision.dtype=fp16",
-        ),
-        (
-            {"param_dtype": "bf16"},
-            {"use_amp": False},
-            "fsdp",
-            "param_dtype=bf16 needs use_amp=true",
-        ),
-        (
-            {"reduce_dtype": "bf16"},
-            {"cast_by": "autocast"},
-            "fsdp",
-            "reduce_dtype=bf16 needs precision.cast_by=policy",
-        ),
+        ({"reduce_dtype": "fp16"}, {"dtype": "bf16"}, "fsdp", "=fp16 needs precision.dtype=fp16"),
+        ({"param_dtype": "bf16"}, {"use_amp": False}, "fsdp", "=bf16 needs use_amp=true"),
+        ({"reduce_dtype": "bf16"}, {"cast_by": "autocast"}, "fsdp", "needs precision.cast_by=pol"),
         ({"cpu_offload": True}, {}, "fsdp", "cpu_offload=true needs a GPU"),
         ({"replicas": 3}, {}, "hsdp", "replicas=3 does not divide 2 ranks; use one of [1, 2]"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(parallel, precision, strategy, words):
+def test_settings_that_do_not_go_together_are_refused(parallel, precision, strategy, said):
     with pytest.raises(ConfigError) as error:
         check_parallel(ParallelConfig(**parallel), strategy, PrecisionConfig(**precision), TWO)
-    assert words in str(error.value)
+    assert said in str(error.value)
 
 
 def test_single_with_several_processes_is_refused():
@@ -136,14 +116,6 @@ def test_cuda_without_a_gpu_is_refused():
         locate(RunConfig(device="cuda"))
 
 
-def test_blocks_are_found_where_a_task_names_none():
-    model = GPT(vocabulary=256, context=8, width=8, layers=3, heads=2, tied=True)
-    assert find_blocks(model) == list(model.blocks)
-    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    assert find_blocks(plain) == [plain[0], plain[2]], "what has no parameters is no unit"
-    assert find_blocks(nn.Linear(2, 2)) == []
-
-
 def compressed(world):
     words = ["--parallel.strategy", "ddp", "--precision.dtype", "fp16"]
     words += ["--precision.scaler.init_scale", 64]
@@ -169,32 +141,23 @@ class Normed(Tiny):
         return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
-def buffers_after_evaluation(world):
-    run = make_run(world, Normed(), "--parallel.strategy", "fsdp", "--use_amp", "false")
-    take_steps(run, 2)
+def steps_with_batch_norm(world):
+    words = ["--precision.dtype", "bf16", "--precision.scaler.init_scale", 64]
+    run = make_run(world, Normed(), "--parallel.strategy", "fsdp", *words)
+    assert run.precision.cast_by == "autocast"
+    assert all(report.applied for report in take_steps(run, 2))
     before = run.parallel.module[1].running_mean.clone()
     with run.parallel.evaluating():
-        pass
-    return before, run.parallel.module[1].running_mean.clone(), run.model.training
+        assert not run.model.training
+    assert run.model.training
+    return before, run.parallel.module[1].running_mean.clone()
 
 
-def test_buffers_that_differ_between_shards_are_averaged_before_evaluation():
-    (before_0, after_0, training), (before_1, after_1, _) = on_ranks(2, buffers_after_evaluation)
+def test_batch_norm_under_fsdp_is_cast_by_autocast_and_averaged_before_evaluation():
+    (before_0, after_0), (before_1, after_1) = on_ranks(2, steps_with_batch_norm)
     assert not torch.equal(before_0, before_1)
     assert torch.equal(after_0, after_1)
     torch.testing.assert_close(after_0, (before_0 + before_1) / 2)
-    assert training
-
-
-def steps_with_batch_norm(world, words):
-    run = make_run(world, Normed(), "--parallel.strategy", "fsdp", *words)
-    return run.precision.cast_by, [report.applied.item() for report in take_steps(run, 2)]
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_batch_norm_under_fsdp_is_cast_by_autocast(dtype):
-    words = ["--precision.dtype", dtype, "--precision.scaler.init_scale", 64]
-    assert on_ranks(2, steps_with_batch_norm, words) == [("autocast", [True, True])] * 2
 
 
 def test_the_cast_that_auto_picks_is_said_with_the_reason(capsys):
@@ -237,36 +200,16 @@ def refused_under_fsdp(world, task, words):
 )
 @pytest.mark.bad_input("a parameter that is not contiguous (channels_last) under fsdp or hsdp")
 @pytest.mark.bad_input("a trained parameter without dimensions under fsdp or hsdp")
-@pytest.mark.parametrize(
-    ("task", "words", "said"),
-    [
-        (
-            Normed(),
-            ["--precision.cast_by", "policy"],
-            "the weights of 1 but not its batch statistics; use precision.ca",
-        ),
-        (
-            Normed(),
-            ["--parallel.reduce_dtype", "bf16"],
-            "parallel.reduce_dtype=bf16 needs precision.cast_by=policy: ",
-        ),
-        (
-            ChannelsLast(),
-            [],
-            "the parameter 1.weight is not contiguous, as with memory_format=torch.channels_last, "
-            "and",
-        ),
-        (
-            WithScalar(),
-            [],
-            "the parameter scale is a scalar, and fsdp shards the first dimension; give it the "
-            "shape [1]",
-        ),
-    ],
-    ids=["policy", "half_reduction", "channels_last", "scalar"],
-)
-def test_what_fsdp_can_not_shard_is_refused_with_what_works(task, words, said):
-    assert all(said in text for text in on_ranks(2, refused_under_fsdp, task, words))
+def test_what_fsdp_can_not_shard_is_refused_with_what_works():
+    policy = ["--precision.cast_by", "policy"]
+    reduced = ["--parallel.reduce_dtype", "bf16"]
+    for task, words, said in (
+        (Normed(), policy, "the weights of 1 but not its batch statistics; use precision.ca"),
+        (Normed(), reduced, "parallel.reduce_dtype=bf16 needs precision.cast_by=policy: "),
+        (ChannelsLast(), [], "1.weight is not contiguous, as with memory_format=torch.channels_l"),
+        (WithScalar(), [], "scale is a scalar, and fsdp shards the first dimension; give it the"),
+    ):
+        assert all(said in text for text in on_ranks(2, refused_under_fsdp, task, words))
 
 
 def gone_on(world, folder):
@@ -324,3 +267,21 @@ def test_a_script_under_torchrun_joins_the_ranks_by_itself(tmp_path):
     assert all(
         torch.equal(first[name], value) and value.isfinite().all() for name, value in second.items()
     )
+
+
+ABORT = """
+import torch.distributed as dist
+from dist_amp.distributed.process_group import abort_process_groups
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if {remove}:
+    del dist.distributed_c10d._abort_process_group
+abort_process_groups()
+print("aborted", dist.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_process_groups_are_aborted_also_without_the_private_function(remove):
+    command = [sys.executable, "-c", ABORT.format(remove=remove)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"aborted {remove}\n", done.stderr

@@ -5,7 +5,6 @@ import torch
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.config import native_precision
 from dist_amp.config.native_precision import check_dtype
 from dist_amp.errors import ConfigError
 from dist_amp.optim import build_optimizer
@@ -30,37 +29,30 @@ def dtypes_inside(world, words):
     return {**seen, "cast_by": run.precision.cast_by, "scale": run.scaler.scale_tensor.item()}
 
 
+FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
+BF16 = ["--precision.dtype", "bf16"]
+
+
 @pytest.mark.parametrize(
-    ("words", "computed", "scale"),
+    ("strategy", "words", "computed", "cast_by"),
     [
-        (["--use_amp", "false"], "torch.float32", 1.0),
-        (["--precision.dtype", "bf16"], "torch.bfloat16", 1.0),
-        (["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64], "torch.float16", 64.0),
+        ("single", ["--use_amp", "false"], "torch.float32", "nothing"),
+        ("single", BF16, "torch.bfloat16", "autocast"),
+        ("ddp", FP16, "torch.float16", "autocast"),
+        ("fsdp", ["--use_amp", "false"], "torch.float32", "nothing"),
+        ("fsdp", BF16, "torch.bfloat16", "policy"),
+        ("fsdp", FP16, "torch.float16", "policy"),
+        ("fsdp", [*BF16, "--precision.cast_by", "autocast"], "torch.bfloat16", "autocast"),
     ],
 )
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
 def test_each_precision_computes_in_its_dtype_and_stores_float32(
-    ranks, strategy, words, computed, scale
+    strategy, words, computed, cast_by
 ):
+    ranks = 1 + (strategy != "single")
     for seen in on_ranks(ranks, dtypes_inside, [*words, "--parallel.strategy", strategy]):
-        by = (
-            "nothing"
-            if scale == 1.0 and "float32" in computed
-            else "policy"
-            if strategy == "fsdp"
-            else "autocast"
-        )
-        assert seen["output"] == computed
+        assert (seen["output"], seen["cast_by"]) == (computed, cast_by)
         assert seen["stored"] == "torch.float32"
-        assert seen["scale"] == scale
-        assert seen["cast_by"] == by
-
-
-def test_fsdp_with_autocast_gathers_float32_and_computes_in_bf16():
-    for seen in on_ranks(
-        2, dtypes_inside, ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]
-    ):
-        assert (seen["output"], seen["cast_by"]) == ("torch.bfloat16", "autocast")
+        assert seen["scale"] == (64.0 if words is FP16 else 1.0)
 
 
 def test_the_policys_storage_and_reduction_dtypes_are_settings():
@@ -74,16 +66,16 @@ def build(**settings):
     return build_precision(PrecisionConfig(**settings), False, World())
 
 
-def test_a_policy_without_shards_is_refused():
-    with pytest.raises(
-        ConfigError, match="precision.cast_by=policy needs parallel.strategy fsdp or hsdp"
-    ):
-        build(cast_by="policy")
-
-
-def test_a_cast_with_use_amp_false_is_refused():
-    with pytest.raises(ConfigError, match="use_amp=false computes in float32"):
-        build(cast_by="autocast", use_amp=False)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"cast_by": "policy"}, "precision.cast_by=policy needs parallel.strategy fsdp or hsdp"),
+        ({"cast_by": "autocast", "use_amp": False}, "use_amp=false computes in float32"),
+    ],
+)
+def test_a_cast_that_can_not_be_is_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        build(**settings)
 
 
 def test_scaler_settings_without_fp16_are_said_to_have_no_effect(capsys):
@@ -139,69 +131,56 @@ def test_without_fp16_the_scale_is_1_and_stays_so():
     assert scaler.state_dict() == {}
 
 
-def test_the_scaler_has_all_four_config_and_keeps_its_state():
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_the_scaler_has_all_four_settings_and_keeps_its_state(monkeypatch, has_kernel):
+    if not has_kernel:
+        monkeypatch.delattr(torch, "_amp_update_scale_")
     config = ScalerConfig(
         init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2
     )
     one = scaler_of(config)
-    update(one, found_inf=0)
-    update(one, found_inf=0)
-    assert one.get_scale() == 256.0
-    update(one, found_inf=1)
-    update(one, found_inf=0)
-    assert one.get_scale() == 64.0
+    scales = []
+    for found_inf in (0, 0, 1, 0):
+        update(one, found_inf)
+        scales.append(one.get_scale())
+    assert scales == [64.0, 256.0, 64.0, 64.0]
     other = scaler_of(config)
     other.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
     update(other, found_inf=0)
     assert other.get_scale() == 256.0, "the count of finite steps came along"
-
-
-@pytest.fixture
-def gpu_of(monkeypatch):
-    """A World whose GPU has a given compute capability, as far as check_dtype looks."""
-
-    def world(major, minor):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-        return World(device=torch.device("cuda", 0))
-
-    return world
+    other.update(2.0**127)
+    for _ in range(2):
+        update(other, found_inf=0)
+    assert other.get_scale() == 2.0**127, "it stays finite"
+    assert other.growth_tracker == 0
 
 
 @pytest.mark.bad_input("a dtype that the device does not support")
-def test_a_dtype_that_the_device_cannot_do_is_rejected_with_those_that_it_can(gpu_of, monkeypatch):
-    monkeypatch.setitem(native_precision.CAPABILITY, "bf16", ((8, 0), (7, 5)))
-    with pytest.raises(ConfigError) as error:
-        check_dtype("bf16", gpu_of(6, 1))
-    assert str(error.value) == (
-        "precision.dtype=bf16: Some GPU (compute capability 6.1) does not support it; "
-        "use precision.dtype=fp16, or --use_amp false"
-    )
-    with pytest.raises(
-        ConfigError, match=r"capability 5\.0\) does not support it; use --use_amp false"
-    ):
-        check_dtype("fp16", gpu_of(5, 0))
-
-
 @pytest.mark.parametrize(
-    ("dtype", "capability", "instead"),
+    ("dtype", "capability", "refused", "instead"),
     [
-        ("bf16", (8, 0), ""),
-        ("bf16", (7, 5), "--precision.dtype fp16"),
-        ("bf16", (6, 1), "--use_amp false"),
-        ("fp16", (7, 0), ""),
-        ("fp16", (6, 1), "--use_amp false"),
+        ("bf16", (8, 0), False, ""),
+        ("bf16", (7, 5), False, "--precision.dtype fp16"),
+        ("bf16", (6, 1), False, "--use_amp false"),
+        ("fp16", (7, 0), False, ""),
+        ("fp16", (6, 1), False, "--use_amp false"),
+        ("fp16", (5, 0), True, "--use_amp false"),
     ],
 )
-def test_a_dtype_that_a_gpu_only_emulates_is_warned_about_with_what_to_use(
-    gpu_of, capsys, dtype, capability, instead
+def test_a_dtype_that_a_gpu_lacks_is_refused_and_one_that_it_emulates_is_warned_about(
+    monkeypatch, capsys, dtype, capability, refused, instead
 ):
-    check_dtype(dtype, gpu_of(*capability))
-    warning = capsys.readouterr().err
-    assert warning.endswith(
-        f"only emulates {dtype}, which is slower than float32; use {instead}\n" if instead else ""
-    )
-    assert bool(warning) == bool(instead)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    gpu = World(device=torch.device("cuda", 0))
+    if refused:
+        said = rf"=fp16: Some GPU \(compute capability 5.0\) does not support it; use {instead}$"
+        with pytest.raises(ConfigError, match=said):
+            check_dtype(dtype, gpu)
+        return
+    check_dtype(dtype, gpu)
+    end = f"only emulates {dtype}, which is slower than float32; use {instead}\n"
+    assert capsys.readouterr().err.endswith(end * bool(instead))
 
 
 def test_tf32_is_set_for_matrix_products_and_convolutions():

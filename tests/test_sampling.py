@@ -1,6 +1,4 @@
-"""The samples of a run, at every evaluation and at the end, of a sharded model too; they change
-nothing.
-"""
+"""The samples of a run, at every evaluation and at the end; they change nothing."""
 
 import io
 import random
@@ -53,11 +51,8 @@ def gathers_of(call):
     """How many collectives of the call gather parameters."""
     with Counting() as counting:
         call()
-    return sum(
-        times
-        for one, times in counting.collectives.items()
-        if one.kind == "all_gather" and one.bytes_in > 8
-    )
+    found = counting.collectives.items()
+    return sum(times for one, times in found if one.kind == "all_gather" and one.bytes_in > 8)
 
 
 def test_a_sharded_model_is_gathered_once_per_sample_and_not_once_per_token():
@@ -69,25 +64,19 @@ def test_a_sharded_model_is_gathered_once_per_sample_and_not_once_per_token():
 
 @pytest.mark.bad_input("a `sample(model)` of a sharded model that does not fit on one device")
 def test_a_sample_of_a_model_that_does_not_fit_is_skipped_and_the_command_that_makes_it_is_named():
-    for rank, (found, gathers, output) in enumerate(on_ranks(2, sampled, "fsdp", 100.0)):
-        assert not found
-        assert not gathers
-        text = f"python -m dist_amp.sample {Path('unused')} makes one on one device"
-        assert (text in output) == (rank == 0)
+    (found, gathers, output), _ = on_ranks(2, sampled, "fsdp", 100.0)
+    assert (found, gathers) == ([], 0)
+    assert f"python -m dist_amp.sample {Path('unused')} makes one on one device" in output
 
 
 class Restless(Tiny):
-    """Has dropout and batch norm; its sample draws from every generator, trains the statistics and
-    leaves its mode.
-    """
+    """Its sample draws from every generator, trains batch statistics and leaves its mode."""
 
     samples_taken = 0
 
     def build_model(self):
-        return nn.Sequential(
-            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)) for _ in range(2)),
-            nn.Linear(8, 1),
-        )
+        layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)]
+        return nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 1))
 
     def sample(self, model):
         self.samples_taken += 1
@@ -101,32 +90,18 @@ class Quiet(Restless):
 
 
 def trained(world, task, strategy):
-    words = [
-        "--train.steps",
-        6,
-        "--train.micro_batch_size",
-        4,
-        "--eval.every",
-        2,
-        "--optim.ema",
-        0.9,
-    ]
+    words = "--train.steps 6 --train.micro_batch_size 4 --eval.every 2 --optim.ema 0.9".split()
     run = make_run(world, task, "--parallel.strategy", strategy, *words)
     with redirect_stdout(io.StringIO()), AgreedStop(world) as stop:
         train(run, stop)
-    state = [
-        *parameters_of(run).values(),
-        *moments_of(run),
-        *run.parallel.module.buffers(),
-        torch.get_rng_state(),
-    ]
+    state = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers()]
+    state.append(torch.get_rng_state())
     return getattr(task, "samples_taken", 0), [tensor.clone() for tensor in state]
 
 
 def with_and_without(world, strategy):
-    (taken, first), (none, second) = (
-        trained(world, task, strategy) for task in (Restless(), Quiet())
-    )
+    taken, first = trained(world, Restless(), strategy)
+    none, second = trained(world, Quiet(), strategy)
     assert (taken, none) == (3, 0)
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -167,11 +142,8 @@ def six_steps(monkeypatch, tmp_path, task):
 
 
 def texts_of(folder):
-    events = (
-        EventAccumulator(str(folder / "run/tensorboard/rank00000"))
-        .Reload()
-        .Tensors("sample/text_summary")
-    )
+    events = EventAccumulator(str(folder / "run/tensorboard/rank00000")).Reload()
+    events = events.Tensors("sample/text_summary")
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
 
 
@@ -182,16 +154,12 @@ def test_every_evaluation_has_a_sample_of_the_same_random_numbers_with_its_step_
     texts = texts_of(tmp_path)
     assert [step for step, _ in texts] == [2, 4, 6]
     for step, text in texts:
-        assert re.match(
-            rf"\*\*step {step}, held-out loss [\d.]+\*\*: Eight random numbers\.\n```\n", text
-        )
+        assert text.startswith(f"**step {step}, held-out loss ")
+        assert "**: Eight random numbers.\n```\n" in text
     assert len({text.split("```")[1] for _, text in texts}) == 1
     printed = capsys.readouterr().out
     assert printed.count("tensor(") == 1, "the last one, at the end"
-    assert (
-        len(re.findall(r"^sample +\d  [\d.]+ s; see TensorBoard's text$", printed, re.MULTILINE))
-        == 3
-    )
+    assert len(re.findall(r"(?m)^sample +\d  [\d.]+ s; see TensorBoard's text$", printed)) == 3
     assert "tensor(" in (tmp_path / "run/sample.txt").read_text()
 
 
@@ -203,9 +171,8 @@ class Pictures(Tiny):
 def test_a_picture_of_every_evaluation_is_in_tensorboard(monkeypatch, tmp_path):
     assert six_steps(monkeypatch, tmp_path, "Pictures") == 0
     events = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000")).Reload()
-    assert [(image.step, image.width, image.height) for image in events.Images("sample")] == [
-        (2, 6, 4), (4, 6, 4), (6, 6, 4)
-    ]  # fmt: skip
+    images = [(image.step, image.width, image.height) for image in events.Images("sample")]
+    assert images == [(2, 6, 4), (4, 6, 4), (6, 6, 4)]
 
 
 class Wrong(Tiny):
@@ -217,20 +184,15 @@ class Wrong(Tiny):
 def test_a_sample_that_is_wrong_each_time_is_one_warning(monkeypatch, tmp_path, capsys):
     assert six_steps(monkeypatch, tmp_path, "Wrong") == 0
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if "sample" in line]
-    assert (
-        "the task's sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in 0..1"
-        in warning
-    )
+    assert "sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in" in warning
 
 
 @pytest.mark.bad_input("a `sample.txt` that can't be written")
 def test_a_sample_file_that_can_not_be_written_ends_no_run(monkeypatch, tmp_path, capsys):
     (tmp_path / "run/sample.txt").mkdir(parents=True)
     assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
-    assert (
-        "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard"
-        in capsys.readouterr().err
-    )
+    said = "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard"
+    assert said in capsys.readouterr().err
     assert len(texts_of(tmp_path)) == 3
 
 
@@ -249,9 +211,8 @@ class FailsOnRank1(Tiny):
 def sampled_on_one_rank_only(world, folder):
     task = FailsOnRank1()
     task.rank = world.rank
-    run = make_run(
-        world, task, "--parallel.strategy", "fsdp", "--use_amp", "false", "--run.dir", folder
-    )
+    words = ["--parallel.strategy", "fsdp", "--use_amp", "false", "--run.dir", folder]
+    run = make_run(world, task, *words)
     take_steps(run, 1)
     warning = sampling.write_sample(run)
     take_steps(run, 1)  # in step with the other rank

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.background import Staging
-from dist_amp.checkpoint.format import checkpoint_folder
-from dist_amp.checkpoint.reader import Reader
+from dist_amp.checkpoint.format import Reader, checkpoint_folder
 from dist_amp.checkpoint.saver import Planner, Saver
 from dist_amp.world import local
 

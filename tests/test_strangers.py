@@ -13,9 +13,9 @@ from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.saver import save
 from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import DataError, NumericsError
-from dist_amp.scaling import missing_gradients
-from dist_amp.scaling.block_calls import BlockCalls
-from dist_amp.scaling.parameters import to_float32
+from dist_amp.precision import to_float32
+from dist_amp.scaling import hooks
+from dist_amp.scaling.hooks import BlockCalls
 from dist_amp.step import evaluate, train_step
 from dist_amp.world import World
 
@@ -142,11 +142,11 @@ def test_a_mixture_with_idle_experts_resumes_bit_for_bit_on_four_ddp_ranks(tmp_p
 
 
 def mixture_without_ddps_own_check(world):
-    missing_gradients.CAN_FINISH = False
+    hooks.CAN_FINISH = False
     try:
         return steps_of_a_mixture(world, "ddp", "--use_amp", "false")
     finally:
-        missing_gradients.CAN_FINISH = True
+        hooks.CAN_FINISH = True
 
 
 def test_a_release_of_torch_whose_ddp_can_not_be_asked_finds_unused_parameters_itself():
@@ -317,7 +317,7 @@ class DropsLayers(Tiny):
 
 def test_a_block_that_the_forward_does_not_call_is_named():
     model = DropsLayers(1).build_model()
-    BlockCalls(model, [model[0], model[1]], 3, in_order=True)
+    BlockCalls(model, [model[0], model[1]], 3)
     with pytest.raises(DataError, match="rank 3: the model's forward did not call its block 1 "):
         model(torch.zeros(1, 8))
 
@@ -329,7 +329,7 @@ def test_a_block_on_which_the_loss_does_not_depend_is_named_unless_ranks_may_ski
 ):
     model = BranchedModel()
     blocks = list(model.blocks[2:])  # of the right branch
-    BlockCalls(model, blocks, 3, in_order=True)
+    BlockCalls(model, blocks, 3)
     loss = model(torch.zeros(1, 8), torch.tensor(chosen)).sum()
     if block is None:
         loss.backward()

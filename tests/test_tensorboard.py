@@ -31,7 +31,6 @@ from dist_amp.telemetry.tensorboard_view import (
     describe,
     main_tags,
     pinned_url,
-    watch_line,
 )
 from dist_amp.telemetry.writers import TensorBoardWriter
 from dist_amp.world import World
@@ -152,14 +151,6 @@ def test_the_address_pins_six_charts_that_a_run_has(folder, has_tokens):
     assert groups[2] == groups[3] != groups[4], "several runs: a colour per run"
 
 
-def test_the_watch_line_names_the_folder_and_how_to_compare():
-    command = (
-        "watch  tensorboard --logdir runs/mine/tensorboard; beside other runs: --logdir runs\n"
-    )
-    assert watch_line(Path("runs/mine"), True).startswith(command)
-    assert "; beside" not in watch_line(Path("mine"), True)
-
-
 def test_the_overview_is_a_layout_of_the_six_charts_whose_patterns_match_what_is_written(folder):
     (event,) = events_of(folder).Tensors("custom_scalars__config__")
     (category,) = Layout.FromString(event.tensor_proto.string_val[0]).category
@@ -215,20 +206,6 @@ def test_after_a_full_disk_a_new_file_begins_with_the_config_the_overview_and_th
     assert {"config/text_summary", "custom_scalars__config__"} <= set(events.Tags()["tensors"])
     assert events.SummaryMetadata("train/loss").summary_description
     assert scalars(events, "train/loss")[-1] == (2, 2.0)
-
-
-def test_scalars_of_a_step_are_one_event_after_the_descriptions_of_new_tags(tmp_path, monkeypatch):
-    writer, events = TensorBoardWriter(tmp_path, 1), []
-
-    def add_summary(summary, step):
-        events.append((step, [value.tag for value in summary.value]))
-
-    writer._open().file_writer.add_summary = add_summary
-    for step in (1, 2):
-        writer.write_scalars({"train/loss": 1.0, "loss/unknown": 2.0}, step)
-    writer.close()
-    both = ["train/loss", "loss/unknown"]
-    assert events == [(1, ["train/loss"]), (1, both), (2, both)]
 
 
 # ---- where the run started ----

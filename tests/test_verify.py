@@ -5,7 +5,6 @@ or the step.
 import os
 import queue
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -53,13 +52,6 @@ def verify(monkeypatch, capfd):
     return run
 
 
-def verify_as_a_process(words, cwd, home=ROOT):
-    environment = os.environ | {"PYTHONPATH": f"{home}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dist_amp.verify", *words.split()]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
 def rows_of(output):
     """[(ranks, strategy, precision, pass or FAIL)]"""
     return re.findall(r"^ +(\d+)  (\w+) +(\w+) .* (pass|FAIL)$", output, re.MULTILINE)
@@ -81,21 +73,12 @@ def test_verify_proves_the_shipped_tasks(verify, task):
 def test_verify_proves_the_readmes_task_from_the_users_own_folder(tmp_path):
     task = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     (tmp_path / "my_file.py").write_text(task)
-    words = "--task.target my_file:TinyRegression --world_sizes 1,2"
-    status, output, errors = verify_as_a_process(words, tmp_path)
-    assert status == 0, output + errors
-    assert [row[3] for row in rows_of(output)] == ["pass"] * 12
-
-
-@pytest.mark.slow
-def test_verify_finds_a_fault_in_the_users_copy_of_the_loop(tmp_path):
-    shutil.copytree(ROOT / "dist_amp", tmp_path / "dist_amp")
-    step = tmp_path / "dist_amp" / "step.py"
-    divided = "loss / total_weight.mean()"
-    assert divided in step.read_text()
-    step.write_text(step.read_text().replace(divided, f"{divided} / run.world.world_size"))
-    words = f"{SINUSOID} --world_sizes 2 --precisions fp32"
-    check_that_all_rows_fail(verify_as_a_process(words, tmp_path, home=tmp_path), rows=3)
+    words = "-m dist_amp.verify --task.target my_file:TinyRegression --world_sizes 1,2"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row[3] for row in rows_of(done.stdout)] == ["pass"] * 12
 
 
 # On more than one rank, a step whose gradients are a world's size too small.
@@ -128,17 +111,13 @@ def test_verify_fails_every_row_of_a_faulty_step_and_says_what_is_wrong_with_its
 ):
     (tmp_path / "faulty_step.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(tmp_path)
-    done = verify(f"--task.target faulty_step:Faulty {TWO_RANKS} --strategies ddp,fsdp")
-    check_that_all_rows_fail(done, rows=2)
-
-
-def check_that_all_rows_fail(done, rows):
-    status, output, _ = done
+    words = f"--task.target faulty_step:Faulty {TWO_RANKS} --strategies ddp,fsdp"
+    status, output, _ = verify(words)
     assert status == 1
-    assert [row[3] for row in rows_of(output)] == ["FAIL"] * rows
+    assert [row[3] for row in rows_of(output)] == ["FAIL"] * 2
     off = "the gradients of step 1 (1 micro-batch) are off: all of them are 0.5 times what they"
     assert f"{off} should be" in output
-    assert f"failed: 0 of {rows} compute the steps" in output
+    assert "failed: 0 of 2 compute the steps" in output
 
 
 def test_a_rank_that_dies_fails_its_rows_with_its_error(verify, tmp_path, monkeypatch):
@@ -195,16 +174,6 @@ def test_each_number_of_ranks_has_the_strategies_that_exist_on_it():
 
 def reference_of(task, *words):
     return Reference(load_config(list(words), environ={}), torch.device("cpu"), task)
-
-
-def findings_of(task):
-    """(the texts of all findings, whether any fails)."""
-    findings = inspect_task(reference_of(task))
-    return "\n".join(f.text for f in findings), any(f.fails for f in findings)
-
-
-def cause_of(task, optimizer, *words):
-    return check_cell(World(), reference_of(task, *words), Cell("single", "fp32", optimizer)).cause
 
 
 class Task(Tiny):
@@ -328,9 +297,9 @@ WHOLE_BATCH = "1 (Centred): the result depends on the whole batch (batch statist
     ],
 )
 def test_a_wrong_task_fails_with_the_rule_that_it_breaks(task, words):
-    text, fails = findings_of(task)
-    assert words in text
-    assert fails
+    findings = inspect_task(reference_of(task))
+    assert any(finding.fails for finding in findings)
+    assert words in "".join(finding.text for finding in findings)
 
 
 class Unused(Task):
@@ -410,7 +379,8 @@ def test_a_step_that_exceeds_the_first_bound_is_judged_by_plain_torchs_error_at_
 
 
 def test_the_partial_step_at_an_epochs_end_is_compared_where_a_run_would_drop_it():
-    assert cause_of(Task(), "sgd", "--data.drop_last", "true") == ""
+    reference = reference_of(Task(), "--data.drop_last", "true")
+    assert check_cell(World(), reference, Cell("single", "fp32")).cause == ""
 
 
 def test_settings_that_are_not_compared_are_notes():

@@ -17,7 +17,7 @@ from dist_amp.checkpoint.format import CONFIG, Manifest, hash_text, read_manifes
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import defaults_of, flat, to_toml
 from dist_amp.data import Batches
-from dist_amp.distributed.random_state import random_state, seed_all, set_random_state
+from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
 from dist_amp.loading.plan import Order, Plan

@@ -24,8 +24,8 @@ from dist_amp.checkpoint.format import (
     quarantine,
     reason,
     remove_old_checkpoints,
+    silence_single_process_warning,
 )
-from dist_amp.checkpoint.reader import silence_single_process_warning
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.errors import Failure
 from dist_amp.files import appears, sync_folder, write_synced

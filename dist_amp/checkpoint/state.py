@@ -16,12 +16,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dist_amp.checkpoint.compatibility import check_fit, config_hash, continue_data, fingerprint
-from dist_amp.checkpoint.format import Manifest, checkpoint_folder
-from dist_amp.checkpoint.reader import Reader, read_into, rejection_as_data_error
+from dist_amp.checkpoint.format import (
+    Manifest,
+    Reader,
+    checkpoint_folder,
+    read_into,
+    rejection_as_data_error,
+)
 from dist_amp.config.auto import batch_statistics
-from dist_amp.distributed.random_state import random_state, seed_all, set_random_state
+from dist_amp.distributed.process import random_state, seed_all, set_random_state
+from dist_amp.parallel import averaged_statistics, set_statistics
 from dist_amp.run import Run, model_context
-from dist_amp.scaling.batch_norm import averaged_statistics, set_statistics
 
 
 @dataclass(frozen=True)

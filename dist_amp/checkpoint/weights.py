@@ -13,21 +13,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dist_amp.checkpoint.compatibility import check_tensors
-from dist_amp.checkpoint.reader import Reader, read_into, rejection_as_data_error
+from dist_amp.checkpoint.format import Reader, read_into, rejection_as_data_error
 from dist_amp.scaling.frozen import check_frozen, expect_checksums
 
+# The others are extra states: another value for each trained parameter.
+SECTIONS = {"model", "optimizer", "counters", "scaler", "ranks", "interval", "frozen"}
 
-def load_weights(model: nn.Module, checkpoint: Path, average: bool = False) -> int:
+
+def load_weights(model: nn.Module, checkpoint: Path, average: str = "") -> int:
     """Set the model's weights to the checkpoint's, in the model's dtypes; return its step.
 
-    average: the moving average (optim.ema) in place of each trained parameter. Frozen parameters
-    that the checkpoint does not contain stay as the model has them. Errors: DataError if the
-    checkpoint is rejected, has other parameter names or shapes, or was trained on other frozen
+    average: what `average_of` returned, to use it in place of each trained parameter. Frozen
+    parameters that the checkpoint does not contain stay as the model has them. Errors: DataError if
+    the checkpoint is rejected, has other parameter names or shapes, or was trained on other frozen
     parameters.
     """
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if average:
-        state["ema"] = {
+        state[average] = {
             name: p.detach().float().clone()
             for name, p in model.named_parameters()
             if p.requires_grad
@@ -39,7 +42,7 @@ def load_weights(model: nn.Module, checkpoint: Path, average: bool = False) -> i
         for name, value in state["model"].items():
             stored = metadata.state_dict_metadata.get(f"model.{name}")
             state["model"][name] = _in_stored_dtype(value, stored)
-        for section in state.keys() & {"model", "ema"}:
+        for section in state.keys() - {"frozen"}:
             check_tensors(checkpoint, metadata, section, state[section])
         read_into(state, reader)
     if "frozen" in state:
@@ -47,16 +50,16 @@ def load_weights(model: nn.Module, checkpoint: Path, average: bool = False) -> i
     options = StateDictOptions(strict="frozen" not in state)
     set_model_state_dict(model, state["model"], options=options)
     with torch.no_grad():
-        for name, value in state.get("ema", {}).items():
+        for name, value in state.get(average, {}).items():
             model.get_parameter(name).copy_(value)
     return reader.manifest.step
 
 
-def has_average(checkpoint: Path) -> bool:
-    """Whether it holds a moving average of the parameters. Errors: DataError if it is rejected."""
+def average_of(checkpoint: Path) -> str:
+    """The section with a moving average of the trained parameters, or ""; DataError if rejected."""
     with rejection_as_data_error(checkpoint):
         names = Reader(checkpoint).read_metadata().state_dict_metadata
-    return any(name.startswith("ema.") for name in names)
+    return max({name.partition(".")[0] for name in names} - SECTIONS, default="")
 
 
 def _in_stored_dtype(value: Any, stored: Any) -> Any:

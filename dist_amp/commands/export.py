@@ -9,8 +9,8 @@ its newest valid checkpoint. DIR gets model.safetensors and the run's config.tom
     safetensors.torch.load_model(model, "DIR/model.safetensors")
 
 The model is then float32, as the task builds it, whatever --dtype was; model.to(torch.bfloat16)
-computes in bf16. A run with optim.ema exports the moving average of its parameters; --weights model
-exports the parameters themselves.
+computes in bf16. A run with a moving average of its parameters exports that; --weights model the
+parameters themselves.
 
 --format hf writes what `save_pretrained` does, or the task's export(model, folder) if it has one:
 config, weights and tokenizer, for AutoModel...from_pretrained("DIR"). For a model with adapters it
@@ -39,10 +39,10 @@ from torch import Tensor, nn
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
 from dist_amp.checkpoint.resume import checkpoints_at, newest_valid
-from dist_amp.checkpoint.weights import has_average, load_weights
+from dist_amp.checkpoint.weights import average_of, load_weights
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.task_class import build_task
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.files import sync_folder, write_synced
 from dist_amp.scaling.meta import build_whole
@@ -71,7 +71,9 @@ def run(argv: Sequence[str]) -> None:
     config = load_config_of(checkpoint, settings)
     task: Any = build_task(config.task, config.data)
     model: Any = build_model(task, config)
-    average = options.weights == "auto" and has_average(checkpoint)
+    average = ""
+    if options.weights == "auto":
+        average = average_of(checkpoint)
     step = load_weights(model, checkpoint, average)
     if options.merge:
         if not hasattr(model, "merge_and_unload"):
@@ -90,7 +92,7 @@ def run(argv: Sequence[str]) -> None:
                 "format": "pt",
                 "step": str(step),
                 "dtype": options.dtype,
-                "weights": "ema" if average else "model",
+                "weights": average or "model",
                 "checkpoint": checkpoint.resolve().name,
                 "torch": torch.__version__,
             }
@@ -148,7 +150,7 @@ class PathParser(Parser):
             "--weights",
             default="auto",
             choices=("auto", "model"),
-            help="auto: the moving average where the checkpoint has one (optim.ema); model: the "
+            help="auto: the parameters' moving average where the checkpoint has one; model: the "
             "parameters themselves",
         )
 

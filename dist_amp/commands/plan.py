@@ -45,16 +45,14 @@ from dist_amp.config.load import load_config
 from dist_amp.config.memory import USABLE, adamw_state_bytes, auto_strategy, capacity_of, size_text
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_length, check_parallel, check_shardable
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure, first_line, in_one_line
 from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Request
-from dist_amp.precision import Precision, build_precision
-from dist_amp.scaling.blocks import blocks_of, pick_blocks, units_of
+from dist_amp.precision import Precision, build_precision, to_float32
+from dist_amp.scaling.blocks import blocks_of, parameters_in, pick_blocks, units_of
 from dist_amp.scaling.compile import check_compile
-from dist_amp.scaling.initial_weights import built_on_meta
-from dist_amp.scaling.meta import parameters_on_meta
-from dist_amp.scaling.parameters import parameters_in, to_float32
+from dist_amp.scaling.meta import built_on_meta, parameters_on_meta
 from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.supervise.command_line import Parser, columns, exit_status
 from dist_amp.supervise.preflight import BESIDES_KEPT

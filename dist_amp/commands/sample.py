@@ -4,7 +4,7 @@ Prints the text that task.sample(model) returns; an image is written to sample.p
 folder. Settings after the path override the run's config: --task.args.prompt "class "
 --task.args.sample_bytes 100, --run.device cpu. The model computes in the dtype that the task builds
 it in, float32, even from a bf16 export: this works on any CPU and GPU and adds no rounding. A run
-with optim.ema samples with the moving average of its parameters, or with --weights model with the
+with a moving average of its parameters samples with that, or with --weights model with the
 parameters themselves. Exit status: 0 done, 64 bad setting or a task without sample(), 65 bad
 weights, 1 sample.png can't be written.
 """
@@ -21,7 +21,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
-from dist_amp.checkpoint.weights import has_average, load_weights
+from dist_amp.checkpoint.weights import average_of, load_weights
 from dist_amp.commands.export import MODEL, PathParser, build_model, find_checkpoint, load_config_of
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError, Failure
@@ -58,7 +58,10 @@ def run(argv: Sequence[str]) -> None:
     if exported:
         read_export(model, folder / MODEL)
     else:
-        load_weights(model, folder, options.weights == "auto" and has_average(folder))
+        average = ""
+        if options.weights == "auto":
+            average = average_of(folder)
+        load_weights(model, folder, average)
     with torch.no_grad():
         show(task.sample(model.to(device)))
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from dist_amp.data import Padding
-from dist_amp.distributed.random_state import random_state, set_random_state
+from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.loading.nested import plain_mappings
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.run import Run
@@ -232,7 +232,7 @@ class ForwardBackwardHooks:
                 worst_first = sorted(call.outputs, key=lambda stats: (not stats.nan, stats.finite))
                 tensors = worst_first + call.inputs
                 return NonFinite("forward", call.module, call.module_class, tensors)
-        outputs = self.calls[0].outputs if self.calls else []
+        outputs = [one for call in self.calls[:1] for one in call.outputs]
         return NonFinite("loss", TASK, "", [*stats_of("loss", loss), *outputs])
 
     def watch_backward(self, loss: Tensor) -> None:
@@ -258,10 +258,8 @@ class ForwardBackwardHooks:
                 self._origins.append((node, found + before))
 
     def backward_cause(self) -> NonFinite | None:
-        """The first operation to return a non-finite gradient that reaches a parameter.
-
-        Others are harmless: a later operation, such as a mask or a ReLU, turns what they return
-        into zeros.
+        """The first operation to return a non-finite gradient that reaches a parameter; others
+        are harmless: a later one, such as a mask or a ReLU, turns what they return into zeros.
         """
         for node, gradients in self._origins:
             if not any(map(is_leaf, reachable(node, lambda node: self._passed_to.get(node, [])))):
@@ -320,11 +318,9 @@ def is_leaf(node: Any) -> bool:
 def find_nonfinite(
     task: Task, model: nn.Module, batch: Any, share: Tensor, precision: Precision
 ) -> NonFinite | None:
-    """The first inf or nan of one forward and backward; None if all is finite. Leaves gradients
-    behind.
+    """The first inf or nan of one forward and backward, which leaves gradients behind; or None.
 
-    batch: as a step takes it; share: what its loss is multiplied by, scalar float32. The loss scale
-    is 1.
+    batch: as a step takes it; share: what its loss is multiplied by, scalar float32.
     """
     hooks = ForwardBackwardHooks(model)
     # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
@@ -360,27 +356,17 @@ def find_nonfinite(
 # ---- the replay of skipped steps ----
 
 
-@dataclass(frozen=True)
-class StepNote:
-    """A step since the last log step."""
-
-    step: int
-    position: int  # of the data before it
-    applied: Tensor
-
-
 class NonfiniteReplay(Observer):
-    """Replays on all ranks, and reads the device, only in intervals with a skip.
-
-    With debug.nonfinite=step, it reads every step's outcome and replays with the parameters exactly
-    as they were.
+    """Replays on all ranks, and reads the device, only in intervals with a skip; or, with
+    debug.nonfinite=step, reads each step's outcome and replays with the parameters as they were.
     """
 
     def __init__(self, run: Run):
         self.run = run
         self.faults: list[NonFinite] = []
         self._at_each_step = run.config.debug.nonfinite == "step"
-        self._notes: list[StepNote] = []
+        # (step, position of the data before it, whether it was applied) since the last log step
+        self._notes: list[tuple[int, int, Tensor]] = []
         self._position = run.data.position
         self._skipped = int(run.schedule.skipped_steps)
         self._repetitions: Counter[tuple[str, str, int]] = Counter()
@@ -398,22 +384,22 @@ class NonfiniteReplay(Observer):
                 self._replay(self.run.step, self._position)
             self._random = random_state(self.run.world.device)
         else:
-            self._notes.append(StepNote(self.run.step, self._position, report.applied))
+            self._notes.append((self.run.step, self._position, report.applied))
         self._position = self.run.data.position
 
     def on_log(self, row: LogRow) -> None:
         """Replay the interval's skipped steps, until one is not finite at a loss scale of 1."""
-        notes = [note for note in self._notes if note.step <= row.step]
+        notes = [note for note in self._notes if note[0] <= row.step]
         self._notes = self._notes[len(notes) :]
         before = self._skipped
         self._skipped = int(row["skipped_steps"])
         if self._skipped == before or not notes:
             return
-        applied = torch.stack([note.applied for note in notes]).tolist()
+        applied = torch.stack([note[2] for note in notes]).tolist()
         skipped = [note for note, good in zip(notes, applied, strict=True) if not good]
         replays = MAX_REPLAYS if self.run.scaler.scales else 1
-        for note in skipped[:replays]:
-            if self._replay(note.step, note.position):
+        for step, position, _ in skipped[:replays]:
+            if self._replay(step, position):
                 return
 
     def where(self, row: LogRow) -> str:
@@ -433,8 +419,7 @@ class NonfiniteReplay(Observer):
             results = world.gather_texts(text)
             faults = [NonFinite.from_json(text) for text in results if text.startswith("{")]
             if not faults:
-                failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]
-                self._warn_nothing_found(step, failures)
+                self._warn_nothing_found(step, results)
                 return False
             # Only the rank that holds a sharded parameter's bad part sees it; the others blame the
             # module's forward.
@@ -477,8 +462,9 @@ class NonfiniteReplay(Observer):
                 kept = {"batch": batch, "share": share.item(), "random": random}
         return text, kept
 
-    def _warn_nothing_found(self, step: int, failures: list[str]) -> None:
+    def _warn_nothing_found(self, step: int, results: list[str]) -> None:
         warn = self.run.world.warn
+        failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]
         if failures:
             warn(f"step {step} was skipped, and replaying it failed on {'; '.join(failures)}")
         elif not self.run.scaler.scales:  # in fp16 the scale was too high, its normal cycle

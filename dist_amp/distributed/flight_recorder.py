@@ -1,7 +1,7 @@
 """torch's flight recorder: which collectives this rank has entered, and in which of them it waits.
 
-torch 2.11 to 2.13 keep two, one for NCCL and one for gloo, and read both by private names. Without
-those, everything here is empty, and what depends on it is left out.
+torch 2.11 to 2.13 keep two, for NCCL and for gloo, under private names. Without those, everything
+here is empty.
 """
 
 import json
@@ -30,21 +30,14 @@ class Entered(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What this rank has entered: per group {name: (description, members, last one)}, and the one
-    it waits in.
+    """What this rank has entered. Under NCCL a host runs ahead of its device, and often waits."""
 
-    waited_seconds: since that one was started; timeout_seconds: how long it may take, by the
-    group's timeout at its start. Under NCCL a rank's host runs ahead of its device, so that it may
-    have waited without anything being wrong. recent: {group: {number: operation}} of the last ones,
-    with the numbers as text, as JSON has them.
-    """
-
-    groups: dict[str, tuple[str, list[int], Entered]]
+    groups: dict[str, tuple[str, list[int], Entered]]  # {name: (description, members, last one)}
     waits_in: Entered | None
     latest: Entered | None
-    waited_seconds: float = 0.0
-    timeout_seconds: float = math.inf
-    recent: Mapping[str, dict[str, str]] = MappingProxyType({})
+    waited_seconds: float = 0.0  # since that one was started
+    timeout_seconds: float = math.inf  # how long it may take, by the group's timeout at its start
+    recent: Mapping[str, dict[str, str]] = MappingProxyType({})  # {group: {number: operation}}
 
 
 def dump() -> dict[str, Any]:
@@ -61,7 +54,10 @@ def progress(recorded: dict[str, Any], leave_out: set[str]) -> Progress:
     entries = [e for e in entries if not e["is_p2p"] and e["process_group"][0] not in leave_out]
     groups: dict[str, tuple[str, list[int], Entered]] = {}
     recent: dict[str, dict[str, str]] = {}
-    waits_in, latest, waited_seconds, timeout_seconds = None, None, 0.0, math.inf
+    waits_in = None
+    latest = None
+    waited_seconds = 0.0
+    timeout_seconds = math.inf
     for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
         name, description = entry["process_group"]
         latest = Entered(name, entry["collective_seq_id"], entry["profiling_name"])
@@ -69,16 +65,15 @@ def progress(recorded: dict[str, Any], leave_out: set[str]) -> Progress:
         groups[name] = (description, members, latest)
         recent.setdefault(name, {})[str(latest.number)] = latest.operation
         if waits_in is None and not entry["retired"] and entry["state"] != "completed":
-            waits_in, waited_seconds = latest, (time.time_ns() - entry["time_created_ns"]) / 1e9
+            waits_in = latest
+            waited_seconds = (time.time_ns() - entry["time_created_ns"]) / 1e9
             timeout_seconds = entry.get("timeout_ms", math.inf) / 1e3
     last = {name: dict([*numbers.items()][-RECENT:]) for name, numbers in recent.items()}
     return Progress(groups, waits_in, latest, waited_seconds, timeout_seconds, last)
 
 
 def unfinished_on_gpu() -> dict[str, str]:
-    """{group: its last finished collective} for the NCCL groups with an unfinished one; cheap
-    enough to poll.
-    """
+    """{group: its last finished collective} of NCCL groups with an unfinished one; cheap."""
     groups = _read("nccl", False).get("pg_status", {})
     return {
         group: status["last_completed_collective"]

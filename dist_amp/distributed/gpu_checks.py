@@ -1,6 +1,4 @@
-"""Whether torch can use the GPUs that this machine has: refused here, since ranks would otherwise
-train on the CPU.
-"""
+"""Whether torch can use this machine's GPUs: ranks would otherwise train on the CPU."""
 
 import os
 import re
@@ -23,10 +21,9 @@ FOR_OLDER_GPUS = "torch 2.11 to 2.14 built for CUDA 12.6 has code for sm_50 to s
 
 
 def check_gpus_are_used(root: Path = Path("/"), device: str = "auto") -> None:
-    """Errors: ConfigError if this process is shown GPUs that torch can't use: why, what to install.
+    """Errors: ConfigError if there are device files of GPUs, and torch can't use them.
 
-    Call it if torch finds no GPU. device: run.device. GPUs are looked for as device files; a
-    container has only those of its own GPUs.
+    Call it if torch finds no GPU. device: run.device.
     """
     reason = why_unused(root)
     if reason and device == "cuda":
@@ -100,9 +97,7 @@ def cuda_error() -> str:
 
 
 def check_architecture(device: torch.device) -> None:
-    """Errors: ConfigError if this build of torch has no code for the GPU, whose first kernel would
-    then fail.
-    """
+    """Errors: ConfigError if this build of torch has no code for the GPU."""
     built = torch.cuda.get_arch_list()
     if torch.version.hip or not built:
         return
@@ -120,16 +115,13 @@ def check_architecture(device: torch.device) -> None:
 
 
 def capability(architecture: str) -> tuple[int, int, str]:
-    """sm_90a -> (9, 0, "a"). The letter: "a" only for this GPU, "f" for its family. Source:
-    NVIDIA's nvcc manual.
-    """
+    """sm_90a -> (9, 0, "a"): "a" only for this GPU, "f" for its family (NVIDIA's nvcc manual)."""
     number, letter = re.fullmatch(r"(?:sm|compute)_(\d+)([a-z]?)", architecture).groups()  # type: ignore[union-attr]
     return int(number) // 10, int(number) % 10, letter
 
 
 def runs_on(architecture: str, major: int, minor: int) -> bool:
-    """Whether code for an architecture runs on a GPU: machine code (sm) within a major version, PTX
-    (compute) upwards.
+    """Whether code for an architecture runs on a GPU: sm within a major version, PTX upwards.
 
     Source: CUDA C++ programming guide, binary and PTX compatibility.
     """

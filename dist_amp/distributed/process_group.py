@@ -1,7 +1,7 @@
 """Process groups: the store, timeouts, meshes and the abort.
 
-Timeouts and the abort use private names of torch's, without which collectives keep the timeout that
-their group began with, and the default group alone is aborted.
+Without torch's private names, collectives keep the timeout that their group began with, and the
+default group alone is aborted.
 """
 
 import atexit
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,12 +19,10 @@ from dist_amp.distributed.environment import Place
 
 A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
 
-# NCCL's timeout ends the process and names no rank, so the watchdog, which does, has so long before
-# it. Assumed: it needs some 15 s to ask all ranks and to end them.
+# NCCL's timeout names no rank, so the watchdog, which does, comes first. Assumed: it takes 15 s.
 NCCL_MARGIN_SECONDS = 60.0
 
-# torch's own default; 1 MB as JSON. Measured on one gloo rank: 4 to 5 us per collective, as by
-# default since torch 2.9.
+# torch's own default; 1 MB as JSON. Measured on one gloo rank: 4 to 5 us per collective.
 RECORDED_COLLECTIVES = 2000
 
 # torch ends a process whose NCCL threads give no sign for this long; its default in 2.11 to 2.13.
@@ -89,32 +88,28 @@ def collective_timeout(on_gpu: bool, timeout_seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long the group's collectives may take; None if torch does not say."""
+def timeout_of(group: Any) -> timedelta | None:
+    """How long the group's collectives may take; None if there is none, or torch does not say."""
     for device in getattr(group, "_device_types", ()):
         with suppress(Exception):  # a backend without options, such as torch's fake one
             return timedelta(seconds=group._get_backend(device).options._timeout.total_seconds())
     return None
 
 
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
     """Set the timeout of collectives that are started from now on, if torch can do that."""
     change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     change = getattr(dist, "set_timeout", change)  # public from torch 2.14 on
-    if timeout_of(group) is not None and change is not None:
+    if timeout is not None and change is not None:
         change(timeout, group)
 
 
 @contextmanager
 def without_timeout(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Lift the group's timeout inside: a rank may take hours to fill a cache or to read a shard."""
-    before = None
-    if group is not None:
-        before = timeout_of(group)
-    if group is None or before is None:
-        yield
-        return
-    set_timeout(group, A_DAY)
+    before = timeout_of(group)
+    if before is not None:
+        set_timeout(group, A_DAY)
     try:
         yield
     finally:
@@ -125,18 +120,15 @@ def make_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
     """All ranks in a grid; its groups get the default group's timeout, not torch's 10 minutes."""
     mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     assert dist.group.WORLD is not None
-    timeout = timeout_of(dist.group.WORLD)
-    if timeout is not None:
-        for group in mesh.get_all_groups():
-            set_timeout(group, timeout)
+    for group in mesh.get_all_groups():
+        set_timeout(group, timeout_of(dist.group.WORLD))
     return mesh
 
 
 def abort_process_groups() -> None:
     """Abort the collectives of all NCCL groups, because destroying the groups would wait for them.
 
-    Without the private function, the default group alone is aborted: others, as of a mesh, end with
-    the process, and torch warns that they were not destroyed.
+    Without the private function, groups other than the default one end with the process.
     """
     abort_all = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort_all is not None:

@@ -1,6 +1,4 @@
-"""The rendezvous at MASTER_ADDR and MASTER_PORT: connect all ranks to one store, and name a rank
-that does not join.
-"""
+"""The rendezvous at MASTER_ADDR and MASTER_PORT, which names a rank that does not join."""
 
 import os
 import resource
@@ -26,7 +24,7 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
     """Connect to the store at MASTER_ADDR and MASTER_PORT, and wait until every rank has.
 
     Errors: ConfigError for a missing variable; Failure with the address, or with the ranks that did
-    not join. torch's own rendezvous names neither, and takes up to three times the timeout.
+    not join, neither of which torch's own rendezvous names.
     """
     host = os.environ.get("MASTER_ADDR", "")
     port = environment_number("MASTER_PORT", 0)
@@ -45,12 +43,11 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
     try:
         store.wait(everyone, timedelta(seconds=max(deadline - time.monotonic(), 1.0)))
     except RuntimeError as error:
+        left = f"rank 0 at {host}:{port} left before all had joined; see its output"
         try:
             missing = [other for other in range(world_size) if not store.check([joined(other)])]
         except RuntimeError:
-            raise Failure(
-                f"rank 0 at {host}:{port} left before all had joined; see its output"
-            ) from error
+            raise Failure(left) from error
         if missing:  # else the last one joined just now
             raise Failure(
                 f"{_ranks_have(missing, world_size)} not joined at {within}; start it, or check "
@@ -113,9 +110,7 @@ def joined(rank: int) -> str:
 
 
 def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> None:
-    """Wait until something listens there: rank 0 may start last, and its host name may not resolve
-    yet.
-    """
+    """Wait until something listens: rank 0 may start last, and its name may not resolve yet."""
     while True:
         try:
             left = max(deadline - time.monotonic(), 0.1)

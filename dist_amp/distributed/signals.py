@@ -1,6 +1,4 @@
-"""Which signals stop a run, and how each process handles them. Imports no torch, which takes
-seconds.
-"""
+"""Which signals stop a run, and how processes handle them. Without torch, which takes seconds."""
 
 import ctypes
 import os
@@ -33,9 +31,7 @@ def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> I
 
 
 def ignore_stop_signals() -> None:
-    """For loader workers: their rank handles the signal, and needs them until its checkpoint is
-    written.
-    """
+    """For loader workers: their rank needs them until its checkpoint is written."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-from dist_amp.distributed.random_state import seed_host
+from dist_amp.distributed.process import seed_host
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.loading.plan import Request
 

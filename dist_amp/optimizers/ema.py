@@ -22,12 +22,11 @@ class Ema:
     def __init__(self, module: nn.Module, decay: float):
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self.tensors = {name: p.detach().float().clone() for name, p in self._parameters.items()}
-        device = self._local_averages()[0].device
-        self._weight = torch.tensor(1 - decay, device=device)
-
-    def _local_averages(self) -> list[Tensor]:
-        return [local(average) for average in self.tensors.values()]
+        self.tensors = {
+            name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
+        }
+        self._averages = [local(average) for average in self.tensors.values()]
+        self._weight = torch.tensor(1 - decay, device=self._averages[0].device)
 
     def _local_parameters(self) -> list[Tensor]:
         return [local(p.detach()) for p in self._parameters.values()]
@@ -38,15 +37,13 @@ class Ema:
 
         Reads nothing, and allocates as much as the averages take.
         """
-        averages = self._local_averages()
-        weight = self._weight * applied.to(self._weight.device)
-        moves = torch._foreach_sub(self._local_parameters(), averages)
-        torch._foreach_mul_(moves, weight)
-        torch._foreach_add_(averages, moves)
+        moves = torch._foreach_sub(self._local_parameters(), self._averages)
+        torch._foreach_mul_(moves, self._weight * applied.to(self._weight.device))
+        torch._foreach_add_(self._averages, moves)
 
     def start(self, step: int) -> str:
         """Start at a checkpoint without an average; returns what to tell the user."""
-        self._write(self._local_averages(), self._local_parameters())
+        self._write(self._averages, self._local_parameters())
         return f"optim.ema starts at step {step}: the checkpoint has no average"
 
     @contextmanager
@@ -54,7 +51,7 @@ class Ema:
         """Inside, the parameters hold the averages; their values are kept in copies."""
         parameters = self._local_parameters()
         kept = [parameter.clone() for parameter in parameters]
-        self._write(parameters, self._local_averages())
+        self._write(parameters, self._averages)
         try:
             yield
         finally:

@@ -1,10 +1,9 @@
 """Muon: momentum, orthogonalised, for hidden matrices; AdamW for the other parameters.
 
-Source: Keller Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The update is scaled
-as in Liu et al. 2025, arXiv:2502.16982, so that AdamW's learning rate and weight decay fit. One
-process computes what torch.optim.Muon does, which has no AdamW part, can't shard, and reads the
-learning rate on the host. Under FSDP2 the momentum is sharded as the parameters are; each step
-gathers each matrix's update once, in bfloat16, every rank orthogonalises it and keeps its part.
+Source: Keller Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; scaled as in Liu et
+al. 2025, arXiv:2502.16982, so that AdamW's learning rate and weight decay fit. One process computes
+what torch.optim.Muon does, which can't shard. Under FSDP2 each step gathers each matrix's update
+once, in bfloat16; every rank orthogonalises it and keeps its part.
 """
 
 import math
@@ -25,9 +24,8 @@ class Muon(torch.optim.Optimizer):
     """groups: dicts as for any torch optimizer. One with `use_muon` true gets Muon, others AdamW.
 
     use_muon: by default where all of the group's parameters are matrices. momentum, nesterov,
-    ns_steps, adjust_lr_fn: of Muon, as in torch.optim.Muon; betas, eps: of AdamW. lr, weight_decay:
-    of both. fused: whether it unscales and skips by itself, without a host read; false: the loop
-    does, as with any other optimizer.
+    ns_steps, adjust_lr_fn: of Muon, as in torch.optim.Muon; betas, eps: of AdamW. fused: whether it
+    unscales and skips by itself, without a host read.
     """
 
     grad_scale: Tensor | None = None
@@ -50,7 +48,12 @@ class Muon(torch.optim.Optimizer):
     ):
         # Holds AdamW's options; in `step` it gets this optimizer's state and AdamW groups.
         self._adamw = torch.optim.AdamW(
-            [torch.zeros(1)], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            [torch.zeros(1)],
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True,
         )
         muon_options = {
             "momentum": momentum,
@@ -122,22 +125,20 @@ class Muon(torch.optim.Optimizer):
 
 
 def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Hidden matrices for Muon; embeddings, the output layer and vectors for AdamW.
+    """Hidden matrices for Muon; embeddings, the last matrix (the output) and vectors for AdamW.
 
-    The output layer is taken to be the last matrix of the model. Source:
-    https://kellerjordan.github.io/posts/muon/
+    Source: https://kellerjordan.github.io/posts/muon/
     """
     trained = [p for p in model.parameters() if p.requires_grad]
+    two_d = [p for p in trained if p.ndim == 2]
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    by_adamw = {id(embedding.weight) for embedding in embeddings}
-    by_adamw |= {id(p) for p in [p for p in trained if p.ndim == 2][-1:]}
-    hidden = [p for p in trained if p.ndim == 2 and id(p) not in by_adamw]
-    by_muon = {id(p) for p in hidden}
-    matrices = [p for p in trained if p.ndim >= 2 and id(p) not in by_muon]
+    by_adamw = {*(embedding.weight for embedding in embeddings), *two_d[-1:]}
+    hidden = [p for p in two_d if p not in by_adamw]
+    others = [p for p in trained if p.ndim > 2 or p in by_adamw]
     vectors = [p for p in trained if p.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"name": "hidden matrices", "params": hidden, "use_muon": True},
-        {"name": "matrices", "params": matrices, "use_muon": False},
+        {"name": "matrices", "params": others, "use_muon": False},
         {"name": "vectors", "params": vectors, "use_muon": False},
     ]
     for group in groups:
@@ -159,7 +160,8 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
     if is_tall:
         return x.T
     return x
@@ -169,15 +171,9 @@ def gathered(part: Tensor, like: Tensor) -> Tensor:
     """The full tensor of which this rank holds `part`, sharded as `like` is: one all-gather."""
     if not isinstance(like, DTensor):
         return part
-    sharded = DTensor.from_local(
-        part,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    return sharded.full_tensor()
+    mesh = like.device_mesh
+    size = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(part, mesh, like.placements, run_check=False, **size).full_tensor()
 
 
 def shard_of(full: Tensor, like: Tensor) -> Tensor:

@@ -1,11 +1,9 @@
-"""Activation checkpointing: blocks that keep a part of their activations, and compute the rest
-again in backward.
-"""
+"""Activation checkpointing: blocks keep a part of their activations, and recompute the rest."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +18,9 @@ from dist_amp.settings import Checkpointing
 
 Forward = Callable[..., Any]
 
-# What "selective" keeps besides attention: operations that take long for the bytes of their
-# results.
+Copies = dict[tuple[nn.Module, str], Tensor]  # by the module and the name of a buffer
+
+# What "selective" keeps besides attention: operations that take long for their results' bytes.
 PRODUCTS = {
     "aten::mm",
     "aten::addmm",
@@ -37,13 +36,10 @@ LARGEST_HEAD = 256  # the widest head of FlashAttention's kernels (Dao 2023, arX
 
 
 def checkpoint_activations(checkpointing: Checkpointing, blocks: Sequence[nn.Module]) -> None:
-    """Recompute every n-th block ("full", "selective": all; "none": none) in backward.
+    """Recompute every n-th block ("full", "selective": all) in backward, from the first one on.
 
-    Counted from the first block: backward needs the last one's activations at once. Errors:
-    ConfigError if there are fewer than n blocks.
+    Errors: ConfigError if there are fewer than n blocks.
     """
-    if checkpointing == "none":
-        return
     every = 1
     if isinstance(checkpointing, int):
         every = checkpointing
@@ -62,14 +58,20 @@ def checkpoint_activations(checkpointing: Checkpointing, blocks: Sequence[nn.Mod
 
 
 def recomputed(block: nn.Module, selective: bool = False) -> Forward:
-    """The block's forward, run again in backward with the same random numbers, autocast and
-    buffers.
-    """
+    """The block's forward, run again in backward with the same random numbers and buffers."""
     forward: Forward = block.forward
+    selected = partial(create_selective_checkpoint_contexts, policy)
     options: dict[str, Any] = {}
     if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        options["context_fn"] = selected
     buffers = Buffers(block)
+
+    def contexts(copies: Copies) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first: AbstractContextManager[Any] = nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if selective:
+            first, again = selected()
+        return first, buffers.second_run(copies, again)
 
     @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -78,10 +80,10 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
         # Compiled code updates buffers once, and takes only torch's contexts.
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-        before = buffers.copies()
-        contexts = partial(_contexts, selective, before)
-        outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        buffers.keep_written(before)
+        copies = buffers.copies()
+        around = partial(contexts, copies)
+        outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=around, **kwargs)
+        buffers.drop_unwritten(copies)
         return outputs
 
     return call
@@ -98,7 +100,9 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     keep = name in PRODUCTS
     if name in BATCHED_PRODUCTS:
         left, right = args[-2:]  # [B, M, K], [B, K, N]; baddbmm has a bias before them
-        keep = left.shape[2] > LARGEST_HEAD or left.shape[2] >= min(left.shape[1], right.shape[2])
+        inner = left.shape[2]
+        smaller = min(left.shape[1], right.shape[2])
+        keep = inner > LARGEST_HEAD or inner >= smaller
     elif "attention" in name or "flash_attn" in name:
         # In all of these the first float is the dropout's.
         keep = not kwargs.get(
@@ -107,24 +111,12 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Buffer(NamedTuple):
-    """A buffer as it was before a forward."""
-
-    owner: nn.Module
-    name: str
-    is_training: bool
-    tensor: Tensor
-    version: int
-    copy: Tensor | None  # None: the forward is known to leave it as it is
-
-    @property
-    def current(self) -> Tensor:
-        return getattr(self.owner, self.name)
-
-
 class Buffers:
-    """A block's buffers. Its forward may write to them, as batch norm does, and its second run must
-    not do so again.
+    """A block's buffers: its second run finds them as the first one did, and does not change them.
+
+    Which of them a forward writes to, as batch norm does, is what the first forward of a mode
+    (training or not) writes to: comparing values reads the device. Where another one is written to
+    later, the second run finds the new value.
     """
 
     def __init__(self, block: nn.Module):
@@ -133,78 +125,43 @@ class Buffers:
             for owner in block.modules()
             for name, _ in owner.named_buffers(recurse=False)
         ]
-        # Whether a forward writes to it, in training mode or not.
-        self._writes: dict[tuple[nn.Module, str, bool], bool] = {}
+        self._is_written: dict[tuple[nn.Module, str, bool], bool] = {}
 
-    def copies(self) -> list[Buffer]:
-        """All of them, with copies of those that a forward may write to."""
-        buffers = []
-        for owner, name in self._places:
-            tensor = getattr(owner, name)
-            copy = None
-            if self._writes.get((owner, name, owner.training), True):
-                copy = tensor.clone()
-            buffers.append(Buffer(owner, name, owner.training, tensor, version_of(tensor), copy))
-        return buffers
+    def copies(self) -> Copies:
+        """Copies of those that a forward may write to."""
+        return {
+            (owner, name): getattr(owner, name).clone()
+            for owner, name in self._places
+            if self._is_written.get((owner, name, owner.training), True)
+        }
 
-    def keep_written(self, before: list[Buffer]) -> None:
-        """After a forward: keep in the list, with copies, those that it has written to.
+    def drop_unwritten(self, copies: Copies) -> None:
+        """After a forward: drop the copies of those that it left as they were."""
+        for (owner, name), copy in list(copies.items()):
+            key = (owner, name, owner.training)
+            if key not in self._is_written:
+                self._is_written[key] = not torch.equal(getattr(owner, name), copy)
+            if not self._is_written[key]:
+                del copies[owner, name]
 
-        A mode's first forward compares values, which reads the device: batch norm's kernels write
-        without torch's noticing. A buffer first written to later has no copy of its old value, and
-        the second run gets the new one.
-        """
-        written = []
-        for buffer in before:
-            place = (buffer.owner, buffer.name, buffer.is_training)
-            current = buffer.current
-            changed = current is not buffer.tensor or version_of(current) != buffer.version
-            if place not in self._writes:
-                changed = changed or buffer.copy is None or not torch.equal(current, buffer.copy)
-            self._writes[place] = self._writes.get(place, False) or changed
-            if self._writes[place]:
-                if buffer.copy is None:
-                    buffer = buffer._replace(copy=current.clone())
-                written.append(buffer)
-        before[:] = written
-
-
-def _contexts(
-    selective: bool, before: list[Buffer]
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Around the forward, and around its second run in backward."""
-    if selective:
-        first, again = create_selective_checkpoint_contexts(policy)
-        return first, _second_run(again, before)
-    return nullcontext(), _second_run(nullcontext(), before)
-
-
-@contextmanager
-def _second_run(inner: AbstractContextManager[Any], before: list[Buffer]) -> Iterator[None]:
-    """With copies of the buffers, which the forward has updated already. Errors: ConfigError for
-    writes in place.
-    """
-    current = [buffer.current for buffer in before]
-    try:
-        for buffer in before:
-            setattr(buffer.owner, buffer.name, buffer.copy)
-        with inner:
-            yield
-    except RuntimeError as error:
-        if "has been mutated" not in str(error):
-            raise
-        raise ConfigError(
-            "parallel.activation_checkpointing=selective: a block changes the result of a matrix "
-            "product, convolution or attention in place, as nn.ReLU(inplace=True) does; use "
-            "inplace=False, or full"
-        ) from error
-    finally:
-        for buffer, tensor in zip(before, current, strict=True):
-            setattr(buffer.owner, buffer.name, tensor)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Rises with each write in place; always 0 if this torch, or an inference tensor, has none."""
-    with suppress(RuntimeError):
-        return getattr(tensor, "_version", 0)
-    return 0
+    @contextmanager
+    def second_run(self, copies: Copies, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """With the buffers as they were, in copies. Errors: ConfigError for writes in place."""
+        current = {(owner, name): getattr(owner, name) for owner, name in self._places}
+        try:
+            for (owner, name), tensor in current.items():
+                copy = copies.get((owner, name))
+                setattr(owner, name, tensor.clone() if copy is None else copy)
+            with inner:
+                yield
+        except RuntimeError as error:
+            if "has been mutated" not in str(error):
+                raise
+            raise ConfigError(
+                "parallel.activation_checkpointing=selective: a block changes the result of a "
+                "matrix product, convolution or attention in place, as nn.ReLU(inplace=True) does; "
+                "use inplace=False, or full"
+            ) from error
+        finally:
+            for (owner, name), tensor in current.items():
+                setattr(owner, name, tensor)

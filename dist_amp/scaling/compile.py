@@ -1,12 +1,8 @@
-"""Compile the blocks of a model before it is placed on the ranks.
+"""Compile the blocks of a model before it is placed on the ranks, and the task's loss_sum.
 
-The task's loss_sum is compiled too, so that what it makes of the model's output is few kernels; the
-model is not part of its graph.
-
-A block is one of the modules of `task.blocks(model)`, such as a transformer's layers. Compiling
-replaces only its `forward`: parameters and modules keep their names, and hooks (FSDP's too) stay
-outside the compiled code. The new `forward` belongs to the block: a deepcopy of the model would run
-the original's, so copy a state_dict instead.
+Compiling a block replaces only its `forward`: names stay, and hooks (FSDP's too) stay outside the
+compiled code. A deepcopy of the model would run the original's blocks, so copy a state_dict. The
+model is not part of loss_sum's graph.
 """
 
 import importlib
@@ -40,9 +36,7 @@ NOT_ONE_GRAPH = ("TorchDynamoException", "FailOnRecompileLimitHit")
 
 
 def private(path: str, fallback: Any) -> Any:
-    """A name that torch does not document, as "torch.module.name", or the fallback if this release
-    lacks it.
-    """
+    """A name that torch does not document, or the fallback if this release lacks it."""
     module, _, name = path.rpartition(".")
     with suppress(ImportError):
         return getattr(importlib.import_module(module), name, fallback)
@@ -50,9 +44,7 @@ def private(path: str, fallback: Any) -> Any:
 
 
 def check_compile(config: CompileConfig, strategy: str, micro_batches: int, world: World) -> None:
-    """Check, before anything is built, that these settings can compile. Errors: ConfigError that
-    says what would.
-    """
+    """Check that these settings can compile. Errors: ConfigError that says what would."""
     if not config.blocks:
         if config != CompileConfig():
             world.warn(
@@ -83,32 +75,13 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
 
 
 def _missing_compiler(device: torch.device) -> str:
-    """What inductor needs to generate code for `device` and does not find; "" if it has everything.
-
-    If torch's own check is missing, only the presence of a compiler or of Triton is checked, not
-    that it works.
-    """
-    if device.type == "cuda":
-        has_triton = private(
-            "torch.utils._triton.has_triton", lambda: importlib.util.find_spec("triton") is not None
-        )
-        if not has_triton():
-            return f"Triton on {torch.cuda.get_device_name(device)}"
-        return _missing_for_triton()
-    find = private(
-        "torch._inductor.cpp_builder.get_cpp_compiler",
-        lambda: shutil.which(os.environ.get("CXX", "g++")),
-    )
-    with suppress(private("torch._inductor.exc.InvalidCxxCompiler", RuntimeError)):
-        if find():
+    """What inductor needs to generate code for `device` and does not find; "" if nothing."""
+    if device.type != "cuda":
+        if shutil.which(os.environ.get("CXX", "g++")):
             return ""
-    return "a C++ compiler on a CPU (g++, or the one that CXX names)"
-
-
-def _missing_for_triton() -> str:
-    """What Triton compiles the launchers of its kernels with, at run time: a C compiler, and
-    Python's headers.
-    """
+        return "a C++ compiler on a CPU (g++, or the one that CXX names)"
+    if importlib.util.find_spec("triton") is None:
+        return f"Triton on {torch.cuda.get_device_name(device)}"
     names = ["gcc", "clang"]
     if os.environ.get("CC"):
         names = [os.environ["CC"]]
@@ -126,60 +99,49 @@ def _missing_for_triton() -> str:
 def compile_blocks(
     config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World, task: Any
 ) -> None:
-    """Compile the blocks as configured, and the task's loss_sum.
+    """Compile the blocks as configured, each at its first call, and the task's loss_sum.
 
-    A block is compiled at its first call. Errors there: ConfigError if it can't be compiled.
+    Errors there: ConfigError if it can't be compiled.
     """
     if isinstance(task.loss_sum, CompiledLoss):  # by an earlier run
         object.__setattr__(task, "loss_sum", task.loss_sum.as_written)
-    if config.blocks:
-        what = "the whole model, which has no blocks,"
-        if blocks:
-            what = f"{len(blocks)} blocks"
-        world.say(
-            f"compile.blocks={str(config.blocks).lower()}: {what} will be compiled in the first "
-            "step and the first evaluation"
-        )
-        compiler = _compile_each(config, module, blocks or [module], world)
-        # CUDA graphs' results are overwritten by the next step, and losses are kept for a while.
-        if config.mode not in CUDA_GRAPHS:
-            loss = CompiledLoss(task.loss_sum, compiler)
-            with suppress(AttributeError):  # a class with __slots__
-                object.__setattr__(task, "loss_sum", loss)  # or a frozen dataclass
-
-
-def _compile_each(
-    config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World
-) -> "Compiler":
-    """Compile each block's forward at its first call; equal blocks share the code. Returns what
-    compiles them.
-    """
-    # DDP already overlaps, since each block is a graph of its own; its graph splitter fails on
-    # recomputed blocks.
+    if not config.blocks:
+        return
+    what = "the whole model, which has no blocks,"
+    if blocks:
+        what = f"{len(blocks)} blocks"
+    world.say(
+        f"compile.blocks={str(config.blocks).lower()}: {what} will be compiled in the first "
+        "step and the first evaluation"
+    )
+    # DDP overlaps already, with a graph per block; its graph splitter fails on recomputed blocks.
     dynamo = private("torch._dynamo.config", None)
     if hasattr(dynamo, "optimize_ddp"):
         dynamo.optimize_ddp = False
-    # The warning about selective checkpointing is once per rank, of a limit that functionalisation
-    # has lifted.
+    # A warning of a limit of selective checkpointing that functionalisation has lifted.
     torch_log = logging.getLogger("torch._higher_order_ops.wrap")
     torch_log.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
-    # Code that an earlier run in this process compiled counts towards the limit; torch counts by
-    # the forward's source code, which blocks of one class share, whatever their sizes.
+    # Code of an earlier run counts towards the limit, which torch counts by the forward's source:
+    # blocks of one class share it, whatever their sizes.
     torch.compiler.reset()
+    blocks = blocks or [module]
     kinds = len({str(block) for block in blocks})
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
     compiler = Compiler(config, world)
     names = {id(part): name for name, part in module.named_modules()}
     for block in blocks:
         block.forward = compiler.wrap(block.forward, names[id(block)] or "the model")
-    return compiler
+    # CUDA graphs' results are overwritten by the next step, and losses are kept for a while.
+    if config.mode not in CUDA_GRAPHS:
+        loss = CompiledLoss(task.loss_sum, compiler)
+        with suppress(AttributeError):  # a class with __slots__
+            object.__setattr__(task, "loss_sum", loss)  # or a frozen dataclass
 
 
 class Compiler:
     """Compiles forwards at their first calls: each as one graph, until one of them can't be.
 
-    Without torch's private error types, errors are torch's own, and graph breaks are
-    allowed throughout.
+    Without torch's private error types, errors are torch's, and graph breaks are always allowed.
     """
 
     def __init__(self, config: CompileConfig, world: World):
@@ -190,19 +152,14 @@ class Compiler:
         self._block_failed = private("torch._dynamo.exc.TorchRuntimeError", ())
         errors = (private(f"torch._dynamo.exc.{name}", None) for name in NOT_ONE_GRAPH)
         self._not_one_graph = tuple(error for error in errors if error is not None)
-        # Blocks that are one graph stay one even when others are not.
+        # Blocks that are one graph stay one when others are not.
         self._one_graph = len(self._not_one_graph) == len(NOT_ONE_GRAPH)
-        # Compiled code hides its operations from a dispatch mode, such as a FLOP counter; with this
-        # it runs as written.
+        # A dispatch mode, such as a FLOP counter, sees no operations of compiled code.
         name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
         self._is_observed = private(name, lambda: False)
 
     def wrap(self, forward: Forward, name: str, breaks: bool = False) -> Forward:
-        """The forward, compiled. Errors: ConfigError at a call, if it can't be compiled as
-        configured.
-
-        breaks: it can't be one graph, and need not.
-        """
+        """The forward, compiled; breaks: not as one graph. Its calls may raise ConfigError."""
         config = self._config
         options: Any = {"backend": "inductor", "mode": config.mode}
         if config.mode in GENERATE_NO_CODE:
@@ -228,23 +185,18 @@ class Compiler:
             except self._block_failed:
                 raise
             except self._not_one_graph as error:  # raised before any of the block has run
-                self._allow_graph_breaks(error, name)
+                if not self._one_graph:
+                    raise
+                why = _graph_break(error, name)
+                self._world.warn(f"{why}; from now on blocks are compiled in parts")
+                self._one_graph = False
             return call(*args, **kwargs)
 
         return call
 
-    def _allow_graph_breaks(self, error: Exception, name: str) -> None:
-        if not self._one_graph:
-            raise error
-        why = _graph_break(error, name)
-        self._world.warn(f"{why}; from now on blocks are compiled in parts")
-        self._one_graph = False
-
 
 class CompiledLoss:
-    """The task's loss_sum, compiled, with the model left out: its blocks are compiled by
-    themselves.
-    """
+    """The task's loss_sum, compiled, with the model left out."""
 
     def __init__(self, as_written: Forward, compiler: Compiler):
         self.as_written = as_written

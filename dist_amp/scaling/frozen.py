@@ -1,8 +1,7 @@
-"""Frozen parameters, such as the base of LoRA: a checkpoint holds a checksum of each in place of
-its values.
+"""Frozen parameters, such as the base of LoRA: a checkpoint holds a checksum in place of each.
 
-The task makes them again: with the run's seed in build_model, or from files. Parameters that are
-frozen and yet change, such as a teacher that follows the model, are recognised and saved.
+The task makes them again, with the run's seed or from files. Those that are frozen and yet change,
+such as a teacher that follows the model, are recognised and saved.
 """
 
 from pathlib import Path
@@ -23,7 +22,6 @@ SAMPLED_ELEMENTS = 2**12  # of each parameter, spread over it, that are compared
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not trained, by their names."""
     return {name: p for name, p in module.named_parameters() if not p.requires_grad}
 
 
@@ -36,10 +34,9 @@ def frozen_names(module: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Scalar int64 on the tensor's device, from the bits of its elements in any order.
+    """Scalar int64 on the tensor's device, from its elements in any order.
 
-    The sum of two parts' checksums is the checksum of both together, so that it does not depend on
-    the sharding; nor does it on the dtype, if that holds the same values.
+    Parts' checksums add up to the whole's; a dtype that holds the same values gives the same one.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.detach().reshape(-1).split(CHUNK):
@@ -58,8 +55,8 @@ def expect_checksums(
 
     Errors: DataError if it was made with another number of frozen parameters.
     """
-    entry = metadata.state_dict_metadata.get("frozen")
     there = 0
+    entry = metadata.state_dict_metadata.get("frozen")
     if isinstance(entry, TensorStorageMetadata):
         there = entry.size[0]
     here = len(frozen_parameters(module))
@@ -75,16 +72,12 @@ def expect_checksums(
 
 
 def put_checksums(state: dict[str, Any], names: set[str], checksums: Tensor) -> None:
-    """Put the checksums in place of the frozen parameters."""
     state["model"] = {name: state["model"][name] for name in state["model"] if name not in names}
     state["frozen"] = checksums
 
 
 class FrozenBase:
-    """What the frozen parameters of a run were before its first step, and what they still are.
-
-    changes: whether any of them differed from that when the run was last saved.
-    """
+    """What the frozen parameters of a run were before its first step, and whether they change."""
 
     def __init__(self, module: nn.Module, world: World, replicas: int):
         """Call it before anything is restored into the model. replicas: copies of the model."""
@@ -94,30 +87,26 @@ class FrozenBase:
         self._frozen = frozen_parameters(module)
         self._at_start = self._samples()
         self._checksums: Tensor | None = None
-        self.changes = False
+        self._changes = False
 
     def _samples(self) -> list[Tensor]:
-        """Some elements of each parameter, spread over it."""
         samples = []
         for parameter in self._frozen.values():
             flat = local(parameter.detach()).reshape(-1)
-            samples.append(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)].clone())
+            every = max(1, flat.numel() // SAMPLED_ELEMENTS)
+            samples.append(flat[::every].clone())
         return samples
 
     def shorten(self, state: dict[str, Any]) -> None:
-        """Put checksums in place of the frozen parameters, unless these have changed since the
-        start; every rank calls it.
-        """
-        if not self.changes:
+        """Put checksums in place of the frozen parameters, unless they changed; on every rank."""
+        if not self._changes:
             changed = not all(map(torch.equal, self._at_start, self._samples()))
-            self.changes = any(row[0] for row in self._world.gather_numbers([float(changed)]))
-        if not self.changes:
+            self._changes = any(row[0] for row in self._world.gather_numbers([float(changed)]))
+        if not self._changes:
             put_checksums(state, frozen_names(self._module), self.checksums().clone())
 
     def checksums(self) -> Tensor:
-        """Of each whole parameter at the start, [frozen parameters] int64 on the device: equal on
-        every rank, and computed once. Every rank calls it.
-        """
+        """Of each whole parameter at the start: [frozen parameters] int64; every rank calls it."""
         if self._checksums is None:
             device = self._world.device
             sums = torch.zeros(len(self._frozen), dtype=torch.int64, device=device)
@@ -128,27 +117,23 @@ class FrozenBase:
         return self._checksums
 
     def check(self, saved: Tensor, path: Path) -> None:
-        """Errors: DataError that names the first frozen parameter that differs from the
-        checkpoint's.
-        """
+        """Errors: DataError that names the first frozen parameter that differs from `saved`."""
         differs = (self.checksums().cpu() != saved.cpu()).tolist()
-        check_same(path, [name for name, other in zip(self._frozen, differs, strict=True) if other])
+        refuse(path, [name for name, other in zip(self._frozen, differs, strict=True) if other])
 
 
 def check_frozen(module: nn.Module, saved: Tensor, path: Path) -> None:
-    """Errors: DataError if frozen parameters of a model in one process differ from the
-    checkpoint's. parallel.param_dtype=bf16 rounded them in the run.
-    """
+    """The same for a whole model; parallel.param_dtype=bf16 rounded the values in the run."""
+    frozen = frozen_parameters(module).items()
     differing = [
         name
-        for (name, p), value in zip(frozen_parameters(module).items(), saved.tolist(), strict=True)
-        if value not in (checksum(p).item(), checksum(p.bfloat16()).item())
+        for (name, p), value in zip(frozen, saved.tolist(), strict=True)
+        if value not in (checksum(p), checksum(p.bfloat16()))
     ]
-    check_same(path, differing)
+    refuse(path, differing)
 
 
-def check_same(path: Path, differing: list[str]) -> None:
-    """Errors: DataError that names the first of the frozen parameters that differ."""
+def refuse(path: Path, differing: list[str]) -> None:
     if differing:
         raise DataError(
             f"checkpoint {path} was trained on another frozen {differing[0]} ({len(differing)} "

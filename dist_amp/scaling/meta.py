@@ -1,31 +1,39 @@
-"""Models without memory for their parameters until they are sharded: filled from files, a
-checkpoint or rank 0 then.
+"""Models without memory for their parameters until they are sharded.
 
-Only parameters are on the meta device, and buffers are real: tables such as rotary positions are
-computed when the model is built and are in no file, so nothing could fill them later.
+They are filled from files, a checkpoint, or rank 0, which alone draws a sharded model's initial
+weights: the bits that one process gets from the same seed. Buffers are real from the start, since
+tables such as rotary positions are in no file.
 """
 
+import gc
+import hashlib
+import json
+import pickle
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partialmethod
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from dist_amp.errors import DataError
-from dist_amp.scaling.parameters import to_float32
+from dist_amp.distributed.process import random_state, set_random_state
+from dist_amp.errors import DataError, in_one_line
+from dist_amp.precision import to_float32
 from dist_amp.task import Task, built_model
 from dist_amp.world import World, local
 
 SHOWN = 5  # names in an error
 
+DIFFERENT = "it draws random numbers besides its parameters, such as a buffer or a permutation"
+
 
 def build_module(task: Task) -> nn.Module:
-    """The task's model, in training mode; if the task has a `load`, its parameters are on the meta
-    device.
-    """
+    """The task's model in training mode; with a task's `load`, its parameters are on meta."""
     if not hasattr(task, "load"):
         return built_model(task)
     with parameters_on_meta():
@@ -48,11 +56,9 @@ def build_whole(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[list[weakref.ref[nn.Parameter]]]:
-    """Move every parameter to the meta device as its module registers it; a tied one stays one
-    parameter.
+    """Move every parameter to the meta device as its module registers it; a tied one stays one.
 
-    Gives weak references to the parameters as they were before, which only the model itself should
-    have held.
+    Gives weak references to the originals, which only the model itself should have held.
     """
     register = nn.Module.register_parameter
     originals: list[weakref.ref[nn.Parameter]] = []
@@ -75,10 +81,8 @@ def materialise(module: nn.Module, device: torch.device) -> nn.Module:
     return module
 
 
-def like(parameter: nn.Parameter, content: torch.Tensor) -> nn.Parameter:
-    """A parameter of this content, with what build_model noted on the other one, such as
-    `parameter.no_decay`.
-    """
+def like(parameter: nn.Parameter, content: Tensor) -> nn.Parameter:
+    """A parameter of this content, with attributes of the other one, such as `no_decay`."""
     made = nn.Parameter(content, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
@@ -86,28 +90,28 @@ def like(parameter: nn.Parameter, content: torch.Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = False) -> None:
-    """Call task.load(model), if there is one; every rank calls it, with the module sharded or
-    whole.
+    """Call task.load(model), if there is one, on every rank, with the module sharded or whole.
 
-    resumes: a checkpoint is loaded next. It holds the parameters that are trained, so load is
-    needed only for a frozen one. Errors: DataError, the same on all ranks, if load leaves a
-    parameter unset, or nan.
+    resumes: a checkpoint is loaded next, so load is needed only for frozen parameters. Errors:
+    DataError, the same on all ranks, if load leaves a parameter unset, or nan.
     """
-    if not hasattr(task, "load") or (resumes and all(p.requires_grad for p in module.parameters())):
+    if not hasattr(task, "load"):
+        return
+    if resumes and all(p.requires_grad for p in module.parameters()):
         return
     for parameter in module.parameters():
         if parameter.is_floating_point():
             local(parameter).fill_(float("nan"))
     task.load(module)
     parts = {name: local(p) for name, p in module.named_parameters() if p.is_floating_point()}
-    names = list(parts)
     flags = torch.stack([part.isnan().any() for part in parts.values()]).tolist()
-    unset_here = [name for name, flag in zip(names, flags, strict=True) if flag]
+    unset_here = [name for name, flag in zip(parts, flags, strict=True) if flag]
     texts = world.gather_texts("\n".join(unset_here))
-    unset = sorted({name for text in texts for name in text.split()}, key=names.index)
+    everywhere = set("\n".join(texts).split())
+    unset = [name for name in parts if name in everywhere]
     if unset:
         raise DataError(
-            f"the task's load(model) leaves {len(unset)} of {len(names)} parameters unset or nan: "
+            f"the task's load(model) leaves {len(unset)} of {len(parts)} parameters unset or nan: "
             f"{some(unset)}; fill each from the files, or initialise it in load"
         )
 
@@ -135,3 +139,133 @@ def _register_on_meta(
             originals.append(weakref.ref(real))
         parameter = real.on_meta
     register(module, name, parameter)
+
+
+def build_on_ranks(task: Task, strategy: str, world: World, resumes: bool) -> nn.Module:
+    """The task's model, on every rank but the first with its parameters on the meta device.
+
+    strategy: parallel.strategy. resumes: a checkpoint is loaded next; if that fills all parameters,
+    rank 0's are on the meta device too. A model that can't be built so is built whole on every
+    rank, with a warning of what that costs.
+    """
+    start = random_state(world.device)
+    module: nn.Module | None = None
+    problem = ""
+    drawn = False  # random numbers besides the parameters, which draw none on the meta device
+    # DDP computes gradients once before it loads.
+    if not world.is_main or (resumes and strategy in ("fsdp", "hsdp")):
+        module, problem = built_on_meta(task)
+        drawn = _has_drawn(start, world.device)
+        # A checkpoint has neither frozen parameters nor what else is drawn.
+        frozen = module is not None and any(not p.requires_grad for p in module.parameters())
+        if problem or (world.is_main and (drawn or frozen)):
+            module = None
+    if module is None:
+        set_random_state(start, world.device)
+        module = built_model(task)
+    world.wait_long()  # rank 0 may draw for minutes
+    report = json.dumps([digest(module), drawn, problem])
+    first, *others = map(json.loads, world.gather_texts(report))
+    problems = []
+    for other, other_drawn, problem in others:
+        if other_drawn and other != first[0]:
+            problem = problem or DIFFERENT
+        problems.append(problem)
+    if any(problems):
+        size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**30
+        world.warn(
+            f"{sum(map(bool, problems)) + 1} ranks each hold the whole model, {size:.2f} GiB, in "
+            "host memory until it is sharded, because build_model can't run without memory for the "
+            f"parameters: {next(filter(None, problems))}"
+        )
+    on_meta = any(p.is_meta for p in module.parameters())
+    if on_meta and not world.is_main and problems[world.rank - 1]:
+        set_random_state(start, world.device)
+        module = built_model(task)
+    return module
+
+
+def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
+    """(the model with its parameters on meta or None, "" or why it can't be filled later)."""
+    try:
+        with parameters_on_meta() as originals:
+            module = built_model(task)
+    except Exception as error:
+        return None, in_one_line(error)
+    for name, parameter in module.named_parameters():
+        if not parameter.is_meta or type(parameter) is not nn.Parameter:
+            return module, f"the parameter {name} has its memory all the same"
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            return module, f"the buffer {name} is computed from parameters"
+    gc.collect()
+    if any(original() is not None for original in originals) or has_other_owners(module):
+        return module, (
+            "something besides the model's modules refers to its parameters, such as a list or a "
+            "closure; sharded, it would not see what is trained"
+        )
+    return module, ""
+
+
+def has_other_owners(module: nn.Module) -> bool:
+    """Whether an object other than the model's modules refers to one of its parameters."""
+    parameters = list(module.parameters())
+    owners = {id(parameters)}
+    for part in module.modules():
+        for name in ("_parameters", "_flat_weights"):  # a recurrent layer's list, kept up to date
+            owners.add(id(vars(part).get(name)))
+    referrers = gc.get_referrers(*parameters)
+    return any(id(one) not in owners and not isinstance(one, FrameType) for one in referrers)
+
+
+def _has_drawn(start: dict[str, Tensor], device: torch.device) -> bool:
+    """Whether random numbers have been drawn since `start`."""
+    now = random_state(device)
+    same = [torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start]
+    return not all(same)
+
+
+def digest(module: nn.Module) -> str:
+    """A hash of what the modules hold besides parameters: buffers, and pickles of the rest."""
+    hashed = hashlib.sha256()
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key in ("_parameters", "_modules"):
+                continue
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, nn.Parameter | nn.Module):
+                    continue
+                if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
+                    flat = leaf.detach().cpu().contiguous().view(-1)
+                    leaf = flat.view(torch.uint8).numpy()
+                hashed.update(f"{name}.{key}\n".encode() + _pickled(leaf))
+    return hashed.hexdigest()
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception:  # a lambda, say: taken for different, which costs memory alone
+        return repr(value).encode()
+
+
+class Placement:
+    """Puts parts of a model on the device, with rank 0's initial weights if it drew them."""
+
+    def __init__(self, module: nn.Module, world: World):
+        self._world = world
+        on_meta = any(p.is_meta for p in module.parameters())
+        first, *others = world.gather_numbers([float(on_meta)])
+        self._from_first = any(row[0] for row in others) and not first[0]
+
+    @torch.no_grad()
+    def __call__(self, part: nn.Module) -> nn.Module:
+        """The part, on the device; parts that are sharded already are left alone."""
+        materialise(part, self._world.device)
+        if self._from_first:
+            for parameter in part.parameters():
+                if local(parameter) is parameter and parameter.numel():
+                    parameter.data = parameter.data.to(self._world.device)
+                    # As bytes: gloo does not have every dtype.
+                    dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)
+        return part

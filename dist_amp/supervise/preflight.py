@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.load import flat
@@ -29,7 +29,6 @@ from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import InUse, appears, only_process
 from dist_amp.loading.plan import shard_step
 from dist_amp.run import Run
-from dist_amp.scaling.batch_norm import first_batch_norm
 from dist_amp.settings import Config, DataConfig, SourceConfig
 from dist_amp.world import World
 
@@ -229,10 +228,15 @@ def check_free_space(run: Run) -> None:
 def warn_about_small_batches(run: Run) -> None:
     """Warn where batch norm meets smaller micro-batches at the end of an epoch that is reached."""
     plan = run.data.plan
-    norm = first_batch_norm(run.parallel.module)
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    norms = [
+        name
+        for name, part in run.parallel.module.named_modules()
+        if isinstance(part, kinds) and part.training
+    ]
     rest = plan.length % plan.global_batch_size
     epoch_ends = run.config.train.steps > plan.length // plan.global_batch_size
-    if plan.drop_last or not (norm and rest and epoch_ends):
+    if plan.drop_last or not (norms and rest and epoch_ends):
         return
     smallest = plan.micro_batch_size
     for rank in range(plan.world_size):
@@ -242,8 +246,8 @@ def warn_about_small_batches(run: Run) -> None:
         single = ", and a single sample may have no variance" if smallest == 1 else ""
         run.world.warn(
             f"the last step of an epoch has {rest} of {plan.global_batch_size} samples, so batch "
-            f"norm ({norm}) gets micro-batches of {smallest} in place of {plan.micro_batch_size}"
-            f"{single}; use data.drop_last=true"
+            f"norm ({norms[0]}) gets micro-batches of {smallest} in place of "
+            f"{plan.micro_batch_size}{single}; use data.drop_last=true"
         )
 
 

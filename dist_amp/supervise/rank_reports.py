@@ -1,6 +1,4 @@
-"""What each rank reports of itself in the shared store, and what the reports say together: who
-waits for whom in which collective, and which ranks are at fault when one fails.
-"""
+"""What each rank reports of itself in the store, and by the reports: who waits for whom in what."""
 
 import json
 import math
@@ -114,11 +112,9 @@ Reports = Mapping[int, Report | None]  # by rank; None for one that is silent
 
 
 class Board:
-    """The ranks' reports in the store, each under one key.
+    """The ranks' reports in the store, under keys that exist from the start: reading never waits.
 
-    The keys exist from the start, so that reading them never waits, and one request reads all: no
-    rank asks the store more often in a larger world. `event`: what has failed, "" for nothing;
-    `stall`: see `Heartbeat`.
+    One request reads all. `event`: what has failed, "" for nothing; `stall`: see `Heartbeat`.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):  # type: ignore[name-defined]
@@ -178,10 +174,9 @@ def judge(reports: Reports, timed_out: bool) -> Verdict:
     silent = [rank for rank in reports if rank not in answered]
     if any(report.state == "failed" for report in answered.values()):
         return Verdict(silent, [], by_itself=True)
-    # By the frame it is in one can't say who hangs: under NCCL calls return at once, and the host
-    # may then wait in any of them. A rank hangs if it waits in no collective, and others are in one
-    # that it has not entered. Where torch records no collectives, it is the one whose own
-    # collective does not time out.
+    # A rank hangs if it waits in no collective, and others are in one that it has not entered; the
+    # frame it is in says nothing, since under NCCL calls return at once. Where torch records no
+    # collectives, it is the one whose own does not time out.
     behind = ranks_behind(answered)
     hanging = []
     for rank, report in answered.items():
@@ -307,10 +302,9 @@ def where_they_wait(reports: Reports, processes: Sequence[Process] = ()) -> str:
     if gathered is None:
         return ""
     waited = max(report.waited_seconds for report in gathered.reports)
-    is_one = len(gathered.waiting) == 1
-    verb = "waits" if is_one else "wait"
+    verb, has = ("waits", "has") if len(gathered.waiting) == 1 else ("wait", "have")
     if waited:
-        verb = f"{'has' if is_one else 'have'} waited {waited:.0f} s"
+        verb = f"{has} waited {waited:.0f} s"
     wait = gathered.wait
     who = f"{ranks_text(gathered.waiting)} of {len(reports)}"
     parts = [f"{who} {verb} in {wait.operation} {wait.number} of {gathered.group}"]

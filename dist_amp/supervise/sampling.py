@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.files import write_durably
 from dist_amp.run import Run
 from dist_amp.scaling.compile import as_compiled_so_far
-from dist_amp.scaling.fsdp_groups import groups_of
+from dist_amp.scaling.hooks import groups_of
 from dist_amp.telemetry.step_report import Observer
 
 
@@ -70,12 +70,7 @@ def write_sample(run: Run) -> str:
 def take_sample(run: Run) -> Any:
     """What the task's sample(model) returns, in evaluation mode; it leaves no trace in the run."""
     module = run.parallel.module
-    with (
-        run.parallel.no_side_effects(),
-        run.evaluating(),
-        gathered(module),
-        as_compiled_so_far(),
-    ):
+    with run.parallel.no_side_effects(), run.evaluating(), gathered(module), as_compiled_so_far():
         seed_all(run.config.run.seed)
         with run.precision.autocast():
             return run.task.sample(module)  # type: ignore[attr-defined]

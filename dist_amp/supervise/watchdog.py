@@ -1,6 +1,4 @@
-"""Who is missing while a collective waits, who is dead or hangs when one fails, and the end of a
-rank that a collective would block forever.
-"""
+"""Who is missing in a collective, dead or hangs; the end of a rank that would wait forever."""
 
 import faulthandler
 import json
@@ -49,6 +47,12 @@ COMPARED = 1 / 20
 NAMED = 1 / 5
 NAMED_IN_FIRST_STEP = 1 / 2
 
+DIED = "died without an error: it was killed, perhaps for memory; its machine's log may say why"
+SILENT = (
+    "gave no sign of life for {:g} s: it is stopped, or its machine or the network to it is down"
+)
+LATE = "did not take part in a collective in time: it hangs, is stopped or its machine is down"
+
 # What the ranks tell each other: the event.
 CLOSED = "closed"
 TIMED_OUT = "timed out"
@@ -63,11 +67,9 @@ COLLECTIVE_ERROR = re.compile(
 class Heartbeat:
     """While nothing has failed: reports that this rank lives, and says who is missing.
 
-    A rank that is gone is noticed by its neighbour on the machine, in the process table, and by its
-    neighbour among all ranks, which also sees a stopped rank and a machine that is down. A rank
-    that has waited for long compares the reports of all; if one is missing, it prints a line, and
-    every rank writes its threads' stacks into the run's folder. Nothing ends: a slow rank may yet
-    arrive. report: what this rank is doing now, at the cost of a dump of the flight recorder.
+    A dead rank is noticed by its neighbour on the machine, a silent one by its neighbour among all.
+    A rank that has waited for long compares all reports: if one is missing, it prints a line, and
+    every rank writes its threads' stacks. Nothing ends: a slow rank may yet arrive.
     """
 
     def __init__(
@@ -201,10 +203,9 @@ class Watchdog:
     """Names the ranks that caused a failed collective, by what every rank reports in the store.
 
     A thread on every rank watches for a failure of any, for ranks that are gone, and for
-    collectives on a GPU that do not end: under NCCL the main thread may then be blocked in any
-    call, and no error ever comes. It reports how far its rank is, and ends the process, with its
-    stacks printed if it is the one that hangs, else once the main thread has had the time to end by
-    itself. end(error): reports the error, from the thread, and returns the exit status.
+    collectives on a GPU that do not end: under NCCL no error ever comes. It ends the process, with
+    its stacks printed if it is the one that hangs, else once the main thread has had the time to
+    end by itself. end(error): reports the error, from the thread, and returns the exit status.
     """
 
     def __init__(self, job: Job, end: Callable[[BaseException], int]):
@@ -337,7 +338,7 @@ class Watchdog:
             return Failure(
                 f"rank {self._name(0)} and the store on its machine at {store} do not answer: it "
                 "is stopped, its machine is down, or the network to it is (rank "
-                f"{self._name(self._job.world.rank)} got: {short})"
+                f"{self._name(self._rank)} got: {short})"
             )
         except Exception:  # the store died with its host
             return error
@@ -403,20 +404,11 @@ class Watchdog:
                 "another rank has failed, and this one's main thread did not end: its collectives "
                 "were aborted"
             )
-        what = (
-            "died without an error: it was killed, perhaps for memory; its machine's log may say "
-            "why"
-        )
+        what = DIED
         if event == LOST and not all(self._processes[rank].is_dead for rank in verdict.silent):
-            what = (
-                f"gave no sign of life for {self._heartbeat.limit_seconds:g} s: it is stopped, or "
-                "its machine or the network to it is down"
-            )
+            what = SILENT.format(self._heartbeat.limit_seconds)
         if event == TIMED_OUT:
-            what = (
-                "did not take part in a collective in time: it hangs, is stopped or its machine "
-                "is down"
-            )
+            what = LATE
         parts = [f"rank {', '.join(map(self._name, verdict.at_fault))} {what}"]
         if verdict.where:
             parts.append(verdict.where)

@@ -28,10 +28,8 @@ class Goodput:
     def __init__(self, metrics: Metrics, folder: Path):
         """Continue a folder's account, or note that its life begins with this process."""
         self._metrics = metrics
-        self.seconds = np.zeros(len(KINDS))
-        with suppress(TypeError, ValueError, AttributeError):  # a line that was edited
-            spent = metrics.last_logged.get("spent_seconds", {})
-            self.seconds = np.array([float(spent.get(kind, 0.0)) for kind in KINDS])
+        spent = metrics.last_logged.get("spent_seconds", {})
+        self.seconds = np.array([float(spent.get(kind, 0.0)) for kind in KINDS])
         self._started = process_started()  # of the folder's life, Unix time
         path = folder / "started.txt"
         with suppress(OSError, ValueError):

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from dist_amp.config.auto import batch_statistics
 from dist_amp.config.task_class import build_task
 from dist_amp.data import build_batches
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
 from dist_amp.precision import DTYPES, build_precision
 from dist_amp.scaling.meta import build_whole

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
-from dist_amp.distributed.random_state import seed_all
+from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
+from dist_amp.precision import to_float32
 from dist_amp.scaling.meta import build_module
-from dist_amp.scaling.parameters import to_float32
 from dist_amp.task import as_scalar
 from dist_amp.verify.reference import Reference, Values, gradients_of
 

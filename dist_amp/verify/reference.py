@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 from dist_amp.config.task_class import build_task
-from dist_amp.distributed.random_state import random_state, seed_all, set_random_state
+from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import DataError
 from dist_amp.loading.nested import to_device
 from dist_amp.loading.plan import epoch_order, shuffled_order
@@ -357,7 +357,6 @@ class Reference:
             fused=fused,
             schedule="cosine",
             warmup_steps=2,
-            ema="off",
         )
 
 

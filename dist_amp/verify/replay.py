@@ -17,7 +17,7 @@ from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
-from dist_amp.distributed.random_state import seed_all, set_random_state
+from dist_amp.distributed.process import seed_all, set_random_state
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.nested import to_device
 from dist_amp.precision import build_precision

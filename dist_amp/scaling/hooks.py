@@ -1,0 +1,275 @@
+"""Hooks into DDP and FSDP2: missing gradients, blocks that a rank leaves out, time spent waiting.
+
+Some have private names. Without those, the waits count as forward and backward, and DDP looks for
+unused parameters itself.
+"""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from dist_amp.clock import PhaseClock
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.world import World
+
+# Without it, DDP has to be made with find_unused_parameters=True, which walks the graph in every
+# forward. Asking the reducer afterwards costs 0.3 us.
+CAN_FINISH = hasattr(DistributedDataParallel, "_check_reducer_finalized")
+
+MISSING = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
+
+# Methods of FSDP2's parameter groups that gather parameters, wait for them, reduce gradients, and
+# wait for those. Measured: 2 us a step for each unit.
+WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+
+ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Call it when the backward that is running ends; never, if torch's engine has other names."""
+    if hasattr(ENGINE, "queue_callback"):
+        ENGINE.queue_callback(call)  # type: ignore[union-attr]
+
+
+# ---- DDP
+
+
+class FinishReduction:
+    """A context around DDP's forward and backward of the micro-batch that synchronises gradients.
+
+    DDP waits until each parameter has had its backward, and which ones, such as idle experts, have
+    none may differ between ranks. They get one of zeros here: a parameter keeps the gradient of
+    earlier micro-batches, or has zero.
+    """
+
+    def __init__(self, model: DistributedDataParallel):
+        self._model: Any = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
+    ) -> None:
+        if kind is not None or not CAN_FINISH:
+            return
+        try:
+            self._model._check_reducer_finalized()
+        except RuntimeError as unfinished:
+            listed = MISSING.findall(str(unfinished))
+            if not listed:
+                raise
+            missing = [self._parameters[int(index)] for index in listed[-1].split()]
+            torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
+
+
+def time_reduction(model: DistributedDataParallel, clock: PhaseClock) -> None:
+    """Count the end of each backward, in which DDP waits for its all-reduces, as communication."""
+
+    def begin(_: Any) -> None:
+        if model.require_backward_grad_sync:
+            call_after_backward(partial(clock.enter, "communication"))
+
+    # The last parameter has its gradient early, so this call is queued ahead of DDP's.
+    last = [p for p in model.parameters() if p.requires_grad][-1]
+    last.register_post_accumulate_grad_hook(begin)
+
+
+# ---- FSDP2
+
+
+def hook_units(
+    model: nn.Module, blocks: Collection[nn.Module], world: World, skips_blocks: bool
+) -> None:
+    """Time the waits of an FSDP2 model, and make or check that all ranks use the same blocks."""
+    time_gathers(model, world.clock)
+    kind = BlockCalls
+    if skips_blocks:
+        kind = ReduceEveryBlock
+    kind(model, blocks, world.rank)
+    # FSDP2's own way, since torch 2.13, can't mix the float32 gradients of earlier micro-batches
+    # with half-precision ones.
+    if skips_blocks or not hasattr(model, "set_reduce_scatter_unused_params"):
+        for group in fsdp_groups(model):
+            group.post_backward = partial(_post_backward, group, group.post_backward)
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """The parameter groups of an FSDP2 unit: one at most before torch 2.13."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    if state._fsdp_param_group is None:
+        return []
+    return [state._fsdp_param_group]
+
+
+def fsdp_groups(model: Any) -> list[Any]:
+    """All parameter groups of an FSDP2 model; none if torch's private names have changed."""
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    return [g for unit in units if hasattr(unit, "_get_fsdp_state") for g in groups_of(unit)]
+
+
+def time_gathers(model: Any, clock: PhaseClock) -> None:
+    """Count what FSDP2's units wait as communication; on a CPU their collectives too."""
+    names = list(WAITS)
+    if clock.on_gpu:
+        names.remove("unshard")  # only queues work there, which runs beside the computation
+    for group in fsdp_groups(model):
+        for name in names:
+            if hasattr(group, name):
+                setattr(group, name, partial(_timed, clock, getattr(group, name)))
+
+
+def _timed(clock: PhaseClock, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = clock.enter("communication")
+    try:
+        return method(*args, **kwargs)
+    finally:
+        clock.enter(before)
+
+
+class BlockCalls:
+    """Refuses a step in which ranks might use different blocks of an FSDP2 model.
+
+    A block's forward gathers its shards and its backward reduces its gradients: collectives that
+    all ranks call. Autograd takes blocks in the reverse order of their calls: where it reaches one,
+    it has passed those that were called later. Each rank checks itself, before it would reduce out
+    of order.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Collection[nn.Module], rank: int):
+        """blocks: the sharded ones."""
+        self._names = {part: name for name, part in model.named_modules() if part in blocks}
+        self._rank = rank
+        self._missing: set[nn.Module] = set()
+        self._called: list[nn.Module] = []  # until their backward
+        self._in_forward = False  # false while a block is recomputed
+        model.register_forward_pre_hook(self._begin)
+        # First, so that the hooks of an output's gradient come before FSDP2's.
+        model.register_forward_hook(self._end, prepend=True)
+        for block in self._names:
+            block.register_forward_hook(self._note, prepend=True)
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        self._missing = set(self._names)
+        self._called = []
+        self._in_forward = True
+
+    def _note(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        if self._in_forward:
+            self._missing.discard(block)
+            if trained := trained_tensors(output):
+                self._called.append(block)
+                self._watch(block, trained)
+
+    def _watch(self, block: nn.Module, outputs: Sequence[Tensor]) -> None:
+        for tensor in outputs:
+            tensor.register_hook(partial(self._reach, block))
+
+    def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        self._in_forward = False
+        if self._missing:
+            name = next(name for block, name in self._names.items() if block in self._missing)
+            raise DataError(
+                f"rank {self._rank}: the model's forward did not call its block {name} "
+                f"({len(self._missing)} of {len(self._names)} such), whose shards all ranks gather "
+                "at once; give the task a blocks(model) and units(model) without it, so that it is "
+                "part of a larger unit, or use parallel.strategy=ddp"
+            )
+        for tensor in trained_tensors(output):
+            tensor.register_hook(lambda gradient: call_after_backward(self._leave_rest))
+
+    def _reach(self, block: nn.Module, *unused: Any) -> None:
+        if block in self._called:
+            while (last := self._called.pop()) is not block:
+                self._leave_out(last)
+
+    def _leave_rest(self) -> None:
+        while self._called:
+            self._leave_out(self._called.pop())
+
+    def _leave_out(self, block: nn.Module) -> None:
+        raise DataError(
+            f"rank {self._rank}: the loss does not depend on the block {self._names[block]}, "
+            "whose gradients all ranks reduce at once; give the task ranks_skip_blocks = True, "
+            "or use parallel.strategy=ddp"
+        )
+
+
+class ReduceEveryBlock(BlockCalls):
+    """Makes every rank gather and reduce the same blocks in the same order (ranks_skip_blocks).
+
+    A block that was called and on which the loss does not depend is reduced as zeros, when the
+    backward reaches a block that was called before it, or ends.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Collection[nn.Module], rank: int):
+        """Errors: ConfigError if this release of torch has other private names."""
+        super().__init__(model, blocks, rank)
+        if not fsdp_groups(model) or not hasattr(ENGINE, "queue_callback"):
+            raise ConfigError(
+                f"the task has ranks_skip_blocks=True, for which torch {torch.__version__} is not "
+                "known well enough; use parallel.strategy=ddp"
+            )
+        for block in self._names:
+            for group in groups_of(block):
+                group.pre_backward = partial(self._before, block, group.pre_backward)
+
+    def _watch(self, block: nn.Module, outputs: Sequence[Tensor]) -> None:
+        pass  # FSDP2 calls `pre_backward` where autograd reaches the block
+
+    def _before(self, block: nn.Module, pre_backward: Callable[..., None], *args: Any) -> None:
+        self._reach(block)
+        pre_backward(*args)
+
+    def _leave_out(self, block: nn.Module) -> None:
+        for group in groups_of(block):
+            group.pre_backward(True)
+            group.post_backward()
+
+
+def trained_tensors(output: Any) -> list[Tensor]:
+    """The tensors of a block's output that depend on anything that is trained."""
+    return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+
+
+def _post_backward(group: Any, post_backward: Any, *unused: Any) -> None:
+    """Reduce zeros for parameters without a gradient, and all in the dtype of the reduction."""
+    if group.reduce_grads:
+        trained = [
+            p
+            for p in group.fsdp_params
+            if hasattr(p, "_unsharded_param") and p.unsharded_param.requires_grad
+        ]
+        for p in trained:
+            if p.unsharded_param.grad is None and p.unsharded_accumulated_grad is None:
+                dtype = getattr(p.unsharded_param, "grad_dtype", None)
+                p.unsharded_param.grad = torch.zeros_like(p.unsharded_param, dtype=dtype)
+        # Earlier micro-batches were added up in that dtype.
+        if not all(hasattr(p, "accumulate_unsharded_grad_if_needed") for p in trained):
+            _cast_to_one_dtype([p.unsharded_param for p in trained])
+        elif any(p.unsharded_accumulated_grad is not None for p in trained):
+            for p in trained:
+                p.accumulate_unsharded_grad_if_needed()
+                p.to_accumulated_grad_if_needed()
+    post_backward(*unused)
+
+
+def _cast_to_one_dtype(parameters: Sequence[Any]) -> None:
+    """For torch 2.15, which accumulates in `grad`: in float32, if two micro-batches had one."""
+    dtypes = {p.grad.dtype for p in parameters}
+    if len(dtypes) > 1:
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        for p in parameters:
+            p.grad_dtype = None  # allows any
+            p.grad = p.grad.to(widest)
