@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.collectives import Counting
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics.nonfinite import find_nonfinite
 from dist_amp.errors import ConfigError
@@ -52,17 +51,9 @@ def nothing_compiled_yet():
 class Bytes(CausalLM):
     """The GPT, small, on random bytes."""
 
-    def __init__(self, loss_chunk="off", layers=3, dropout=0.0, tied=True):
+    def __init__(self, loss_chunk="off", layers=3, tied=True):
         shape = {"context": 16, "width": 16, "layers": layers, "heads": 2, "vocabulary": 256}
         super().__init__(DataConfig(), **shape, tied=tied, loss_chunk=loss_chunk)
-        self.dropout = dropout
-
-    def build_model(self):
-        model = super().build_model()
-        if self.dropout:
-            for block in model.blocks:
-                block.down = nn.Sequential(block.down, nn.Dropout(self.dropout))
-        return model
 
     def build_dataset(self, split):
         generator = torch.Generator().manual_seed(0)
@@ -147,12 +138,6 @@ def test_inductors_code_gives_the_gradients_of_none(strategy, more):
     plain, truth = (plain_gradients(strategy, tuple(precision)) for precision in (BF16, FP32))
     bound = 2 * max(relative_error(a, b) for a, b in zip(plain, truth, strict=True))
     assert max(errors(strategy, Bytes(), [*BF16, *INDUCTOR, *more])) < bound < 0.05
-
-
-@pytest.mark.slow
-def test_inductor_recomputes_the_same_dropout():
-    task = Bytes(dropout=0.5)
-    assert max(errors("ddp", task, [*FP32, *FULL, *INDUCTOR], task, INDUCTOR)) < 1e-6
 
 
 def test_weights_that_are_not_tied_get_the_same_gradients_from_a_loss_in_chunks():
@@ -329,28 +314,6 @@ def test_anomaly_detection_works_with_both():
         take_steps(bytes_run(World(), Bytes(CHUNK), *words), 1)
     finally:
         torch.autograd.set_detect_anomaly(False)
-
-
-def gathers(world, words):
-    """How many units are gathered in forward, and in backward, of each of two micro-batches."""
-    run = bytes_run(world, Bytes(layers=4), "--parallel.strategy", "fsdp", *words)
-    take_steps(run, 1)
-    counts = []
-    for is_last, batch in zip((False, True), next(run.data), strict=True):
-        with run.parallel.gradient_sync(is_last):
-            with Counting() as forward:
-                loss = loss_of(run.task, run.model, batch, run.world.device)
-            with Counting() as backward:
-                loss.backward()
-        for counting in (forward, backward):
-            gathered = {k: n for k, n in counting.collectives.items() if k.kind == "all_gather"}
-            counts.append(sum(gathered.values()))
-    return counts
-
-
-def test_neither_the_root_with_its_head_nor_the_last_block_is_gathered_again_in_backward():
-    # Four blocks and the root; what is recomputed is whole by then.
-    assert on_ranks(2, gathers, FULL) == [[5, 3, 5, 3]] * 2
 
 
 def refusal(task, *words, steps=0):

@@ -122,21 +122,23 @@ def test_blocks_come_in_the_order_in_which_they_run(name):
     assert ran == blocks
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Block(Layer):
     def __init__(self, width=8):
         super().__init__()
         layers = [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
         self.inner = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return x + self.inner(x)
 
 
 class DecoderBlock(Block):
     pass
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """A layer that is nearly all experts."""
 
     def __init__(self):
@@ -144,22 +146,14 @@ class Experts(nn.Module):
         self.router = nn.Linear(8, 4)
         self.experts = nn.ModuleList(Block() for _ in range(4))
 
-    def forward(self, x):
-        shares = self.router(x).softmax(-1).unbind(-1)
-        pairs = zip(shares, self.experts, strict=True)
-        return sum(share[..., None] * expert(x) for share, expert in pairs)
 
-
-class Stage(nn.Module):
+class Stage(Layer):
     """Blocks of one width, which the next stage doubles."""
 
     def __init__(self, width):
         super().__init__()
         self.blocks = nn.Sequential(Block(width), Block(width))
         self.widen = nn.Linear(width, 2 * width)
-
-    def forward(self, x):
-        return self.widen(self.blocks(x))
 
 
 class Stacks(nn.Module):

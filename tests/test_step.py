@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import on_ranks
 from tiny import (
     DetachedLoss,
@@ -240,7 +239,7 @@ def test_clip_sees_unscaled_gradients_and_optim_fused_takes_the_steps_of_the_tex
     assert largest_difference(fused, textbook) < 2e-7
 
 
-# ---- synchronisation and host reads ----
+# ---- host reads ----
 
 
 class Operations(TorchDispatchMode):
@@ -253,43 +252,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(str(function))
         return function(*args, **(kwargs or {}))
-
-
-def collectives_of_a_step(world, strategy, accumulate_reduce):
-    """(reductions of gradients, all-reduces) in a step of four micro-batches."""
-    words = ["--parallel.strategy", strategy, *DTYPES["fp32"], "--train.accumulation_steps", 4]
-    words += ["--train.micro_batch_size", 1, "--parallel.accumulate_reduce", accumulate_reduce]
-    run = make_run(world, Tiny(), *words)
-    buckets = []
-
-    def count(state, bucket):
-        buckets.append(bucket.index())
-        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    if strategy == "ddp":
-        run.model.register_comm_hook(None, count)
-    with Operations() as seen:
-        take_steps(run, 1)
-    scattered = sum("reduce_scatter" in name for name in seen.names)
-    summed = sum("allreduce_" in name for name in seen.names)
-    if strategy == "ddp":
-        return len(buckets), summed
-    return scattered, summed
-
-
-@pytest.mark.parametrize(
-    ("strategy", "accumulate_reduce", "expected"),
-    [
-        ("ddp", "last", (1, 2)),  # all-reduces of the one bucket, and of the weight
-        ("fsdp", "last", (3, 2)),  # the tiny model's layers are its blocks; the weight and the norm
-        ("fsdp", "every", (12, 2)),
-    ],
-)
-def test_only_the_last_micro_batch_syncs_or_under_fsdp_every_one(
-    strategy, accumulate_reduce, expected
-):
-    assert on_ranks(2, collectives_of_a_step, strategy, accumulate_reduce) == [expected] * 2
 
 
 def host_reads(world, words):

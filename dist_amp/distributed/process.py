@@ -82,7 +82,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     """Restore what `random_state` returned."""
-    gauss: float | None = state["python_gauss"].item()
+    gauss: Any = state["python_gauss"].item()
     if math.isnan(gauss):
         gauss = None
     numbers = tuple(state["python"].tolist())

@@ -172,7 +172,7 @@ def gathered(part: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return part
     mesh = like.device_mesh
-    size = {"shape": like.shape, "stride": like.stride()}
+    size: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(part, mesh, like.placements, run_check=False, **size).full_tensor()
 
 

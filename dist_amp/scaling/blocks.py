@@ -188,7 +188,7 @@ def shared_parameters(module: nn.Module, parts: Iterable[nn.Module]) -> dict[nn.
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     places = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
     names = {id(p): name for name, p in module.named_parameters()}
-    shared = {}
+    shared: dict[nn.Module, str] = {}
     for part in parts:
         inside = Counter(id(p) for _, p in part.named_parameters(remove_duplicate=False))
         for p, count in inside.items():

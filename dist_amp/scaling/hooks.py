@@ -33,7 +33,7 @@ WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
-def call_after_backward(call: Callable[[], None]) -> None:
+def call_after_backward(call: Callable[[], object]) -> None:
     """Call it when the backward that is running ends; never, if torch's engine has other names."""
     if hasattr(ENGINE, "queue_callback"):
         ENGINE.queue_callback(call)  # type: ignore[union-attr]
