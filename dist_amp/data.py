@@ -124,9 +124,12 @@ class Batches:
         position, shards = next(self._steps)
         with self._clock.phase("data"):
             batches = [self._receive() for _ in shards]
-        counted = [pair for pair in zip(batches, shards, strict=True) if pair[1].counts]
-        items = sum(len(shard.indices) for _, shard in counted)
-        tokens = sum(self._count_tokens(batch) for batch, _ in counted)
+        items = 0
+        tokens = 0
+        for batch, shard in zip(batches, shards, strict=True):
+            if shard.counts:
+                items += len(shard.indices)
+                tokens += self._count_tokens(batch)
         arrived = None
         if self.device.type != "cpu":
             batches, arrived = self._start_copies(batches)
@@ -250,9 +253,17 @@ def build_batches(
         order = shuffled_order(length)
         if hasattr(dataset, "shuffled"):  # an order of its own, such as Parquet by row group
             order, dataset_order = dataset.shuffled(global_batch_size, world.world_size)
-    sizes = (length, global_batch_size, micro_batch_size)
-    place = (world.world_size, world.rank)
-    plan = Plan(*sizes, *place, seed, order, config.drop_last, dataset_order)
+    plan = Plan(
+        length,
+        global_batch_size,
+        micro_batch_size,
+        world.world_size,
+        world.rank,
+        seed,
+        order,
+        config.drop_last,
+        dataset_order,
+    )
     return Batches(dataset, task, plan, config.workers, world.device, clock=world.clock)
 
 
@@ -262,6 +273,13 @@ def build_validation(
     """The held-out batches, in the dataset's order; None where the task holds nothing out."""
     if dataset is None or len(dataset) == 0:
         return None
-    sizes = (len(dataset), micro_batch_size * world.world_size, micro_batch_size)
-    plan = Plan(*sizes, world.world_size, world.rank, seed=0, order="dataset")
+    plan = Plan(
+        len(dataset),
+        micro_batch_size * world.world_size,
+        micro_batch_size,
+        world.world_size,
+        world.rank,
+        seed=0,
+        order="dataset",
+    )
     return Batches(dataset, task, plan, config.workers, world.device, split="validation")

@@ -93,7 +93,11 @@ class LengthGroups:
 
 
 def bucketed(
-    shuffle: EpochOrder, lengths: Any, global_batch_size: int, steps: int, key: tuple[int, int]
+    shuffle: EpochOrder,
+    lengths: Any,
+    global_batch_size: int,
+    steps: int,
+    key: tuple[int, int],
 ) -> EpochOrder:
     """positions, int64 -> samples: a bijection if `shuffle` is one.
 

@@ -97,7 +97,12 @@ def samples_text(indices: Sequence[int]) -> str:
 
 
 def load(
-    fetch: Any, requests: Callable[[], Iterable[Any]], *, workers: int, pin_memory: bool, rank: int
+    fetch: Any,
+    requests: Callable[[], Iterable[Any]],
+    *,
+    workers: int,
+    pin_memory: bool,
+    rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
     """(fetch[request] for each of requests(), in order; what ends the workers).
 

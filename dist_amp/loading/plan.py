@@ -108,7 +108,10 @@ class Plan:
 
 
 def shard_step(
-    window: Sequence[int], world_size: int, micro_batch_size: int, rank: int
+    window: Sequence[int],
+    world_size: int,
+    micro_batch_size: int,
+    rank: int,
 ) -> list[Shard]:
     """One step's samples, or positions -> this rank's micro-batches: the same number on every rank.
 
@@ -153,7 +156,9 @@ def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def permute(
-    positions: Tensor, length: int | Tensor, keys: Sequence[int] | Sequence[Tensor]
+    positions: Tensor,
+    length: int | Tensor,
+    keys: Sequence[int] | Sequence[Tensor],
 ) -> Tensor:
     """A permutation of [0, length) that depends on `keys`, at `positions`, int64 of any shape.
 
@@ -176,7 +181,12 @@ def permute(
     return samples
 
 
-def _feistel(values: Tensor, low_base: Tensor, high_base: Tensor, keys: Sequence[Tensor]) -> Tensor:
+def _feistel(
+    values: Tensor,
+    low_base: Tensor,
+    high_base: Tensor,
+    keys: Sequence[Tensor],
+) -> Tensor:
     """A permutation of [0, low_base * high_base)."""
     high = values // low_base
     low = values - high * low_base

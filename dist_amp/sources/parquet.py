@@ -221,7 +221,13 @@ class ParquetView:
 class Reader:
     """Reads rows in one process; keeps the row groups and open files that were used last."""
 
-    def __init__(self, fs: Any, files: Sequence[str], columns: list[str], most_groups: int):
+    def __init__(
+        self,
+        fs: Any,
+        files: Sequence[str],
+        columns: list[str],
+        most_groups: int,
+    ):
         import pyarrow.parquet as pq
 
         self.pid = os.getpid()
@@ -267,7 +273,11 @@ class Reader:
 
 
 def stream_order(
-    rows: Tensor, streams: int, shuffle_groups: int, seed: int, epoch: int
+    rows: Tensor,
+    streams: int,
+    shuffle_groups: int,
+    seed: int,
+    epoch: int,
 ) -> EpochOrder:
     """Positions, int64 in [0, sum of rows) -> the rows there, of that shape: a bijection.
 
