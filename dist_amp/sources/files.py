@@ -140,7 +140,11 @@ def local_files(root: str) -> Iterator[str]:
                 yield path
 
 
-def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
+def of_one_format(
+    config: SourceConfig,
+    paths: list[str],
+    is_folder: bool,
+) -> tuple[str, list[str]]:
     """(the format, the files of it); in a folder, files with unknown endings are left out."""
     formats = {path: format_of(path) for path in paths}
     if config.format != "auto":

@@ -15,7 +15,12 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.load import load_split
 
 
-def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
+def labelled_rows(
+    data: DataConfig,
+    split: str,
+    image_column: str,
+    label_column: str,
+) -> Any:
     """The split's rows: see `load_split`. Errors: DataError for an absent column."""
     if data.name == "auto" and data.path == "off":
         return digits(split, image_column, label_column)
@@ -129,5 +134,10 @@ def digits(split: str, image_column: str, label_column: str) -> list[dict[str, A
     held_out = len(order) // 10
     chosen = order[held_out:] if split == "train" else order[:held_out]
     levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # of 0 to 16
-    labels = scans.target.tolist()
-    return [{image_column: Image.fromarray(levels[i]), label_column: labels[i]} for i in chosen]
+    return [
+        {
+            image_column: Image.fromarray(levels[i]),
+            label_column: int(scans.target[i]),
+        }
+        for i in chosen
+    ]
