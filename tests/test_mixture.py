@@ -1,11 +1,9 @@
 """Mixtures: exact shares, nothing left out, and resuming at any world size."""
 
-import json
 import math
 from collections import Counter
 from dataclasses import fields, replace
 from itertools import chain
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -22,21 +20,18 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.length_groups import LengthGroups
 from dist_amp.settings import DataConfig, MixedSourceConfig
 from dist_amp.sources import mixture
-from dist_amp.sources.load import load_split
 from dist_amp.sources.mixture import Mixture, counts_in_block, losses_by_source, mixed
 from dist_amp.step import evaluate
 from dist_amp.train import main
 from dist_amp.world import World
 
-BATCH = 12
-
 
 class Tokens:
     """Documents of 1 to 5 tokens: the document's number, then their source's offset."""
 
-    def __init__(self, size, offset=1000, vocabulary=2000, fingerprint=None):
+    def __init__(self, size, offset=1000, fingerprint=None):
         self.lengths = numpy.arange(size) % 5 + 1
-        self.offset, self.vocabulary = offset, vocabulary
+        self.offset = offset
         if fingerprint is not None:
             self.fingerprint = fingerprint
 
@@ -175,12 +170,8 @@ def tables(**weights):
     return DataConfig(sources=sources)
 
 
-SIZES = {"wiki": 30, "code": 4, "chat": 6}
-OFFSETS = {"wiki": 100, "code": 200, "chat": 300}
-
-
 def build(data):
-    return Tokens(SIZES[data.path], OFFSETS[data.path], fingerprint=data.path)
+    return Tokens({"wiki": 30, "code": 4, "chat": 6}[data.path])
 
 
 def test_without_tables_the_one_source_is_built():
@@ -188,16 +179,8 @@ def test_without_tables_the_one_source_is_built():
     assert mixed(DataConfig(), "validation", lambda data: None) is None
 
 
-@pytest.fixture
-def said(monkeypatch):
-    """The lines that the mixture has logged."""
-    lines = []
-    log = SimpleNamespace(info=lambda text, *args: lines.append(text % args if args else text))
-    monkeypatch.setattr(mixture, "log", log)
-    return lines
-
-
-def test_each_source_is_built_from_its_own_keys_and_weights_count_rows(said):
+def test_each_source_is_built_from_its_own_keys_and_weights_count_rows(caplog):
+    caplog.set_level("INFO", "dist_amp")
     seen = []
 
     def build_seen(data):
@@ -208,7 +191,7 @@ def test_each_source_is_built_from_its_own_keys_and_weights_count_rows(said):
     rows = mixed(data, "train", build_seen)
     assert seen == [("wiki", "text", 3, {}), ("code", "text", 3, {})]
     assert (rows.counts.tolist(), len(rows)) == ([2, 1], 45)
-    assert said == [
+    assert caplog.messages == [
         "data: source wiki, train",
         "data: source code, train",
         "data: wiki: 30 rows, 66.67% of rows, 1.00 times each",
@@ -217,7 +200,8 @@ def test_each_source_is_built_from_its_own_keys_and_weights_count_rows(said):
     ]
 
 
-def test_held_out_parts_are_joined_without_weights_and_interleaved(said):
+def test_held_out_parts_are_joined_without_weights_and_interleaved(caplog):
+    caplog.set_level("INFO", "dist_amp")
     data = tables(wiki=1.0, code=1.0, chat=5.0)
     joined = mixed(data, "validation", lambda data: None if data.path == "code" else build(data))
     draws = drawn(joined)
@@ -226,33 +210,10 @@ def test_held_out_parts_are_joined_without_weights_and_interleaved(said):
     for start in range(0, 36, 6):
         batch = Counter(source for source, _ in draws[start : start + 6])
         assert batch == {0: 5, 2: 1}, "some batches have all"
-    assert said[-1] == "data: nothing is held out of code, so no evaluation has a loss of it"
+    said = "data: nothing is held out of code, so no evaluation has a loss of it"
+    assert caplog.messages[-1] == said
     assert mixed(data, "validation", lambda data: None) is None
     assert mixed(data, "validation", lambda data: []) is None
-
-
-def test_a_mixture_of_files_is_read(tmp_path):
-    toml = ""
-    for name, size, weight in (("wiki", 40, 3), ("code", 10, 1)):
-        rows = [json.dumps({f"{name}_text": f"{name}{n}"}) for n in range(size)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-        toml += f'[data.sources.{name}]\npath = "{tmp_path}/{name}.jsonl"\n'
-        toml += f'weight = {weight}\ntext_column = "{name}_text"\n'
-    (tmp_path / "mine.toml").write_text(toml)
-    data = config_of("--config", tmp_path / "mine.toml").data
-
-    def texts(split):
-        def build(source):
-            return load_split(source, split).rename_columns({source.text_column: "text"})
-
-        return [sample["text"] for sample in mixed(data, split, build)]
-
-    train, validation = texts("train"), texts("validation")
-    shares = Counter(text[:4] for text in train)
-    assert shares == {"wiki": 39, "code": 13}, "38 and 9 rows, three to one"
-    assert len(set(train)) == 38 + 9
-    assert Counter(text[:4] for text in validation) == {"wiki": 2, "code": 1}
-    assert not set(train) & set(validation)
 
 
 # Settings.
@@ -321,12 +282,10 @@ def test_a_source_whose_name_is_no_name_is_refused(name, tmp_path):
     ("weight", "rule"), [("0", "above 0"), ("-1", "above 0"), ("nan", "finite"), ("inf", "finite")]
 )
 def test_a_weight_that_is_not_positive_is_refused(weight, rule):
-    value = f"data.sources.wiki.weight={float(weight)}"
     message = message_of(64, config_of, "--data.sources.wiki.weight", weight)
-    assert message.startswith(f"{value} on the command line must be ")
+    said = f"data.sources.wiki.weight={float(weight)} on the command line must be "
+    assert message.startswith(said)
     assert rule in message
-    message = message_of(64, counts_in_block, {"a": 1.0, "wiki": float(weight)})
-    assert message.startswith(f"{value} must be finite and above 0")
 
 
 @pytest.mark.bad_input("a weight so small that its source would not occur")
@@ -348,31 +307,31 @@ def test_a_key_of_a_single_source_beside_a_mixture_is_refused(key):
     )
 
 
-class ByRowGroup(Tokens):
-    def shuffled(self, global_batch_size, world_size): ...
-
-
-def test_a_single_source_may_be_a_mixture():
-    assert drawn(mixed(tables(code=0.1), "train", build)) == [(0, n) for n in range(4)]
+BY_ROW_GROUP = Tokens(3)
+BY_ROW_GROUP.shuffled = None
+NO_SAMPLES = "has no samples; check its path, split and columns"
 
 
 @pytest.mark.bad_input("a Parquet view, read by row group, in a mixture")
-def test_a_source_that_is_read_by_row_group_is_refused():
-    message = message_of(64, mixed, tables(wiki=1.0), "train", lambda data: ByRowGroup(3))
-    said = "data.sources.wiki is read by row group, and a mixture reads in any order; write its"
-    assert message.startswith(said)
-    assert "python -m dist_amp.tokenize" in message
-
-
 @pytest.mark.bad_input("a source that names no data, or has no samples")
-def test_a_source_that_names_no_data_is_refused():
-    data = config_of("--data.sources.wiki.weight", 2).data
-    said = "data.sources.wiki names no data; set data.sources.wiki.path or data.sources.wiki.name"
-    assert message_of(64, mixed, data, "train", build) == said
-    said = "data.sources.wiki has no samples; check its path, split and columns"
-    for nothing in (None, []):
-        data = tables(wiki=1.0)
-        assert message_of(65, mixed, data, "train", lambda data, rows=nothing: rows) == said
+@pytest.mark.parametrize(
+    ("path", "rows", "status", "said"),
+    [
+        (
+            "x",
+            BY_ROW_GROUP,
+            64,
+            "is read by row group, and a mixture reads in any order; write its",
+        ),
+        ("off", [1], 64, "names no data; set data.sources.wiki.path or data.sources.wiki.name"),
+        ("x", None, 65, NO_SAMPLES),
+        ("x", [], 65, NO_SAMPLES),
+    ],
+)
+def test_a_source_that_can_not_be_mixed_is_refused(path, rows, status, said):
+    data = DataConfig(sources={"wiki": MixedSourceConfig(path=path)})
+    message = message_of(status, mixed, data, "train", lambda data: rows)
+    assert message.startswith(f"data.sources.wiki {said}")
 
 
 @pytest.mark.bad_input(

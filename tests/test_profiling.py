@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import signal
 from contextlib import suppress
 from itertools import groupby, pairwise
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 from ranks import on_ranks
-from test_train import TINY, summary_of, wait_for
+from test_train import TINY
 from tiny import Tiny, make_run, parameters_of, take_steps
 from torch._C._autograd import DeviceType
 
@@ -257,20 +256,3 @@ def test_compiled_blocks_on_two_ranks_are_profiled_and_so_is_a_resumed_run(launc
         steps = {"ProfilerStep#18", "ProfilerStep#19"}
         assert {"data", "forward", "backward", "optimizer"} | steps <= set(found)
         assert len(found["forward"]) == 4
-
-
-@pytest.mark.slow
-def test_a_signal_during_the_recorded_steps_saves_and_keeps_what_was_recorded(launch, tmp_path):
-    words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "2000", "--run.dir", "run"]
-    words += ["--debug.profile", "1900", "--eval.every", "off", "--checkpoint.every", "1999"]
-    process = launch.start(0, *words)
-    lines = tmp_path / "run/metrics.jsonl"
-    wait_for(lambda: lines.exists() and '"step": 30,' in lines.read_text(), "step 30")
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 75, err[-2000:]
-    stopped = summary_of(tmp_path / "run")["steps"]
-    said = f"profile  steps 13 to {stopped} of rank 0 of 1, {stopped - 12} of debug.profile=1900"
-    assert said in out
-    assert (tmp_path / f"run/profile/rank00000_step_00000013-{stopped:08d}.json.gz").exists()
-    assert (tmp_path / f"run/checkpoints/step_{stopped:08d}").is_dir()

@@ -268,6 +268,13 @@ class MeanLoss(Task):
         return super().loss_sum(model, batch) / len(batch["y"])
 
 
+class Balanced(Task):
+    """Adds a term that is computed of the whole batch, as experts' load-balancing loss."""
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * (1 + batch["x"].mean() ** 2)
+
+
 class ConstantWeight(Task):
     def weight(self, batch):
         return 1
@@ -289,6 +296,7 @@ WHOLE_BATCH = "1 (Centred): the result depends on the whole batch (batch statist
         (HalfLossOfOutput(Output), "the loss is computed in half precision"),
         (LossInHalf(), "the loss is computed in half precision"),
         (MeanLoss(), "it must be a sum over samples, not a mean"),
+        (Balanced(), "without terms of the whole batch, such as a load-balancing loss"),
         (ConstantWeight(), "the task's weight of 8 samples is 1, but its halves add up to 2"),
         (
             AlwaysNan(samples=300),

@@ -45,10 +45,9 @@ OR_ALLOW = "or continue anyway with --run.allow_config_change true"
 
 
 def check_config(path: Path, config: Config, task: Any, world: World) -> None:
-    """Check that the run computes the same training as the one that wrote the checkpoint.
+    """Check that the run computes the checkpoint's training. task: the run's, or its class.
 
-    task: the run's, or its class. Errors: ConfigError with each key and both values; DataError for
-    another seed or global batch size.
+    Errors: ConfigError with each key and both values; DataError for another seed or global batch.
     """
     manifest = read_manifest(path)
     now = flat(to_toml(config))

@@ -59,10 +59,9 @@ def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | Non
 def newest_valid(
     paths: Sequence[Path], world: World, fix: str = "restore one from a backup"
 ) -> Path | None:
-    """The last of these checkpoints that is valid, with a warning for each that is not.
+    """The last of these that is valid, with a warning for each that is not; None if there are none.
 
-    None if there are none. Every rank calls it and verifies its share of the files. Errors:
-    DataError if none is valid, ending with `fix`.
+    Every rank calls it, and verifies its share. Errors: DataError, ending with `fix`, if all fail.
     """
     rejected: list[str] = []
     for path in reversed(paths):

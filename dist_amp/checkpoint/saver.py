@@ -56,10 +56,7 @@ class Saver(Observer):
             self._background = Background(run.world)
 
     def save(self, wait: bool) -> None:
-        """Save the current state; every rank calls it.
-
-        wait: until it is written, and raise Failure if it can't be.
-        """
+        """Save the state; every rank calls it. wait: until it is written. Errors: Failure."""
         with self._run.world.clock.hold("checkpoint"):
             self._finish()
             if self._is_saved():
@@ -148,10 +145,7 @@ class Writer(FileSystemWriter):
 
 
 def write(snapshot: Snapshot, world: World, planner: Planner) -> None:
-    """Write and publish a checkpoint; every rank calls it, from any thread.
-
-    Errors: Failure on all ranks if one fails, with its reason; earlier checkpoints stay.
-    """
+    """Write and publish a checkpoint; every rank calls it. Errors: Failure on all if one fails."""
     final = snapshot.folder
     run_folder = final.parent.parent
     temporary = final.with_name(f".{final.name}.writing")

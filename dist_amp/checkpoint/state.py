@@ -71,10 +71,7 @@ def take_snapshot(run: Run) -> Snapshot:
 
 
 def load(run: Run, path: Path) -> None:
-    """Restore the run from a checkpoint of any world size and strategy; every rank calls it.
-
-    Errors: DataError if it is rejected, or does not fit the run's data, model or optimizer.
-    """
+    """Restore the run; every rank calls it. Errors: DataError if it is rejected or doesn't fit."""
     with model_context(run.parallel.module, run.parallel.strategy), rejection_as_data_error(path):
         reader = Reader(path)
         continue_data(run, reader.folder, reader.manifest)

@@ -28,7 +28,7 @@ from dist_amp.errors import ConfigError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import check_rows
 from dist_amp.sources.load import load_rows
-from dist_amp.sources.token_shards import TokenShards, holds_tokens, read_manifest
+from dist_amp.sources.token_shards import TokenShards, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokens import SHARD_TOKENS, tokenize
 from dist_amp.supervise.command_line import Parser, exit_status
@@ -45,14 +45,27 @@ def run(argv: Sequence[str]) -> None:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     parser = Parser("python -m dist_amp.tokenize", __doc__)
-    add = parser.add_argument
-    folder = "where to write; an interrupted command's folder is completed"
-    add("--out", metavar="FOLDER", help=folder)
-    add("--check", metavar="FOLDER", help="verify the hashes of this folder's files")
-    workers = f"processes; 0: this one; default: all {cores} cores"
-    add("--workers", type=int, default=cores, help=workers)
-    size = "tokens per file; default 134,217,728"
-    add("--shard_tokens", "--shard-tokens", type=int, default=SHARD_TOKENS, help=size)
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="where to write; an interrupted command's folder is completed",
+    )
+    parser.add_argument(
+        "--check", metavar="FOLDER", help="verify the hashes of this folder's files"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=cores,
+        help=f"processes; 0: this one; default: all {cores} cores",
+    )
+    parser.add_argument(
+        "--shard_tokens",
+        "--shard-tokens",
+        type=int,
+        default=SHARD_TOKENS,
+        help="tokens per file; default 134,217,728",
+    )
     options, words = parser.parse_known_args(argv)
     configure_logging(0)
     if options.check is not None:
@@ -91,10 +104,6 @@ def check_names_rows(data: DataConfig) -> None:
         raise ConfigError(
             f"data.sources has {', '.join(names)}; tokenize each source by itself, and mix the "
             "folders"
-        )
-    if holds_tokens(data.path):
-        raise ConfigError(
-            f"data.path={data.path} holds tokens already; name the rows that they were made of"
         )
 
 

@@ -147,14 +147,14 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     if not len(columns):
         return ""
     rank, column = different_ranks[0], columns[0]
-    other = rank % stride
+    first = rank % stride
     what = "parameter"
     rule = "every rank must start with the same weights and apply the same update"
     if column >= len(parameters):
-        other = 0
+        first = 0
         what = "buffer"
         rule = "a buffer that is updated from a rank's own batch must be reduced over the ranks"
-    where = f"on ranks {other} and {rank} after step {run.step}"
+    where = f"on ranks {first} and {rank} after step {run.step}"
     return f"the {what} {names[column]} is not the same {where}; {rule}"
 
 

@@ -347,8 +347,8 @@ def find_nonfinite(
     for path, leaf in tree_flatten_with_path(content)[0]:
         stats += bad(stats_of(f"batch{keystr(path)}", leaf))
     if stats:  # blame the batch, and the first module that it spoiled
-        spoiled = [call for call in hooks.returned if bad(call.outputs)]
-        user = (*spoiled, fault)[0]
+        users: list[Any] = [call for call in hooks.returned if bad(call.outputs)]
+        user = [*users, fault][0]
         return NonFinite("batch", user.module, user.module_class, stats)
     return fault
 
@@ -457,7 +457,7 @@ class NonfiniteReplay(Observer):
                 text = text or f"{type(error).__name__}: {error}"
             run.optimizer.zero_grad(set_to_none=True)
             if fault is not None and not kept:
-                at = {"step": step, "rank": run.world.rank, "micro_batch": number}
+                at: dict[str, Any] = {"step": step, "rank": run.world.rank, "micro_batch": number}
                 text = json.dumps(asdict(replace(fault, **at, samples=list(samples))))
                 kept = {"batch": batch, "share": share.item(), "random": random}
         return text, kept

@@ -187,7 +187,10 @@ class BlockCalls:
                 "part of a larger unit, or use parallel.strategy=ddp"
             )
         for tensor in trained_tensors(output):
-            tensor.register_hook(lambda gradient: call_after_backward(self._leave_rest))
+            tensor.register_hook(self._begin_backward)
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        call_after_backward(self._leave_rest)
 
     def _reach(self, block: nn.Module, *unused: Any) -> None:
         if block in self._called:
@@ -226,7 +229,10 @@ class ReduceEveryBlock(BlockCalls):
                 group.pre_backward = partial(self._before, block, group.pre_backward)
 
     def _watch(self, block: nn.Module, outputs: Sequence[Tensor]) -> None:
-        pass  # FSDP2 calls `pre_backward` where autograd reaches the block
+        # FSDP2 calls `pre_backward` where autograd reaches the block. The loss may depend on blocks
+        # and not on the model's output.
+        for tensor in outputs:
+            tensor.register_hook(self._begin_backward)
 
     def _before(self, block: nn.Module, pre_backward: Callable[..., None], *args: Any) -> None:
         self._reach(block)

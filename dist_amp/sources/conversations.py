@@ -7,6 +7,7 @@ of which is learned.
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,6 @@ def are_chats(rows: Any) -> bool:
     return len(rows) > 0 and isinstance(rows[0]["prompt"], list)
 
 
-def needed_columns(rows: Any, text_column: str) -> Any:
-    """The rows with the columns that `encode` reads: others, such as images, cost time."""
-    needed = ("messages", "prompt", "completion", text_column)
-    return rows.select_columns([column for column in rows.column_names if column in needed])
-
-
 def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
     """Whether a prompt is a user's turn: with a chat template, if the rows are chats or unknown."""
     if tokenizer.chat_template is None:
@@ -68,33 +63,42 @@ def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
         return True
 
 
-def encode_rows(
-    rows: Any, numbers: Sequence[int], tokenizer: Tokenizer, text_column: str
-) -> list[Encoded]:
-    """(token ids, labels) of rows; a first token is predicted from nothing, so not learned.
+class RowEncoder:
+    """Rows as tokens; of their columns only those that are needed: images, for one, cost time."""
 
-    Errors: DataError, with the row's number in its source, for what can't be encoded.
-    """
-    encoded = []
-    for number, row in zip(numbers, rows.__getitems__(list(numbers)), strict=True):
-        try:
-            ids, labels = encode(row, tokenizer, text_column)
-            largest = max(ids, default=0)
-            if largest >= tokenizer.vocabulary:  # it would wrap around in a file
-                raise DataError(
-                    f"the tokenizer {tokenizer.name} makes the id {largest}, and its vocabulary "
-                    f"says that ids are below {tokenizer.vocabulary}; correct the tokenizer"
-                )
-        except Exception as error:  # templates raise what they like
-            chosen = getattr(rows, "_indices", None)  # of a `datasets.Dataset`: a part, shuffled
-            if chosen is not None:
-                number = chosen.column(0)[number].as_py()
-            what = f"row {number} can't be encoded: {in_one_line(error)}; correct or remove it"
-            if isinstance(error, DataError):
-                what = f"row {number}: {error}"
-            raise DataError(what) from error
-        encoded.append((ids, [IGNORE_INDEX, *labels[1:]]))
-    return encoded
+    def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
+        needed = ("messages", "prompt", "completion", text_column)
+        self.rows = rows.select_columns([name for name in rows.column_names if name in needed])
+        self.tokenizer = tokenizer
+        self.text_column = text_column
+
+    def encode(self, numbers: Sequence[int]) -> list[Encoded]:
+        """(token ids, labels) of rows; a first token is predicted from nothing, so not learned.
+
+        Errors: DataError, with the row's number in its source, for what can't be encoded.
+        """
+        encoded = []
+        rows = self.rows.__getitems__(list(numbers))
+        for number, row in zip(numbers, rows, strict=True):
+            try:
+                ids, labels = encode(row, self.tokenizer, self.text_column)
+                largest = max(ids, default=0)
+                if largest >= self.tokenizer.vocabulary:  # it would wrap around in a file
+                    raise DataError(
+                        f"the tokenizer {self.tokenizer.name} makes the id {largest}, and its "
+                        f"vocabulary says that ids are below {self.tokenizer.vocabulary}; correct "
+                        "the tokenizer"
+                    )
+            except Exception as error:  # templates raise what they like
+                chosen = getattr(self.rows, "_indices", None)  # of a part of a `datasets.Dataset`
+                if chosen is not None:
+                    number = chosen.column(0)[number].as_py()
+                what = f"row {number} can't be encoded: {in_one_line(error)}; correct or remove it"
+                if isinstance(error, DataError):
+                    what = f"row {number}: {error}"
+                raise DataError(what) from error
+            encoded.append((ids, [IGNORE_INDEX, *labels[1:]]))
+        return encoded
 
 
 def encode(row: dict[str, Any], tokenizer: Tokenizer, text_column: str) -> Encoded:
@@ -155,9 +159,7 @@ def turns(row: dict[str, Any], column: str) -> list[Any]:
 def encode_chat(messages: list[Any], tokenizer: Any, learned_from: int = 0) -> Encoded:
     """(token ids, labels) of a chat; of its messages from `learned_from` on, answers are learned.
 
-    A template with {% generation %} says which tokens are the assistant's. Without it, they are
-    found by rendering the chat up to each turn. Errors: DataError for a chat with answers of which
-    nothing would be learned.
+    Errors: DataError for a chat with answers of which nothing would be learned.
     """
     if MARKS_ANSWERS.search(str(tokenizer.chat_template)):
         why = "its {% generation %} marks none"
@@ -182,11 +184,8 @@ def encode_marked(messages: list[Any], tokenizer: Any, learned_from: int) -> Enc
     )
     ids = chat["input_ids"]
     start = common_prefix(ids, rendered(messages[:learned_from], tokenizer))
-    labels = list(ids)
-    for place, is_answer in enumerate(chat["assistant_masks"]):
-        if not is_answer or place < start:
-            labels[place] = IGNORE_INDEX
-    return ids, labels
+    learned = [0] * start + chat["assistant_masks"][start:]
+    return ids, [token if one else IGNORE_INDEX for token, one in zip(ids, learned, strict=True)]
 
 
 def encode_unmarked(messages: list[Any], tokenizer: Any, learned_from: int) -> Encoded:
@@ -221,5 +220,5 @@ def rendered(messages: list[Any], tokenizer: Any, **options: Any) -> list[int]:
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many of the first elements are equal."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(a), len(b)))
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return sum(1 for _ in equal)

@@ -1,6 +1,4 @@
-"""Rows through the `datasets` library, which converts them once into memory-mapped files in its
-cache; image folders are read where they are.
-"""
+"""Rows through the `datasets` library: memory-mapped in its cache, or images where they are."""
 
 import errno
 import glob
@@ -31,9 +29,9 @@ LOADERS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def from_hub(config: SourceConfig) -> Any:
-    """All splits of a dataset on the hub or in the library's cache, or of a folder in its layout.
+    """All splits of data.name, NAME[:CONFIGURATION][@REVISION]: on the hub, cached, or a folder.
 
-    data.name is NAME[:CONFIGURATION][@REVISION]. Errors: DataError if it can't be loaded.
+    Errors: DataError if it can't be loaded.
     """
     source, _, revision = config.name.partition("@")
     if Path(config.name.partition(":")[0]).exists():
@@ -149,8 +147,7 @@ class NamedImage(datasets.Image):
 def image_rows(files: Files) -> Any:
     """A row per image, in the order of their names: image and, in folders of classes, label.
 
-    Nothing is copied, nor read before it is needed. Errors: DataError for an image beside the
-    folders of classes.
+    Nothing is copied, nor read before it is needed. Errors: DataError for an image beside folders.
     """
     paths = [path for inside in files.splits.values() for path in inside]
     top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
@@ -209,9 +206,7 @@ def is_full(error: BaseException | None) -> bool:
 
 @contextmanager
 def library(files: Files | None = None) -> Iterator[None]:
-    """Inside, the library does not log what it raises, and HF_HUB_OFFLINE does not make it refuse
-    addresses outside the hub.
-    """
+    """Inside, the library is silent, and reads files outside the hub whatever HF_HUB_OFFLINE is."""
     logger = logging.getLogger("datasets")
     level = logger.level
     offline = datasets.config.HF_HUB_OFFLINE

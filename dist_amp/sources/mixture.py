@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -30,10 +29,9 @@ SOURCE_KEYS = [item.name for item in fields(SourceConfig)]
 class Mixture:
     """Map-style dataset of blocks, in each of which source k occurs counts[k] times, evenly spread.
 
-    The n-th draw from a source is its sample n modulo its length. There are as many blocks as it
-    takes to draw every sample of every source, so the samples of one source occur equally often, or
-    differ by one. A sample with "input_ids" also has "source_ids", int64 of the same shape: its
-    source's index in `sources`, map-style datasets by name, where None takes a count of 0. It has
+    There are as many blocks as it takes to draw every sample of every source in order, again and
+    again. A sample with "input_ids" also has "source_ids", int64 of the same shape: its source's
+    index in `sources`, map-style datasets by name, where None takes a count of 0. It has
     `fingerprint` and `lengths` if all sources have them. Errors: ConfigError for a source with an
     order of its own; DataError for an empty one.
     """
@@ -49,16 +47,20 @@ class Mixture:
         self.blocks = 0
         facts = []
         prints = []
-        for index, (name, source, count) in enumerate(
-            zip(self.names, self.sources, self.counts.tolist(), strict=True)
-        ):
+        for index, (name, source) in enumerate(sources.items()):
+            count = int(counts[index])
             if count:
                 check_source(name, source)
                 self.sizes[index] = len(source)
                 self.blocks = max(self.blocks, -(-len(source) // count))
                 prints.append(getattr(source, "fingerprint", None))
             facts.append((name, int(self.sizes[index]), count))
-        self._source, self._draw = evenly_spread(self.counts)
+        # A block: of each place, its source and how often that came before.
+        source = numpy.repeat(numpy.arange(len(counts)), self.counts)
+        draw = numpy.concatenate([numpy.arange(count) for count in counts])
+        order = numpy.argsort((draw + 0.5) / self.counts[source], kind="stable")
+        self._source = source[order]
+        self._draw = draw[order]
         if all(isinstance(one, str) for one in prints):
             content = json.dumps([facts, prints])
             self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -121,27 +123,12 @@ def check_source(name: str, source: Any) -> None:
         raise DataError(f"data.sources.{name} has no samples; check its path, split and columns")
 
 
-def evenly_spread(counts: Array) -> tuple[Array, Array]:
-    """A block of counts[k] draws of source k, evenly spread: (source, its earlier draws), [B]."""
-    source = numpy.repeat(numpy.arange(len(counts)), counts)
-    draw = numpy.concatenate([numpy.arange(count) for count in counts])
-    order = numpy.argsort((draw + 0.5) / counts[source], kind="stable")
-    return source[order], draw[order]
-
-
 def counts_in_block(weights: Mapping[str, float]) -> list[int]:
     """How often each source occurs in a block: the shortest with shares within CLOSE_ENOUGH.
 
-    If none up to LONGEST_BLOCK has, the one that comes closest. A block's samples are divided by
-    largest remainder. Errors: ConfigError for a weight that is not positive, or too small to occur
-    at all.
+    If none up to LONGEST_BLOCK has, the closest. Division is by largest remainder. Errors:
+    ConfigError for a weight that is too small to occur at all.
     """
-    for name, weight in weights.items():
-        if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(
-                f"data.sources.{name}.weight={weight} must be finite and above 0; or remove the "
-                "source"
-            )
     shares = numpy.array(list(weights.values())) / sum(weights.values())
     sizes = numpy.arange(len(shares), LONGEST_BLOCK + 1)
     exact = sizes[:, None] * shares
@@ -152,24 +139,26 @@ def counts_in_block(weights: Mapping[str, float]) -> list[int]:
     counts += largest_first.argsort(1) < missing[:, None]
     errors = numpy.abs(counts / exact - 1).max(1)
     close = numpy.flatnonzero(errors <= CLOSE_ENOUGH)
-    best = counts[close[0] if len(close) else errors.argmin()].tolist()
-    for name, count, share in zip(weights, best, shares, strict=True):
+    best = errors.argmin()
+    if len(close):
+        best = close[0]
+    chosen = counts[best].tolist()
+    for name, count, share in zip(weights, chosen, shares, strict=True):
         if count == 0:
             raise ConfigError(
                 f"data.sources.{name}.weight={weights[name]:g} is {share:.2g} of the mixture, "
                 f"which is less than once in {LONGEST_BLOCK:,} samples; raise it, or remove the "
                 "source"
             )
-    return best  # type: ignore[no-any-return]
+    return chosen  # type: ignore[no-any-return]
 
 
 def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> Any:
     """The rows that `data` names: build(data), or the mixture of data.sources.
 
-    build: the section of one source -> its rows, None if it holds none out. For validation the
-    sources' held-out parts are joined, without weights, and interleaved, so that eval.batches takes
-    its share of each; None if there are none. Errors: ConfigError for settings that do not go
-    together; what a source raises names the source.
+    build: the section of one source -> its rows, None if it holds none out. Held-out parts are
+    joined, without weights, and interleaved, so that eval.batches takes its share of each; None if
+    there are none. Errors: ConfigError for a bad mixture; what a source raises names the source.
     """
     tables = tables_of(data)
     if not tables:
@@ -182,8 +171,11 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
         sizes = {name: len(rows or ()) for name, rows in sources.items()}
         if missing := ", ".join(name for name, size in sizes.items() if size == 0):
             log.info(f"data: nothing is held out of {missing}, so no evaluation has a loss of it")
-        return Mixture(sources, list(sizes.values())) if any(sizes.values()) else None
-    mixture = Mixture(sources, counts_in_block({name: tables[name].weight for name in tables}))
+        if not any(sizes.values()):
+            return None
+        return Mixture(sources, list(sizes.values()))
+    weights = {name: table.weight for name, table in tables.items()}
+    mixture = Mixture(sources, counts_in_block(weights))
     for name, size, count in zip(tables, mixture.sizes, mixture.counts, strict=True):
         log.info(
             f"data: {name}: {size:,} rows, {count / mixture.block:.2%} of rows, "

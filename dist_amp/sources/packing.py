@@ -21,11 +21,10 @@ from dist_amp.sources.load import warn
 from dist_amp.sources.token_shards import IGNORE_INDEX
 
 log = logging.getLogger(__name__)
-# Pieces that are fitted at a time, taken in random order: a row's documents are no neighbours in
-# the source. More leave hardly less padding: docs/data.md.
+# Pieces that are fitted at a time, in random order, so that a row's documents are no neighbours in
+# the source; with another seed than run's, since a resumed run must find the same rows.
 WINDOW = 2**16
-SEED = 0  # of that order; not run.seed, with which a resumed run's rows could change
-LOOKED_AT = 64  # rows whose counted tokens are reported at the start
+SEED = 0
 Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
@@ -49,11 +48,10 @@ class Packing:
         return cls(length, pack, long_documents)
 
     def rows(self, documents: Any, split: str) -> Any:
-        """A token dataset's rows as samples for `collate`; None without documents.
+        """A token dataset's rows as samples for `collate`, which also truncates; None without any.
 
-        Documents without `lengths` stay as they are: `collate` truncates them. Errors: ConfigError
-        for a setting that needs lengths; DataError for a document that is too long where none may
-        be, and if no token counts.
+        Errors: ConfigError for a setting that needs the `lengths` that the dataset lacks; DataError
+        for a document that is too long where none may be, and if no token counts.
         """
         if documents is None:
             return None
@@ -83,9 +81,8 @@ class Packing:
         """A batch of rows, padded on the right: to `length` if packed, else to the longest.
 
         input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each
-        document and in the padding; source_ids of a mixture; tokens: how many there are without
-        padding; counted: how many are learned. attention_mask: whether there is one too, 0 at
-        padding.
+        document and in the padding; source_ids of a mixture; attention_mask, 0 at padding, if asked
+        for; tokens: how many there are without padding; counted: how many are learned.
         """
         lengths = [min(len(sample["input_ids"]), self.length) for sample in samples]
         width = max(lengths) if self.pack == "off" else self.length
@@ -101,21 +98,19 @@ class Packing:
             ]
             batch[name] = torch.stack(rows)
         if attention_mask:
-            batch["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+            filled = torch.arange(width) < torch.tensor(lengths)[:, None]
+            batch["attention_mask"] = filled.long()
         counted = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         return {**batch, "tokens": sum(lengths), "counted": counted}
 
 
 class PackedRows:
-    """Map-style dataset of packed rows: {"input_ids", "labels"}, each [n] int64.
+    """Map-style dataset of rows of documents such as `TokenShards`; `lengths` [len] int64: of rows.
 
-    With best_fit "position_ids" too. documents: a token dataset with `lengths`, `firsts` and
-    `pieces`, as `TokenShards`. Of a split document every piece but the first begins with the token
-    before it, which is context: its label is -100, and each token is learned once. Pieces of one
-    token are left out where a row holds whole pieces, since there is nothing to predict. Memory: 24
-    bytes per piece and 16 per row.
-
-    lengths: [len] int64, each row's tokens without padding. Errors: as `Packing.rows`.
+    A row is {"input_ids", "labels"}, with best_fit "position_ids" too, each [n] int64. Of a split
+    document every piece but the first begins with the token before it, which is context: its label
+    is -100, and each token is learned once. Pieces of one token are left out where a row holds
+    whole pieces. Memory: 24 bytes per piece and 16 per row. Errors: as `Packing.rows`.
     """
 
     def __init__(self, documents: Any, packing: Packing):
@@ -123,8 +118,13 @@ class PackedRows:
         self.packing = packing
         lengths = numpy.asarray(documents.lengths, dtype=numpy.int64)
         length = packing.length
-        if packing.long_documents == "refuse":
-            refuse_long(lengths, length)
+        too_long = numpy.flatnonzero(lengths > length)
+        if packing.long_documents == "refuse" and len(too_long):
+            raise DataError(
+                f"document {too_long[0]} has {lengths[too_long[0]]:,} tokens, and a row {length:,} "
+                f"({len(too_long):,} documents are too long); use longer rows, or "
+                "data.long_documents=split or truncate"
+            )
         split = packing.long_documents == "split"
         if packing.pack == "cut":
             if not split:
@@ -138,8 +138,9 @@ class PackedRows:
         self._offsets = numpy.arange(self._pieces.shape[1] + 1)
         if packing.pack == "best_fit":
             self._pieces, self._offsets = fitted(self._pieces, length)
-        tokens = (self._pieces[2] - self._pieces[1]).cumsum()
-        self.lengths = numpy.diff(numpy.concatenate(([0], tokens))[self._offsets])
+        tokens = self._pieces[2] - self._pieces[1]
+        ends = numpy.concatenate(([0], tokens.cumsum()))
+        self.lengths = numpy.diff(ends[self._offsets])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -152,7 +153,8 @@ class PackedRows:
     @property
     def padding_share(self) -> float:
         """Of a row of `length` tokens, on average."""
-        return 1 - float(self.lengths.sum()) / max(1, len(self) * self.packing.length)
+        places = len(self) * self.packing.length
+        return 1 - float(self.lengths.sum()) / max(1, places)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         pieces = self.documents.pieces(self.pieces(index))
@@ -193,7 +195,7 @@ class PackedRows:
                 f"the {split} documents have {int(sum(self._ends[-1:])):,} tokens in all, fewer "
                 f"than one row of {length}; use shorter rows, more data, or data.pack=best_fit"
             )
-        sample = range(0, len(self), max(1, len(self) // LOOKED_AT))
+        sample = range(0, len(self), max(1, len(self) // 64))
         counted = sum(map(self._counted, sample))
         if not counted and not any(map(self._counted, range(len(self)))):
             raise DataError(
@@ -214,7 +216,8 @@ class PackedRows:
                 "answer to learn, because it comes later"
             )
         lengths = numpy.asarray(self.documents.lengths)
-        cut_off = (lengths - self.packing.length).clip(min=0).sum() / lengths.sum()
+        excess = (lengths - self.packing.length).clip(min=0)
+        cut_off = excess.sum() / lengths.sum()
         if cut_off:
             log.info(
                 f"data: {split}: {cut_off:.1%} of the tokens are cut off, since documents are "
@@ -226,26 +229,17 @@ class PackedRows:
         return int((self[index]["labels"][1:] != IGNORE_INDEX).sum())
 
 
-def refuse_long(lengths: Ints, length: int) -> None:
-    """Errors: DataError for documents longer than a row."""
-    too_long = numpy.flatnonzero(lengths > length)
-    if len(too_long):
-        raise DataError(
-            f"document {too_long[0]} has {lengths[too_long[0]]:,} tokens, and a row {length:,} "
-            f"({len(too_long):,} documents are too long); use longer rows, or "
-            "data.long_documents=split or truncate"
-        )
-
-
 def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:
     """Documents as pieces of 2 to `length` tokens, [3, pieces]: see `PackedRows.pieces`."""
     counts = (lengths > 1).astype(numpy.int64)
     if split:  # a further piece begins with the token before it, so that it adds length - 1
         counts = -(-(lengths - 1).clip(min=0) // (length - 1))
     document = numpy.repeat(numpy.arange(len(lengths)), counts)
-    number = numpy.arange(len(document)) - numpy.repeat(counts.cumsum() - counts, counts)
+    first = counts.cumsum() - counts
+    number = numpy.arange(len(document)) - numpy.repeat(first, counts)
     start = number * (length - 1)
-    return numpy.stack((document, start, numpy.minimum(start + length, lengths[document])))
+    stop = numpy.minimum(start + length, lengths[document])
+    return numpy.stack((document, start, stop))
 
 
 def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
@@ -255,11 +249,13 @@ def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
     chosen = numpy.empty_like(pieces)
     counts = []
     for first in range(0, count, WINDOW):
-        window = pieces[:, order(torch.arange(first, min(first + WINDOW, count))).numpy()]
+        positions = torch.arange(first, min(first + WINDOW, count))
+        window = pieces[:, order(positions).numpy()]
         rows = best_fit(window[2] - window[1], length)
         # In random order: the first rows have the longest documents.
         number = torch.arange(int(rows.max()) + 1)
-        rows = epoch_order("randperm", len(number), SEED, 1 + first)(number).numpy()[rows]
+        shuffled = epoch_order("randperm", len(number), SEED, 1 + first)
+        rows = shuffled(number).numpy()[rows]
         chosen[:, first : first + WINDOW] = window[:, rows.argsort(kind="stable")]
         counts.append(numpy.bincount(rows))
     return chosen, numpy.concatenate(([0], *counts)).cumsum()
@@ -269,8 +265,7 @@ def best_fit(sizes: Ints, length: int) -> Ints:
     """The row of each piece: the longest piece first, each into the fullest row that has room.
 
     Pieces of one size are placed together: a row that takes one is the fullest for the next, so it
-    takes as many as it has room for. Source of packing by best fit: Ding et al. 2024,
-    arXiv:2404.10830.
+    takes as many as it has room for. Source: Ding et al. 2024, arXiv:2404.10830.
     """
     order = numpy.argsort(-sizes, kind="stable")
     row_of: list[int] = []  # of the pieces in this order
@@ -310,10 +305,9 @@ def best_fit(sizes: Ints, length: int) -> Ints:
 
 
 class TokenShares:
-    """The shares of padding and of counted tokens, of this rank's micro-batches as they are read.
+    """The shares of padding, of counted tokens and, of these, of a mixture's sources.
 
     A task calls `count` in its tokens(batch) and returns `read()` from its train_metrics.
-    source_names: of a mixture.
     """
 
     def __init__(self, source_names: Sequence[str] = ()):
@@ -334,7 +328,7 @@ class TokenShares:
         return int(batch["tokens"])
 
     def read(self, world: Any) -> dict[str, Tensor]:
-        """The shares since the last call over all ranks of the `World`, which all call it.
+        """The shares since the last call, in percent, over all ranks of the `World`: all call it.
 
         padding_pct: of the places in rows; counted_pct: of the tokens; counted_pct_NAME: of the
         counted tokens. Scalars on the world's device.

@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ FORMAT = 1  # newer ones are refused
 MANIFEST = "tokens.json"
 INDEX = "documents.bin"
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
-OPEN_SHARDS = 64  # per process: a memory map keeps its file open, and the usual limit is 1,024
 TOTALS = ("documents", "tokens", "counted")
 Array = np.ndarray[Any, Any]
 
@@ -128,9 +126,9 @@ def holds_tokens(path: str) -> bool:
 class TokenShards:
     """A split's documents, read from memory-mapped shards.
 
-    A document is {"input_ids" [n], "labels" [n]} int64; labels are the ids, or IGNORE_INDEX at
-    the first token and where a token is not learned. `lengths` and `firsts`: each document's tokens
-    and first learned token, int64 [documents]. Errors: DataError for a missing or damaged file, at
+    A document is {"input_ids" [n], "labels" [n]} int64; labels are the ids, or IGNORE_INDEX at the
+    first token and where a token is not learned. `lengths` and `firsts`: each document's tokens and
+    first learned token, int64 [documents]. Errors: DataError for a missing or damaged file, at
     opening (by its size) or when a document is read.
     """
 
@@ -147,27 +145,26 @@ class TokenShards:
             raise DataError(f"{folder} has no {split} split; it has {', '.join(manifest.splits)}")
         self.of = manifest.splits[split]
         self.vocabulary = manifest.vocabulary
-        self._dtype = manifest.dtype
         self._inside = folder / split
-        check_size(self._inside / INDEX, 24 * self.of.totals["documents"])
-        for shard in self.of.shards:
-            for file, facts in shard.files.items():
-                check_size(self._inside / file, facts["bytes"])
-        self._index = mapped(self._inside / INDEX, "<i8").reshape(-1, 3)
+        index = mapped(self._inside / INDEX, 24 * self.of.totals["documents"])
+        self._index = index.view("<i8").reshape(-1, 3)
         self.lengths = self._index[:, 1]
         self.firsts = self._index[:, 2]
         self._starts = [0, *accumulate(shard.tokens for shard in self.of.shards)]
-        self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
+        self._tokens: list[Array] = []
+        self._counted: list[Array | None] = []
+        for shard in self.of.shards:
+            files = shard.files.items()
+            tokens, *counted = [mapped(self._inside / file, of["bytes"]) for file, of in files]
+            self._tokens.append(tokens.view(manifest.dtype))
+            self._counted.append(next(iter(counted), None))
+        # The identity of the tokens: the same wherever and however they were made.
+        parts = [[shard.index_xxh3, shard.files] for shard in self.of.shards]
+        content = json.dumps([manifest.dtype.name, parts], sort_keys=True)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def __reduce__(self) -> Any:
         return TokenShards, (self.folder, self.split)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """The identity of the tokens: the same wherever and however they were made."""
-        parts = [[shard.index_xxh3, shard.files] for shard in self.of.shards]
-        content = json.dumps([self._dtype.name, parts], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def __len__(self) -> int:
         return len(self._index)
@@ -183,9 +180,9 @@ class TokenShards:
         start = int(self._index[number, 0])
         length = min(int(self.lengths[number]), last) - first
         shard = bisect_right(self._starts, start) - 1
-        tokens, counted = self._open(shard)
+        counted = self._counted[shard]
         start += first - self._starts[shard]
-        ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
+        ids = torch.from_numpy(self._tokens[shard][start : start + length].astype(np.int64))
         where = f"document {number} of {self._inside}"
         check = f"check the files with python -m dist_amp.tokenize --check {self.folder}"
         if len(ids) != length or length == 0:
@@ -204,11 +201,6 @@ class TokenShards:
             labels[0] = IGNORE_INDEX  # it is predicted from nothing
         return {"input_ids": ids, "labels": labels}
 
-    def _open_shard(self, number: int) -> tuple[Array, Array | None]:
-        tokens, *masks = [self._inside / file for file in self.of.shards[number].files]
-        counted = [mapped(mask, np.uint8) for mask in masks]
-        return mapped(tokens, self._dtype), next(iter(counted), None)
-
     def check_hashes(self) -> None:
         """Errors: DataError for a file whose content is not what was written."""
         with (self._inside / INDEX).open("rb") as index:
@@ -220,12 +212,8 @@ class TokenShards:
                     check_hash(path, path.read_bytes(), facts["xxh3"])
 
 
-def mapped(path: Path, dtype: Any) -> Array:
-    """A memory map as a plain ndarray: slices of a memmap take microseconds more."""
-    return np.memmap(path, dtype, "r").view(np.ndarray)
-
-
-def check_size(path: Path, size: int) -> None:
+def mapped(path: Path, size: int) -> Array:
+    """A memory map of a file's bytes. Errors: DataError if it is missing or of another size."""
     fix = "copy it again, or make the tokens again with dist_amp.tokenize"
     try:
         actual = path.stat().st_size
@@ -233,6 +221,8 @@ def check_size(path: Path, size: int) -> None:
         raise DataError(f"{path} can't be read ({error.strerror}); {fix}") from error
     if actual != size:
         raise DataError(f"{path} has {actual:,} bytes, not {size:,}; {fix}")
+    # Unlike numpy's map, torch's does not keep the file open: the usual limit is 1,024.
+    return torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()
 
 
 def check_hash(path: Path, content: bytes, expected: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.loading.loader import load
 from dist_amp.settings import DataConfig
-from dist_amp.sources.conversations import are_chats, check_rows, encode_rows, needed_columns
+from dist_amp.sources.conversations import RowEncoder, are_chats, check_rows
 from dist_amp.sources.load import load_rows, warn
 from dist_amp.sources.token_shards import (
     FORMAT,
@@ -47,9 +47,8 @@ Say = Callable[[str], None]
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
     """A split's documents as {"input_ids" [n], "labels" [n]} int64; None without such a split.
 
-    rows: in place of those that `data` names, such as what a task ships with. labels: the ids, or
-    IGNORE_INDEX (-100) where a token is not learned. The dataset also has `fingerprint` and, except
-    where a Parquet view's rows are tokenized as they are read, `lengths` and `firsts`. Errors:
+    rows: in place of those that `data` names. labels: the ids, or IGNORE_INDEX (-100) where a token
+    is not learned. The result is `TokenShards`, or of a Parquet view `TokenizedWhenRead`. Errors:
     DataError for rows or tokens that do not fit; ConfigError for tokens of another tokenizer.
     """
     if data.tokenizer not in ("auto", tokenizer.name):
@@ -117,13 +116,11 @@ def source_fingerprint(rows: Any) -> str:
     return str(getattr(rows, "fingerprint", None) or rows._fingerprint)
 
 
-class TokenizedWhenRead:
-    """Rows that are tokenized when they are read: their lengths are not known in advance.
-
-    Rows without anything to learn stay in.
-    """
+class TokenizedWhenRead(RowEncoder):
+    """Rows that are tokenized when they are read, so of unknown lengths, some with no label."""
 
     def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
+        super().__init__(rows, tokenizer, text_column)
         template = getattr(tokenizer.chat, "chat_template", "")
         if "strftime_now" in str(template) and are_chats(rows):
             raise ConfigError(
@@ -131,9 +128,6 @@ class TokenizedWhenRead:
                 "as they are read (data.view=parquet) would differ after a resume; tokenize them "
                 "first, by python -m dist_amp.tokenize"
             )
-        self.rows = needed_columns(rows, text_column)
-        self.tokenizer = tokenizer
-        self.text_column = text_column
         self.fingerprint = short_hash(source_fingerprint(rows), tokenizer.identity, text_column)
         self.shuffled = self.rows.shuffled
 
@@ -145,8 +139,7 @@ class TokenizedWhenRead:
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Tensor]]:
         samples = []
-        encoded = encode_rows(self.rows, numbers, self.tokenizer, self.text_column)
-        for number, (ids, labels) in zip(numbers, encoded, strict=True):
+        for number, (ids, labels) in zip(numbers, self.encode(numbers), strict=True):
             if not ids:
                 raise DataError(
                     f"row {number} has no tokens; remove it, or use dist_amp.tokenize, which "
@@ -167,14 +160,17 @@ def tokenize(
 ) -> Manifest:
     """Write the splits' rows as tokens, or continue an interrupted run; nothing if complete.
 
-    splits: {name: rows}. One process at a time writes a folder; others wait, and find it complete.
-    workers: processes that encode; 0: this one. The files do not depend on their number, nor on
-    interruptions: a shard is complete once the manifest lists it. Errors: ConfigError if the folder
-    holds other tokens or other files; DataError for a row that can't be encoded, and if no row of a
-    split has anything to learn; Failure if the folder can't be written.
+    splits: {name: rows}. workers: processes that encode; 0: this one. The files do not depend on
+    their number, nor on interruptions. Errors: ConfigError if the folder holds other tokens or
+    other files; DataError for a row that can't be encoded, and if no row of a split has anything to
+    learn; Failure if the folder can't be written.
     """
     from filelock import FileLock, Timeout
 
+    sources = {
+        name: Split(source_fingerprint(rows), len(rows), are_chats(rows))
+        for name, rows in splits.items()
+    }
     wanted = Manifest(
         tokenizer.name,
         tokenizer.identity,
@@ -182,10 +178,7 @@ def tokenize(
         tokenizer.end,
         text_column,
         shard_tokens,
-        splits={
-            name: Split(source_fingerprint(rows), len(rows), are_chats(rows))
-            for name, rows in splits.items()
-        },
+        splits=sources,
     )
     manifest = existing_manifest(folder, wanted)
     if manifest is not None and manifest.complete:
@@ -207,7 +200,8 @@ def tokenize(
             manifest.write(folder)
         if not manifest.complete:
             for name, rows in splits.items():
-                manifest = tokenize_split(folder, name, manifest, rows, tokenizer, say, workers)
+                chunks = Chunks(rows, tokenizer, text_column)
+                manifest = tokenize_split(folder, name, manifest, chunks, say, workers)
             manifest = replace(manifest, complete=True)
             manifest.write(folder)
         return manifest
@@ -248,31 +242,24 @@ def origin(manifest: Manifest) -> list[str]:
 
 
 def tokenize_split(
-    folder: Path,
-    name: str,
-    manifest: Manifest,
-    rows: Any,
-    tokenizer: Tokenizer,
-    say: Say,
-    workers: int,
+    folder: Path, name: str, manifest: Manifest, chunks: "Chunks", say: Say, workers: int
 ) -> Manifest:
     """Write the rows that the split's shards lack; returns the manifest that lists them."""
     from datasets.utils import tqdm
 
     shards = manifest.splits[name].shards
     begin = shards[-1].end_row if shards else 0
-    end = len(rows)
+    end = len(chunks.rows)
     if begin == end:
         return manifest
-    chunks = [range(row, min(row + CHUNK_ROWS, end)) for row in range(begin, end, CHUNK_ROWS)]
-    encoder = Encoder(rows, tokenizer, manifest.text_column)
+    ranges = [range(row, min(row + CHUNK_ROWS, end)) for row in range(begin, end, CHUNK_ROWS)]
     documents: list[tuple[Array, Array]] = []  # of the shard in progress
     tokens = 0
     start = reported = time.monotonic()
-    encoded, close = load(encoder, lambda: chunks, workers=workers, pin_memory=False, rank=0)
+    encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
     try:
         with tqdm(desc=f"{name}: tokenizing", total=end, initial=begin, unit=" rows") as bar:
-            for chunk, batch in zip(chunks, encoded, strict=True):
+            for chunk, batch in zip(ranges, encoded, strict=True):
                 if isinstance(batch, DataError):
                     raise batch
                 for row, ids, learned in batch:
@@ -288,10 +275,8 @@ def tokenize_split(
                     reported = now
                     rate = (chunk.stop - begin) / (now - start)
                     left = tqdm.format_interval((end - chunk.stop) / rate)
-                    say(
-                        f"data: {name}: tokenized {chunk.stop:,} of {end:,} rows, {rate:,.0f} "
-                        f"rows/s, {left} left"
-                    )
+                    done = f"data: {name}: tokenized {chunk.stop:,} of {end:,} rows"
+                    say(f"{done}, {rate:,.0f} rows/s, {left} left")
     except (RuntimeError, OSError, EOFError) as error:
         if not workers:
             raise
@@ -307,21 +292,15 @@ def tokenize_split(
     return write_shard(folder, name, manifest, documents, end)
 
 
-class Encoder:
+class Chunks(RowEncoder):
     """Map-style: a range of rows -> (row, ids [n], which are learned [n] bool) of its documents.
 
-    Rows without anything to learn are left out. A row that can't be encoded gives a DataError in
-    place of the range, for the parent of a worker to raise.
+    A DataError is returned in their place, for the parent of a worker to raise.
     """
-
-    def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
-        self.rows = needed_columns(rows, text_column)
-        self.tokenizer = tokenizer
-        self.text_column = text_column
 
     def __getitem__(self, chunk: range) -> list[tuple[int, Array, Array]] | DataError:
         try:
-            encoded = encode_rows(self.rows, chunk, self.tokenizer, self.text_column)
+            encoded = self.encode(chunk)
         except DataError as error:
             return error
         documents = []

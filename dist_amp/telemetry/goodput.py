@@ -54,16 +54,14 @@ class Goodput:
         return {"perf/goodput_pct": 100 * share, "spent_seconds": by_kind(self.seconds)}
 
     def summary(self, failed: bool) -> dict[str, Any]:
-        """What summary.json says; after a failure up to the last log step: the device may be dead.
-
-        "elsewhere" is starting, what lies between attempts, and steps that were taken again.
-        """
+        """What summary.json says; after a failure of the time up to the last log step."""
         seconds = self.seconds
         wall = self.wall_seconds
         if not failed:
             interval = self._metrics.interval
             since = self._metrics.world.clock.so_far()
             seconds = seconds + spent(since, interval.applied, interval.skipped)
+        # Starting, what lies between attempts, and steps that were taken again.
         elsewhere = max(wall - float(seconds.sum()), 0.0)
         return {
             "goodput": round(min(float(seconds[0]) / wall, 1.0), 6),

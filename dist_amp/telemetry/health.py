@@ -191,10 +191,7 @@ class Gpu:
 
 
 def host_tags(of_machine: bool, root: str = "/") -> dict[str, float]:
-    """{tag: GiB} of this process and, of_machine, of the machine or its container; none off Linux.
-
-    In a container with a limit, its cache counts as free.
-    """
+    """{tag: GiB} of this process and, of_machine, of its machine or container; none off Linux."""
     tags: dict[str, float] = {}
     if resident := resident_bytes():
         tags["memory/host_rss_GiB"] = resident / GIB

@@ -258,9 +258,8 @@ class Metrics:
 def memory_use(device: torch.device) -> tuple[int, ...]:
     """(peak, current, reserved) bytes, and the allocator's retries.
 
-    On a GPU of torch's allocator: what it holds of the GPU, in use or not, and how often it had to
-    free memory and ask again, each time waiting for the device. On a CPU of the process's resident
-    set; nothing is reserved.
+    On a GPU of torch's allocator: reserved is what it holds, in use or not; a retry frees memory
+    and waits for the device. On a CPU of the process's resident set; nothing is reserved.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)

@@ -92,10 +92,9 @@ def known_peak(device_name: str, dtype: str) -> float:
 
 
 def log_mfu(metrics: Metrics, config: Config, task: Task, parallel: Parallel) -> None:
-    """Log MFU, if the peak of every rank's device and the task's count are known.
+    """Log MFU, or say what is missing for it on GPUs or with metrics.peak_flops set.
 
-    On GPUs, and if metrics.peak_flops is set, it says once what is missing. Every rank calls it.
-    Errors: DataError if the task's flops_per_item does not return a number of operations.
+    Every rank calls it. Errors: those of `flops_per_item`.
     """
     peak = config.metrics.peak_flops
     if peak == "auto" and metrics.world.device.type != "cuda":

@@ -96,7 +96,8 @@ class TensorBoardWriter:
             add(self._open())
         except OSError as error:  # also one of the writer's thread, which the next write raises
             self._writer = None
-            self._retry_at = time.monotonic() + RETRY_SECONDS
+            if not isinstance(error, FileNotFoundError):  # a folder that was removed is made anew
+                self._retry_at = time.monotonic() + RETRY_SECONDS
             if not self._has_warned:
                 self._has_warned = True
                 self._warn(

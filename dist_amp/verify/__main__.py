@@ -145,7 +145,7 @@ def verify(
     say(f"compare  {total} combinations, each {steps}; about {about}")
     for size, of_size in rows.items():
         if of_size:
-            names = [", ".join(dict.fromkeys(row[column] for row in of_size)) for column in (1, 2)]
+            names = [", ".join(dict.fromkeys(str(row[at]) for row in of_size)) for at in (1, 2)]
             say(f"{size:>5} {'ranks' if size > 1 else 'rank '}  {' in '.join(names)}")
     say(f"\n{HEADER}")
     failed = 0

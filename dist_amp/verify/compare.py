@@ -256,7 +256,7 @@ def gradients_by_mistake(run: Comparison, step: int) -> dict[str, Values]:
         "only the last micro-batch is summed over ranks: no_sync must surround forward and "
         "backward": torch.where(last, 1 / total, rank_0),
     }
-    mixed = {}
+    mixed: dict[str, Values] = {}
     for mistake, factor in factors.items():
         factor = factor.expand_as(weight)
         mixed[mistake] = {

@@ -349,9 +349,9 @@ def _at_tokens(trace: Trace, second: Tensor) -> Trace:
     def chosen(values: list[Tensor]) -> list[Tensor]:
         found = []
         for value in values:
-            value = _by_token(value, *second.shape)
-            if value is not None:
-                found.append(value[second[:, : value.shape[1]]])
+            by_token = _by_token(value, *second.shape)
+            if by_token is not None:
+                found.append(by_token[second[:, : by_token.shape[1]]])
         return found
 
     calls = {}
