@@ -62,22 +62,6 @@ def test_a_folder_of_a_live_run_is_refused_with_its_process_and_one_of_a_dead_ru
         pass
 
 
-@pytest.mark.slow
-def test_a_second_run_in_a_live_runs_folder_is_refused_and_the_first_goes_on(
-    launch, tmp_path, monkeypatch
-):
-    words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "600", "--run.dir", "run"]
-    first = launch.start(0, *words)
-    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
-    second = launch(0, *words)
-    assert second.returncode == 1
-    assert f"error: run.dir=run is in use by a live run (process {first.pid} on" in second.stderr
-    assert first.poll() is None
-    first.terminate()
-    first.communicate(timeout=300)
-    assert first.returncode == 75
-
-
 def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
     """They hold its sockets: while one lives, the other ranks can't know that theirs is dead."""
     # torch's own check for the parent, every five seconds, must not be what ends them.

@@ -121,18 +121,6 @@ def test_a_scale_that_begins_below_its_bound_is_refused():
         make_run(World(), Tiny(), "--precision.dtype", "fp16", "--precision.scaler.init_scale", 0.5)
 
 
-def test_a_collapsed_scale_ends_the_main_job_with_its_own_status(launch, tmp_path):
-    words = ["--task.target", "tiny:AlwaysNan", "--precision.dtype", "fp16", "--run.dir", "run"]
-    words += ["--precision.scaler.init_scale", 2, "--metrics.log_every", 1]
-    done = launch(0, *words, "--train.max_skips_in_a_row", 1000)
-    assert done.returncode == 70
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    ended = [summary[name] for name in ("exit_code", "stopped_by", "skipped_steps")]
-    assert ended == [70, "failed", 2]
-    assert "below 1: gradients stay infinite" in summary["cause"]
-    assert summary["cause"] in done.stderr.strip().splitlines()[-1]
-
-
 def measure_each(world, task, *runs):
     """`measurements` of each run's words."""
     return [measurements(world, task, words) for words in runs]

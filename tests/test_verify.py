@@ -158,11 +158,6 @@ def test_a_mistake_on_its_command_line_is_rejected(verify, args, words):
     assert len(errors.splitlines()) == 1
 
 
-def test_an_estimate_is_in_round_numbers():
-    words = [verify_main.in_words(seconds) for seconds in (3, 94, 150, 9000)]
-    assert words == ["10 s", "90 s", "2 min", "2.5 h"]
-
-
 def test_each_number_of_ranks_has_the_strategies_that_exist_on_it():
     rows = [verify_main.rows_of(size, verify_main.STRATEGIES, ["fp32"]) for size in (1, 3, 4)]
     strategies = [[row[1] for row in of_size] for of_size in rows]
