@@ -17,8 +17,6 @@ import pytest
 from chaos import LAYOUTS, Chaos, Process, as_options, differences
 from conftest import ROOT
 
-from dist_amp.checkpoint.format import all_checkpoints
-
 WORDS = {
     "train.steps": 150,
     "metrics.log_every": 10,
@@ -259,33 +257,3 @@ def test_a_host_that_stays_away_ends_the_run_and_the_same_command_goes_on(hosts,
     assert [a.end(), b.end()] == [0, 0]
     assert "resumed from step" in a.text
     assert differences(folder / "run", chaos.through()) == []
-
-
-@pytest.mark.slow
-def test_hosts_with_other_code_settings_or_versions_are_told_both(hosts, chaos, tmp_path):
-    folder, other = chaos.new_folder(), tmp_path / "other"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "dist_amp", other / "dist_amp", ignore=ignored)
-    with (other / "dist_amp/step.py").open("a") as file:
-        file.write("# edited\n")
-    words, path = chaos.words | {"run.timeout_seconds": 60}, f"{other}:{ROOT / 'tests'}"
-    a = hosts.start("a", folder, words, MAX_RESTARTS="0")
-    b = hosts.start("b", folder, words | {"optim.lr": 1e-3}, MAX_RESTARTS="0", PYTHONPATH=path)
-    assert [a.end(), b.end()] == [64, 64]
-    (told,) = [line for line in a.lines + b.lines if line.startswith("error: the ranks differ")]
-    assert "dist_amp/step.py is " in told
-    assert "optim.lr is 0.0003 on rank 0 (host-a), 0.001 on rank 1 (host-b)" in told
-    same = "the same code, versions and settings (environment, config files)"
-    assert told.endswith(f"; start all of them with {same}")
-    assert not all_checkpoints(folder / "run")
-
-
-@pytest.mark.slow
-def test_hosts_that_count_another_number_of_hosts_wait_so_long_and_have_said_for_what(hosts, chaos):
-    folder = chaos.new_folder()
-    a = hosts.start("a", folder, chaos.words, RDZV_TIMEOUT="5")
-    b = hosts.start("b", folder, chaos.words, RDZV_TIMEOUT="5", NNODES="3")
-    assert [a.end(), b.end()] == [1, 1]
-    for text, host in ((a.text, "0 of 2 (10.213.0.1)"), (b.text, "1 of 3 (10.213.0.2)")):
-        assert f"machine {host}: waits at most 5 s for the others at 10.213.0.1:29500" in text
-    assert "not all of --nnodes=2 machines joined the rendezvous at" in a.text

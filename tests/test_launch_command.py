@@ -76,16 +76,15 @@ def nothing_starts(monkeypatch):
 # ---- the command line
 
 
-def test_torchruns_options_stand_anywhere_and_none_is_mistaken_for_a_setting_that_begins_like_it():
-    words = "--config a.toml --nproc-per-node 4 --standalone --no.x=1 --r.a -1".split()
-    options, module, settings = command.parse(words)
-    assert (options.nproc_per_node, options.standalone) == ("4", True)
-    assert (module, settings) == ("dist_amp.train", "--config a.toml --no.x=1 --r.a -1".split())
-
-
 @pytest.mark.parametrize(
     ("words", "nodes", "module", "rest"),
     [
+        (
+            "--config a --nnodes 2 --standalone --no.x=1 --r.a -1",
+            "2",
+            "dist_amp.train",
+            "--config a --no.x=1 --r.a -1".split(),
+        ),
         ("--nnodes=2 -m dist_amp.train --a.b 1", "2", "dist_amp.train", ["--a.b", "1"]),
         ("-m=mine -- 2", "1:1", "mine", ["--", "2"]),
         ("--module=mine", "1:1", "mine", []),
@@ -93,7 +92,7 @@ def test_torchruns_options_stand_anywhere_and_none_is_mistaken_for_a_setting_tha
         ("-m mine --nnodes 2", "1:1", "mine", ["--nnodes", "2"]),
     ],
 )
-def test_the_module_may_be_written_as_for_torchrun_and_ends_torchruns_options(
+def test_torchruns_options_stand_anywhere_before_the_module_and_no_setting_is_taken_for_one(
     words, nodes, module, rest
 ):
     options, *found = command.parse(words.split())

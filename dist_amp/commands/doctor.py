@@ -57,7 +57,9 @@ def run(argv: Sequence[str]) -> int:
     size = os.environ.get("WORLD_SIZE", "1")
     ranks = int(size) if size.isdigit() else 1
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    checks = machine_checks(ranks) if is_first_here else []
+    checks = []
+    if is_first_here:
+        checks = machine_checks(ranks)
     if size == "1":
         return show(checks, 1, options.json)
     shows = os.environ.get("RANK") == "0"
@@ -70,7 +72,9 @@ def run(argv: Sequence[str]) -> int:
         if not isinstance(error, Failure):
             why = f"{type(error).__name__}: {first_line(error)}"
         checks.append(fail("ranks", f"they can't work together: {why}"))
-    return show(checks, ranks, options.json) if shows else 0
+    if shows:
+        return show(checks, ranks, options.json)
+    return 0
 
 
 def show(checks: Sequence[Any], ranks: int, as_json: bool) -> int:

@@ -84,6 +84,12 @@ warn = partial(Check, "warn")
 fail = partial(Check, "fail")
 
 
+def ok_if(good: bool, otherwise: Check) -> Check:
+    if good:
+        return replace(otherwise, status="ok", fix="")
+    return otherwise
+
+
 def made(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
     """What the checks find; a warning that says how for one that fails itself."""
     found: list[Check] = []
@@ -118,8 +124,10 @@ def machine_checks(ranks: int) -> list[Check]:
 
 def some_of(texts: Sequence[str]) -> str:
     """The first four, and how many more there are."""
-    more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
-    return ", ".join(texts[:4]) + more
+    shown = ", ".join(texts[:4])
+    if len(texts) > 4:
+        shown += f" and {len(texts) - 4} more"
+    return shown
 
 
 # --- versions
@@ -209,19 +217,15 @@ def gpus() -> Iterator[Check]:
         driver = driver_branch()
         oldest = OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]), 0)
         build = f"torch is built for CUDA {torch.version.cuda}, which needs {oldest} or newer"
-        verdict = ok if driver >= oldest else warn
-        yield verdict("driver", f"{driver or 'unknown'}; {build}")
+        yield ok_if(driver >= oldest, warn("driver", f"{driver or 'unknown'}; {build}"))
 
 
 def communication() -> Iterator[Check]:
-    """The libraries by which the ranks exchange data."""
-    missing = ("missing in this build of torch", "install one from pytorch.org")
-    if not dist.is_available() or not dist.is_gloo_available():
-        yield fail("gloo", *missing)
+    """The library by which GPUs exchange data."""
     if not torch.cuda.is_available():
         yield ok("nccl", "not needed without a GPU")
     elif not dist.is_nccl_available():
-        yield fail("nccl", *missing)
+        yield fail("nccl", "missing in this build of torch", "install one from pytorch.org")
     else:
         yield ok("nccl", ".".join(map(str, torch.cuda.nccl.version())))
 
@@ -239,20 +243,18 @@ def precisions() -> Iterator[Check]:
             elif capability >= works:
                 words[dtype] = "emulated"
         text = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
-        if words["bf16"] == "native":
-            yield ok("precision", text)
-        else:
-            yield warn("precision", text, "use --precision.dtype fp16")
+        emulated = warn("precision", text, "use --precision.dtype fp16")
+        yield ok_if(words["bf16"] == "native", emulated)
     on_cpu = []
     slow = {dtype: cpu_slowdown(dtype) for dtype in CAPABILITY}
     for dtype, times in slow.items():
-        word = "native" if times < EMULATED else f"emulated ({times:.0f}x slower)"
+        word = "native"
+        if times >= EMULATED:
+            word = f"emulated ({times:.0f}x slower)"
         on_cpu.append(f"{dtype} {word}")
     text = f"{', '.join(on_cpu)}, fp8 none on the CPU"
-    if kinds or slow["bf16"] < EMULATED:
-        yield ok("precision", text)
-    else:
-        yield warn("precision", text, "train with --use_amp false on this CPU")
+    emulated = warn("precision", text, "train with --use_amp false on this CPU")
+    yield ok_if(bool(kinds) or slow["bf16"] < EMULATED, emulated)
 
 
 # --- network
@@ -329,13 +331,13 @@ def open_files(ranks: int) -> Iterator[Check]:
         return
     enough_for = max((hard - OTHER_FILES) // 3 + 1, 1)
     text = f"{hard:,} per process: enough for {enough_for:,} ranks"
-    if enough_for >= max(ranks, FEW_RANKS):
-        yield ok("open files", text)
-        return
     needed = 3 * (max(ranks, FEW_RANKS) - 1) + OTHER_FILES
     fix = f"ulimit -Hn {needed} before the launch, LimitNOFILE= of the service"
-    verdict = fail if enough_for < ranks else warn
-    yield verdict("open files", text, f"{fix}, docker run --ulimit nofile={needed}")
+    verdict = warn
+    if enough_for < ranks:
+        verdict = fail
+    little = verdict("open files", text, f"{fix}, docker run --ulimit nofile={needed}")
+    yield ok_if(enough_for >= max(ranks, FEW_RANKS), little)
 
 
 def folders() -> Iterator[Check]:
@@ -478,7 +480,11 @@ def matmul(world: World) -> Iterator[Check]:
 def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Check:
     """rates: TFLOP/s by rank; those that are slow are named with their hosts."""
     median = statistics.median(rates)
-    unit, name = (1.0, "TFLOP/s") if median >= 1 else (1e-3, "GFLOP/s")
+    unit = 1.0
+    name = "TFLOP/s"
+    if median < 1:
+        unit = 1e-3
+        name = "GFLOP/s"
     shown = [f"{rate / unit:.3g}" for rate in (median, min(rates), max(rates))]
     text = f"{shown[0]} {name} in {dtype} per rank (median; {shown[1]} to {shown[2]})"
     slow = sorted((rate, rank) for rank, rate in enumerate(rates) if rate * SLOW < median)

@@ -23,7 +23,7 @@ from dist_amp.config.task_class import build_task
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import DataError
 from dist_amp.loading.nested import to_device
-from dist_amp.loading.order import epoch_order, shuffled_order
+from dist_amp.loading.plan import epoch_order, shuffled_order
 from dist_amp.optim import learning_rate
 from dist_amp.precision import DTYPES
 from dist_amp.scaling.meta import build_whole
