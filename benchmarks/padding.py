@@ -18,8 +18,7 @@ import torch
 
 from benchmarks.harness import command
 from dist_amp.loading.length_groups import LengthGroups
-from dist_amp.loading.order import shuffled_order
-from dist_amp.loading.plan import Plan
+from dist_amp.loading.plan import Plan, shuffled_order
 from dist_amp.supervise.command_line import Parser
 
 SAMPLES, RANKS, STEPS = 200_000, 8, 100

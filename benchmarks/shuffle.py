@@ -10,14 +10,14 @@ consecutive steps' means, 0 in a full shuffle.
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import command
-from dist_amp.loading.order import epoch_order
-from dist_amp.loading.plan import Plan
-from dist_amp.sources.streams import shuffled, stream_order
+from dist_amp.loading.plan import Plan, epoch_order
+from dist_amp.sources.parquet import stream_order
 from dist_amp.supervise.command_line import Parser
 
 ROWS, GROUPS, LABELS, EPOCHS = 2**20, 2**14, 10, 4
@@ -66,8 +66,8 @@ def first_step_seconds(groups: int) -> float:
     torch.set_num_threads(1)
     rows = torch.full((groups,), LARGE // groups)
     started = time.thread_time()
-    name, order = shuffled(rows, STREAMS, 2)
-    plan = Plan(LARGE, 8 * 32, 32, 8, 0, 0, name, dataset_order=order)
+    order = partial(stream_order, rows, STREAMS, 2)
+    plan = Plan(LARGE, 8 * 32, 32, 8, 0, 0, "streams", dataset_order=order)
     next(plan.steps(LARGE // 2))
     return time.thread_time() - started
 

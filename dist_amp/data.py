@@ -1,16 +1,14 @@
-"""Data: a dataset's samples as this rank's micro-batches, in an order that is a pure function of
-seed and position.
+"""A dataset's samples as this rank's micro-batches, in an order by seed and position alone.
 
-The samples of all epochs form one sequence. A step takes the next `global_batch_size` of them, or
-what is left of the epoch, and shards them over ranks and micro-batches (loading/plan.py): the
-step's set of samples is the same at every world size, and resuming needs one number, how many
-samples were consumed.
+A step takes the next `global_batch_size` samples, or what is left of the epoch, and shards them
+over ranks and micro-batches (loading/plan.py): the same set at every world size. Resuming needs one
+number, how many samples were consumed.
 """
 
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -24,17 +22,16 @@ from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError
 from dist_amp.loading.loader import Fetch, load
 from dist_amp.loading.nested import tensors, to_device
-from dist_amp.loading.order import shuffled_order
-from dist_amp.loading.plan import Plan, Shard
+from dist_amp.loading.plan import Plan, Shard, shuffled_order
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
 from dist_amp.world import World
 
+Indexed = list[tuple[Any, tuple[int, ...]]]  # micro-batches with their samples' indices
+
 
 class Padding:
-    """A micro-batch that counts for nothing: for a rank with no sample left, so that all ranks run
-    the same steps.
-    """
+    """A micro-batch that counts for nothing: a rank with no sample left runs the same steps."""
 
     def __init__(self, batch: Any):
         self.batch = batch
@@ -44,8 +41,7 @@ class Padding:
 class Step:
     """One step's micro-batches on the device, or on their way there until `arrived`."""
 
-    batches: list[Any]
-    shards: list[Shard]
+    batches: Indexed
     position: int  # samples consumed after the step
     items: int
     tokens: int
@@ -53,11 +49,9 @@ class Step:
 
 
 class Batches:
-    """This rank's micro-batches, one list per step, on the device. Iterate it; set `position` first
-    to resume.
+    """This rank's micro-batches, one list per step, on the device; set `position` to resume.
 
-    `items` and `tokens` add up what was yielded; `last_step` is the last step's micro-batches with
-    their samples' indices. clock: of the loop, which spends its time here as "data".
+    clock: of the loop, which spends its time here as "data".
     """
 
     def __init__(
@@ -74,9 +68,9 @@ class Batches:
         self.plan = plan
         self.position = 0  # samples consumed by the steps that were yielded
         self.device = device
-        self.items = 0
+        self.items = 0  # in the steps that were yielded
         self.tokens = 0
-        self.last_step: list[tuple[Any, tuple[int, ...]]] = []
+        self.last_step: Indexed = []
         self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
         self.fetch = Fetch(dataset, task, split)
         self.split = split
@@ -86,7 +80,8 @@ class Batches:
         if split == "training" and hasattr(task, "tokens"):
             self._count_tokens = task.tokens
         self._workers = workers
-        self._copies = DeviceCopies(device)
+        self._stream: Any = None  # of the copies to a GPU
+        self._before_last_step: Any = None  # an event on the compute stream, ahead of its kernels
         self._ahead: Future[Step] | None = None  # the step after the one yielded last
         self._batches: Iterator[Any] | None = None
         self._steps: Iterator[tuple[int, list[Shard]]] = iter(())
@@ -95,24 +90,24 @@ class Batches:
         return self
 
     def __next__(self) -> list[Any]:
-        if self._ahead is not None:
+        if self._ahead is None:
+            step = self._fetch()
+        else:
             step = self._ahead.result()
             self._ahead = None
-        else:
-            step = self._fetch()
-        self._copies.wait_for(step)
+        if step.arrived is not None:
+            self._wait_for_copies(step)
         self.position = step.position
         self.items += step.items
         self.tokens += step.tokens
-        self.last_step = paired(step.batches, step.shards)
+        self.last_step = step.batches
         return [batch for batch, _ in self.last_step]
 
     def prefetch(self) -> None:
-        """Fetch the next step and start its copy, while a GPU computes this one: call it after
-        `train_step`.
+        """Fetch the next step and start its copy, while a GPU computes this one.
 
-        Does nothing on a CPU, or without workers: samples read in this process may draw from its
-        random generators. An error is raised by the step's own `next`.
+        Not without workers: samples read in this process may draw from its random generators. An
+        error is raised by the step's own `next`.
         """
         if self.device.type == "cpu" or not self._workers or self._ahead is not None:
             return
@@ -135,8 +130,35 @@ class Batches:
             if shard.counts:
                 items += len(shard.indices)
                 tokens += self._count_tokens(batch)
-        moved, arrived = self._copies.start(batches)
-        return Step(moved, shards, position, items, tokens, arrived)
+        arrived = None
+        if self.device.type != "cpu":
+            batches, arrived = self._start_copies(batches)
+        return Step(indexed(batches, shards), position, items, tokens, arrived)
+
+    def _start_copies(self, batches: list[Any]) -> tuple[list[Any], torch.cuda.Event]:
+        """Queue copies to the GPU: (micro-batches, the event of their arrival)."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        if self._before_last_step is not None:
+            # No more than two steps' micro-batches are in the GPU's memory.
+            self._before_last_step.synchronize()
+        with torch.cuda.stream(self._stream):
+            moved = [to_device(batch, self.device) for batch in batches]
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+        return moved, arrived
+
+    def _wait_for_copies(self, step: Step) -> None:
+        """Let kernels on the current stream from here on wait for the step's copies."""
+        compute = torch.cuda.current_stream(self.device)
+        # blocking: waiting for it takes no CPU time from other threads.
+        self._before_last_step = torch.cuda.Event(blocking=True)
+        self._before_last_step.record(compute)
+        compute.wait_event(step.arrived)
+        for tensor in tensors(step.batches):
+            if tensor.device.type == self.device.type:
+                # Else the next copy could be given its memory while kernels read it.
+                tensor.record_stream(compute)
 
     def _receive(self) -> Any:
         """Wait for the next micro-batch. Errors: DataError for a sample that can't be read."""
@@ -154,9 +176,7 @@ class Batches:
         return batch
 
     def one_epoch(self, limit: int | Literal["all"]) -> Iterator[list[Any]]:
-        """The steps of the first epoch, at most `limit` of them: for evaluation, in the same order
-        each time.
-        """
+        """The first epoch's steps, at most `limit`, in the same order each time: for evaluation."""
         steps = math.ceil(self.plan.length / self.plan.global_batch_size)
         if limit != "all":
             steps = min(limit, steps)
@@ -169,12 +189,10 @@ class Batches:
         finally:
             self.close()
 
-    def at(self, position: int) -> list[tuple[Any, tuple[int, ...]]]:
-        """The micro-batches of the step that begins at `position`, with their samples' indices,
-        fetched here again.
+    def at(self, position: int) -> Indexed:
+        """The micro-batches of the step that begins at `position`, fetched here again.
 
-        The running loader and the counts are left alone; random augmentations draw from this
-        process's generators.
+        Random augmentations draw from this process's generators.
         """
         _, shards = next(self.plan.steps(position))
         batches = []
@@ -182,7 +200,7 @@ class Batches:
             if self._workers:
                 seed_all(request.seed)  # as the worker did
             batches.append(to_device(self._checked(self.fetch[request]), self.device))
-        return paired(batches, shards)
+        return indexed(batches, shards)
 
     def _open(self, limit: int | None) -> None:
         """Start loading from `position`, for at most `limit` steps."""
@@ -193,14 +211,13 @@ class Batches:
             partial(self.plan.requests, self.position, limit),
             workers=self._workers,
             pin_memory=self.device.type == "cuda",
-            seed=self.plan.seed,
             rank=self.plan.rank,
         )
         # Also at exit: workers ignore the SIGTERM that Python sends.
         self.close = weakref.finalize(self, close)
 
 
-def paired(batches: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[Any, tuple[int, ...]]]:
+def indexed(batches: list[Any], shards: list[Shard]) -> Indexed:
     """The micro-batches with their samples' indices; those that don't count as Padding."""
     pairs = []
     for batch, shard in zip(batches, shards, strict=True):
@@ -208,54 +225,6 @@ def paired(batches: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[Any, t
             batch = Padding(batch)
         pairs.append((batch, shard.indices))
     return pairs
-
-
-class DeviceCopies:
-    """Copies micro-batches to a GPU on a stream of their own, while it computes; on a CPU it only
-    moves what is elsewhere.
-
-    `start` a step's copy, then `wait_for` it before its use, in turn. Starting waits until the
-    device has finished the step before the one used last, so that no more than two steps'
-    micro-batches are in its memory, however far the host could run ahead. cuda: torch.cuda, or what
-    stands in for it in a test.
-    """
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda):
-        self._device = device
-        self._cuda = cuda
-        self._stream: Any = None
-        self._before_last_step: Any = None  # an event on the compute stream, ahead of its kernels
-
-    def start(self, batches: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Queue the copies: (micro-batches, the event of their arrival; None on a CPU).
-
-        Errors: DataError for what can't be moved.
-        """
-        if self._device.type == "cpu":
-            return [to_device(batch, self._device) for batch in batches], None
-        if self._stream is None:
-            self._stream = self._cuda.Stream(self._device)
-        if self._before_last_step is not None:
-            self._before_last_step.synchronize()
-        with self._cuda.stream(self._stream):
-            moved = [to_device(batch, self._device) for batch in batches]
-            arrived = self._cuda.Event()
-            arrived.record(self._stream)
-        return moved, arrived
-
-    def wait_for(self, step: Step) -> None:
-        """Let kernels on the current stream from here on wait for the step's copies."""
-        if step.arrived is None:
-            return
-        compute = self._cuda.current_stream(self._device)
-        # blocking: waiting for it takes no CPU time from other threads.
-        self._before_last_step = self._cuda.Event(blocking=True)
-        self._before_last_step.record(compute)
-        compute.wait_event(step.arrived)
-        for tensor in tensors(step.batches):
-            if tensor.device.type == self._device.type:
-                # Else the next copy could be given its memory while kernels read it.
-                tensor.record_stream(compute)
 
 
 def build_batches(
@@ -285,15 +254,15 @@ def build_batches(
         if hasattr(dataset, "shuffled"):  # an order of its own, such as Parquet by row group
             order, dataset_order = dataset.shuffled(global_batch_size, world.world_size)
     plan = Plan(
-        length=length,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        world_size=world.world_size,
-        rank=world.rank,
-        seed=seed,
-        order=order,
-        drop_last=config.drop_last,
-        dataset_order=dataset_order,
+        length,
+        global_batch_size,
+        micro_batch_size,
+        world.world_size,
+        world.rank,
+        seed,
+        order,
+        config.drop_last,
+        dataset_order,
     )
     return Batches(dataset, task, plan, config.workers, world.device, clock=world.clock)
 
@@ -305,11 +274,11 @@ def build_validation(
     if dataset is None or len(dataset) == 0:
         return None
     plan = Plan(
-        length=len(dataset),
-        global_batch_size=micro_batch_size * world.world_size,
-        micro_batch_size=micro_batch_size,
-        world_size=world.world_size,
-        rank=world.rank,
+        len(dataset),
+        micro_batch_size * world.world_size,
+        micro_batch_size,
+        world.world_size,
+        world.rank,
         seed=0,
         order="dataset",
     )

@@ -1,6 +1,4 @@
-"""Fine-tuning tasks for Hugging Face models: what of a row is learned, padding, LoRA, and bad
-inputs.
-"""
+"""Fine-tuning tasks for Hugging Face models: what is learned, padding, LoRA, and bad inputs."""
 
 import logging
 import math
@@ -14,6 +12,7 @@ from tiny import make_run, parameters_of, take_steps
 
 pytest.importorskip("transformers")
 import datasets
+from PIL import Image
 from tiny_hf import CHAT, MARKED_TEMPLATE, TEMPLATE, chats, make_model, make_tokenizer, write_rows
 from transformers import AutoModelForCausalLM, ViTImageProcessorPil
 
@@ -39,47 +38,35 @@ MESSAGES = [
 QUICK = ("--train.micro_batch_size 2 --use_amp false --optim.warmup_steps 0 --eval.every 1").split()
 
 
-def learned(row, tokenizer, column="text"):
+def learned(row, tokenizer):
     """(the whole text, the parts that are learned, joined by |)."""
-    ids, labels = encode(row, of_transformers(tokenizer), column)
+    ids, labels = encode(row, of_transformers(tokenizer), "text")
     assert len(ids) == len(labels)
     assert all(label in (token, IGNORE_INDEX) for token, label in zip(ids, labels, strict=True))
     text = "".join("|" if label == IGNORE_INDEX else tokenizer.decode([label]) for label in labels)
     return tokenizer.decode(ids), "|".join(part for part in text.split("|") if part)
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE])
-def test_of_a_chat_the_assistants_turns_are_learned(template, tmp_path):
-    """With {% generation %} in the template and without."""
-    tokenizer = make_tokenizer(tmp_path, template)
-    text, parts = learned({"messages": MESSAGES}, tokenizer)
-    assert text == "<user>hi</s><assistant>one</s><user>more</s><assistant>two</s>"
-    assert parts == "one</s>|two</s>"
+# As templates do that drop the thoughts of earlier turns: the last turn alone is learned in full.
+CHANGING = CHAT.replace("BEGIN", "{% if loop.last %}think {% endif %}").replace("END", "")
+PROMPTED = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
+WHOLE = "<user>hi</s><assistant>one</s><user>more</s><assistant>two</s>"
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE])
-def test_of_a_prompt_of_messages_nothing_is_learned(template, tmp_path):
-    row = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
-    assert learned(row, make_tokenizer(tmp_path, template))[1] == "two</s>"
-
-
-def test_of_a_prompt_and_completion_the_completion_and_its_end_are_learned(tmp_path):
-    row = {"prompt": "2 + 2 = ", "completion": "4"}
-    assert learned(row, make_tokenizer(tmp_path)) == ("2 + 2 = 4</s>", "4</s>")
-
-
-def test_of_plain_text_everything_is_learned(tmp_path):
-    assert learned({"body": "a b"}, make_tokenizer(tmp_path), "body") == ("a b</s>", "a b</s>")
-
-
-def test_a_turn_that_the_template_renders_in_another_way_later_is_not_half_learned(tmp_path):
-    """As templates do that drop the thoughts of earlier turns: the last turn alone is learned in
-    full.
-    """
-    template = CHAT.replace("BEGIN", "{% if loop.last %}think {% endif %}").replace("END", "")
-    text, parts = learned({"messages": MESSAGES}, make_tokenizer(tmp_path, template))
-    assert text == "<user>hi</s><assistant>one</s><user>more</s><assistant>think two</s>"
-    assert parts == "think two</s>"
+@pytest.mark.parametrize(
+    ("row", "template", "text", "parts"),
+    [
+        ({"messages": MESSAGES}, TEMPLATE, WHOLE, "one</s>|two</s>"),
+        ({"messages": MESSAGES}, MARKED_TEMPLATE, WHOLE, "one</s>|two</s>"),
+        (PROMPTED, TEMPLATE, WHOLE, "two</s>"),
+        (PROMPTED, MARKED_TEMPLATE, WHOLE, "two</s>"),
+        ({"prompt": "2 + 2 = ", "completion": "4"}, TEMPLATE, "2 + 2 = 4</s>", "4</s>"),
+        ({"text": "a b"}, TEMPLATE, "a b</s>", "a b</s>"),
+        ({"messages": MESSAGES}, CHANGING, WHOLE.replace("two", "think two"), "think two</s>"),
+    ],
+)
+def test_answers_completions_and_plain_texts_are_learned(row, template, text, parts, tmp_path):
+    assert learned(row, make_tokenizer(tmp_path, template)) == (text, parts)
 
 
 def causal(folder, rows, **options):
@@ -95,14 +82,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_padding_changes_no_samples_loss_and_the_weight_counts_what_is_learned(folder):
+def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(folder):
     task = causal(folder, chats())
     samples = [task.build_dataset("train")[number] for number in range(4)]
     model, batch = build_whole(task, CPU).eval(), task.collate(samples)
     lengths = [len(sample["input_ids"]) for sample in samples]
     assert len(set(lengths)) > 1
     assert batch["attention_mask"].sum(1).tolist() == lengths
-    assert batch["input_ids"].shape == (4, max(lengths))
     together = task.loss_sum(model, batch)
     alone = [task.loss_sum(model, task.collate([sample])) for sample in samples]
     # The same sums in another order: float32 rounding of 4 samples of some 10 tokens with a loss of
@@ -111,15 +97,9 @@ def test_padding_changes_no_samples_loss_and_the_weight_counts_what_is_learned(f
     weights = [int((sample["labels"][1:] != IGNORE_INDEX).sum()) for sample in samples]
     assert task.weight(batch) == sum(weights)
     assert task.tokens(batch) == sum(lengths)
-
-
-def test_the_loss_is_that_of_transformers(folder):
-    task = causal(folder, chats())
-    batch = task.collate([task.build_dataset("train")[number] for number in range(4)])
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(**tensors).loss
-    ours = task.loss_sum(build_whole(task, CPU).eval(), batch) / task.weight(batch)
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(together / task.weight(batch), theirs)
 
 
 @pytest.mark.bad_input("rows of which nothing can be learned within `task.args.length`")
@@ -172,19 +152,11 @@ def test_fine_tuning_on_two_ranks_is_that_on_one(options, strategy, folder):
 
 
 def continued(world, folder, strategy, steps):
-    """A run with adapters in bf16 on frozen bf16 weights, up to so many steps, and saved: its
-    parameters.
-    """
+    """Two steps of a run with adapters on frozen bf16 weights, saved: parameters before and after."""
     task = causal(folder, chats(), lora_rank=2)
-    words = (
-        f"--train.global_batch_size 4 --train.micro_batch_size {4 // world.world_size} "
-        "--train.steps 4"
-    ).split()
-    words += (
-        f"--parallel.strategy {strategy} --run.dir {folder / 'run'} --run.resume auto "
-        "--optim.lr 0.01"
-    ).split()
-    run = make_run(world, task, *words)
+    words = f"--train.global_batch_size 4 --train.micro_batch_size {4 // world.world_size} "
+    words += f"--parallel.strategy {strategy} --run.dir {folder / 'run'} --run.resume auto "
+    run = make_run(world, task, *words.split(), "--train.steps", 4, "--optim.lr", 0.01)
     assert run.step == steps - 2
     before = parameters_of(run)
     take_steps(run, 2)
@@ -193,9 +165,7 @@ def continued(world, folder, strategy, steps):
 
 
 def test_adapters_resume_under_another_strategy(tmp_path):
-    """Trained under FSDP2: the checkpoint has the adapters alone, the frozen weights come from the
-    files again.
-    """
+    """The checkpoint has the adapters alone; the frozen weights come from the files again."""
     make_tokenizer(make_model(tmp_path, dtype=torch.bfloat16))
     for before, after in on_ranks(2, continued, tmp_path, "fsdp", 2):
         saved = after
@@ -217,11 +187,9 @@ def test_frozen_weights_keep_the_dtype_of_the_files_and_adapters_are_float32(tmp
     assert {p.dtype for p in whole.parameters()} == {torch.float32}
 
 
-TEXTS = [
-    {"text": word * (1 + number % 3), "label": label}
-    for number in range(12)
-    for label, word in enumerate("ab")
-]
+WORDS = [(0, "a"), (1, "b")]
+TEXTS = [{"text": word * n, "label": label} for n in (1, 2, 3) * 4 for label, word in WORDS]
+LONGER = "--train.steps 16 --train.micro_batch_size 8 --optim.lr 1e-2".split()
 
 
 @pytest.mark.parametrize(("name", "rank"), [("bert_base", 0), ("llama", 2)])
@@ -231,12 +199,7 @@ def test_texts_are_classified_by_a_new_head_or_the_files_own(name, rank, tmp_pat
     make_tokenizer(tmp_path)
     data = DataConfig(path=str(write_rows(tmp_path / "rows.jsonl", TEXTS)))
     task = HFClassification(data, str(tmp_path), classes=2, lora_rank=rank)
-    run = make_run(
-        World(),
-        task,
-        *QUICK,
-        *"--train.steps 16 --train.micro_batch_size 8 --optim.lr 1e-2".split(),
-    )
+    run = make_run(World(), task, *QUICK, *LONGER)
     take_steps(run, 16)
     values = evaluate(run)
     assert values["accuracy"] == 1
@@ -246,27 +209,13 @@ def test_texts_are_classified_by_a_new_head_or_the_files_own(name, rank, tmp_pat
 def test_images_are_classified(tmp_path):
     make_model(tmp_path, "vit")
     ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
-    shades = [[[[100 * label + number] * 3] * 16] * 16 for number in range(8) for label in range(3)]
-    images = datasets.Dataset.from_dict({"image": shades, "label": [0, 1, 2] * 8}).with_format(
-        "numpy"
-    )
-    from PIL import Image
-
-    rows = {
-        "image": [Image.fromarray(image.astype("uint8")) for image in images["image"]],
-        "label": [0, 1, 2] * 8,
-    }
-    datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).to_parquet(
-        tmp_path / "rows.parquet"
-    )
+    colors = [(100 * label + number,) * 3 for number in range(8) for label in range(3)]
+    images = [Image.new("RGB", (16, 16), color) for color in colors]
+    rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2] * 8})
+    rows.cast_column("image", datasets.Image()).to_parquet(tmp_path / "rows.parquet")
     data = DataConfig(path=str(tmp_path / "rows.parquet"), text_column="image")
     task = HFClassification(data, str(tmp_path), classes=3, of="image")
-    run = make_run(
-        World(),
-        task,
-        *QUICK,
-        *"--train.steps 16 --train.micro_batch_size 8 --optim.lr 1e-2".split(),
-    )
+    run = make_run(World(), task, *QUICK, *LONGER)
     *_, last = take_steps(run, 16)
     assert last.losses[0] / last.weight < math.log(3) / 2  # half of what guessing costs
 
@@ -275,10 +224,7 @@ def test_images_are_classified(tmp_path):
 def test_a_label_that_is_no_class(tmp_path):
     make_model(tmp_path, "bert")
     make_tokenizer(tmp_path)
-    data = DataConfig(
-        path=str(write_rows(tmp_path / "rows.jsonl", [*TEXTS, {"text": "c", "label": 2}]))
-    )
-    task = HFClassification(data, str(tmp_path), classes=2)
+    task = HFClassification(DataConfig(), str(tmp_path), classes=2)
     with pytest.raises(ValueError, match="label 2 is not one of task.args.classes=2: 0 to 1"):
         task.collate([{"text": "c", "label": 2}])
 
@@ -287,9 +233,8 @@ def test_a_label_that_is_no_class(tmp_path):
 def test_a_tokenizer_larger_than_the_embedding(tmp_path):
     make_model(tmp_path)
     make_tokenizer(tmp_path, extra=3)
-    with pytest.raises(
-        DataError, match="has 263 tokens and the model's embedding 260 rows; use the model's own"
-    ):
+    said = "has 263 tokens and the model's embedding 260 rows; use the model's own"
+    with pytest.raises(DataError, match=said):
         causal(tmp_path, chats()).build_model()
 
 
@@ -301,52 +246,40 @@ def test_an_adapter_target_that_matches_nothing(folder):
         "task.args.lora_targets=q_proj,query: 'query' matches no layer of LlamaForCausalLM; its "
         "linear layers are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
     )
-    task = {
-        "target": "dist_amp.tasks.hf_causal_lm:HFCausalLM",
-        "args": {"model": str(folder), "lora_rank": -1},
-    }
-    with pytest.raises(ConfigError, match="lora_rank=-1 must be at least 1, or 0"):
-        build_task(TaskConfig(**task), DataConfig())
 
 
 @pytest.mark.bad_input("`task.args.lora_targets` without `lora_rank`")
-def test_adapter_targets_without_a_rank(folder):
-    args = {"model": str(folder), "lora_targets": "q_proj"}
-    with pytest.raises(
-        ConfigError, match="lora_targets=q_proj needs lora_rank above 0; set it, or leave"
-    ):
-        build_task(
-            TaskConfig(target="dist_amp.tasks.hf_causal_lm:HFCausalLM", args=args), DataConfig()
-        )
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"lora_rank": -1}, "lora_rank=-1 must be at least 1, or 0"),
+        ({"lora_targets": "q_proj"}, "lora_targets=q_proj needs lora_rank above 0; set it, or le"),
+    ],
+)
+def test_settings_of_adapters_that_fit_no_adapter(args, said, folder):
+    task = TaskConfig("dist_amp.tasks.hf_causal_lm:HFCausalLM", {"model": str(folder), **args})
+    with pytest.raises(ConfigError, match=said):
+        build_task(task, DataConfig())
 
 
 @pytest.mark.bad_input(
     "a model name that is neither a folder nor on the hub, a folder without a tokenizer, or a "
     "model of another kind than the task's"
 )
-def test_a_model_that_is_no_folder_or_of_another_kind(folder, tmp_path, monkeypatch):
+def test_a_model_that_is_no_folder_or_of_another_kind(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(
-        DataError, match="=llama_nope: there is no such folder in .* it is not in the cache"
-    ) as caught:
-        HFCausalLM(DataConfig(), "llama_nope")
-    assert "HF_HUB_OFFLINE=0" not in str(caught.value)
-    with pytest.raises(
-        DataError, match="task.args.model=./absent is no folder; give a model's folder"
-    ):
-        HFCausalLM(DataConfig(), "./absent")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        DataError,
-        match="AutoTokenizer can't be read from .*empty: it has no tokenizer.json; give a",
+    for name, said in (
+        ("llama_nope", "=llama_nope: there is no such folder in .* it is not in the cache"),
+        ("./absent", "task.args.model=./absent is no folder; give a model's folder"),
+        (str(tmp_path / "empty"), "AutoTokenizer can't be read from .*empty: .*; give a folder"),
     ):
-        HFCausalLM(DataConfig(), str(tmp_path / "empty"))
-    make_model(tmp_path / "t5", "t5")
-    make_tokenizer(tmp_path / "t5")
-    with pytest.raises(
-        ConfigError, match="is a t5 model, for which there is no AutoModelForCausalLM"
-    ):
+        with pytest.raises(DataError, match=said):
+            HFCausalLM(DataConfig(), name)
+    make_tokenizer(make_model(tmp_path / "t5", "t5"))
+    said = "is a t5 model, for which there is no AutoModelForCausalLM"
+    with pytest.raises(ConfigError, match=said):
         HFCausalLM(DataConfig(), str(tmp_path / "t5")).build_model()
 
 
@@ -354,16 +287,10 @@ SHARE_GPT = [{"from": "human", "value": "hi"}]
 BAD_ROWS = [
     (
         {"prompt": "a", "response": "b"},
-        "rows have the columns prompt, response; they need messages, or prompt and",
+        "rows have the columns prompt, response; they need messages",
     ),
-    (
-        {"messages": SHARE_GPT},
-        "row 0: a message in messages has the keys from, value; it needs role",
-    ),
-    (
-        {"prompt": MESSAGES[:1], "completion": SHARE_GPT},
-        "row 0: a message in completion has the keys from, value",
-    ),
+    ({"messages": SHARE_GPT}, "row 0: a message in messages has the keys from, value; it needs ro"),
+    ({"prompt": MESSAGES[:1], "completion": SHARE_GPT}, "row 0: a message in completion has the k"),
     (
         {"messages": "hi"},
         "row 0: messages is str; make it a list of messages with role and content",
@@ -390,16 +317,13 @@ def warnings_of(capsys):
 
 @pytest.mark.bad_input("rows with nothing to learn beside others")
 def test_rows_that_are_left_out_are_counted_once(folder, capsys, caplog):
-    rows = [{"prompt": "ab", "completion": "cd"}] * 16 + [
-        {"prompt": "abcdefgh", "completion": "i"}
-    ] * 8
+    rows = [{"prompt": "ab", "completion": "cd"}] * 16
+    rows += [{"prompt": "abcdefgh", "completion": "i"}] * 8
     causal(folder, rows, length=4).build_dataset("train")
     (line,) = warnings_of(capsys)
     number, rows_in_all = (int(word) for word in line.split()[1:4:2])
-    assert line.startswith(
-        f"warning: {number} of {rows_in_all} train documents are left out: within 4 tokens they "
-        "have"
-    )
+    said = f"warning: {number} of {rows_in_all} train documents are left out: within 4 tokens they"
+    assert line.startswith(said)
     assert rows_in_all == 18
     assert 2 <= number <= 8  # of the 8, all but those held out
     with caplog.at_level(logging.ERROR, "dist_amp"):  # as on the other ranks
@@ -430,62 +354,51 @@ def test_a_broken_file_is_reported_by_the_error_alone(folder, caplog, monkeypatc
     assert logging.getLogger("datasets").level != logging.CRITICAL
 
 
+ASKED = "<user>Hello</s><assistant>"
+
+
 @pytest.mark.parametrize(
     ("rows", "template", "seen"),
     [
-        (chats(), TEMPLATE, "<user>Hello</s><assistant>"),
-        (
-            [{"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]}] * 4,
-            TEMPLATE,
-            "<user>Hello</s><assistant>",
-        ),
-        (None, TEMPLATE, "<user>Hello</s><assistant>"),
-        ([{"prompt": "a", "completion": "b"}] * 4, TEMPLATE, "Hello"),
+        (chats(), TEMPLATE, ASKED),
+        ([{"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]}] * 4, TEMPLATE, ASKED),
+        (None, TEMPLATE, ASKED),
         ([{"text": "a"}] * 4, TEMPLATE, "Hello"),
         ([{"text": "a"}] * 4, None, "Hello"),
     ],
 )
 def test_a_sample_asks_as_the_rows_do(rows, template, seen, folder, monkeypatch):
-    """A user's turn of a chat, a text's continuation; without the rows, a chat if the tokenizer
-    knows them.
-    """
+    """Without the rows it is a chat, if the tokenizer knows them."""
     tokenizer = make_tokenizer(folder, template)
     task = causal(folder, rows or [], sample_tokens=3)
     if rows is None:
         (folder / "rows.jsonl").unlink()
     model = build_whole(task, CPU).eval()
     asked, generate = [], model.generate
-    monkeypatch.setattr(
-        model, "generate", lambda **inputs: asked.append(inputs) or generate(**inputs)
-    )
+    monkeypatch.setattr(model, "generate", lambda **ids: asked.append(ids) or generate(**ids))
     text = task.sample(model)
     assert tokenizer.decode(asked[0]["input_ids"][0]) == seen
-    assert text.startswith("Hello\n" if template and seen != "Hello" else "Hello")
+    assert text.startswith("Hello\n" if seen == ASKED else "Hello")
 
 
 @pytest.mark.bad_input("a chat that the template can't render, or no chat template")
 def test_a_chat_without_a_chat_template_and_a_broken_row(tmp_path):
     make_model(tmp_path)
     make_tokenizer(tmp_path, template=None)
-    with pytest.raises(
-        DataError,
-        match="^rows are chats, but the tokenizer has no chat template; use a chat model's",
+    for rows, said in (
+        (chats(), "^rows are chats, but the tokenizer has no chat template; use a chat model's"),
+        ([{"question": "a"}] * 4, "data.text_column=text does not exist, nor messages or prompt"),
     ):
-        causal(tmp_path, chats()).build_dataset("train")
-    with pytest.raises(
-        DataError,
-        match="data.text_column=text does not exist, nor messages or prompt; the columns are",
-    ):
-        causal(tmp_path, [{"question": "a"}] * 4).build_dataset("train")
+        with pytest.raises(DataError, match=said):
+            causal(tmp_path, rows).build_dataset("train")
 
 
 @pytest.mark.bad_input("a task whose package is not installed")
 def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "dist_amp.tasks.hf_causal_lm")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ConfigError, match=r"it imports transformers, which is missing; pip install -e '.\[hf\]'"
-    ):
+    said = r"it imports transformers, which is missing; pip install -e '.\[hf\]'"
+    with pytest.raises(ConfigError, match=said):
         find_task("dist_amp.tasks.hf_causal_lm:HFCausalLM")
 
 

@@ -1,6 +1,4 @@
-"""Out of memory: one line with what was requested, what takes how much, and which settings would
-fit.
-"""
+"""Out of memory: one line with what was requested, what takes how much, and what would fit."""
 
 import json
 from dataclasses import replace
@@ -23,12 +21,10 @@ from dist_amp.train import main
 from dist_amp.world import World
 
 GIB = 2**30
-# A model of 400 million parameters, and activations of 2.3 GiB a sample, on one of eight 80 GB
-# GPUs.
+ALLOCATING = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+# A model of 400 million parameters with activations of 2.3 GiB a sample, on one of eight 80 GB GPUs.
 GPU = Shortage(
-    world=World(
-        rank=3, local_rank=3, world_size=8, local_world_size=8, device=torch.device("cuda", 3)
-    ),
+    world=World(3, 3, 8, 8, torch.device("cuda", 3)),
     when="in step 1",
     capacity=79 * GIB,
     peak=78 * GIB,
@@ -74,10 +70,8 @@ def test_the_micro_batch_that_fits_divides_the_samples_of_a_step(
     assert short.activations == activations * GIB
     assert short.fitting_micro_batch == expected
     if expected:
-        assert (
-            f"train.accumulation_steps={size * micro_batches // expected} a step"
-            in suggestions(short)[0]
-        )
+        steps = f"train.accumulation_steps={size * micro_batches // expected} a step"
+        assert steps in suggestions(short)[0]
         assert short.state + expected * short.sample <= 0.95 * short.capacity
 
 
@@ -85,12 +79,6 @@ def test_gradients_that_are_not_allocated_yet_do_not_count_as_activations():
     first_forward = replace(GPU, gradients_allocated=0)
     assert first_forward.activations == GPU.activations + GPU.gradients
     assert first_forward.state == GPU.state, "what a step will need"
-
-
-def test_a_global_batch_that_is_set_keeps_the_step_as_it_is():
-    assert "with train.global_batch_size=256 a step stays the same" in message(
-        replace(GPU, global_batch_size=256)
-    )
 
 
 @pytest.mark.parametrize(
@@ -119,18 +107,20 @@ def test_if_no_smaller_micro_batch_helps_the_other_settings_are_suggested_with_t
     assert suggestions(replace(GPU, **changes)) == expected
 
 
-def test_memory_of_other_processes_is_named():
-    assert "and memory outside torch (other processes, NCCL) 20.00 GiB" in message(
-        replace(GPU, outside_torch=20 * GIB)
-    )
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"outside_torch": 20 * GIB}, "and memory outside torch (other processes, NCCL) 20.00 GiB"),
+        ({"global_batch_size": 256}, "with train.global_batch_size=256 a step stays the same"),
+    ],
+)
+def test_memory_of_other_processes_and_a_global_batch_are_named(change, said):
+    assert said in message(replace(GPU, **change))
 
 
 def test_the_state_is_measured_and_the_error_is_read():
     run = make_run(World(), Tiny(), "--train.micro_batch_size", 4, "--train.accumulation_steps", 2)
-    error = RuntimeError(
-        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000 bytes. Error code "
-        "12"
-    )
+    error = RuntimeError(f"{ALLOCATING} 8000 bytes. Error code 12")
     explained = explain_memory(error, run.config, World(), run)
     count = sum(p.numel() for p in run.model.parameters())
     size = f"{4 * count:,} bytes" if 4 * count < 1024 else f"{4 * count / 1024:.2f} KiB"
@@ -152,41 +142,29 @@ class TooLarge(Tiny):
 
 
 def out_of_memory(*args):
-    raise RuntimeError(
-        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000000 bytes."
-    )
+    raise RuntimeError(f"{ALLOCATING} 1000000 bytes.")
 
 
-def test_a_model_that_does_not_fit_is_named_with_its_size():
+def explanation(call, config, run=None):
     with pytest.raises(RuntimeError) as caught:
-        make_run(World(), TooLarge())
-    text = str(explain_memory(caught.value, load_config([], environ={}), World(), None))
-    assert (
-        "before the first step, with a model of 1,000,000 parameters: asked for 976.56 KiB more "
-        "than the " in text
-    )
-    assert (
-        "parameters take 3.81 MiB, gradients 3.81 MiB, optimizer state 7.63 MiB; use a smaller "
-        "model" in text
-    )
+        call()
+    return str(explain_memory(caught.value, config, World(), run))
 
 
-def test_before_there_is_a_model_only_the_request_is_named():
-    with pytest.raises(RuntimeError) as caught:
-        out_of_memory()
-    text = str(explain_memory(caught.value, load_config([], environ={}), World(), None))
+def test_what_did_not_fit_is_named():
+    config = load_config([], environ={})
+    text = explanation(lambda: make_run(World(), TooLarge()), config)
+    assert "before the first step, with a model of 1,000,000 parameters: asked for 976.5" in text
+    state = "parameters take 3.81 MiB, gradients 3.81 MiB, optimizer state 7.63 MiB; use a smaller "
+    assert state in text
+    text = explanation(out_of_memory, config)
     assert "before the first step: asked for 976.56 KiB more than the " in text
     assert text.endswith("there was no model yet; use a smaller model")
-
-
-def test_an_evaluation_is_named_with_its_step():
     run = make_run(World(), Tiny(), "--eval.every", 1)
-    run.step, run.task.loss_sum = 7, out_of_memory
-    with pytest.raises(RuntimeError) as caught:
-        evaluate(run)
-    assert "ran out of memory in the evaluation after step 7: asked" in str(
-        explain_memory(caught.value, run.config, World(), run)
-    )
+    run.step = 7
+    run.task.loss_sum = out_of_memory
+    text = explanation(lambda: evaluate(run), run.config, run)
+    assert "ran out of memory in the evaluation after step 7: asked" in text
 
 
 def test_a_cause_that_a_compiler_wrapped_is_recognised():
@@ -206,21 +184,15 @@ def test_a_step_that_asks_for_too_much_ends_in_one_line_with_status_1(
     monkeypatch, tmp_path, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    assert (
-        main(["--task.target", "test_memory:Greedy", "--run.dir", "run", "--run.device", "cpu"])
-        == 1
-    )
+    words = "--task.target test_memory:Greedy --run.dir run --run.device cpu"
+    assert main(words.split()) == 1
     text = capsys.readouterr().err
     assert text.count("\n") == 1
-    assert text.startswith(
-        "error: rank 0 ran out of memory in step 1: asked for 3,725,290.30 GiB more than the "
-    )
+    said = "error: rank 0 ran out of memory in step 1: asked for 3,725,290.30 GiB more than the "
+    assert text.startswith(said)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["stopped_by"], summary["exit_code"], summary["cause"]) == (
-        "failed",
-        1,
-        text[len("error: ") : -1],
-    )
+    assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
+    assert summary["cause"] == text[len("error: ") : -1]
 
 
 @pytest.mark.slow
@@ -237,11 +209,7 @@ def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_
     )
     done = launch.each(2, "--task.target", "wide:Wide", "--run.dir", "run")
     assert [rank.returncode for rank in done] == [1, 1]
-    lines = [
-        line for rank in done for line in rank.stderr.splitlines() if line.startswith("error: ")
-    ]
-    assert len(lines) == 1
-    assert lines[0].startswith(
-        "error: rank 1 ran out of memory in step 1: asked for 512.00 MiB more than the "
-    )
-    assert ", of 8.00 GiB available; " in lines[0]
+    (line,) = [text for rank in done for text in rank.stderr.splitlines() if "error: " in text[:7]]
+    said = "error: rank 1 ran out of memory in step 1: asked for 512.00 MiB more than the "
+    assert line.startswith(said)
+    assert ", of 8.00 GiB available; " in line

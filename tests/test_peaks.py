@@ -1,6 +1,4 @@
-"""MFU is the model's own arithmetic over the device's peak, where both are known; else it isn't
-shown at all.
-"""
+"""MFU is the model's own arithmetic over the device's peak, where both are known; else not shown."""
 
 import json
 import math
@@ -27,9 +25,7 @@ from dist_amp.world import World
 
 
 class Counted(Tiny):
-    """Counts its arithmetic by its parameters; under FSDP their numel is that of the full
-    parameter.
-    """
+    """Counts its arithmetic by its parameters; under FSDP their numel is the full parameter's."""
 
     def flops_per_item(self, model):
         return 6 * sum(p.numel() for p in model.parameters())
@@ -53,15 +49,11 @@ def of_a_picture(**shape):
 @pytest.mark.parametrize(
     ("task", "batch"),
     [
-        pytest.param(*of_a_text(), id="text"),
-        pytest.param(*of_a_text(tied=False, vocabulary=300), id="untied"),
-        pytest.param(*of_a_text(context=1024, width=64, layers=3), id="long"),
-        pytest.param(
-            *of_a_text(context=1024, width=768, layers=12, heads=12, vocabulary=50304),
-            id="gpt_124m",
-        ),
-        pytest.param(*of_a_picture(), id="picture"),
-        pytest.param(*of_a_picture(crop=16, width=3, hidden_layers=5), id="narrow"),
+        of_a_text(),
+        of_a_text(tied=False, vocabulary=300),
+        of_a_text(context=1024, width=768, layers=12, heads=12, vocabulary=50304),
+        of_a_picture(),
+        of_a_picture(crop=16, width=3, hidden_layers=5),
     ],
 )
 def test_a_tasks_flops_per_item_are_those_that_the_counter_of_torch_counts(task, batch):
@@ -69,14 +61,6 @@ def test_a_tasks_flops_per_item_are_those_that_the_counter_of_torch_counts(task,
         model = task.build_model()
     # Whole numbers below 2^53, and no operation is approximated; 1 % is what the design asks for.
     assert flops_per_item(task, model) == count_flops(task, model, batch) / 2
-
-
-def test_counting_on_the_cpu_is_the_same_and_leaves_no_gradients():
-    task, batch = of_a_text(context=16, width=16)
-    model = task.build_model()
-    batch = {name: torch.zeros_like(tokens, device="cpu") for name, tokens in batch.items()}
-    assert count_flops(task, model, batch) == 2 * flops_per_item(task, model)
-    assert all(p.grad is None for p in model.parameters())
 
 
 def log_mfu_of(run):
@@ -172,64 +156,45 @@ def test_on_a_gpu_the_table_has_the_peak_of_the_dtype_that_is_computed_in(on_a_g
 
 def test_on_a_gpu_what_is_missing_is_said_with_the_fix(on_a_gpu, capsys):
     assert on_a_gpu("NVIDIA Foo", Tiny()) is None
-    assert capsys.readouterr().out == (
-        "mfu    not shown: the peak of NVIDIA Foo in bf16 is not known; set metrics.peak_flops, in "
-        "FLOP/s; and the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops "
-        "computes it\n"
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "mfu    not shown: the peak of NVIDIA Foo in bf16 is not known; set metr"
     )
+    assert "; and the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops" in said
     assert on_a_gpu("Tesla T4", Counted()) is None
-    said = "the peak of Tesla T4 in bf16 is not known; set metrics.peak_flops, in FLOP/s\n"
-    assert capsys.readouterr().out.endswith(said)
+    assert capsys.readouterr().out.endswith("not known; set metrics.peak_flops, in FLOP/s\n")
 
 
 BF16_PEAKS = {
     "NVIDIA H100 80GB HBM3": 989.4,
     "NVIDIA H100 PCIe": 756,
-    "NVIDIA H100 NVL": 835.5,
-    "NVIDIA H200": 989.4,
     "NVIDIA H200 NVL": 835.5,
     "NVIDIA GH200 480GB": 989.4,
     "NVIDIA B200": 2250,
     "A100-SXM4-40GB": 312,  # an old driver's
     "NVIDIA A100 80GB PCIe": 312,
-    "NVIDIA A10": 125,
     "NVIDIA A10G": 70,
-    "NVIDIA L4": 121,
     "NVIDIA L40S": 362.05,
-    "NVIDIA L40": 181.05,
-    "NVIDIA A30": 165,
-    "NVIDIA A40": 149.7,
-    "NVIDIA A800-SXM4-80GB": 312,
-    "NVIDIA H800": 989.4,
-    "NVIDIA H800 PCIe": 756,
-    "NVIDIA H20": 148,
     "NVIDIA GeForce RTX 5090": 209.5,
-    "NVIDIA RTX A6000": 154.8,
     "NVIDIA RTX 6000 Ada Generation": 364.2,
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": 503.8,
-    "NVIDIA GB200": 2500,
     "NVIDIA B300 SXM6 AC": 2250,
-    "NVIDIA GB300": 2500,
-    "AMD Instinct MI300A": 980.6,
-    "AMD Instinct MI350X": 2306.9,
-    "AMD Instinct MI355X": 2516.6,
-    "NVIDIA A4000": 0,
-    "NVIDIA GeForce RTX 5090 D": 0,
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": 0,  # its datasheet rounds to 1 PFLOP/s
-    "Quadro RTX 6000": 0,  # fp16 alone
-    "NVIDIA GeForce RTX 4090": 165.2,
     "AMD Instinct MI250X": 191.5,
     "AMD Instinct MI300X OAM": 1307.4,
-    "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
-    "NVIDIA GeForce RTX 4090 D": 0,
-    "NVIDIA GeForce RTX 3090 Ti": 0,
-    "NVIDIA A100-SXM4-40GB MIG 3g.20gb": 0,
-    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": 0,
-    "NVIDIA T4G": 0,
-    "NVIDIA H100": 0,
-    "AMD Instinct MI250X / MI250": 0,  # either
-    "AMD Instinct MI300X HF": 0,
-    "": 0,
+    **dict.fromkeys(
+        (
+            "NVIDIA A4000",
+            "NVIDIA GeForce RTX 5090 D",
+            "NVIDIA RTX PRO 6000 Blackwell Server Edition",  # its datasheet rounds to 1 PFLOP/s
+            "Quadro RTX 6000",  # fp16 alone
+            "NVIDIA GeForce RTX 4090 Laptop GPU",
+            "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+            "NVIDIA T4G",
+            "NVIDIA H100",
+            "AMD Instinct MI250X / MI250",  # either
+            "",
+        ),
+        0,
+    ),
 }
 
 
@@ -269,11 +234,8 @@ class Says(Tiny):
     ("answer", "said"),
     [
         (-1, "returned -1; it must be a finite number above 0"),
-        (0, "returned 0; it must"),
         (math.nan, "returned nan; it must"),
-        (math.inf, "returned inf; it must"),
         ("6e9", "returned str; it must"),
-        (None, "returned NoneType; it must"),
         (torch.ones(2), "returned Tensor; it must"),
         (ZeroDivisionError("by zero"), "failed: ZeroDivisionError: by zero (test_peaks.py, line "),
     ],
@@ -283,14 +245,6 @@ def test_flops_that_are_no_number_of_operations_are_named(answer, said):
     with pytest.raises(DataError) as caught:
         log_mfu_of(run)
     assert str(caught.value).startswith(f"the task's flops_per_item(model) {said}")
-
-
-def test_flops_may_be_of_any_type_of_number():
-    assert (
-        flops_per_item(Says(numpy.int64(12)), None)
-        == flops_per_item(Says(numpy.float32(12)), None)
-        == 12.0
-    )
 
 
 class Dropping(Tiny):
@@ -318,10 +272,8 @@ def test_a_task_that_counts_by_running_its_model_does_not_change_the_run():
     ("value", "rule"),
     [
         ("0", "must be at least 1e+09"),
-        ("-1e12", "must be at least 1e+09"),
         ("989", "must be at least 1e+09"),  # in TFLOP/s
         ("nan", "must be finite and at least 1e+09"),
-        ("inf", "must be finite and at least 1e+09"),
         ("fast", "is not a number or one of auto"),
     ],
 )

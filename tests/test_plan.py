@@ -43,8 +43,6 @@ class Uneven(Tiny):
 
 
 class Frozen(Uneven):
-    """Its first layer is not trained."""
-
     def build_model(self):
         model = super().build_model()
         model[0].requires_grad_(False)
@@ -62,9 +60,8 @@ class TiedWords:
     """Batch: words [B, 5] int64. The embedding's weight is the head's too."""
 
     def build_model(self):
-        model = nn.Sequential(
-            nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
-        )
+        hidden = [nn.Linear(6, 6) for _ in range(2)]
+        model = nn.Sequential(nn.Embedding(11, 6), *hidden, nn.Linear(6, 11, bias=False))
         model[-1].weight = model[0].weight
         return model
 
@@ -369,8 +366,7 @@ def test_the_strategy_that_is_set_is_marked_and_one_that_the_model_rules_out_say
     assert "ddp *" in out
     assert "fsdp: not possible: the parameter gain is a scalar" in out
     status, _, err = shown(capsys, f"{words} fsdp")
-    assert status == 64
-    assert err.startswith("error: the parameter gain is a scalar, and fsdp shards the first dim")
+    assert (status, err[:43]) == (64, "error: the parameter gain is a scalar, and ")
 
 
 class ScalarGain(Tiny):
@@ -431,13 +427,12 @@ class ReadsParameters(Tiny):
 @pytest.mark.bad_input("`plan` of a task's optimizer whose step reads values")
 @pytest.mark.parametrize("task", ["Reading", "ReadingAtOnce"])
 def test_a_tasks_optimizer_that_reads_values_is_assumed_to_be_adamw(capsys, task):
-    words = f"--task.target test_plan:{task} --world_size 2 --parallel.strategy ddp"
-    plan = facts(capsys, words)
+    plan = facts(capsys, f"--task.target test_plan:{task} --world_size 2 --parallel.strategy ddp")
     memory = plan["strategies"][0]["memory"]
     assert memory["moments"] == 2 * memory["gradients"]
-    unseen = "warning: the state of the task's optimizer can't be seen without a real step"
-    assert any(note.startswith(unseen) for note in plan["notes"])
-    assert "what the task's optimizer itself may send is left out" in plan["notes"]
+    notes = "\n".join(plan["notes"])
+    assert "warning: the state of the task's optimizer can't be seen without a real step" in notes
+    assert "what the task's optimizer itself may send is left out" in notes
 
 
 class Reading(Tiny):
@@ -528,8 +523,6 @@ def test_the_page_shows_what_its_command_prints(capsys):
 
 
 class Prints(Tiny):
-    """What it prints is no JSON."""
-
     def build_model(self):
         print("building")
         return super().build_model()

@@ -83,10 +83,10 @@ def test_two_slow_ranks_of_eight_are_both_named():
 
 
 def test_a_rank_that_differs_by_little_of_a_long_step_is_not_named():
-    phases = table(5, 4, noise=0.001)
+    phases = table(10, 4, noise=0.001)
     phases[:, 2] *= 1.5
-    assert find_slow_ranks(phases, np.full(5, phases.sum(axis=2).max())) != []
-    assert find_slow_ranks(phases, np.full(5, 5.0)) == [], "the others wait for something else"
+    assert find_slow_ranks(phases, np.full(10, phases.sum(axis=2).max())) != []
+    assert find_slow_ranks(phases, np.full(10, 5.0)) == [], "the others wait for something else"
 
 
 def test_a_slowdown_that_lasts_is_named_once_in_a_run():

@@ -1,6 +1,4 @@
-"""Tiny models, tokenizers and data of Hugging Face's kind, made from configs and written to disk as
-a user has them.
-"""
+"""Tiny models, tokenizers and data of Hugging Face's kind, written to disk as a user has them."""
 
 import copy
 import json
@@ -27,66 +25,28 @@ from transformers import (
 
 BYTES = [*sorted(pre_tokenizers.ByteLevel.alphabet())]
 VOCABULARY = 4 + len(BYTES)
-LLAMA = {
-    "vocab_size": VOCABULARY,
+TRANSFORMER = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
-BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "pad_token_id": 0,
-}
-GPT2 = {
-    "vocab_size": VOCABULARY,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-}
-VIT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-    "num_labels": 3,
-}
+IDS = {"bos_token_id": 1, "eos_token_id": 2}
+BERT = {"vocab_size": VOCABULARY, **TRANSFORMER, "pad_token_id": 0}
+LLAMA = {**BERT, **IDS, "num_key_value_heads": 2}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, **IDS}
+T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
+VIT = {**TRANSFORMER, "image_size": 16, "patch_size": 8, "num_labels": 3}
+EXPERTS = {"num_experts": 12, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
 MODELS = {
     "llama": (AutoModelForCausalLM, LlamaConfig(**LLAMA)),
     "llama_tied": (AutoModelForCausalLM, LlamaConfig(**LLAMA, tie_word_embeddings=True)),
     "gpt2": (AutoModelForCausalLM, GPT2Config(**GPT2)),
-    "mixtral": (
-        AutoModelForCausalLM,
-        MixtralConfig(**LLAMA, num_local_experts=12),
-    ),  # more than 10: their order counts
-    "qwen2_moe": (
-        AutoModelForCausalLM,
-        Qwen2MoeConfig(
-            **LLAMA, num_experts=12, moe_intermediate_size=16, shared_expert_intermediate_size=16
-        ),
-    ),
-    "t5": (AutoModelForSeq2SeqLM, T5Config(**T5)),
+    # More than 10 experts: their order counts.
+    "mixtral": (AutoModelForCausalLM, MixtralConfig(**LLAMA, num_local_experts=12)),
+    "qwen2_moe": (AutoModelForCausalLM, Qwen2MoeConfig(**LLAMA, **EXPERTS)),
+    "t5": (AutoModelForSeq2SeqLM, T5Config(**T5, num_heads=4)),
     "bert": (AutoModelForSequenceClassification, BertConfig(**BERT)),
     "bert_masked": (AutoModelForMaskedLM, BertConfig(**BERT)),
     "bert_base": (AutoModel, BertConfig(**BERT)),
@@ -104,9 +64,7 @@ MARKED_TEMPLATE = CHAT.replace("BEGIN", "{% generation %}").replace("END", "{% e
 
 
 def make_model(folder, name="llama", dtype=torch.float32, **options):
-    """Write a model with random weights, also where a fresh model's are 0 or 1; options: of
-    save_pretrained.
-    """
+    """Write a model with random weights, also where a fresh model's are 0 or 1."""
     auto, config = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -121,9 +79,7 @@ def make_model(folder, name="llama", dtype=torch.float32, **options):
 
 
 def in_own_memory(model):
-    """A copy of the model, not mapped from its file: a CPU's kernels round by the addresses of
-    their operands.
-    """
+    """A copy, not mapped from its file: kernels round by the addresses of their operands."""
     return copy.deepcopy(model).eval()
 
 
@@ -135,13 +91,8 @@ def make_tokenizer(folder, template=TEMPLATE, extra=0):
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = template
     fast.save_pretrained(folder)
     return fast
@@ -154,12 +105,9 @@ def write_rows(path, rows):
 
 def chats(count=24):
     """Rows of chats, of different lengths."""
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": f"say {number}"},
-                {"role": "assistant", "content": "ab" * (1 + number % 5)},
-            ]
-        }
-        for number in range(count)
-    ]
+    rows = []
+    for number in range(count):
+        question = {"role": "user", "content": f"say {number}"}
+        answer = {"role": "assistant", "content": "ab" * (1 + number % 5)}
+        rows.append({"messages": [question, answer]})
+    return rows

@@ -20,8 +20,7 @@ from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
-from dist_amp.loading.order import Order
-from dist_amp.loading.plan import Plan
+from dist_amp.loading.plan import Order, Plan
 from dist_amp.run import Run
 from dist_amp.settings import Config
 from dist_amp.world import World

@@ -63,7 +63,7 @@ class Manifest:
     evaluated_step: int
     best: dict[str, float]  # the lowest validation loss so far, with its "step"
     versions: dict[str, str]
-    order: str = "randperm"  # of the samples, see loading/order.py
+    order: str = "randperm"  # of the samples, see loading/plan.py
     # name -> {"bytes": size, "xxh3": hash}
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     format: int = FORMAT

@@ -76,9 +76,12 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends in a ring. Source: Patarasuk and Yuan 2009."""
+        """Bytes that each rank sends in a ring. Source: doi:10.1016/j.jpdc.2008.09.002."""
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * (self.ranks - 1) / self.ranks * max(self.bytes_in, self.bytes_out)
+
+
+Step = Counter[Collective]  # how often a rank calls each
 
 
 def sharded_dtypes(config: Config, precision: Precision) -> Dtypes:
@@ -111,7 +114,11 @@ def units_and_root(model: Model) -> tuple[list[list[nn.Parameter]], list[nn.Para
 
 
 def memory_of(
-    config: Config, strategy: Strategy, model: Model, world: World, moments: Moments
+    config: Config,
+    strategy: Strategy,
+    model: Model,
+    world: World,
+    moments: Moments,
 ) -> Memory:
     """The memory of a rank: of the first, where ranks don't divide a first dimension."""
     _, shards = replicas_and_shards(config, strategy, world)
@@ -145,10 +152,9 @@ def memory_of(
 def computing_bytes(model: Model, shards: int, dtypes: Dtypes) -> int:
     """Bytes of weights in the form in which they compute, and of what gathers and reduces them.
 
-    autocast: a copy in half precision of each matrix, until the forward's end. FSDP2: the root,
-    which stays gathered, and two units in a row, since the next one is gathered ahead; and for the
-    largest unit the buffer it is gathered in, its gradient, and the buffer that is reduced. Under
-    autocast it gathers float32.
+    autocast: a copy in half precision of each matrix, until the forward's end. FSDP2: the root, two
+    units in a row, since the next one is gathered ahead, and for the largest unit the buffer it is
+    gathered in, its gradient, and the buffer that is reduced; under autocast in float32.
     """
     casts = 0
     if model.precision.cast_by == "autocast":
@@ -157,10 +163,8 @@ def computing_bytes(model: Model, shards: int, dtypes: Dtypes) -> int:
         return casts
     units, root = units_and_root(model)
     largest = max([*units, root], key=tensor_bytes, default=[])
-    gathered = gathered_at_once(
-        [tensor_bytes(unit, dtype=dtypes.gathered) for unit in units],
-        tensor_bytes(root, dtype=dtypes.gathered),
-    )
+    sizes = [tensor_bytes(unit, dtype=dtypes.gathered) for unit in units]
+    gathered = gathered_at_once(sizes, tensor_bytes(root, dtype=dtypes.gathered))
     buffers = 2 * tensor_bytes(largest, dtype=dtypes.gathered)
     return casts + gathered + buffers + tensor_bytes(largest, dtype=dtypes.reduced)
 
@@ -241,9 +245,7 @@ def takes_muon(group: Mapping[str, Any]) -> bool:
 # --- collectives
 
 
-def of_a_step(
-    config: Config, strategy: Strategy, model: Model, world: World
-) -> Counter[Collective]:
+def of_a_step(config: Config, strategy: Strategy, model: Model, world: World) -> Step:
     """How often a rank calls each collective in one `train_step`.
 
     It holds from the third step on: in the first two DDP rebuilds its buckets. Collectives of a
@@ -260,11 +262,11 @@ def of_a_step(
     return counted
 
 
-def of_ddp(config: Config, parameters: Sequence[Tensor], ranks: int) -> Counter[Collective]:
-    """One all-reduce per bucket, for any number of micro-batches.
+def of_ddp(config: Config, parameters: Sequence[Tensor], ranks: int) -> Step:
+    """One all-reduce per bucket; the gradient that fills a bucket closes it.
 
-    The gradient that fills a bucket closes it. Gradients are assumed to become ready in the
-    reverse order of the parameters; another order changes the sizes of buckets, not their total.
+    Gradients are assumed to become ready in the reverse order of the parameters; another order
+    changes the sizes of buckets, not their total.
     """
     sent_in = None
     if config.parallel.comm_dtype != "off":
@@ -281,25 +283,21 @@ def of_ddp(config: Config, parameters: Sequence[Tensor], ranks: int) -> Counter[
     return Counter(Collective("all_reduce", ranks, size, size) for size in buckets)
 
 
-def of_sharded(
-    config: Config, strategy: Strategy, model: Model, world: World
-) -> Counter[Collective]:
+def of_sharded(config: Config, strategy: Strategy, model: Model, world: World) -> Step:
     """FSDP2 or HSDP, for a model whose blocks are all trained and are called once each."""
     replicas, shards = replicas_and_shards(config, strategy, world)
     micro_batches = model.micro_batches
     reductions = micro_batches if config.parallel.accumulate_reduce == "every" else 1
     dtypes = sharded_dtypes(config, model.precision)
     units, root = units_and_root(model)
-    counted: Counter[Collective] = Counter()
+    counted: Step = Counter()
     for number, parameters in enumerate([*units, root]):
         trained = [p for p in parameters if p.requires_grad]
         # FSDP2 pads each first dimension to a multiple of the shards.
         gathered = tensor_bytes(parameters, shards, dtypes.gathered)
         reduced = tensor_bytes(trained, shards, dtypes.reduced)
-        # The last unit and the root are not resharded between forward and backward: one gather
-        # instead of two.
         gathers = 2 * micro_batches
-        if number >= len(units) - 1:
+        if number >= len(units) - 1:  # the last unit and the root stay gathered until backward
             gathers = micro_batches
         # In backward FSDP2 prefetches in the order of all forwards since the last step; without a
         # root, the last prefetch of a step is of the last unit, and is not used.

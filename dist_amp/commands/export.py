@@ -115,15 +115,10 @@ def parse(argv: Sequence[str]) -> tuple[Path, argparse.Namespace, list[str]]:
     parser.add_argument(
         "--dtype", default="fp32", choices=DTYPES, help="of floating-point tensors; default fp32"
     )
-    parser.add_argument(
-        "--format",
-        default="safetensors",
-        choices=("safetensors", "hf"),
-        help="hf: for transformers",
-    )
-    parser.add_argument(
-        "--merge", action="store_true", help="add adapters to the weights; needs --format hf"
-    )
+    kinds = ("safetensors", "hf")
+    parser.add_argument("--format", default=kinds[0], choices=kinds, help="hf: for transformers")
+    text = "add adapters to the weights; needs --format hf"
+    parser.add_argument("--merge", action="store_true", help=text)
     path, options, settings = parser.read(argv)
     if options.merge and options.format != "hf":
         raise ConfigError(
@@ -186,21 +181,17 @@ def load_config_of(folder: Path, settings: Sequence[str]) -> Config:
     try:
         return load_config([f"--config={folder / CONFIG}", *settings])
     except ConfigError as error:
-        text = str(error)
-        if text.startswith("task.target="):
-            text += (
-                f"; {folder} needs its task: start in the run's working directory, or give "
-                "--task.target"
-            )
-        raise ConfigError(text) from error
+        if not str(error).startswith("task.target="):
+            raise
+        raise ConfigError(
+            f"{error}; {folder} needs its task: start in the run's working directory, or give "
+            "--task.target"
+        ) from error
 
 
 def build_model(task: Task, config: Config) -> nn.Module:
-    """The task's model in evaluation mode, for a checkpoint's weights.
-
-    It is seeded as in the run, for what the checkpoint does not hold.
-    """
-    seed_all(config.run.seed)
+    """The task's model in evaluation mode, for a checkpoint's weights."""
+    seed_all(config.run.seed)  # as in the run, for what the checkpoint does not hold
     return build_whole(task, torch.device("cpu"), resumes=True).eval()
 
 

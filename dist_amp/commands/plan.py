@@ -167,7 +167,9 @@ class SimulatedWorld(World):
 
 
 def make_plan(
-    config: Config, world_size: int, device_memory: int
+    config: Config,
+    world_size: int,
+    device_memory: int,
 ) -> tuple[Plan, BaseException | None]:
     """(the plan, the error by which the training would end at its data).
 
@@ -224,7 +226,11 @@ def build_module(task: Task, config: Config, world: World) -> nn.Module:
 
 
 def plan_strategies(
-    plan: Plan, config: Config, task: Task, module: nn.Module, world: SimulatedWorld
+    plan: Plan,
+    config: Config,
+    task: Task,
+    module: nn.Module,
+    world: SimulatedWorld,
 ) -> None:
     """Every strategy, and what a checkpoint takes. Errors: what training raises for the chosen."""
     chosen = choose(config.parallel, module, world, plan.device_memory_bytes)
@@ -281,7 +287,9 @@ def choose(config: ParallelConfig, module: nn.Module, world: World, memory: int)
 
 
 def candidates(
-    parallel: ParallelConfig, world: World, micro_batches: int
+    parallel: ParallelConfig,
+    world: World,
+    micro_batches: int,
 ) -> list[tuple[str, Strategy, ParallelConfig]]:
     """(name, strategy, its settings); fsdp with both values of accumulate_reduce."""
     if world.world_size == 1:
@@ -333,7 +341,11 @@ def on_device(config: Config, strategy: Strategy, model: Model, memory: Memory) 
 
 
 def ranks_that_fit(
-    config: Config, model: Model, world: World, moments: Moments, room: float
+    config: Config,
+    model: Model,
+    world: World,
+    moments: Moments,
+    room: float,
 ) -> int:
     """The number of ranks, doubled from the present one, on which fsdp fits; 0 if there is none."""
     config = replace(config, parallel=replace(config.parallel, accumulate_reduce="every"))

@@ -18,6 +18,9 @@ from dist_amp.errors import ConfigError, first_line
 # In one request, at most. Source: mlflow.org/docs, "REST API", limits.
 MLFLOW_PARAMS = 100
 MLFLOW_METRICS = 1000
+Values = Mapping[str, float]
+Facts = Mapping[str, Any]
+Steps = dict[str, int] | None
 
 
 class Tracker:
@@ -27,18 +30,16 @@ class Tracker:
     where: str  # to look at it, for the user
     writes_within_a_second = True  # else what was logged survives a kill after close() alone
 
-    def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]): ...
+    def __init__(self, project: str, id: str, name: str, config: Facts): ...
 
-    def last_steps(self) -> dict[str, int] | None:
+    def last_steps(self) -> Steps:
         """The last step of each tag, "ranks" for all of the ranks'; None if it can't be asked."""
         return None
 
-    def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
+    def log(self, number: int, step: int, values: Values) -> None:
         """Add the values of a step; `number` counts the calls for this run in all processes."""
 
-    def end(
-        self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str
-    ) -> None:
+    def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
         """Add the run's summary, whole and as numbers, and its model's sample, if any."""
 
     def close(self) -> None:
@@ -49,7 +50,7 @@ class Wandb(Tracker):
     project_variable = "WANDB_PROJECT"
     writes_within_a_second = False  # offline it writes blocks of 32 KiB
 
-    def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
+    def __init__(self, project: str, id: str, name: str, config: Facts):
         wandb = imported("wandb")
         # Of this process, not of the run.
         settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True)
@@ -76,14 +77,12 @@ class Wandb(Tracker):
             folder = os.path.dirname(self._run.dir)
             self.where = f"wandb offline; upload it with: wandb sync {folder}"
 
-    def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
+    def log(self, number: int, step: int, values: Values) -> None:
         """wandb's own step is `number`: it rises where a tag is written ahead."""
         if number >= self._first:
             self._run.log({"step": step, **values}, step=number, commit=True)
 
-    def end(
-        self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str
-    ) -> None:
+    def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
         values_and_sample = dict(summary)
         if sample:
             values_and_sample["sample"] = sample
@@ -97,7 +96,7 @@ class Wandb(Tracker):
 class Trackio(Tracker):
     project_variable = "TRACKIO_PROJECT"
 
-    def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
+    def __init__(self, project: str, id: str, name: str, config: Facts):
         self._trackio = imported("trackio")
         self._project = project
         self._id = id
@@ -108,7 +107,7 @@ class Trackio(Tracker):
         self._is_local = not any(map(os.environ.get, servers))
         self.where = f"trackio; look at it with: trackio show --project {project}"
 
-    def last_steps(self) -> dict[str, int] | None:
+    def last_steps(self) -> Steps:
         if not self._is_local:
             return None
         storage = imported("trackio.sqlite_storage").SQLiteStorage
@@ -118,12 +117,10 @@ class Trackio(Tracker):
                 steps[tag] = max(int(row["step"]), steps.get(tag, -1))
         return steps
 
-    def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
+    def log(self, number: int, step: int, values: Values) -> None:
         self._run.log(dict(values), step=step)
 
-    def end(
-        self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str
-    ) -> None:
+    def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
         text = {"sample": self._trackio.Markdown(f"```\n{sample}\n```")} if sample else {}
         self._run.log({**values, **text}, step=step)
 
@@ -135,7 +132,7 @@ class Trackio(Tracker):
 class MLflow(Tracker):
     project_variable = "MLFLOW_EXPERIMENT_NAME"
 
-    def __init__(self, project: str, id: str, name: str, config: Mapping[str, Any]):
+    def __init__(self, project: str, id: str, name: str, config: Facts):
         mlflow = imported("mlflow")
         for library in ("mlflow", "alembic"):  # they report the making of a database table by table
             logging.getLogger(library).setLevel(logging.WARNING)
@@ -159,7 +156,7 @@ class MLflow(Tracker):
             self._client.log_batch(self._id, params=some)
         self.where = f"mlflow at {mlflow.get_tracking_uri()}; experiment {project}, run {self._id}"
 
-    def last_steps(self) -> dict[str, int] | None:
+    def last_steps(self) -> Steps:
         steps = {}
         # One of the ranks' tags is enough: they are sent at once.
         for tag, key in grouped(self._run.data.metrics).items():
@@ -167,15 +164,13 @@ class MLflow(Tracker):
             steps[tag] = max(metric.step for metric in history)
         return steps
 
-    def log(self, number: int, step: int, values: Mapping[str, float]) -> None:
+    def log(self, number: int, step: int, values: Values) -> None:
         now = int(1000 * time.time())
         metrics = [self._entities.Metric(tag, value, now, step) for tag, value in values.items()]
         for start in range(0, len(metrics), MLFLOW_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + MLFLOW_METRICS])
 
-    def end(
-        self, step: int, summary: Mapping[str, Any], values: Mapping[str, float], sample: str
-    ) -> None:
+    def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
         self.log(0, step, values)
         self._client.log_dict(self._id, dict(summary), "summary.json")
         if sample:
@@ -210,7 +205,7 @@ def grouped(tags: Iterable[str]) -> dict[str, str]:
     return groups
 
 
-def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat_config(config: Facts, prefix: str = "") -> Iterator[tuple[str, str]]:
     """{"a": {"b": 1}} as ("a.b", "1")."""
     for name, value in config.items():
         if isinstance(value, dict):

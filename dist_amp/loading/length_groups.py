@@ -1,6 +1,5 @@
 """Length bucketing: batches of samples of similar length, for less padding."""
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,19 +9,12 @@ from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
-from dist_amp.loading.order import epoch_order, shuffled_order
-from dist_amp.loading.plan import LOOKED_UP
+from dist_amp.loading.plan import LOOKED_UP, EpochOrder, OrderOf, epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
-
-SCANNED = 2**20  # lengths at a time
 
 
 def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
-    """The training dataset, in the order that data.group_by_length asks for.
-
-    lengths: see LengthGroups. Errors: ConfigError for settings that do not go together; and see
-    LengthGroups.
-    """
+    """The training dataset, in the order that data.group_by_length asks for: see LengthGroups."""
     steps = data.group_by_length
     if steps == "off" or isinstance(dataset, LengthGroups):
         return dataset
@@ -42,13 +34,11 @@ def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
 class LengthGroups:
     """A map-style dataset whose shuffle gives the samples of a step similar lengths.
 
-    steps: the length-bucketing window; more: less padding, and less of a shuffle. lengths: one
-    number per sample, as tokens or characters, or a function that makes them; if None,
-    dataset.lengths. Errors: ConfigError for a dataset without lengths, with a single one, or with
-    an order of its own; DataError if there are not as many lengths as samples.
+    steps: the length-bucketing window; more: less padding, and less of a shuffle. lengths: a number
+    per sample, or a function that makes them; if None, dataset.lengths. Errors: ConfigError for a
+    dataset without lengths, with a single one, or with an order of its own; DataError for a wrong
+    number of lengths.
     """
-
-    fingerprint: str
 
     def __init__(self, dataset: Any, steps: int, lengths: Any = None):
         key = f"data.group_by_length={steps}"
@@ -68,13 +58,10 @@ class LengthGroups:
                 "LengthGroups(dataset, steps, lengths) from build_dataset"
             )
         if len(lengths) != len(dataset):
-            raise DataError(
-                f"{key}: there are {len(lengths)} lengths for {len(dataset)} samples; give one for "
-                "each"
-            )
-        if isinstance(lengths, Sequence | Tensor):
-            lengths = numpy.asarray(lengths)
-        if len(dataset) and all_equal(lengths):
+            counts = f"{len(lengths)} lengths for {len(dataset)} samples"
+            raise DataError(f"{key}: there are {counts}; give one for each")
+        lengths = numpy.asarray(lengths)
+        if len(dataset) and lengths.min() == lengths.max():
             raise ConfigError(
                 f"{key}: all {len(dataset)} samples have the length {lengths[0]}, so there is no "
                 "padding to save; use data.group_by_length=off"
@@ -82,9 +69,7 @@ class LengthGroups:
         self.dataset = dataset
         self.steps = steps
         self.lengths = lengths
-        fingerprint = getattr(dataset, "fingerprint", None)
-        if isinstance(fingerprint, str):
-            self.fingerprint = fingerprint
+        self.fingerprint = getattr(dataset, "fingerprint", None)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -95,13 +80,11 @@ class LengthGroups:
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return read(self.dataset, indices)
 
-    def shuffled(
-        self, global_batch_size: int, world_size: int
-    ) -> tuple[str, Callable[[int, int], Callable[[Tensor], Tensor]]]:
+    def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
         """(the order's name, (seed, epoch) -> its order); the same at every world size."""
         base = shuffled_order(len(self))
 
-        def order(seed: int, epoch: int) -> Callable[[Tensor], Tensor]:
+        def order(seed: int, epoch: int) -> EpochOrder:
             shuffle = epoch_order(base, len(self), seed, epoch)
             return bucketed(shuffle, self.lengths, global_batch_size, self.steps, (seed, epoch))
 
@@ -110,18 +93,18 @@ class LengthGroups:
 
 
 def bucketed(
-    shuffle: Callable[[Tensor], Tensor],
+    shuffle: EpochOrder,
     lengths: Any,
     global_batch_size: int,
     steps: int,
     key: tuple[int, int],
-) -> Callable[[Tensor], Tensor]:
+) -> EpochOrder:
     """positions, int64 -> samples: a bijection if `shuffle` is one.
 
     The samples of a window of `steps` steps are sorted by length and cut into steps again, which
     take place in random order. Within a step they stay sorted: its micro-batches on all ranks take
-    neighbours. The step that is not full, at the end of an epoch, has the samples that it has
-    without sorting, so that data.drop_last leaves out long and short ones alike.
+    neighbours. A step that is not full, at the end of an epoch, keeps its samples, so that
+    data.drop_last leaves out long and short ones alike.
     """
     window = global_batch_size * steps
     size = window * max(1, LOOKED_UP // window)  # whole windows, worked out at once
@@ -129,19 +112,17 @@ def bucketed(
     @lru_cache(maxsize=2)  # positions are looked up in order
     def table(number: int) -> Tensor:
         start = number * size
-        end = min(start + size, len(lengths))
-        samples = shuffle(torch.arange(start, end)).numpy()
-        full, rest = divmod(len(samples), global_batch_size)
+        samples = shuffle(torch.arange(start, min(start + size, len(lengths)))).numpy()
+        full = len(samples) // global_batch_size
         window_of_step = numpy.arange(full) // steps
-        window_of_sample = numpy.append(
-            window_of_step.repeat(global_batch_size), numpy.full(rest, full)
-        )
-        by_length = samples[numpy.lexsort((lengths[samples], window_of_sample))]
+        inside, last = numpy.split(samples, [full * global_batch_size])
+        window_of_sample = window_of_step.repeat(global_batch_size)
+        inside = inside[numpy.lexsort((lengths[inside], window_of_sample))]
         rng = torch.Generator().manual_seed(hash((*key, number)) % 2**63)
         order_of_steps = numpy.lexsort((torch.rand(full, generator=rng).numpy(), window_of_step))
-        in_full_steps = by_length[: len(samples) - rest].reshape(full, global_batch_size)
-        last = by_length[len(samples) - rest :]
-        return torch.from_numpy(numpy.append(in_full_steps[order_of_steps], last))
+        inside = inside.reshape(full, global_batch_size)[order_of_steps]
+        last = last[numpy.argsort(lengths[last], kind="stable")]
+        return torch.from_numpy(numpy.append(inside, last))
 
     def order(positions: Tensor) -> Tensor:
         samples = torch.empty_like(positions)
@@ -152,9 +133,3 @@ def bucketed(
         return samples
 
     return order
-
-
-def all_equal(lengths: Any) -> bool:
-    """Whether there is a single length; reads no more than it takes to find a second one."""
-    starts = range(0, len(lengths), SCANNED)
-    return all((lengths[start : start + SCANNED] == lengths[0]).all() for start in starts)

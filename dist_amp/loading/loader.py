@@ -1,6 +1,4 @@
-"""A dataset read by micro-batches: in this process, or in workers that start reliably and end with
-their rank.
-"""
+"""A dataset by micro-batches: in this process, or in workers that end with their rank."""
 
 import gc
 import multiprocessing
@@ -18,12 +16,10 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from dist_amp.distributed.process import seed_host
 from dist_amp.errors import DataError, in_one_line
-from dist_amp.loading.nested import pinned
 from dist_amp.loading.plan import Request
 
-# A fork can leave a worker stuck before its first line: Python 3.11 takes a lock there that another
-# thread of the parent may hold at that moment. Seen once in some thousand forks; a worker that does
-# not report is forked again.
+# A fork can leave a worker stuck before its first line, once in some thousand forks: Python 3.11
+# takes a lock there that another thread of the parent may hold. It is forked again.
 START_SECONDS = 20.0
 START_ATTEMPTS = 3
 
@@ -31,8 +27,7 @@ START_ATTEMPTS = 3
 class Fetch:
     """Map-style view of a dataset by micro-batches, so that a loader worker collates what it reads.
 
-    A sample that can't be read gives a DataError in the micro-batch's place, for the rank to raise:
-    what a worker raises reaches it as text, with the traceback in it.
+    A DataError in a micro-batch's place is raised by the rank: a worker's own reaches it as text.
     """
 
     def __init__(self, dataset: Any, task: Any, split: str):
@@ -45,21 +40,20 @@ class Fetch:
     def __getitem__(self, request: Request) -> Any:
         seed, indices, augmentation = Request(*request)
         if get_worker_info() is not None:
-            # A worker's own random numbers would depend on how many workers there are and when they
-            # were started.
+            # A worker's own random numbers would depend on how many workers there are.
             seed_host(seed)
         try:
-            samples = read(self.dataset, indices)
+            samples = list(read(self.dataset, indices))
         except Exception as error:
             return self._unreadable(indices, error)
         if self.augment is not None:
-            samples = [
-                self._augmented(sample, index, augmentation)
-                for sample, index in zip(samples, indices, strict=True)
-            ]
-            for sample in samples:
-                if isinstance(sample, DataError):
-                    return sample
+            for place, index in enumerate(indices):
+                rng = self._generator.manual_seed(hash((augmentation, index)))
+                try:
+                    samples[place] = self.augment(samples[place], rng)
+                except Exception as error:
+                    failed = f"the task's augment(sample, rng) failed on sample {index}"
+                    return DataError(f"{failed}: {in_one_line(error)}; fix it")
         try:
             return self.collate(samples)
         except Exception as error:
@@ -67,19 +61,6 @@ class Fetch:
                 f"{samples_text(indices)} of the {self.split} split do not make one batch: "
                 f"{in_one_line(error)}; give all samples the same keys, shapes and types, or the "
                 "task a collate(samples)"
-            )
-
-    def _augmented(self, sample: Any, index: int, augmentation: int) -> Any:
-        """The sample, augmented by the task: the same on any rank and in any worker, another in
-        each epoch.
-        """
-        assert self.augment is not None
-        try:
-            return self.augment(sample, self._generator.manual_seed(hash((augmentation, index))))
-        except Exception as error:
-            return DataError(
-                f"the task's augment(sample, rng) failed on sample {index}: {in_one_line(error)}; "
-                "fix it"
             )
 
     def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
@@ -94,9 +75,8 @@ class Fetch:
         reason = f"{in_one_line(error)}; fix or remove it"
         if isinstance(error, DataError):
             reason = str(error)
-        return DataError(
-            f"{samples_text(indices)} of the {self.split} split could not be read: {reason}"
-        )
+        unread = f"{samples_text(indices)} of the {self.split} split could not be read"
+        return DataError(f"{unread}: {reason}")
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -108,12 +88,12 @@ def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 def samples_text(indices: Sequence[int]) -> str:
     """As "samples 3, 7", with at most 64 of them."""
-    shown = [str(index) for index in indices[:64]]
     if len(indices) == 1:
-        return f"sample {shown[0]}"
+        return f"sample {indices[0]}"
+    text = ", ".join(map(str, indices[:64]))
     if len(indices) > 64:
-        shown.append("...")
-    return f"samples {', '.join(shown)}"
+        text += ", ..."
+    return f"samples {text}"
 
 
 def load(
@@ -122,69 +102,42 @@ def load(
     *,
     workers: int,
     pin_memory: bool,
-    seed: int,
     rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
-    """(fetch[request] for each of requests(), in order; what ends the workers). workers=0: made in
-    this process.
+    """(fetch[request] for each of requests(), in order; what ends the workers).
 
-    Each attempt to start the workers calls requests() anew, since one that failed has taken the
-    first of them. Errors: DataError where the workers do not start.
+    Errors: DataError where the workers do not start.
     """
-    options: dict[str, Any] = {
-        "batch_size": None,
-        "collate_fn": _unchanged,
-        "num_workers": workers,
-        "pin_memory": pin_memory,
-        # The loader draws a number when it starts: not from the generator of dropout.
-        "generator": torch.Generator().manual_seed(seed),
-    }
-    if pin_memory:
-        options["collate_fn"] = Pinnable
     if not workers:
-        return iter(DataLoader(fetch, sampler=requests(), **options)), lambda: None  # type: ignore[arg-type]
+        return map(fetch.__getitem__, requests()), lambda: None
     for _ in range(START_ATTEMPTS):
         started = multiprocessing.Semaphore(0)
         loader: DataLoader[Any] = DataLoader(
             fetch,
-            sampler=requests(),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=requests(),  # type: ignore[arg-type]  # anew: a failed attempt took the first
+            collate_fn=lambda batch: batch,
+            num_workers=workers,
+            pin_memory=pin_memory,
+            # The loader draws a number when it starts: not from the generator of dropout.
+            generator=torch.Generator(),
             worker_init_fn=partial(_start_worker, started),
-            **options,
         )
-        batches = iter(loader)
+        batches: Any = iter(loader)
         if all(started.acquire(timeout=START_SECONDS) for _ in range(workers)):
             return batches, partial(_shut_down, batches)
         _shut_down(batches)
         for worker in getattr(batches, "_workers", ()):
             worker.kill()  # a stuck one does not notice the shutdown
     raise DataError(
-        f"rank {rank}: the loader workers do not start; use data.workers=0, or check the machine's "
-        "load"
+        f"rank {rank}: the loader workers do not start; use data.workers=0, or check the load"
     )
 
 
 def _shut_down(batches: Any) -> None:
-    """Let the workers finish, and wait for them. Without torch's private method, they end when the
-    iterator is collected.
-    """
+    """Let the workers finish, and wait for them; by a private method of torch, if it is there."""
     with suppress(RuntimeError):  # a worker has died already
         getattr(batches, "_shutdown_workers", lambda: None)()
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-class Pinnable:
-    """A batch on its way from a worker: the loader's thread pins it, whatever it is made of, and
-    unpacks it.
-    """
-
-    def __init__(self, batch: Any):
-        self.batch = batch
-
-    def pin_memory(self) -> Any:
-        return pinned(self.batch)
 
 
 def _resolved(tensor: Tensor) -> Any:
@@ -198,7 +151,6 @@ def _start_worker(started: Any, worker: int) -> None:
     ForkingPickler.register(Tensor, _resolved)
     gc.enable()  # the rank may collect at its own steps, which a worker does not have
     ignore_stop_signals()
-    # It holds its rank's sockets as well: while it lived, no other rank would notice that this one
-    # is dead.
+    # It holds its rank's sockets as well: other ranks would take a dead rank for alive.
     die_with_parent(signal.SIGKILL)
     started.release()

@@ -1,16 +1,13 @@
-"""Nested structures, as samples and batches come: their tensors, and the same on a device or in
-pinned memory.
+"""Nested structures, as samples and batches come: their tensors, and the same on a device.
 
 A batch may hold what torch's pytrees know (dicts, lists, tuples, named tuples), other mappings,
-dataclasses, and objects that move themselves (transformers' BatchEncoding, torch's PackedSequence,
-graphs): whatever has a `to(device)`.
+dataclasses, and objects with a `to(device)`, such as transformers' BatchEncoding or graphs.
 """
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,38 +20,30 @@ NO_TENSORS = (str, bytes, int, float, bool, complex, type(None), type, torch.dty
 
 
 def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """The tensors in a nested structure, in order, also those that objects hold as attributes; each
-    object once.
-    """
+    """The tensors in a nested structure, in order, attributes of objects included."""
     if seen is None:
         seen = set()  # objects may refer to one another
     if isinstance(value, Tensor):
         yield value
     elif not isinstance(value, NO_TENSORS) and id(value) not in seen:
         seen.add(id(value))
-        for _, part in _parts(value):
+        for part in _parts(value).values():
             yield from tensors(part, seen)
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on the device; from pinned memory without waiting.
-
-    Errors: DataError for an object that holds tensors elsewhere and can't be moved.
-    """
-    return _changed(batch, "to", partial(_move, device=device))
-
-
-def pinned(batch: Any) -> Any:
-    """The same structure with its tensors in page-locked memory, from which copies to a GPU need
-    not be waited for.
-    """
-    return _changed(batch, "pin_memory", _pin)
+def _parts(value: Any) -> dict[Any, Any]:
+    """What a container or object holds, by name or number."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return dict(enumerate(value))
+    slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+    names = [*getattr(value, "__dict__", ()), *slots]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def plain_mappings(value: Any) -> Any:
-    """The same with plain dicts in place of other mappings, whose classes could not be unpickled
-    safely.
-    """
+    """Plain dicts in place of other mappings, whose classes could not be unpickled safely."""
     if isinstance(value, Mapping):
         return {key: plain_mappings(part) for key, part in value.items()}
     if type(value) in (list, tuple):
@@ -62,72 +51,38 @@ def plain_mappings(value: Any) -> Any:
     return value
 
 
-def _changed(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
-    """The structure with `change(part)` for tensors, objects that have the method, and what holds
-    nothing. Containers keep their class.
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The same structure with its tensors on the device; from pinned memory without waiting.
+
+    Errors: DataError for an object that holds tensors elsewhere and can't be moved.
     """
 
-    def has_method(part: Any) -> bool:  # also of a named tuple, as torch's PackedSequence is
-        return callable(getattr(part, method, None))
-
-    def changed(part: Any) -> Any:
-        if has_method(part):
-            return change(part)
-        if isinstance(part, Mapping):
-            return _with_items(part, {key: inside(item) for key, item in part.items()})
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.to(device, non_blocking=True)
+        if _moves_itself(part):
+            return _moved_by_itself(part, device)
+        if isinstance(part, MutableMapping):
+            other: Any = copy.copy(part)  # of the same class
+            other.update({key: inside(item) for key, item in part.items()})
+            return other
         if is_dataclass(part) and not isinstance(part, type):
             other = copy.copy(part)
-            for one in fields(part):
-                if hasattr(part, one.name):  # set past the class, which may be frozen
-                    object.__setattr__(other, one.name, inside(getattr(part, one.name)))
+            for item in fields(part):  # set past the class, which may be frozen
+                object.__setattr__(other, item.name, inside(getattr(part, item.name)))
             return other
-        return change(part)
+        if not isinstance(part, NO_TENSORS):
+            _check_holds_no_tensor_elsewhere(part, device)
+        return part
 
     def inside(part: Any) -> Any:
-        return tree_map(changed, part, is_leaf=has_method)
+        return tree_map(moved, part, is_leaf=_moves_itself)
 
-    return inside(value)
-
-
-def _with_items(mapping: Any, items: dict[Any, Any]) -> Any:
-    """A copy of a mapping with other values; a dict where it can't be changed."""
-    try:
-        other = copy.copy(mapping)
-        for key, value in items.items():
-            other[key] = value
-    except TypeError:
-        return items
-    return other
-
-
-def _move(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.to(device, non_blocking=True)
-    if isinstance(leaf, NO_TENSORS):
-        return leaf
-    if not hasattr(leaf, "to"):
-        if device.type != "cpu":
-            _check_holds_no_tensor_elsewhere(leaf, device)
-        return leaf
-    try:
-        try:
-            moved = leaf.to(device, non_blocking=True)
-        except TypeError:  # a `to` without that argument
-            moved = leaf.to(device)
-    except Exception as error:
-        raise DataError(
-            f"a batch holds a {type(leaf).__name__} whose to({str(device)!r}) failed: "
-            f"{in_one_line(error)}; fix it, or return its tensors in a dict or dataclass from "
-            "collate(samples)"
-        ) from error
-    if moved is None:  # it has moved in place
-        return leaf
-    return moved
+    return inside(batch)
 
 
 def _check_holds_no_tensor_elsewhere(value: Any, device: torch.device) -> None:
-    """Errors: DataError, since the task would get it with some tensors on the host."""
-    for name, part in _parts(value):
+    for name, part in _parts(value).items():
         if any(tensor.device.type != device.type for tensor in tensors(part)):
             raise DataError(
                 f"a batch holds a {type(value).__name__} whose {name} has a tensor that can't be "
@@ -135,24 +90,22 @@ def _check_holds_no_tensor_elsewhere(value: Any, device: torch.device) -> None:
             )
 
 
-def _pin(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        can_be_pinned = leaf.device.type == "cpu" and leaf.layout == torch.strided
-    else:
-        can_be_pinned = callable(getattr(leaf, "pin_memory", None))
-    if can_be_pinned:
-        return leaf.pin_memory()
-    return leaf
+def _moves_itself(part: Any) -> bool:
+    return callable(getattr(part, "to", None))
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a container or object holds."""
-    if isinstance(value, Mapping):
-        yield from ((str(key), part) for key, part in value.items())
-    elif isinstance(value, list | tuple | deque | set | frozenset):
-        yield from ((str(number), part) for number, part in enumerate(value))
-    else:
-        slots = (name for base in type(value).__mro__ for name in getattr(base, "__slots__", ()))
-        for name in dict.fromkeys((*getattr(value, "__dict__", ()), *slots)):
-            if hasattr(value, name):
-                yield name, getattr(value, name)
+def _moved_by_itself(part: Any, device: torch.device) -> Any:
+    try:
+        try:
+            moved = part.to(device, non_blocking=True)
+        except TypeError:  # a `to` without that argument
+            moved = part.to(device)
+    except Exception as error:
+        raise DataError(
+            f"a batch holds a {type(part).__name__} whose to({str(device)!r}) failed: "
+            f"{in_one_line(error)}; fix it, or return its tensors in a dict or dataclass from "
+            "collate(samples)"
+        ) from error
+    if moved is None:  # it has moved in place
+        return part
+    return moved

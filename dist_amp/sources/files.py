@@ -5,7 +5,7 @@ import os
 import posixpath
 import re
 import socket
-import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -30,20 +30,11 @@ FORMATS = {
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 # Files by which the folders that save_to_disk and dist_amp.tokenize write are recognised.
 MARKS = {
-    "dataset_dict.json": "saved",
-    "dataset_info.json": "saved",
-    "state.json": "saved",
+    **dict.fromkeys(("dataset_dict.json", "dataset_info.json", "state.json"), "saved"),
     "tokens.json": "tokens",
 }
 TOKENS_INDEX = "documents.bin"
 SPLIT_NAME = re.compile(r"(train|test|valid|val|dev)(?:ing|ation)?(?![a-z])")
-SPLITS = {
-    "train": "train",
-    "test": "test",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-}
 HIDDEN = re.compile(r"(^|/)\.[^/]")
 Sizes = dict[str, int | None]  # of files by their paths; None where a server does not tell
 
@@ -53,14 +44,11 @@ class Files:
     """Files of one format, as paths of a file system."""
 
     fs: Any
-    root: str
-    """What `data.path` names there."""
+    root: str  # what `data.path` names there
     format: str
-    splits: dict[str, list[str]]
-    """Of each split, in order of their names; the format saved or tokens has none."""
+    splits: dict[str, list[str]]  # in order of their names; none for the format saved or tokens
     bytes: int
-    rest: str = ""
-    """What follows :: in an address within another, as zip://*.csv::s3://bucket/all.zip."""
+    rest: str = ""  # after :: in an address within another, as zip://*.csv::s3://bucket/all.zip
 
     @property
     def is_local(self) -> bool:
@@ -72,12 +60,9 @@ class Files:
 
 
 def find_files(config: SourceConfig) -> Files:
-    """The files that `data.path` names.
-
-    Errors: ConfigError for a protocol without its package; DataError where there is nothing, or no
-    one format.
-    """
+    """The files that `data.path` names. Errors: ConfigError, DataError for what does not fit."""
     fs, root = file_system(config.path)
+    rest = "".join(config.path.partition("::")[1:])
     try:
         is_folder = not fs.isfile(root) and fs.isdir(root)
         sizes = list_files(fs, root, is_folder)
@@ -89,24 +74,17 @@ def find_files(config: SourceConfig) -> Files:
         ) from error
     if not sizes:
         raise DataError(f"data.path={config.path} names no file; give a file, a folder or a glob")
-    rest = "".join(config.path.partition("::")[1:])
-    marks = [MARKS[name] for name in MARKS if posixpath.join(root, name) in sizes]
+    marks = [mark for name, mark in MARKS.items() if posixpath.join(root, name) in sizes]
     if is_folder and marks:
         if config.format not in ("auto", marks[0]):
             raise contradiction(config, f"a folder of the format {marks[0]}")
         return Files(fs, root, marks[0], {}, 0, rest)
-    for path in sizes:
-        if posixpath.basename(path) == TOKENS_INDEX:
-            raise DataError(
-                f"data.path={config.path} holds tokens without their tokens.json, such as {path}; "
-                "give the folder that has this file, or copy it too"
-            )
-    format_, paths = of_one_format(config, sorted(sizes), is_folder)
-    if all(sizes[path] == 0 for path in paths):
+    if tokens := [path for path in sizes if posixpath.basename(path) == TOKENS_INDEX]:
         raise DataError(
-            f"data.path={config.path} could not be loaded: its files, such as {paths[0]}, are "
-            "empty; give files with data"
+            f"data.path={config.path} holds tokens without their tokens.json, such as {tokens[0]}; "
+            "give the folder that has this file, or copy it too"
         )
+    format_, paths = of_one_format(config, sorted(sizes), is_folder)
     size = sum(sizes[path] or 0 for path in paths)
     return Files(fs, root, format_, split_by_name(paths, format_), size, rest)
 
@@ -130,17 +108,15 @@ def file_system(path: str) -> tuple[Any, str]:
 
 
 def list_files(fs: Any, root: str, is_folder: bool) -> Sizes:
-    """The files of a folder or glob, without hidden ones."""
+    """The files of a folder or glob, without hidden ones; or a single file."""
+    if fs.isfile(root):  # first: its name may hold [ or *
+        return {root: fs.info(root).get("size")}
     if is_folder and "file" in fs.protocol:
-        sizes = local_files(root)
+        sizes: Sizes = {path: os.path.getsize(path) for path in local_files(root)}
     else:
         search = fs.find if is_folder else fs.glob
-        entries = search(root, detail=True)
-        sizes = {
-            path: entry.get("size") for path, entry in entries.items() if entry["type"] == "file"
-        }
-    if not is_folder and not sizes and fs.isfile(root):  # a name with [ or *
-        return {root: fs.info(root).get("size")}
+        found = search(root, detail=True).items()
+        sizes = {path: entry.get("size") for path, entry in found if entry["type"] == "file"}
     visible = {}
     for path, size in sizes.items():
         name = path[len(root) :] if is_folder else posixpath.basename(path)
@@ -149,12 +125,8 @@ def list_files(fs: Any, root: str, is_folder: bool) -> Sizes:
     return visible
 
 
-def local_files(root: str) -> Sizes:
-    """The files below a local folder, those behind symbolic links too, which fsspec leaves out.
-
-    Errors: OSError for a link with a known ending that leads nowhere.
-    """
-    sizes: Sizes = {}
+def local_files(root: str) -> Iterator[str]:
+    """The files below a folder, those behind symbolic links too, which fsspec leaves out."""
     seen = set()
     for folder, folders, names in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
@@ -164,12 +136,15 @@ def local_files(root: str) -> Sizes:
         seen.add(real)
         for name in names:
             path = os.path.join(folder, name)
-            if format_of(path) or os.path.exists(path):
-                sizes[path] = os.path.getsize(path)
-    return sizes
+            if format_of(path) or os.path.exists(path):  # of data, a link to nothing is an error
+                yield path
 
 
-def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
+def of_one_format(
+    config: SourceConfig,
+    paths: list[str],
+    is_folder: bool,
+) -> tuple[str, list[str]]:
     """(the format, the files of it); in a folder, files with unknown endings are left out."""
     formats = {path: format_of(path) for path in paths}
     if config.format != "auto":
@@ -182,9 +157,9 @@ def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tu
         chosen = [path for path in paths if formats[path] or not is_folder]
         if len({formats[path] for path in chosen}) > 1:  # what comes with a data set
             chosen = [path for path in chosen if posixpath.basename(path) != "README.md"]
-    chosen_formats = {formats[path] or config.format for path in chosen}
-    if len(chosen_formats) == 1 and chosen_formats != {"auto"}:
-        return chosen_formats.pop(), chosen
+    found = {formats[path] or config.format for path in chosen}
+    if len(found) == 1 and found != {"auto"}:
+        return found.pop(), chosen
     raise DataError(
         f"data.path={config.path} must name files of one format; known endings are "
         f"{' '.join(FORMATS)}, also followed by {' '.join(sorted(COMPRESSED))}: give a glob such "
@@ -208,10 +183,9 @@ def format_of(path: str) -> str:
 
 
 def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
-    """The split is inferred from file names, such as train/0.csv or train-0.csv.
+    """{split: paths} if each names its split, as train/0.csv or train-0.csv; else {"train": paths}.
 
-    {split: paths} if each path names its split; else {"train": paths}. Errors: DataError for a file
-    that names none beside others that do, except among texts and images, which have any name.
+    Errors: DataError for a file that names none beside others that do, but for texts and images.
     """
     top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     splits: dict[str, list[str]] = {}
@@ -220,13 +194,17 @@ def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
         match = SPLIT_NAME.fullmatch(folder) if slash else None
         if format_ != "images":  # a picture's own name says nothing of its split
             match = match or SPLIT_NAME.match(posixpath.basename(path))
-        split = SPLITS[match[1]] if match else ""
+        split = match[1] if match else ""
+        if split in ("valid", "val", "dev"):
+            split = "validation"
         splits.setdefault(split, []).append(path)
     unnamed = splits.pop("", [])
-    if "train" in splits and not unnamed:
+    if "train" not in splits:
+        return {"train": paths}
+    if not unnamed:
         return splits
     others = [path for name, inside in splits.items() if name != "train" for path in inside]
-    if unnamed and "train" in splits and others and format_ not in ("text", "images"):
+    if others and format_ not in ("text", "images"):
         raise DataError(
             f"{unnamed[0]} names no split, though {others[0]} does, which would be trained on; "
             "rename it, or name the files in data.path"
@@ -243,7 +221,8 @@ def stay_local_without_network() -> None:
     is_set_up = "HF_HUB_OFFLINE" in os.environ or {"all", hub.scheme} & set(getproxies())
     if datasets.config.HF_HUB_OFFLINE or is_set_up:
         return
-    if answers(hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)):
+    address = (hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443))
+    with suppress(OSError), socket.create_connection(address, timeout=5):
         return
     log.info(
         "data: no network (%s does not answer), so only cached data is used: HF_HUB_OFFLINE=1",
@@ -252,17 +231,3 @@ def stay_local_without_network() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # for later imports and loader workers
     constants.HF_HUB_OFFLINE = True
     datasets.config.HF_HUB_OFFLINE = True
-
-
-def answers(host: str, port: int, seconds: float = 5) -> bool:
-    """Whether a connection can be made; in a thread, since nothing else limits a name's look-up."""
-    connected = []
-
-    def connect() -> None:
-        with suppress(OSError), socket.create_connection((host, port), seconds):
-            connected.append(True)
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return bool(connected)

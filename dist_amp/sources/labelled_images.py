@@ -15,7 +15,12 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.load import load_split
 
 
-def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
+def labelled_rows(
+    data: DataConfig,
+    split: str,
+    image_column: str,
+    label_column: str,
+) -> Any:
     """The split's rows: see `load_split`. Errors: DataError for an absent column."""
     if data.name == "auto" and data.path == "off":
         return digits(split, image_column, label_column)
@@ -50,8 +55,8 @@ def class_names(rows: Any, label_column: str) -> Sequence[str]:
 class LabelledImages:
     """Rows as samples {"image": [channels, H, W] float32 in 0..1, "label": int64}.
 
-    columns: of the image and the label. names: of the classes, for labels that are texts. Images of
-    other sizes are resized, and their channels converted.
+    columns: of the image and the label. size: (H, W). names: of the classes, for labels that are
+    texts. Images of other sizes are resized, and their channels converted.
     """
 
     def __init__(
@@ -84,15 +89,18 @@ class LabelledImages:
 
     def _sample(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
         value, label = (row[column] for column in self.columns)
-        number = label
-        if isinstance(label, str):
-            number = self.number_of.get(label)
+        number = self.number_of.get(label) if isinstance(label, str) else label
         if not isinstance(number, int) or not 0 <= number < self.classes:
             raise ValueError(
                 f"label {label!r} is none of the {self.classes} classes, 0 to {self.classes - 1}"
             )
-        image = pixels(opened(value), self.size, self.channels)
-        return {"image": image, "label": torch.tensor(int(number))}
+        height, width = self.size
+        mode = "L" if self.channels == 1 else "RGB"
+        image = opened(value).convert(mode)
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        levels = torch.from_numpy(numpy.array(image, numpy.float32)).view(height, width, -1)
+        return {"image": levels.permute(2, 0, 1) / 255, "label": torch.tensor(int(number))}
 
 
 def opened(value: Any) -> Image.Image:
@@ -106,29 +114,13 @@ def opened(value: Any) -> Image.Image:
             f"the image is {type(value).__name__}; store encoded pictures, as datasets.Image() does"
         )
     if value.mode.startswith(("I", "F")):
-        raise ValueError(
-            f"the image has pixels of mode {value.mode}, whose range is not known; convert it to 8 "
-            "bits"
-        )
+        mode = f"the image has pixels of mode {value.mode}"
+        raise ValueError(f"{mode}, whose range is not known; convert it to 8 bits")
     return value
 
 
-def pixels(image: Image.Image, size: tuple[int, int], channels: int) -> Tensor:
-    """[channels, H, W] float32 in 0..1, for `size` (H, W)."""
-    height, width = size
-    mode = "L" if channels == 1 else "RGB"
-    image = image.convert(mode)
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-    levels = torch.from_numpy(numpy.array(image, numpy.float32)).view(height, width, channels)
-    return levels.permute(2, 0, 1) / 255
-
-
 def digits(split: str, image_column: str, label_column: str) -> list[dict[str, Any]]:
-    """scikit-learn's 1,797 digits as rows, a fixed tenth of them held out.
-
-    Source: Alpaydin & Kaynak 1998, UCI 80.
-    """
+    """scikit-learn's 1,797 digits (Alpaydin & Kaynak 1998, UCI 80), a fixed tenth held out."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
@@ -143,6 +135,9 @@ def digits(split: str, image_column: str, label_column: str) -> list[dict[str, A
     chosen = order[held_out:] if split == "train" else order[:held_out]
     levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # of 0 to 16
     return [
-        {image_column: Image.fromarray(levels[i]), label_column: int(scans.target[i])}
+        {
+            image_column: Image.fromarray(levels[i]),
+            label_column: int(scans.target[i]),
+        }
         for i in chosen
     ]

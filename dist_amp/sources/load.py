@@ -12,17 +12,13 @@ from dist_amp.sources.files import find_files, stay_local_without_network
 from dist_amp.sources.mixture import tables_of
 
 log = logging.getLogger(__name__)
-# Parquet files above this are read by row group, since converting them takes their size in the
-# cache and about a minute per 4 GiB (assumed); data.view decides otherwise.
+# Parquet files above this are read by row group: converting them takes their size in the cache.
 MAP_UP_TO_BYTES = 4 * 2**30
 HELD_OUT = 0.05  # of the rows, with data.validation_split=auto
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """`load_rows` for a task that reads rows of one source.
-
-    Errors: as there; ConfigError for settings of tokens and mixtures, which would have no effect.
-    """
+    """`load_rows` for a task that reads rows of one source; other settings are a ConfigError."""
     for name in ("tokenizer", "pack", "long_documents"):
         if (value := getattr(config, name)) != "auto":
             raise ConfigError(
@@ -40,10 +36,9 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
 def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
     """The training or validation part of the rows that `data.name` or `data.path` names.
 
-    A `datasets.Dataset`; with data.view=parquet, or for large Parquet files, a `ParquetView`. It
-    has the column `data.text_column`, or one of the others; None for the validation part of a
-    single row. Errors: DataError for files, names, splits and columns that do not exist, or can't
-    be read; ConfigError for an address or a format that does not fit.
+    A `datasets.Dataset` or a `ParquetView`, with the column `data.text_column`, or one of the
+    others; None for the validation part of a single row. Errors: DataError for what does not exist
+    or can't be read; ConfigError for settings that do not fit.
     """
     if config.path != "off" and config.name != "auto":
         raise ConfigError(
@@ -85,34 +80,44 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
 
 
 def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: str) -> Any:
-    """The training or validation part of {name: rows, or what opens them}.
+    """The training or validation part of {name: rows, or what opens them}: see `load_rows`.
 
-    A fixed part is held out if there is no split to evaluate on; None for the validation part of a
-    single document.
+    Errors: DataError for absent splits and columns, and if nothing is left to train on.
     """
-    name, held_out_name = split_names(list(splits), config)
-    if held_out_name and split == "validation":
-        name = held_out_name
+    name = config.split
+    held_out = config.validation_split  # a share, or a split's name
+    if held_out == "auto":
+        usual = (other for other in ("validation", "test") if other in splits and other != name)
+        held_out = next(usual, HELD_OUT)
+    for key, value in (("split", name), ("validation_split", held_out)):
+        if isinstance(value, str) and value not in splits:
+            raise DataError(
+                f"data.{key}={value} does not exist; the dataset has {', '.join(splits)}"
+            )
+    if split == "validation" and isinstance(held_out, str):
+        name = held_out
     rows = splits[name]
     if callable(rows):
         rows = rows()
-    if not held_out_name:
-        rows = held_out_part(rows, config, split)
-    if rows is not None:
-        check_columns(rows.column_names, config, *other_columns)
+    if isinstance(held_out, float):
+        rows = held_out_part(rows, split, held_out)
+    if rows is not None and not {config.text_column, *other_columns} & set(rows.column_names):
+        names = " or ".join(other_columns)
+        others = names and f", nor {names}"
+        raise DataError(
+            f"data.text_column={config.text_column} does not exist{others}; the columns are "
+            f"{', '.join(rows.column_names)}"
+        )
     return rows
 
 
-def held_out_part(rows: Any, config: SourceConfig, split: str) -> Any:
+def held_out_part(rows: Any, split: str, share: float) -> Any:
     """The rows of `split`: a share is held out for validation, None of a single row."""
     if len(rows) < 2:
         if split == "train":
             return rows
         log.info("data: a single document, so none is held out and there is no evaluation")
         return None
-    share = config.validation_split
-    if isinstance(share, str):
-        share = HELD_OUT
     if math.ceil(len(rows) * share) >= len(rows):
         raise DataError(
             f"data.validation_split={share} leaves none of {len(rows)} rows to train on; use a "
@@ -121,34 +126,6 @@ def held_out_part(rows: Any, config: SourceConfig, split: str) -> Any:
     parts = rows.train_test_split(test_size=share, seed=0)
     name = "train" if split == "train" else "test"
     return parts[name]
-
-
-def split_names(names: list[str], config: SourceConfig) -> tuple[str, str]:
-    """(the split to train on, the one to evaluate on or "" if a part of the first is held out).
-
-    Errors: DataError for those not in `names`.
-    """
-    validation = config.validation_split
-    if validation == "auto":
-        usual = (name for name in ("validation", "test") if name in names and name != config.split)
-        validation = next(usual, "")
-    elif isinstance(validation, float):
-        validation = ""
-    for key, name in (("split", config.split), ("validation_split", validation)):
-        if name and name not in names:
-            raise DataError(f"data.{key}={name} does not exist; the dataset has {', '.join(names)}")
-    return config.split, validation
-
-
-def check_columns(columns: list[str], config: SourceConfig, *other_columns: str) -> None:
-    """Errors: DataError if neither data.text_column nor one of the others is there."""
-    if {config.text_column, *other_columns} & set(columns):
-        return
-    others = f", nor {' or '.join(other_columns)}" if other_columns else ""
-    raise DataError(
-        f"data.text_column={config.text_column} does not exist{others}; the columns are "
-        f"{', '.join(columns)}"
-    )
 
 
 def warn(text: str) -> None:

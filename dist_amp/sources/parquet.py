@@ -1,7 +1,7 @@
 """Parquet files as a map-style dataset that is neither converted nor held in memory.
 
 What is kept of the files is three numbers per row group. `shuffled` gives the order in which this
-is fast, see streams.py: in it, each row group is read once per epoch.
+is fast: in it, each row group is read once per epoch.
 """
 
 import copy
@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError, first_line
+from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
 from dist_amp.sources.files import Files
-from dist_amp.sources.streams import shuffled
 
 log = logging.getLogger(__name__)
 OPEN_FILES = 32  # per process
@@ -30,6 +31,8 @@ FOOTERS_AT_ONCE = 16  # threads: an object store takes some 50 ms per request (a
 # Row groups of a stream whose rows are mixed. More come nearer to a full shuffle, by little
 # (python -m benchmarks.shuffle), and take as much more memory.
 SHUFFLE_GROUPS = 2
+# 2^64 / the golden ratio: its multiples lie far apart, and so do the keys of two windows.
+GOLDEN = -0x61C8864680B583EB
 
 
 def open_splits(files: Files, data: DataConfig) -> dict[str, Callable[[], "ParquetView"]]:
@@ -42,15 +45,21 @@ def open_splits(files: Files, data: DataConfig) -> dict[str, Callable[[], "Parqu
 def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
     """The rows of these files of an fsspec file system; only their footers are read here.
 
-    Errors: DataError for a file that is no Parquet, columns that are not the first file's, and if
-    there are no rows.
+    Errors: DataError for a file that is no Parquet, other columns than the first file's, no rows.
     """
     with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
         footers = list(pool.map(partial(read_footer, fs), files))
     all_rows, schemas, identities = zip(*footers, strict=True)
     columns = types(schemas[0])
     for file, schema in zip(files, schemas, strict=True):
-        check_same_columns(files[0], columns, file, types(schema))
+        found = types(schema)
+        for name in columns | found:
+            if columns.get(name) != found.get(name):
+                raise DataError(
+                    f"column {name} is {found.get(name, 'missing')} in {file} and "
+                    f"{columns.get(name, 'missing')} in {files[0]}; write the files with the same "
+                    "columns, or name those that have them in data.path"
+                )
     groups = [
         (file, number, count)
         for file, rows in enumerate(all_rows)
@@ -61,12 +70,8 @@ def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetVie
         others = " and the other files" if len(files) > 1 else ""
         raise DataError(f"{files[0]}{others} have no rows; give files with data")
     fingerprint = short_hash(repr([columns, *identities]).encode())
-    view = ParquetView(
-        fs, tuple(files), schemas[0], np.array(groups, np.int64), fingerprint, data.streams
-    )
-    log.info(
-        f"data: {len(view):,} rows in {len(groups):,} row groups of {len(files)} Parquet files"
-    )
+    view = ParquetView(fs, files, schemas[0], np.array(groups, np.int64), fingerprint, data.streams)
+    log.info(f"data: {len(view):,} rows in {len(groups):,} row groups of {len(files)} files")
     return view
 
 
@@ -84,28 +89,15 @@ def read_footer(fs: Any, file: str) -> tuple[list[int], Any, tuple[Any, ...]]:
         footer = fs.cat_file(file, size - metadata.serialized_size - 8, size)
         return rows, schema, (os.path.basename(file), size, hashlib.sha256(footer).hexdigest())
     except Exception as error:  # file systems raise what they like
-        text = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(
-            f"{file} can't be read as Parquet: {text}; download or write it again"
+            f"{file} can't be read as Parquet: {type(error).__name__}: {first_line(error)}; "
+            "download or write it again"
         ) from error
 
 
 def types(schema: Any) -> dict[str, str]:
     """{column: its type} of an Arrow schema."""
     return {column.name: str(column.type) for column in schema}
-
-
-def check_same_columns(
-    first: str, expected: dict[str, str], file: str, columns: dict[str, str]
-) -> None:
-    """Errors: DataError for the first column that is not in both files, or of another type."""
-    for name in expected | columns:
-        if expected.get(name) != columns.get(name):
-            raise DataError(
-                f"column {name} is {columns.get(name, 'missing')} in {file} and "
-                f"{expected.get(name, 'missing')} in {first}; write the files with the same "
-                "columns, or name those that have them in data.path"
-            )
 
 
 def short_hash(content: bytes) -> str:
@@ -115,21 +107,24 @@ def short_hash(content: bytes) -> str:
 class ParquetView:
     """The rows of some row groups, by number: view[i] is a dict of Python objects.
 
-    Pictures are decoded. groups: int64 [R, 3], file, number within it, and rows of each group. It
-    may be pickled, and used after a fork.
+    groups: int64 [R, 3], file, number within it, and rows of each. May be pickled and forked.
     """
 
     def __init__(
         self,
         fs: Any,
-        files: tuple[str, ...],
+        files: Sequence[str],
         schema: Any,
         groups: NDArray[np.int64],
         fingerprint: str,
         streams: int,
     ):
         self.column_names: list[str] = schema.names
-        self.features: Any = features_of(schema)
+        self.features: Any = None  # the `datasets.Features` in the file, such as pictures
+        if b"huggingface" in (schema.metadata or {}):
+            import datasets
+
+            self.features = datasets.Features.from_arrow_schema(schema)
         self.fingerprint = fingerprint
         self._fs = fs
         self._files = files
@@ -166,20 +161,14 @@ class ParquetView:
         """The same rows with these columns alone; the others are not read."""
         names = [names] if isinstance(names, str) else list(names)
         if missing := [name for name in names if name not in self.column_names]:
-            raise DataError(
-                f"column {missing[0]} does not exist; the columns are "
-                f"{', '.join(self.column_names)}"
-            )
+            columns = ", ".join(self.column_names)
+            raise DataError(f"column {missing[0]} does not exist; the columns are {columns}")
         view = copy.copy(self)
         view.column_names = names
-        view._reader = None
         return view
 
     def train_test_split(self, test_size: float, seed: int = 0) -> dict[str, "ParquetView"]:
-        """{"train": ..., "test": ...}: some of the row groups, at random, are held out, at least 1.
-
-        Errors: DataError if none is left to train on.
-        """
+        """Hold out random row groups. Errors: DataError if none is left to train on."""
         groups = len(self._groups)
         held_out = math.ceil(groups * test_size)
         if held_out >= groups:
@@ -197,109 +186,155 @@ class ParquetView:
         view = copy.copy(self)
         view._groups = self._groups[chosen]
         view._ends = view._groups[:, 2].cumsum()
-        view._reader = None
         view.fingerprint = short_hash(self.fingerprint.encode() + view._groups.tobytes())
         return view
 
-    def shuffled(
-        self, global_batch_size: int, world_size: int
-    ) -> tuple[str, Callable[[int, int], Callable[[torch.Tensor], torch.Tensor]]]:
+    def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
         """The order's name, and its function of seed and epoch; the same at every world size.
 
-        Errors: ConfigError for data.streams that the ranks can't share evenly, or that are more
-        than the row groups.
+        Errors: ConfigError for data.streams that the ranks can't share, or more than row groups.
         """
         groups = len(self._groups)
         streams = self._streams
-        if max(world_size, streams) > groups:
-            ranks = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
+        if streams % world_size or streams > groups:
             fix = ""
             if world_size <= groups:
-                fix = f"data.streams={fitting_streams(groups, world_size)}, "
+                # Times a power of two: other world sizes can share them, too.
+                most = min(max(streams, world_size), groups) // world_size
+                fix = f"data.streams={world_size * 2 ** int(math.log2(most))}, "
             raise ConfigError(
-                f"data.streams={streams} on {ranks} needs as many row groups, and there are "
-                f"{groups}; use {fix}data.view=map, or files with smaller row groups"
+                f"data.streams={streams} must be a multiple of the world size {world_size}, and at "
+                f"most the number of row groups, {groups}; use {fix}data.view=map, or files with "
+                "smaller row groups"
             )
-        if streams % world_size:
-            fitting = fitting_streams(max(streams, world_size), world_size)
-            raise ConfigError(
-                f"data.streams={streams} is not a multiple of the world size {world_size}; use "
-                f"data.streams={fitting}"
-            )
-        # Twice what is open at a time: where workers share a stream, none knows when a window has
-        # ended.
+        # Twice what is open: where workers share a stream, none knows when a window has ended.
         self._kept_groups = 2 * streams // world_size * SHUFFLE_GROUPS
         self._reader = None
-        return shuffled(torch.from_numpy(self._groups[:, 2].copy()), streams, SHUFFLE_GROUPS)
+        rows = torch.from_numpy(self._groups[:, 2].copy())
+        name = f"parquet streams={streams} shuffle_groups={SHUFFLE_GROUPS}"  # in checkpoints
+        return name, partial(stream_order, rows, streams, SHUFFLE_GROUPS)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
 
 
-def fitting_streams(most: int, world_size: int) -> int:
-    """The world size times a power of two: streams that other world sizes can share, too."""
-    return world_size * 2 ** int(math.log2(most // world_size))
-
-
-def features_of(schema: Any) -> Any:
-    """The `datasets.Features` in the file, such as which columns are pictures; else None."""
-    if b"huggingface" not in (schema.metadata or {}):
-        return None
-    import datasets
-
-    return datasets.Features.from_arrow_schema(schema)
-
-
 class Reader:
     """Reads rows in one process; keeps the row groups and open files that were used last."""
 
-    def __init__(self, fs: Any, files: Sequence[str], columns: list[str], most_groups: int):
+    def __init__(
+        self,
+        fs: Any,
+        files: Sequence[str],
+        columns: list[str],
+        most_groups: int,
+    ):
+        import pyarrow.parquet as pq
+
         self.pid = os.getpid()
-        # A file system of this process: those of object stores do not survive a fork.
-        self.fs = type(fs)(*fs.storage_args, **fs.storage_options)
+        open_file = partial(
+            pq.ParquetFile,
+            # A file system of this process: those of object stores do not survive a fork.
+            filesystem=type(fs)(*fs.storage_args, **fs.storage_options),
+            pre_buffer=type(fs).__name__ != "LocalFileSystem",
+            page_checksum_verification=True,
+        )
+        self.open = lru_cache(OPEN_FILES)(open_file)
         self.files = files
         self.columns = columns
         self.most_groups = most_groups
-        self.open = lru_cache(OPEN_FILES)(self._open)
-        # (file, group) -> ({column: Arrow array}, rows that are left to read)
+        # (file, group) -> (its Arrow columns, rows that are left to read)
         self.groups: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
-
-    def _open(self, number: int) -> Any:
-        import pyarrow.parquet as pq
-
-        return pq.ParquetFile(
-            self.files[number],
-            filesystem=self.fs,
-            pre_buffer=type(self.fs).__name__ != "LocalFileSystem",
-            page_checksum_verification=True,
-        )
 
     def row(self, file: int, group: int, number: int) -> dict[str, Any]:
         """The row of this number within the group."""
         key = (file, group)
-        columns, left = self.groups.pop(key) if key in self.groups else self._read(file, group)
+        if key not in self.groups:
+            self.groups[key] = self._read(file, group)
+        columns, left = self.groups.pop(key)
         if left > 1:  # after its last row a group is not needed again in this epoch
             self.groups[key] = columns, left - 1
             if len(self.groups) > self.most_groups:
                 self.groups.popitem(last=False)
-        # Each value on its own: `take`, in a batch of rows from as many groups, is three times
-        # slower (measured).
+        # Each value by itself: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
     def _read(self, file: int, group: int) -> tuple[dict[str, Any], int]:
-        """({column: Arrow array}, its rows) of a row group. Errors: DataError if it is damaged."""
+        """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         try:
             # Single-threaded: there is a process per GPU, or per loader worker, already.
-            table = self.open(file).read_row_group(group, columns=self.columns, use_threads=False)
+            opened = self.open(self.files[file])
+            table = opened.read_row_group(group, columns=self.columns, use_threads=False)
         except Exception as error:  # file systems raise what they like
-            text = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(
-                f"row group {group} of {self.files[file]} can't be read: {text}; download or write "
-                "it again"
+                f"row group {group} of {self.files[file]} can't be read: {type(error).__name__}: "
+                f"{first_line(error)}; download or write it again"
             ) from error
-        columns = {}
-        for name in self.columns:
-            column = table[name]
-            # One chunk is the rule; there are several where a column of strings exceeds 2 GiB.
-            columns[name] = column.chunk(0) if column.num_chunks == 1 else column
-        return columns, table.num_rows
+        return {name: table[name] for name in self.columns}, table.num_rows
+
+
+def stream_order(
+    rows: Tensor,
+    streams: int,
+    shuffle_groups: int,
+    seed: int,
+    epoch: int,
+) -> EpochOrder:
+    """Positions, int64 in [0, sum of rows) -> the rows there, of that shape: a bijection.
+
+    rows: int64 [R], those of each group; none is 0, and R is at least `streams`.
+
+    The groups are put in a random order, and the sequence of their rows is cut into `streams` of
+    equal length. Position p takes the next row of stream p mod streams, so that a rank owns whole
+    streams. Inside a stream, windows of `shuffle_groups` groups are shuffled by row.
+
+    A group that is cut belongs to two neighbouring streams. One rank's streams lie side by side,
+    and every other stream runs backwards, so that neighbours reach the group at the same time and
+    it is read once. All ranks make groups + ranks - 1 reads at most, if the world size is a product
+    of the first prime factors of `streams`; otherwise groups + streams - 1.
+    """
+    total = int(rows.sum())
+    groups = epoch_order("randperm", len(rows), seed, epoch)(torch.arange(len(rows)))
+    sizes = rows[groups]
+    ends = sizes.cumsum(0)  # of each group in the epoch's sequence of rows
+    starts = ends - sizes
+    shift = (rows.cumsum(0) - rows)[groups] - starts  # from a place there to a row's number
+    stream_of_slot = digits_reversed(streams)
+    lengths = torch.empty(streams, dtype=torch.int64)
+    lengths[stream_of_slot] = (total - torch.arange(streams) + streams - 1) // streams
+    stream_ends = lengths.cumsum(0)
+    stream_starts = stream_ends - lengths
+    first_groups = torch.searchsorted(ends, stream_starts, right=True)
+    keys = epoch_keys(seed, epoch)
+
+    def rows_at(positions: Tensor) -> Tensor:
+        stream = stream_of_slot[positions % streams]
+        offset = positions // streams
+        start = stream_starts[stream]
+        end = stream_ends[stream]
+        place = torch.where(stream % 2 == 0, start + offset, end - 1 - offset)
+        behind = torch.searchsorted(ends, place, right=True) - first_groups[stream]
+        first = first_groups[stream] + behind // shuffle_groups * shuffle_groups
+        last = (first + shuffle_groups - 1).clamp_(max=len(ends) - 1)
+        low = torch.maximum(starts[first], start)
+        high = torch.minimum(ends[last], end)
+        window_keys = [low * GOLDEN + key for key in keys]
+        place = low + permute(place - low, high - low, window_keys)
+        return place + shift[torch.searchsorted(ends, place, right=True)]
+
+    return rows_at
+
+
+def digits_reversed(count: int) -> Tensor:
+    """A permutation of [0, count), int64: each number's digits, in count's prime factors, reversed.
+
+    Numbers of one remainder modulo a product of the first factors, smallest first, are neighbours.
+    """
+    factors = []
+    rest = count
+    for factor in range(2, count + 1):
+        while rest % factor == 0:
+            factors.append(factor)
+            rest //= factor
+    # The number as an array of its digits; transposed, it is read from the other end.
+    numbers = torch.arange(count).reshape(factors[::-1] or [1])
+    return numbers.permute(tuple(reversed(range(numbers.dim())))).flatten().argsort()

@@ -256,7 +256,7 @@ def tokenize_split(
     documents: list[tuple[Array, Array]] = []  # of the shard in progress
     tokens = 0
     start = reported = time.monotonic()
-    encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, seed=0, rank=0)
+    encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
     try:
         with tqdm(desc=f"{name}: tokenizing", total=end, initial=begin, unit=" rows") as bar:
             for chunk, batch in zip(ranges, encoded, strict=True):

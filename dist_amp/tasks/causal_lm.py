@@ -24,6 +24,7 @@ from dist_amp.sources.tokens import token_documents
 
 log = logging.getLogger(__name__)
 Count = Annotated[int, Range(low=1)]
+Batch = dict[str, Any]
 
 
 class Attention(nn.Module):
@@ -34,9 +35,8 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        # Each of the 2 * layers branches adds to the residual stream; this keeps its initial
-        # variance the same. Source: Radford et al. 2019, "Language models are unsupervised
-        # multitask learners".
+        # Keeps the initial variance of the residual stream, to which 2 * layers branches add.
+        # Source: Radford et al. 2019, "Language models are unsupervised multitask learners".
         nn.init.normal_(self.qkv.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.02 / math.sqrt(2 * layers))
 
@@ -70,17 +70,22 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`.
 
-    With `targets` [B, T] int64 it returns the summed cross-entropy, a float32 scalar, computed from
-    the logits of `loss_chunk` tokens at a time; not outside the model, since FSDP gathers the
-    head's weight only for its forward. positions: of packed documents, [B, T] int64, 0 where one
-    begins; there is no cross-document attention.
+    With `targets` [B, T] int64 it returns the summed cross-entropy, from the logits of `loss_chunk`
+    tokens at a time: in here, since FSDP gathers the head's weight only for its forward. positions:
+    of packed documents, [B, T] int64, 0 where one begins; no attention crosses documents.
     """
 
     cos: Tensor
     sin: Tensor
 
     def __init__(
-        self, vocabulary: int, context: int, width: int, layers: int, heads: int, tied: bool
+        self,
+        vocabulary: int,
+        context: int,
+        width: int,
+        layers: int,
+        heads: int,
+        tied: bool,
     ):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -120,20 +125,17 @@ class GPT(nn.Module):
 
 
 def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Cross-entropy of head(x) summed over all tokens, a chunk of logits at a time: scalar float32.
+    """Summed cross-entropy of head(x), scalar float32; backward recomputes each chunk's logits.
 
-    x: [B, T, width]; targets: [B, T]. Backward recomputes each chunk's logits.
+    x: [B, T, width]; targets: [B, T].
     """
+
+    def loss(x: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(head(x), targets)
+
     pairs = zip(x.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
-    losses = [
-        checkpoint(head_loss_sum, head, *pair, use_reentrant=False, preserve_rng_state=False)
-        for pair in pairs
-    ]
-    return torch.stack(losses).sum()
-
-
-def head_loss_sum(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy(head(x), targets)
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.stack([checkpoint(loss, *pair, **options) for pair in pairs]).sum()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
@@ -180,8 +182,7 @@ class CausalLM:
     ):
         if width % (2 * heads):
             raise ValueError(
-                f"width={width} must be a multiple of 2 x heads={heads}: rotary positions rotate "
-                "pairs"
+                f"width={width} must be a multiple of 2 x heads={heads}, for rotary positions"
             )
         if not prompt:
             raise ValueError("prompt is empty; a sample continues it, so use at least a space")
@@ -211,7 +212,7 @@ class CausalLM:
 
         return mixed(self.data, split, rows_of)
 
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    def collate(self, samples: list[Batch]) -> Batch:
         return self.packing.collate(samples)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -223,33 +224,32 @@ class CausalLM:
             return []
         return [model.embedding, model.head]  # type: ignore[list-item]
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if self.loss_chunk == "off":
             return cross_entropy(self.logits(model, batch), batch["labels"][:, 1:])
         return self.logits(model, batch, batch["labels"][:, 1:], self.loss_chunk)
 
-    def logits(self, model: nn.Module, batch: dict[str, Tensor], *loss: Any) -> Tensor:
+    def logits(self, model: nn.Module, batch: Batch, *loss: Any) -> Tensor:
         """Of all tokens but the last. loss: arguments for the loss in chunks in their place."""
         packed = {}
         if "position_ids" in batch:
             packed["positions"] = batch["position_ids"][:, :-1]
         return model(batch["input_ids"][:, :-1], *loss, **packed)  # type: ignore[no-any-return]
 
-    def weight(self, batch: dict[str, Any]) -> int:
+    def weight(self, batch: Batch) -> int:
         return batch["counted"]  # type: ignore[no-any-return]
 
-    def tokens(self, batch: dict[str, Any]) -> int:
+    def tokens(self, batch: Batch) -> int:
         return self.shares.count(batch) - len(batch["labels"])  # a row's first is not predicted
 
-    def train_metrics(self, run: Any, report: Any) -> dict[str, Tensor]:
+    def train_metrics(self, run: Any, report: Any) -> Batch:
         return self.shares.read(run.world)
 
     def flops_per_item(self, model: nn.Module) -> float:
         """FLOPs of one sample, forward and backward: 3 x 2 per multiply-add (two gradients).
 
-        Attention counts in full, T x T, although it is causal: a kernel that skips the masked half
-        computes less, so its MFU is overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311,
-        appendix B.
+        Attention counts in full, T x T, although a kernel may skip the masked half, whose MFU is
+        then overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
         """
         vocabulary, context, width, layers, _, _ = self.shape
         weights = layers * 12 * width**2  # qkv 3, out 1, up 4, down 4
@@ -257,7 +257,7 @@ class CausalLM:
         attention = layers * 2 * context * width  # a token's scores and weighted sum of values
         return 3 * 2 * context * (weights + attention)
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         targets = batch["labels"][:, 1:]
         values: dict[str, Any] = {}
         if self.source_names:
@@ -293,19 +293,14 @@ def python_source(config: DataConfig, split: str) -> Any:
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"test", "tests", "idle_test", "lib2to3"}
     excluded |= {"site-packages", "dist-packages", "__pycache__"}
-    files = [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not excluded & set(path.relative_to(root).parts)
-    ]
+    paths = sorted(root.rglob("*.py"))
+    files = [path for path in paths if not excluded & set(path.relative_to(root).parts)]
     if split == "train":
         source = b"".join(path.read_bytes() for path in files)
-        digest = hashlib.sha256(source).hexdigest()[:16]
         log.info(
             f"data: Python's standard library, {len(files)} files, {len(source) / 1e6:.1f} MB, "
-            f"sha256 {digest}"
+            f"sha256 {hashlib.sha256(source).hexdigest()[:16]}"
         )
-    paths = [str(path) for path in files]
-    return pick_split(
-        datasets.load_dataset("text", data_files=paths, sample_by="document"), config, split
-    )
+    names = [str(path) for path in files]
+    documents = datasets.load_dataset("text", data_files=names, sample_by="document")
+    return pick_split(documents, config, split)

@@ -23,10 +23,10 @@ from dist_amp.tasks import huggingface
 from dist_amp.tasks.pretrained import load_pretrained
 
 # A second document's change by other tokens in the first, over the first's own: 0 in Llama, Qwen3,
-# GPT-2, Gemma 3 and Mixtral, in float32 and bf16; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2)
-# where it leaks. Measured on tiny ones; float32 rounds by 1e-7, should a kernel's sums depend on
-# other tokens.
+# GPT-2, Gemma 3 and Mixtral; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) where it leaks.
+# Measured on tiny ones; float32 rounds by 1e-7, should a kernel's sums depend on other tokens.
 LEAK = 1e-5
+Batch = dict[str, Any]
 
 
 class HFCausalLM:
@@ -76,20 +76,20 @@ class HFCausalLM:
 
         return mixed(self.data, split, rows_of)
 
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    def collate(self, samples: list[Batch]) -> dict[str, Any]:
         pad_id = self.tokenizer.pad_token_id or 0
         return self.packing.collate(samples, pad_id, attention_mask=self.packing.pack == "off")
 
-    def weight(self, batch: dict[str, Any]) -> int:
+    def weight(self, batch: Batch) -> int:
         return batch["counted"]  # type: ignore[no-any-return]
 
-    def tokens(self, batch: dict[str, Any]) -> int:
+    def tokens(self, batch: Batch) -> int:
         return self.shares.count(batch)
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(*next_tokens(model, batch), reduction="sum")
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         logits, labels = next_tokens(model, batch)
         losses = F.cross_entropy(logits, labels, reduction="none")
         values = {"loss": losses.sum(), "accuracy": logits.argmax(1).eq(labels).sum()}
@@ -98,7 +98,7 @@ class HFCausalLM:
         source_ids = batch["source_ids"][:, 1:].flatten()
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
-    def train_metrics(self, run: Any, report: Any) -> dict[str, Tensor]:
+    def train_metrics(self, run: Any, report: Any) -> Batch:
         """Shares of padding and of what counts; also checks for cross-document attention, once."""
         if not self.leak_checked:
             self.leak_checked = documents_are_apart(run)
@@ -109,23 +109,24 @@ class HFCausalLM:
         return huggingface.continued(model, self.tokenizer, self.prompt, self.sample_tokens, chat)
 
     def export(self, model: nn.Module, folder: str) -> None:
-        huggingface.save_pretrained(model, self.tokenizer, folder)
+        model.save_pretrained(folder)  # type: ignore[operator]
+        self.tokenizer.save_pretrained(folder)
 
 
-def next_tokens(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def next_tokens(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
-    # transformers recognises packed documents by positions that restart, but not with a mask, even
-    # of ones, or a cache.
+    # transformers recognises packed documents by positions that restart, but not with a mask or a
+    # cache.
     inputs = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
     output = model(input_ids=batch["input_ids"], **inputs, use_cache=False)
     return output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
 
 
 def documents_are_apart(run: Any) -> bool:
-    """Whether the model has no cross-document attention; False if some rank's logits do not tell.
+    """Whether the model has no cross-document attention, as all ranks find it; False if unclear.
 
-    Every rank comes to the same answer: one that continued alone would leave the others in a
-    sharded forward. Errors: ConfigError for a model with cross-document attention.
+    A rank that continued alone would leave the others in a sharded forward. Errors: ConfigError for
+    a model with cross-document attention.
     """
     batch = run.data.last_step[0][0]
     batch = getattr(batch, "batch", batch)  # of padding
@@ -146,9 +147,8 @@ def documents_are_apart(run: Any) -> bool:
 def leaked_share(model: Any, input_ids: Tensor) -> float:
     """How much a row's first document changes the second's logits, over its own change.
 
-    The halves of input_ids [B, T] are taken for two documents. It takes two forwards, and says
-    nothing of the training mode; `verify` does. Not finite if the logits do not tell: a head of
-    zeros, or a run that has diverged.
+    The halves of input_ids [B, T] are taken for two documents. Not finite if the logits do not
+    tell: a head of zeros, or a run that has diverged. The training mode is for `verify`.
     """
     half = input_ids.shape[1] // 2
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)

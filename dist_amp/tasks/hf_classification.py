@@ -1,7 +1,4 @@
-"""Fine-tune a classifier of texts or images of the Hugging Face hub or a folder.
-
-A base model gets a new head.
-"""
+"""Fine-tune a classifier of texts or images from a Hugging Face model; a base model gets a head."""
 
 from typing import Annotated, Any, Literal
 
@@ -22,6 +19,7 @@ from dist_amp.tasks import huggingface
 from dist_amp.tasks.pretrained import load_pretrained
 
 MODELS = {"text": AutoModelForSequenceClassification, "image": AutoModelForImageClassification}
+Batch = dict[str, Tensor]
 
 
 class HFClassification:
@@ -50,9 +48,8 @@ class HFClassification:
 
     def build_model(self) -> nn.Module:
         tokenizer = self.processor if self.of == "text" else None
-        return huggingface.build(
-            MODELS[self.of], self.folder, self.lora, tokenizer, num_labels=self.classes
-        )
+        kind = MODELS[self.of]
+        return huggingface.build(kind, self.folder, self.lora, tokenizer, num_labels=self.classes)
 
     def load(self, model: nn.Module) -> None:
         load_pretrained(model, self.folder, fresh_head=True)
@@ -68,46 +65,41 @@ class HFClassification:
             )
         if split != "train" or self.of == "image":
             return rows
+        column = self.data.text_column
+        return grouped(self.data, rows, lambda: [len(text or "") for text in rows[column]])
 
-        def characters() -> list[int]:
-            return [len(text or "") for text in rows[self.data.text_column]]
-
-        return grouped(self.data, rows, characters)
-
-    def collate(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def collate(self, rows: list[dict[str, Any]]) -> Batch:
         """The model's inputs of texts, of at most `length` tokens, or of images (PIL); labels."""
         labels = [row["label"] for row in rows]
         for label in labels:
             if not 0 <= label < self.classes:
-                raise ValueError(
-                    f"label {label} is not one of task.args.classes={self.classes}: 0 to "
-                    f"{self.classes - 1}"
-                )
+                known = f"task.args.classes={self.classes}: 0 to {self.classes - 1}"
+                raise ValueError(f"label {label} is not one of {known}")
         values = [row[self.data.text_column] for row in rows]
         if self.of == "text":
-            inputs = self.processor(
-                values, padding=True, truncation=True, max_length=self.length, return_tensors="pt"
-            )
+            cut = {"padding": True, "truncation": True, "max_length": self.length}
+            inputs = self.processor(values, return_tensors="pt", **cut)
         else:
             inputs = self.processor([image.convert("RGB") for image in values], return_tensors="pt")
         return {**inputs, "labels": torch.tensor(labels)}
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(logits_of(model, batch), batch["labels"], reduction="sum")
 
-    def weight(self, batch: dict[str, Tensor]) -> float:
+    def weight(self, batch: Batch) -> float:
         return len(batch["labels"])
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
         logits = logits_of(model, batch)
         loss = F.cross_entropy(logits, batch["labels"], reduction="sum")
         return {"loss": loss, "accuracy": (logits.argmax(1) == batch["labels"]).sum()}
 
     def export(self, model: nn.Module, folder: str) -> None:
-        huggingface.save_pretrained(model, self.processor, folder)
+        model.save_pretrained(folder)  # type: ignore[operator]
+        self.processor.save_pretrained(folder)
 
 
-def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """[B, classes] float32."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return model(**inputs).logits.float()  # type: ignore[no-any-return]

@@ -12,16 +12,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.sources.files import stay_local_without_network
 
-MAIN_FILE = {
-    AutoConfig: "config.json",
-    AutoTokenizer: "tokenizer.json",
-    AutoImageProcessor: "preprocessor_config.json",
-}
 FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 
 
@@ -39,10 +34,7 @@ def model_folder(name: str) -> Path:
     except Exception as error:  # the library raises many types
         why = first_line(error)
         if isinstance(error, LocalEntryNotFoundError):  # whose text is about options of the library
-            why = (
-                "it is not in the cache, and the hub does not answer or is not asked "
-                "(HF_HUB_OFFLINE)"
-            )
+            why = "it is not in the cache, and the hub does not answer or HF_HUB_OFFLINE is set"
         raise DataError(
             f"task.args.model={name}: there is no such folder in {Path.cwd()}, and it could not be "
             f"fetched from the hub: {why}; check the name and the network, or give a local folder"
@@ -54,10 +46,8 @@ def opened(kind: Any, folder: Path, **options: Any) -> Any:
     try:
         return kind.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises many types, with many lines
-        absent = kind in MAIN_FILE and not (folder / MAIN_FILE[kind]).is_file()
-        why = f"it has no {MAIN_FILE[kind]}" if absent else first_line(error)
         raise DataError(
-            f"{kind.__name__} can't be read from {folder}: {why}; give a folder that "
+            f"{kind.__name__} can't be read from {folder}: {first_line(error)}; give a folder that "
             "save_pretrained of the model and of the tokenizer or image processor wrote"
         ) from error
 
@@ -72,8 +62,7 @@ def open_tokenizer(folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters on frozen weights; a rank of 0: none. Source: Hu et al. 2021,
-    arXiv:2106.09685.
+    """Low-rank adapters on frozen weights; a rank of 0: none. Source: arXiv:2106.09685.
 
     targets: names of layers with commas between them, such as q_proj,v_proj; all-linear: every
     linear layer but the head. new_head: the head is trained whole, and saved with the adapters.
@@ -94,59 +83,46 @@ class Lora:
 
     def add_to(self, model: Any) -> nn.Module:
         """The model with adapters. Errors: ConfigError for a target that matches no layer."""
-        wanted: Any = self.targets
-        if self.targets != "all-linear":
-            wanted = self.targets.split(",")
-            self.check_targets(model, wanted)
-        config = LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules=wanted)
+        modules = dict(model.named_modules())
+        targets = [] if self.targets == "all-linear" else self.targets.split(",")
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in modules):
+                linear = [name for name, part in modules.items() if isinstance(part, nn.Linear)]
+                names = sorted({name.rpartition(".")[2] for name in linear})
+                raise ConfigError(
+                    f"task.args.lora_targets={self.targets}: {target!r} matches no layer of "
+                    f"{type(model).__name__}; its linear layers are {', '.join(names)}"
+                )
+        config = LoraConfig(
+            r=self.rank, lora_alpha=2 * self.rank, target_modules=targets or self.targets
+        )
         if self.new_head:
-            head = [
-                name
-                for name, child in model.named_children()
-                if name != model.base_model_prefix and list(child.parameters())
-            ]
+            children = model.named_children()
+            with_weights = [name for name, child in children if list(child.parameters())]
+            head = [name for name in with_weights if name != model.base_model_prefix]
             config.modules_to_save = head or None
         with warnings.catch_warnings():
             # About what peft and transformers call of one another.
             warnings.simplefilter("ignore", FutureWarning)
             return get_peft_model(model, config)
 
-    def check_targets(self, model: nn.Module, targets: list[str]) -> None:
-        """Errors: ConfigError for a target that matches no layer, with the names that there are."""
-        modules = dict(model.named_modules())
-        for target in targets:
-            if any(f".{name}".endswith(f".{target}") for name in modules):
-                continue
-            linear = {
-                name.rpartition(".")[2]
-                for name, module in modules.items()
-                if isinstance(module, nn.Linear)
-            }
-            raise ConfigError(
-                f"task.args.lora_targets={self.targets}: {target!r} matches no layer of "
-                f"{type(model).__name__}; its linear layers are {', '.join(sorted(linear))}"
-            )
-
 
 def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options: Any) -> nn.Module:
-    """A model of `kind` (AutoModelFor...) from the folder's config.
+    """A model of `kind` (AutoModelFor...) from the folder's config, which `options` override.
 
-    float32, or with LoRA in the files' dtype. options: override the config. Errors: ConfigError for
-    a kind that this architecture lacks; DataError for a tokenizer with more tokens than the model.
+    float32, or with LoRA in the files' dtype. Errors: ConfigError for a kind that this architecture
+    lacks; DataError for a tokenizer with more tokens than the model.
     """
     config = opened(AutoConfig, folder, **options)
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if tokenizer is not None and rows is not None:
-        # More than len(tokenizer) if ids have gaps.
-        tokens = max(tokenizer.get_vocab().values()) + 1
+        tokens = max(tokenizer.get_vocab().values()) + 1  # more than its length if ids have gaps
         if tokens > rows:
             raise DataError(
                 f"the tokenizer in {folder} has {tokens} tokens and the model's embedding {rows} "
-                "rows; use the model's own tokenizer, or model.resize_token_embeddings and save "
-                "both"
+                "rows; use the model's own tokenizer, or save both after resize_token_embeddings"
             )
-        # By which classifiers find the last token.
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id  # ends a classifier's text
     dtype = config.dtype if lora.rank else torch.float32
     try:
         model = kind.from_config(config, dtype=dtype)
@@ -173,22 +149,14 @@ def embedding_and_head(model: Any) -> list[nn.Module]:
 def continued(model: Any, tokenizer: Any, prompt: str, tokens: int, chat: bool) -> str:
     """The prompt and the likeliest continuation, or its answer in a chat; every rank calls it."""
     register_fsdp_forward_method(model, "generate")
+    inputs = tokenizer(prompt, return_tensors="pt")
     if chat:
         turn = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            turn, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
+        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = tokenizer.apply_chat_template(turn, **options)
     inputs = inputs.to(next(model.parameters()).device)
     ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
     if chat:
         answer = ids[0, inputs["input_ids"].shape[1] :]
         return f"{prompt}\n{tokenizer.decode(answer, skip_special_tokens=True)}"
     return tokenizer.decode(ids[0], skip_special_tokens=True)
-
-
-def save_pretrained(model: Any, processor: Any, folder: str) -> None:
-    """Write a model with its config, or adapters alone, and the tokenizer or image processor."""
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)

@@ -1,8 +1,6 @@
-"""A small convolutional network classifies images, by default scikit-learn's digits: 1,797 scans of
-8 x 8 pixels.
+"""A small convolutional network classifies images, by default scikit-learn's digits (8 x 8 pixels).
 
-Copy this file to train a model of your own; set `[data]` to train this one on another image
-dataset, or a folder.
+Copy this file to train a model of your own; set `[data]` to train this one on other images.
 """
 
 import math
@@ -20,12 +18,11 @@ from dist_amp.sources.labelled_images import LabelledImages, class_names, labell
 from dist_amp.telemetry.mfu import count_flops
 
 Side = Annotated[int, Range(low=4)]  # two poolings halve it twice
+Batch = dict[str, Tensor]
 
 
 class CNN(nn.Sequential):
-    """images [B, channels, H, W] -> logits [B, classes]. Each convolution halves H and W, rounded
-    down.
-    """
+    """images [B, channels, H, W] -> logits [B, classes]."""
 
     def __init__(self, channels: int, size: tuple[int, int], width: int, classes: int):
         height_out, width_out = (side // 2 // 2 for side in size)
@@ -100,11 +97,10 @@ class ImageClassification:
             rows = labelled_rows(self.data, split, *self.columns)
         if rows is None:
             return None
-        return LabelledImages(
-            rows, self.columns, self.size, self.channels, self.classes, self.names
-        )
+        kind = (self.channels, self.classes, self.names)
+        return LabelledImages(rows, self.columns, self.size, *kind)
 
-    def augment(self, sample: dict[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+    def augment(self, sample: Batch, rng: torch.Generator) -> Batch:
         """Rotate, shift and flip by random amounts, uniform up to the limits; outside is black."""
         angle, right, down, mirror = torch.rand(4, generator=rng).mul(2).sub(1).tolist()
         height, width = self.size
@@ -112,8 +108,7 @@ class ImageClassification:
         cos = math.cos(turn)
         sin = math.sin(turn)
         flip = -1 if self.flip and mirror < 0 else 1
-        # Where in the source a pixel comes from: x and y, which run from -1 to 1 along sides of any
-        # length.
+        # Where in the source a pixel comes from: x and y from -1 to 1 along sides of any length.
         source = [
             [flip * cos, -sin * height / width, 2 * right * self.shift_pixels / width],
             [flip * sin * width / height, cos, 2 * down * self.shift_pixels / height],
@@ -125,19 +120,17 @@ class ImageClassification:
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.children())
 
-    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """[B, classes] float32. Only inputs are converted: convolutions follow, and FSDP2 needs
-        weights as they are.
-        """
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """[B, classes] float32. Only inputs are converted: FSDP2 needs weights as they are."""
         return model(batch["image"].contiguous(memory_format=self.layout)).float()
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(model, batch), batch["label"], reduction="sum")
 
-    def weight(self, batch: dict[str, Tensor]) -> float:
+    def weight(self, batch: Batch) -> float:
         return len(batch["label"])
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
         logits = self.logits(model, batch)
         loss = F.cross_entropy(logits, batch["label"], reduction="sum")
         return {"loss": loss, "accuracy": (logits.argmax(1) == batch["label"]).sum()}

@@ -28,6 +28,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What peft puts into the names of a model's own modules.
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+Targets = Mapping[str, list[Tensor]]
+Slices = Mapping[str, Any]
 
 
 @torch.no_grad()
@@ -47,7 +49,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
     targets = targets_of(base)
     try:
         with ExitStack() as stack:
-            slices = {}
+            slices: dict[str, Any] = {}
             for path in weight_files(folder):
                 file = stack.enter_context(safe_open(path, "pt"))
                 slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
@@ -103,9 +105,7 @@ def adapter_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{part}", module
 
 
-def check_shapes(
-    folder: Path, targets: Mapping[str, list[Tensor]], slices: Mapping[str, Any]
-) -> None:
+def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
     """Errors: DataError for another shape, and for integers in place of floating-point numbers."""
     for name in sorted(slices.keys() & targets.keys()):
         target = targets[name][0]
@@ -123,9 +123,7 @@ def check_shapes(
             )
 
 
-def fill(
-    base: Any, targets: Mapping[str, list[Tensor]], slices: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
+def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[str]]:
     """Copy what the files have into the targets: (names that are missing, names left over)."""
     if not (hasattr(base, "base_model_prefix") and hasattr(base, "config")):
         for name in targets.keys() & slices.keys():
@@ -143,18 +141,20 @@ def fill(
         kind = kind.__mro__[2]
     with torch.device("meta"):
         twin: Any = kind._from_config(copy.deepcopy(base.config))
-    config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(twin))
+    mapping: Any = get_model_conversion_mapping(twin)
+    config = LoadStateDictConfig(weight_mapping=mapping)
     present = {name: of[0].detach() for name, of in targets.items()}
     layers: dict[str, dict[str, Any]] = {}
     for key, part in slices.items():
-        layers.setdefault(re.match(r"(.*?\.\d+\.)?", key)[0], {})[key] = part
-    filled = set()  # by id: a tied tensor has several names, and is filled by any of them
+        layer = "".join(re.findall(r"^.*?\d\.", key))
+        layers.setdefault(layer, {})[key] = part
+    filled: set[int] = set()  # by id: a tied tensor has several names, and is filled by any of them
     missing_keys = set(targets)
-    unexpected = set()
+    unexpected: set[str] = set()
     # One at a time: the loader reads into new tensors, of the dtype and sharding that it finds.
-    for layer in layers.values():
+    for parts in layers.values():
         twin.load_state_dict(present, strict=False, assign=True)
-        found, _ = convert_and_load_state_dict_in_model(twin, layer, config)
+        found, _ = convert_and_load_state_dict_in_model(twin, parts, config)
         if problems := [*map(str, found.mismatched_keys), *found.conversion_errors.values()]:
             why = problems[0].strip().splitlines()[-1]
             raise DataError(f"the weights do not fit the model: {why}; use the files' own config")
@@ -174,7 +174,7 @@ def fill(
 def check_names(
     folder: Path,
     base: nn.Module,
-    targets: Mapping[str, list[Tensor]],
+    targets: Targets,
     missing: Sequence[str],
     unexpected: Sequence[str],
     keys: Iterable[str],
@@ -188,17 +188,10 @@ def check_names(
     if fresh_head:
         prefix = f"{getattr(base, 'base_model_prefix', '')}."
         fresh, missing = split_head(missing, prefix, targets)
-        other_head, unexpected = split_head(unexpected, prefix, keys)
-        if fresh or other_head:
-            log.info(
-                f"weights of {folder}: new: {some(fresh) or 'none'}; left out: "
-                f"{some(other_head) or 'none'}"
-            )
-    parts = []
-    if missing:
-        parts.append(f"missing from the files: {some(list(missing))}")
-    if unexpected:
-        parts.append(f"only in the files: {some(list(unexpected))}")
+        left_out, unexpected = split_head(unexpected, prefix, keys)
+        log.info(f"weights of {folder}: new: {some(fresh)}; left out: {some(left_out)}")
+    found = {"missing from the files": missing, "only in the files": unexpected}
+    parts = [f"{what}: {some(list(names))}" for what, names in found.items() if names]
     if parts:
         raise DataError(
             f"the weights in {folder} are not those of {type(base).__name__.removeprefix('FSDP')}: "
@@ -209,15 +202,15 @@ def check_names(
 
 
 def split_head(
-    names: Sequence[str], prefix: str, everything: Iterable[str]
+    names: Sequence[str],
+    prefix: str,
+    everything: Iterable[str],
 ) -> tuple[list[str], list[str]]:
     """(names of a head, the others): a pooler, and what lies outside the base model, if any."""
-    has_head = any(name.startswith(prefix) for name in everything)
-    head = []
-    for name in names:
-        if "pooler" in name.split(".") or (has_head and not name.startswith(prefix)):
-            head.append(name)
-    return head, [name for name in names if name not in head]
+    head = {name for name in names if "pooler" in name.split(".")}
+    if any(name.startswith(prefix) for name in everything):
+        head |= {name for name in names if not name.startswith(prefix)}
+    return [name for name in names if name in head], [name for name in names if name not in head]
 
 
 def place(value: Tensor, target: Tensor) -> None:
@@ -251,7 +244,8 @@ def initialise(model: Any, base: Any, missing: Collection[int]) -> None:
 
 @contextmanager
 def drawn_whole(
-    modules: Iterable[nn.Module], only: Collection[int] | None = None
+    modules: Iterable[nn.Module],
+    only: Collection[int] | None = None,
 ) -> Iterator[None]:
     """Inside, the modules' own parameters are whole tensors on the CPU; at the end they are placed.
 

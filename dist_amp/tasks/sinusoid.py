@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dist_amp.settings import Range
 
 Count = Annotated[int, Range(low=1)]
+Batch = dict[str, Tensor]
 
 
 class PixelNorm(nn.Module):
@@ -94,10 +95,10 @@ class Sinusoid:
         coordinates, levels = self._picture
         return coordinates[:, rows, columns], levels[:, rows, columns]
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.mse_loss(model(batch["coordinates"]).float(), batch["levels"], reduction="sum")
 
-    def weight(self, batch: dict[str, Tensor]) -> float:
+    def weight(self, batch: Batch) -> float:
         return batch["levels"].numel()
 
     def flops_per_item(self, model: nn.Module) -> float:

@@ -23,7 +23,7 @@ from dist_amp.config.task_class import build_task
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import DataError
 from dist_amp.loading.nested import to_device
-from dist_amp.loading.order import epoch_order, shuffled_order
+from dist_amp.loading.plan import epoch_order, shuffled_order
 from dist_amp.optim import learning_rate
 from dist_amp.precision import DTYPES
 from dist_amp.scaling.meta import build_whole
@@ -329,7 +329,7 @@ class Reference:
             optimizer = torch.optim.SGD(groups, lr=1.0, momentum=config.momentum)
         else:
             optimizer = torch.optim.AdamW(groups, lr=1.0, betas=config.betas, eps=scaled.eps)
-        after = []
+        after: list[Values] = []
         for step, state in enumerate(states):
             for name, p in trained.items():
                 p.data.copy_(state.parameters[name])
