@@ -202,10 +202,11 @@ def _sums(reference: Reference, indices: list[int]) -> list[Finding]:
         findings.append(Finding(text, fails=True))
     weights = [reference.task.weight(batch) for batch in batches]
     weight, *parts = [as_scalar(x, "weight() returned", reference.device) for x in weights]
-    if not torch.isclose(weight, sum(parts), rtol=1e-6):
+    total = torch.stack(parts).sum()
+    if not torch.isclose(weight, total, rtol=1e-6):
         text = (
             f"the task's weight of {len(indices)} samples is {weight:g}, but its halves add up to "
-            f"{sum(parts):g}: it must count what loss_sum sums over"
+            f"{total:g}: it must count what loss_sum sums over"
         )
         findings.append(Finding(text, fails=True))
     return findings
@@ -252,7 +253,7 @@ def _to_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.is_floating_point() else tensor
 
-    if is_dataclass(output):
+    if is_dataclass(output) and not isinstance(output, type):
         parts = {item.name: getattr(output, item.name) for item in fields(output)}
         return replace(output, **tree_map_only(Tensor, cast, parts))
     return tree_map_only(Tensor, cast, output)
@@ -274,9 +275,9 @@ def leaks(reference: Reference, rows: int) -> list[Finding]:
         batch = reference.batch(range(first, min(first + rows, length)))
         if not isinstance(batch, Mapping):
             return []
-        ids, positions, labels = (
-            batch.get(name) for name in ("input_ids", "position_ids", "labels")
-        )
+        ids: Any = batch.get("input_ids")
+        positions: Any = batch.get("position_ids")
+        labels: Any = batch.get("labels")
         if not isinstance(ids, Tensor) or getattr(positions, "shape", None) != ids.shape:
             return []
         if getattr(labels, "shape", None) != ids.shape:
@@ -301,8 +302,9 @@ def leaks(reference: Reference, rows: int) -> list[Finding]:
         return [Finding(f"{text}: {int(second.any(1).sum())} rows, gradient exactly 0")]
     # The same tokens, in other places.
     shuffled = {**labelled, "input_ids": torch.where(second, ids, ids.roll(1, 1))}
-    traces = [_at_tokens(trace(reference, each), second) for each in (labelled, shuffled)]
-    _, where = first_difference(*traces)
+    before = _at_tokens(trace(reference, labelled), second)
+    after = _at_tokens(trace(reference, shuffled), second)
+    _, where = first_difference(before, after)
     where = where.replace(LOSS, "the model")
     text = (
         f"packed documents leak in {where}: the gradient of a document's loss with respect to "
