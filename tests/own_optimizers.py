@@ -8,7 +8,7 @@ from dist_amp.optimizers.muon import Muon
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, arXiv:2302.06675: as somebody writes it who knows nothing of this template."""
+    """Chen et al. 2023, arXiv:2302.06675: as somebody writes it who does not know this template."""
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -65,7 +65,7 @@ MAKERS = {
 
 
 class Own(Overflow):
-    """Its optimizer is the one of that name. bad: rows of the dataset whose gradients are infinite."""
+    """Its optimizer is the one of that name. bad: rows whose gradients are infinite."""
 
     def __init__(
         self, kind: str = "lion", bad: tuple[int, ...] = (), width: int = 8, samples: int = 64

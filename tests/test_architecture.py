@@ -122,13 +122,6 @@ def test_lines_of_code_hold_at_most_eight_and_a_half_tokens_and_few_conditional_
     assert density.conditional_expressions <= 2
 
 
-def test_no_line_of_the_package_or_the_benchmarks_is_longer_than_100_columns():
-    folders = [architecture.PACKAGE, architecture.ROOT / "benchmarks"]
-    for path in (path for folder in folders for path in folder.rglob("*.py")):
-        lines = [line.partition("  # type:")[0] for line in path.read_text().splitlines()]
-        assert max(map(len, lines), default=0) <= 100, path
-
-
 def test_no_two_folders_import_each_other():
     assert architecture.mutual_imports() == []
 

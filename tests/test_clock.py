@@ -1,4 +1,4 @@
-"""A rank's time is split into phases that add up: its work, its waits, and what interrupts steps."""
+"""A rank's time is split into phases that add up: its work, its waits, and interruptions."""
 
 import time
 from contextlib import suppress

@@ -144,16 +144,24 @@ class BatchNormed(Tiny):
 @pytest.mark.parametrize(
     ("samples", "words", "said"),
     [
-        (17, [], "1 of 8 samples, so batch norm (1) gets micro-batches of 1 in place of 4, and a "
-         "single sample may have no variance; use data.drop_last=true"),
-        (22, [], "6 of 8 samples, so batch norm (1) gets micro-batches of 3 in place of 4; use "
-         "data.drop_last=true"),
+        (
+            17,
+            [],
+            "1 of 8 samples, so batch norm (1) gets micro-batches of 1 in place of 4, and a "
+            "single sample may have no variance; use data.drop_last=true",
+        ),
+        (
+            22,
+            [],
+            "6 of 8 samples, so batch norm (1) gets micro-batches of 3 in place of 4; use "
+            "data.drop_last=true",
+        ),
         (20, [], ""),
         (17, ["--data.drop_last", "true"], ""),
         (17, ["--train.steps", 2], ""),
     ],
     ids=["one_sample", "fewer", "full_micro_batches", "dropped", "never_reached"],
-)  # fmt: skip
+)
 def test_batch_norm_at_the_end_of_an_epoch_is_warned_about_with_the_numbers(
     samples, words, said, capsys, tmp_path
 ):

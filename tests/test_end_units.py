@@ -133,7 +133,7 @@ class Reductions(Counting):
 
 
 def reductions(world, task):
-    """The bytes of each reduce-scatter of the second step, in their order; the names of the units."""
+    """The bytes of each reduce-scatter of the second step, in order; the names of the units."""
     run = make_run(world, task, "--parallel.strategy", "fsdp", *FEW, "--train.micro_batch_size", 8)
     take_steps(run, 1)
     with Reductions() as counting:

@@ -24,10 +24,20 @@ TEXT = {
     "intermediate_size": 64,
 }
 TWO_STACKS = {
-    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
 IMAGE = {key: TEXT[key] for key in TEXT if key != "vocab_size"} | {
     "image_size": 16,
     "patch_size": 8,
@@ -38,33 +48,63 @@ T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, 
 # name: (transformers' class and settings, the blocks, what the names of their parameters match)
 MODELS = {
     "llama": ("LlamaForCausalLM", TEXT, {"LlamaDecoderLayer": 2}, r"layers\.\d"),
-    "llama_of_one_layer": ("LlamaForCausalLM", {**TEXT, "num_hidden_layers": 1}, {"LlamaDecoderLayer": 1}, r"layers"),
+    "llama_of_one_layer": (
+        "LlamaForCausalLM",
+        {**TEXT, "num_hidden_layers": 1},
+        {"LlamaDecoderLayer": 1},
+        r"layers",
+    ),
     "bert": ("BertForSequenceClassification", TEXT, {"BertLayer": 2}, r"encoder\.layer\.\d"),
     "tied_bert": ("BertForMaskedLM", TEXT, {"BertLayer": 2}, r"encoder\.layer\.\d"),
     "t5": ("T5ForConditionalGeneration", T5, {"T5Block": 4}, r"coder\.block\.\d"),
     "bart": (
-        "BartForConditionalGeneration", TWO_STACKS, {"BartEncoderLayer": 2, "BartDecoderLayer": 2}, r"coder\.layers\.\d"
+        "BartForConditionalGeneration",
+        TWO_STACKS,
+        {"BartEncoderLayer": 2, "BartDecoderLayer": 2},
+        r"coder\.layers\.\d",
     ),
     "whisper": (
-        "WhisperForConditionalGeneration", {**TWO_STACKS, "num_mel_bins": 8},
-        {"WhisperEncoderLayer": 2, "WhisperDecoderLayer": 2}, r"coder\.layers\.\d",
+        "WhisperForConditionalGeneration",
+        {**TWO_STACKS, "num_mel_bins": 8},
+        {"WhisperEncoderLayer": 2, "WhisperDecoderLayer": 2},
+        r"coder\.layers\.\d",
     ),
     "clip": (
-        "CLIPModel", {"text_config": TEXT, "vision_config": IMAGE}, {"CLIPEncoderLayer": 4}, r"encoder\.layers\.\d"
+        "CLIPModel",
+        {"text_config": TEXT, "vision_config": IMAGE},
+        {"CLIPEncoderLayer": 4},
+        r"encoder\.layers\.\d",
     ),
     "vit": ("ViTForImageClassification", IMAGE, {"ViTLayer": 2}, r"layers?\.\d"),
-    "mixtral": ("MixtralForCausalLM", {**EXPERTS, "num_local_experts": 4}, {"MixtralDecoderLayer": 2}, r"layers\.\d"),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**EXPERTS, "num_local_experts": 4},
+        {"MixtralDecoderLayer": 2},
+        r"layers\.\d",
+    ),
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",
-        {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-        {"Qwen2MoeDecoderLayer": 2}, r"layers\.\d",
+        {
+            **EXPERTS,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+        {"Qwen2MoeDecoderLayer": 2},
+        r"layers\.\d",
     ),
     "resnet": (
         "ResNetForImageClassification",
-        {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 3], "layer_type": "bottleneck"},
-        {"ResNetBottleNeckLayer": 5}, r"stages\.\d\.layers\.\d",
+        {
+            "embedding_size": 8,
+            "hidden_sizes": [16, 32],
+            "depths": [2, 3],
+            "layer_type": "bottleneck",
+        },
+        {"ResNetBottleNeckLayer": 5},
+        r"stages\.\d\.layers\.\d",
     ),
-}  # fmt: skip
+}
 
 
 def build(name):
@@ -171,22 +211,43 @@ def repeat(cls, times, *args):
     ("model", "expected"),
     [
         (nn.Sequential(*repeat(Block, 3), nn.Linear(8, 300)), {"Block": 3}),
-        (Stacks(encoder=repeat(Block, 2), decoder=repeat(DecoderBlock, 5)), {"Block": 2, "DecoderBlock": 5}),
+        (
+            Stacks(encoder=repeat(Block, 2), decoder=repeat(DecoderBlock, 5)),
+            {"Block": 2, "DecoderBlock": 5},
+        ),
         (Stacks(layers=repeat(Experts, 2)), {"Experts": 2}),
         (Stacks(stages=[Stage(8), Stage(16), Stage(32)]), {"Block": 6}),
-        (nn.Sequential(nn.Sequential(*repeat(Block, 3)), nn.Sequential(nn.Linear(8, 1))), {"Block": 3}),
-        (Stacks(towers=[nn.ModuleList(repeat(Block, 2)), nn.ModuleList(repeat(Block, 2))]), {"Block": 4}),
-        (nn.Transformer(8, 2, 2, 2, 16), {"TransformerEncoderLayer": 2, "TransformerDecoderLayer": 2}),
+        (
+            nn.Sequential(nn.Sequential(*repeat(Block, 3)), nn.Sequential(nn.Linear(8, 1))),
+            {"Block": 3},
+        ),
+        (
+            Stacks(towers=[nn.ModuleList(repeat(Block, 2)), nn.ModuleList(repeat(Block, 2))]),
+            {"Block": 4},
+        ),
+        (
+            nn.Transformer(8, 2, 2, 2, 16),
+            {"TransformerEncoderLayer": 2, "TransformerDecoderLayer": 2},
+        ),
         (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), {"Linear": 2}),
         (Stacks(layers=[Block()]), {"Block": 1}),
         (Stacks(layers=[Experts()], heads=[nn.Linear(8, 1)]), {"Experts": 1}),
         (nn.Linear(8, 1), {}),
     ],
     ids=[
-        "layers_and_head", "two_stacks", "experts", "stages", "body_and_head", "lists_in_a_list", "transformer", "mlp",
-        "one_layer", "one_layer_of_experts", "none",
+        "layers_and_head",
+        "two_stacks",
+        "experts",
+        "stages",
+        "body_and_head",
+        "lists_in_a_list",
+        "transformer",
+        "mlp",
+        "one_layer",
+        "one_layer_of_experts",
+        "none",
     ],
-)  # fmt: skip
+)
 def test_the_repeated_layers_of_any_other_model_are_its_blocks(model, expected):
     blocks = find_blocks(model)
     assert kinds(blocks) == expected

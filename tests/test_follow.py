@@ -1,4 +1,4 @@
-"""`dist_amp.follow`: every line reaches the tracker once, whatever is killed. The tracker is fake."""
+"""`dist_amp.follow`: every line reaches the (fake) tracker once, whatever is killed."""
 
 import json
 import math
@@ -47,7 +47,7 @@ class Killed(BaseException):
 
 
 class Fake(trackers.Tracker):
-    """Keeps all runs in `runs` by id, and dies at `dies_at` = (number, before or after it has it)."""
+    """Keeps all runs in `runs` by id; dies at `dies_at` = (number, before or after it has it)."""
 
     project_variable, where = "FAKE_PROJECT", "a fake"
     can_be_asked = True

@@ -25,7 +25,7 @@ class FakeError(Exception):
 
 
 class FakeNvml:
-    """pynvml with one GPU. values: {function: what it returns or raises}; calls: what was called."""
+    """pynvml with one GPU. values: {function: result or error}; calls: what was called."""
 
     NVMLError = FakeError
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0

@@ -152,7 +152,7 @@ def test_fine_tuning_on_two_ranks_is_that_on_one(options, strategy, folder):
 
 
 def continued(world, folder, strategy, steps):
-    """Two steps of a run with adapters on frozen bf16 weights, saved: parameters before and after."""
+    """Two steps with adapters on frozen bf16 weights, saved: parameters before and after."""
     task = causal(folder, chats(), lora_rank=2)
     words = f"--train.global_batch_size 4 --train.micro_batch_size {4 // world.world_size} "
     words += f"--parallel.strategy {strategy} --run.dir {folder / 'run'} --run.resume auto "

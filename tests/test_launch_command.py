@@ -41,7 +41,8 @@ if way == "fails":  # after so many steps, with this status and report
         time.sleep(60)
     step, status, text = more
     print(text, file=sys.stderr, flush=True)
-    message = {"message": text, "extraInfo": {"timestamp": str(int(time.time())), "step": int(step)}}
+    facts = {"timestamp": str(int(time.time())), "step": int(step)}
+    message = {"message": text, "extraInfo": facts}
     open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": message}))
     sys.exit(int(status))
 if way == "killed":

@@ -22,7 +22,7 @@ from dist_amp.world import World
 
 GIB = 2**30
 ALLOCATING = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-# A model of 400 million parameters with activations of 2.3 GiB a sample, on one of eight 80 GB GPUs.
+# 400 million parameters with activations of 2.3 GiB a sample, on one of eight 80 GB GPUs.
 GPU = Shortage(
     world=World(3, 3, 8, 8, torch.device("cuda", 3)),
     when="in step 1",
@@ -85,22 +85,62 @@ def test_gradients_that_are_not_allocated_yet_do_not_count_as_activations():
     ("changes", "expected"),
     [
         # 48 GiB of state, already sharded.
-        ({"strategy": "fsdp", "optimizer_state": 45 * GIB, "micro_batch_size": 1, "checkpointing": "full"},
-         ["parallel.cpu_offload=true (which moves 48.00 GiB of each rank to the host)",
-          "a smaller model, or more ranks"]),
+        (
+            {
+                "strategy": "fsdp",
+                "optimizer_state": 45 * GIB,
+                "micro_batch_size": 1,
+                "checkpointing": "full",
+            },
+            [
+                "parallel.cpu_offload=true (which moves 48.00 GiB of each rank to the host)",
+                "a smaller model, or more ranks",
+            ],
+        ),
         # One GPU: FSDP would need a second.
-        ({"world": World(device=torch.device("cuda", 0)), "optimizer_state": 45 * GIB, "checkpointing": "full"},
-         ["train.micro_batch_size=16 instead of 32 (with train.accumulation_steps=2 a step stays the same)",
-          "parallel.strategy=fsdp over 2 ranks (24.00 GiB of the model on each)"]),
+        (
+            {
+                "world": World(device=torch.device("cuda", 0)),
+                "optimizer_state": 45 * GIB,
+                "checkpointing": "full",
+            },
+            [
+                "train.micro_batch_size=16 instead of 32 (with train.accumulation_steps=2 a step "
+                "stays the same)",
+                "parallel.strategy=fsdp over 2 ranks (24.00 GiB of the model on each)",
+            ],
+        ),
         # 700 GiB before the first step, with 8 GPUs of 75 GiB to use.
-        ({"parameters": 175 * GIB, "gradients": 175 * GIB, "optimizer_state": 350 * GIB, "micro_batch_size": 0},
-         ["parallel.strategy=fsdp over 10 ranks (70.00 GiB of the model on each)", "a smaller model"]),
+        (
+            {
+                "parameters": 175 * GIB,
+                "gradients": 175 * GIB,
+                "optimizer_state": 350 * GIB,
+                "micro_batch_size": 0,
+            },
+            [
+                "parallel.strategy=fsdp over 10 ranks (70.00 GiB of the model on each)",
+                "a smaller model",
+            ],
+        ),
         # Free memory in fragments.
-        ({"unused": 9 * GIB, "checkpointing": "full", "micro_batch_size": 1, "optimizer_state": 0, "strategy": "fsdp"},
-         ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment (9.00 GiB are reserved but fragmented)",
-          "a smaller model, or more ranks"]),
+        (
+            {
+                "unused": 9 * GIB,
+                "checkpointing": "full",
+                "micro_batch_size": 1,
+                "optimizer_state": 0,
+                "strategy": "fsdp",
+            },
+            [
+                "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment (9.00 GiB are "
+                "reserved "
+                "but fragmented)",
+                "a smaller model, or more ranks",
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_if_no_smaller_micro_batch_helps_the_other_settings_are_suggested_with_their_numbers(
     changes, expected
 ):

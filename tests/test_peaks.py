@@ -1,4 +1,4 @@
-"""MFU is the model's own arithmetic over the device's peak, where both are known; else not shown."""
+"""MFU is the model's arithmetic over the device's peak, where both are known; else not shown."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What `dist_amp.plan` says is what runs hold and send, and it needs neither their GPUs nor memory."""
+"""What `dist_amp.plan` says is what runs hold and send; it needs neither GPUs nor memory."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ SETTINGS = "--train.micro_batch_size 2 --train.steps 8 --checkpoint.every off --
 
 
 class Uneven(Tiny):
-    """Three blocks whose rows two ranks can't share evenly, a layer in front, and a head as root."""
+    """Three blocks whose rows two ranks can't share evenly, a layer before them, a root head."""
 
     def __init__(self):
         super().__init__(samples=4096)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def start(tmp_path):
-    """start("--section.key", "value", ...): launch/ray_train.py in an empty folder, as a process."""
+    """start("--section.key", "value", ...): launch/ray_train.py in an empty folder."""
     home = tempfile.mkdtemp(prefix="ray")  # short: Ray keeps sockets in it
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": home, "RAY_TMPDIR": home}
     environ["RAY_USAGE_STATS_ENABLED"] = "0"

@@ -85,7 +85,7 @@ def test_mlflow_has_each_step_once_and_the_config_and_summary(tmp_path, monkeypa
 
 
 def records_of(path):
-    """The records of a .wandb file: LevelDB's format, blocks of 32 KiB after a header of 7 bytes."""
+    """The records of a .wandb file: LevelDB's format, blocks of 32 KiB after 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts = path.read_bytes(), 7, b""

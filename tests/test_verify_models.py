@@ -24,7 +24,7 @@ SMALL = {**WIDTHS, "vocab_size": 64, "num_hidden_layers": 2, "max_position_embed
 
 
 class Causal:
-    """Next tokens; a model of the transformers library, built from its config without the network."""
+    """Next tokens; a model of transformers, built from its config without the network."""
 
     def __init__(self, kind, config, **settings):
         self.kind = kind
