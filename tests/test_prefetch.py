@@ -281,6 +281,21 @@ def test_a_batch_of_any_structure_is_moved_and_keeps_its_classes():
 @pytest.mark.bad_input(
     "on a GPU, a batch with an object that holds tensors and has no `to(device)`"
 )
+def test_a_gpu_copies_from_pinned_memory_whoever_read_the_batch(monkeypatch):
+    pinned, copied = [], []
+
+    def pin(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is p for p in pinned))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: copied.append(tensor))
+    by_a_worker = pin(torch.zeros(1))
+    to_device({"x": torch.ones(2), "y": [by_a_worker]}, torch.device("cuda"))
+    assert [id(tensor) for tensor in copied] == [id(pinned[1]), id(by_a_worker)]
+
+
 def test_an_object_with_a_tensor_that_can_not_be_moved_is_refused_by_name():
     text = "holds a Opaque whose x has a tensor that can't be moved to meta; give"
     for holder in (Opaque(x=x()), Opaque(text="", x=[Opaque(deep=x())])):

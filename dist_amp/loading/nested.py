@@ -52,14 +52,14 @@ def plain_mappings(value: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on the device; from pinned memory without waiting.
+    """The same structure with its tensors on the device; a GPU copies them from pinned memory.
 
     Errors: DataError for an object that holds tensors elsewhere and can't be moved.
     """
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor):
-            return part.to(device, non_blocking=True)
+            return _pinned(part, device).to(device, non_blocking=True)
         if _moves_itself(part):
             return _moved_by_itself(part, device)
         if isinstance(part, MutableMapping):
@@ -79,6 +79,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return tree_map(moved, part, is_leaf=_moves_itself)
 
     return inside(batch)
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """In page-locked memory, from which the host need not wait for a copy to a GPU."""
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return tensor
+    if tensor.is_pinned():  # by the loader's workers
+        return tensor
+    return tensor.pin_memory()
 
 
 def _check_holds_no_tensor_elsewhere(value: Any, device: torch.device) -> None:
