@@ -61,6 +61,14 @@ def write(folder, name, content):
     (folder / name).write_bytes(content)
 
 
+@pytest.mark.parametrize("path", ["links", "links/*.jsonl", "links/rows.jsonl"])
+def test_files_behind_symbolic_links_are_read(tmp_path, path):
+    write(tmp_path, "real/rows.jsonl", LINES)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/rows.jsonl").symlink_to(tmp_path / "real/rows.jsonl")
+    assert all_rows(tmp_path / path)["text"] == TEXTS
+
+
 def write_saved(folder, splits=False):
     rows = datasets.Dataset.from_list(ROWS)
     if splits:

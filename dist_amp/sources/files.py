@@ -115,8 +115,10 @@ def list_files(fs: Any, root: str, is_folder: bool) -> Sizes:
         sizes: Sizes = {path: os.path.getsize(path) for path in local_files(root)}
     else:
         search = fs.find if is_folder else fs.glob
-        found = search(root, detail=True).items()
-        sizes = {path: entry.get("size") for path, entry in found if entry["type"] == "file"}
+        sizes = {}
+        for path, entry in search(root, detail=True).items():
+            if entry["type"] == "file" or (entry.get("islink") and fs.isfile(path)):
+                sizes[path] = entry.get("size")
     visible = {}
     for path, size in sizes.items():
         name = path[len(root) :] if is_folder else posixpath.basename(path)
