@@ -263,7 +263,7 @@ def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(m
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}.items():
         monkeypatch.setenv(name, value)
     ranks = watchdog_of(World())
-    ranks._job.world = World(rank=1, world_size=2)
+    ranks._job.world, ranks._rank = World(rank=1, world_size=2), 1
     ranks._processes = [Process("host-a", 7, "host-a"), Process("host-b", 8, "host-b")]
     cause = "[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"
     error = ranks.explain(RuntimeError(cause))

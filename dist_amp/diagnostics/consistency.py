@@ -129,7 +129,8 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     parameters = dict(run.parallel.module.named_parameters())
     buffers = compared_buffers(run, with_batch_statistics)
     names = [*parameters, *buffers]
-    digests = world.gather_texts(hashlib.sha256(" ".join(names).encode()).hexdigest())
+    digest = hashlib.sha256(" ".join(names).encode()).digest()
+    digests = world.gather(torch.tensor(int.from_bytes(digest[:8], signed=True))).tolist()
     for rank, other in enumerate(digests):
         if other != digests[0]:
             texts = world.gather_texts(" ".join(names))
