@@ -324,6 +324,13 @@ def test_drift_is_the_share_that_was_not_learned_and_the_tolerance_ten_roundings
             assert parity(name, shifted, FALLING)["verdict"] == expected
 
 
+def test_twice_the_drift_of_float32_from_itself_is_tolerated():
+    nearly = [loss + 0.01 for loss in FALLING]
+    assert parity("fp16", nearly, FALLING)["verdict"] == "drifts"
+    half = [loss + 0.006 for loss in FALLING]
+    assert parity("fp16", nearly, FALLING, half)["verdict"] == "within"
+
+
 def amp_result(curves=(), **speedups):
     """An experiment's result: all precisions learn the same unless `curves` says otherwise."""
     rows = {FP32: {"seconds": [0.1], "speedup": [1.0]}}

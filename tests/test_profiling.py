@@ -255,4 +255,5 @@ def test_compiled_blocks_on_two_ranks_are_profiled_and_so_is_a_resumed_run(launc
         found = ranges(tmp_path / f"run/profile/rank{rank:05d}_step_00000018-00000019.json.gz")
         steps = {"ProfilerStep#18", "ProfilerStep#19"}
         assert {"data", "forward", "backward", "optimizer"} | steps <= set(found)
-        assert len(found["forward"]) == 4
+        # Of two micro-batches; the wait for the loss's divisor divides the first one's.
+        assert len(found["forward"]) == 2 * 3
