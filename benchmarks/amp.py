@@ -10,8 +10,7 @@ Without a name it runs both. To measure your task, give the main job's settings:
 
 Each experiment runs in float32, TF32, bfloat16 and float16, with and without the loss scaler, by
 the main job's train_step in one process, in training and inference. amp.md and amp.json say which
-precision to use, the speedup, the memory saved, and whether the loss curves agree. What does not
-fit into --minutes is left out, and named.
+precision to use, the speedup, the memory saved, and whether the loss curves agree.
 """
 
 import itertools
@@ -138,15 +137,13 @@ def measure(bench: Bench, experiment: Experiment, result: dict[str, Any]) -> Non
         names.remove("tf32")
         result["left_out"].append("tf32, which this device does not support")
     for name in names:
-        if bench.seconds_left > 0:
-            result["curves"][name] = loss_curve(build(name))
-            harness.release(device)
-    if bench.seconds_left > 0:
-        again = build(FP32)
-        with torch.no_grad():
-            for parameter in again.parallel.parameters:
-                parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, math.inf)))
-        result["again"] = loss_curve(again)
+        result["curves"][name] = loss_curve(build(name))
+        harness.release(device)
+    again = build(FP32)
+    with torch.no_grad():
+        for parameter in again.parallel.parameters:
+            parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, math.inf)))
+    result["again"] = loss_curve(again)
     for mode in bench.options.modes:
 
         def enter(name: str, mode: str = mode) -> tuple[Loop, dict[str, Any]]:
@@ -321,7 +318,6 @@ def markdown(found: Report) -> str:
         f"`{found['command']}`, {found['started']}",
         report.machine_line(found),
         *map(chapter, found["experiments"]),
-        "\n".join(f"- left out, no time: {name}" for name in found["left_out"]),
         "## Method",
         METHOD,
     )
@@ -334,7 +330,7 @@ def parse(words: Sequence[str]) -> Any:
     """The options; all other arguments are the main job's, for the user's task."""
     parser = Parser("python -m benchmarks amp", __doc__)
     harness.add_choices(parser, precisions=list(RECIPES), modes=MODES)
-    harness.add_common(parser, 20.0, "runs/amp")
+    harness.add_common(parser, "runs/amp")
     options, others = parser.parse_known_args(words)
     harness.with_defaults(options, words)
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), others))
@@ -367,11 +363,8 @@ def main(words: Sequence[str]) -> int:
         bench = Bench("amp", world, options, BLOCK_SECONDS)
         results = bench.report["experiments"] = []
         for experiment in options.experiments:
-            if bench.seconds_left < 0:
-                bench.report["left_out"].append(experiment.name)
-            else:
-                results.append(run_one(bench, experiment))
-                world.say(f"\n{chapter(results[-1])}")
+            results.append(run_one(bench, experiment))
+            world.say(f"\n{chapter(results[-1])}")
             report.save(bench.report, markdown(bench.report), options.out, "amp")
         world.say(f"\n{options.out}/amp.md, {options.out}/amp.json")
         return int(any("note" in result for result in results))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import on_a_run
-from dist_amp.commands.estimates import Collective, Model, of_a_step
+from dist_amp.commands.estimates import Collective, Setup, of_a_step
 from dist_amp.config.memory import tensor_bytes
 from dist_amp.errors import Failure
 from dist_amp.run import Run
@@ -73,8 +73,16 @@ def measure(run: Run) -> tuple[Counter[Collective], Counter[Collective]]:
     micro_batches = next(run.data)
     with Counting() as counting:
         train_step(run, micro_batches)
-    model = Model(run.task, run.parallel.module, run.precision, len(micro_batches))
-    return of_a_step(run.config, run.parallel.strategy, model, run.world), counting.collectives
+    setup = Setup(
+        run.config,
+        run.parallel.strategy,
+        run.world,
+        run.task,
+        run.parallel.module,
+        run.precision,
+        len(micro_batches),
+    )
+    return of_a_step(setup), counting.collectives
 
 
 def check(run: Run) -> None:

@@ -32,8 +32,7 @@ from benchmarks.loops import Loop
 from benchmarks.report import about
 from dist_amp.clock import wait_for_device
 from dist_amp.config.load import load_config
-from dist_amp.distributed.environment import environment_number
-from dist_amp.distributed.signals import die_with_parent
+from dist_amp.distributed.process import die_with_parent, environment_number
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.run import Run, build_run
 from dist_amp.settings import RunConfig
@@ -41,16 +40,13 @@ from dist_amp.supervise.command_line import exit_status
 from dist_amp.supervise.explain import is_out_of_memory
 from dist_amp.world import World, start
 
-OUT_OF_MEMORY = "out of memory; use smaller micro-batches"
-NO_TIME = "left out: no time"
-
 
 def note_of(error: Exception) -> str:
     """Why something was not measured, in one line."""
     if isinstance(error, ImportError):
         return "not installed: pip install -e '.[bench]' in the clone's folder"
     if is_out_of_memory(error):
-        return OUT_OF_MEMORY
+        return "out of memory; use smaller micro-batches"
     return f"failed: {first_line(error).split('. ')[0][:160] or type(error).__name__}"
 
 
@@ -125,13 +121,13 @@ def _rank(
             result.write_text(json.dumps(returned))
 
 
-def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """An argparse type: a number that is `least` or more."""
+def at_least(least: int) -> Callable[[str], int]:
+    """An argparse type: an integer that is `least` or more."""
 
-    def number(text: str) -> float:
-        if kind(text) >= least:  # false for nan
-            return kind(text)
-        raise argparse.ArgumentTypeError(f"{text} must be at least {least:g}")
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
+        return int(text)
 
     return number
 
@@ -145,14 +141,12 @@ def add_choices(parser: argparse.ArgumentParser, **choices: Sequence[str]) -> No
         )
 
 
-def add_common(parser: argparse.ArgumentParser, minutes: float, out: str) -> None:
-    """--smoke, --rounds, --minutes and --out."""
+def add_common(parser: argparse.ArgumentParser, out: str) -> None:
+    """--smoke, --rounds and --out."""
     add = parser.add_argument
     text = "small models on a CPU: tests all code paths; its times mean nothing"
     add("--smoke", "--reduced", action="store_true", help=text)
     add("--rounds", type=at_least(1), metavar="N", help="default: 10, with --smoke 2")
-    text = f"default: {minutes:g}"
-    add("--minutes", type=at_least(0, float), default=minutes, metavar="N", help=text)
     text = f"default: {out}, with --smoke {out}_smoke"
     add("--out", type=Path, metavar="DIR", help=text)
     parser.set_defaults(default_out=out)
@@ -184,7 +178,7 @@ def quiet_process(one_thread: bool) -> None:
 
 
 class Bench:
-    """One invocation of a benchmark: its device, its time budget and its report.
+    """One invocation of a benchmark: its device and its report.
 
     block_seconds: how long a loop is timed between two clock readings; 0: one step.
     """
@@ -193,7 +187,6 @@ class Bench:
         self.world = world
         self.options = options
         self.block_seconds = 0.0 if options.smoke else block_seconds
-        self.started = time.monotonic()
         packages = ("accelerate", "lightning-fabric", "lightning", "triton")
         self.report: dict[str, Any] = {
             "command": f"python -m benchmarks {name} {shlex.join(options.words)}".rstrip(),
@@ -201,12 +194,7 @@ class Bench:
             **about(world.device, *packages),
             "smoke": options.smoke,
             "rounds": options.rounds,
-            "left_out": [],
         }
-
-    @property
-    def seconds_left(self) -> float:
-        return self.started + self.options.minutes * 60 - time.monotonic()
 
 
 # --- host reads
@@ -314,11 +302,11 @@ def compare(
     per round; or a `note` that says why it was not timed.
     """
     rows: Rows = {}
-    base_loop = _try_to_enter(bench, base, enter, rows)
+    base_loop = _try_to_enter(base, enter, rows)
     for name in names:
         if name == base:
             continue
-        loop = _try_to_enter(bench, name, enter, rows)
+        loop = _try_to_enter(name, enter, rows)
         if loop is not None and base_loop is not None:
             _time_pair(bench, {base: base_loop, name: loop}, data, rows)
         loop = None
@@ -328,10 +316,7 @@ def compare(
     return rows
 
 
-def _try_to_enter(bench: Bench, name: str, enter: Enter, rows: Rows) -> Loop | None:
-    if bench.seconds_left < 0:
-        rows[name] = {"note": NO_TIME}
-        return None
+def _try_to_enter(name: str, enter: Enter, rows: Rows) -> Loop | None:
     try:
         loop, rows[name] = enter(name)
     except ConfigError:

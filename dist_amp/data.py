@@ -9,8 +9,6 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -21,7 +19,7 @@ from dist_amp.config.validate import check_length
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError
 from dist_amp.loading.loader import Fetch, load
-from dist_amp.loading.nested import tensors, to_device
+from dist_amp.loading.nested import CopyStream, to_device
 from dist_amp.loading.plan import Plan, Shard, shuffled_order
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
@@ -35,17 +33,6 @@ class Padding:
 
     def __init__(self, batch: Any):
         self.batch = batch
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step's micro-batches on the device, or on their way there until `arrived`."""
-
-    batches: Indexed
-    position: int  # samples consumed after the step
-    items: int
-    tokens: int
-    arrived: Any  # a CUDA event; None on a CPU
 
 
 class Batches:
@@ -67,7 +54,6 @@ class Batches:
     ):
         self.plan = plan
         self.position = 0  # samples consumed by the steps that were yielded
-        self.device = device
         self.items = 0  # in the steps that were yielded
         self.tokens = 0
         self.last_step: Indexed = []
@@ -80,9 +66,10 @@ class Batches:
         if split == "training" and hasattr(task, "tokens"):
             self._count_tokens = task.tokens
         self._workers = workers
-        self._stream: Any = None  # of the copies to a GPU
-        self._before_last_step: Any = None  # an event on the compute stream, ahead of its kernels
-        self._ahead: Future[Step] | None = None  # the step after the one yielded last
+        self._pin_memory = device.type == "cuda"
+        self._to_device: Callable[[Any], Any] = partial(to_device, device=device)
+        if device.type == "cuda":
+            self._to_device = CopyStream(device)
         self._batches: Iterator[Any] | None = None
         self._steps: Iterator[tuple[int, list[Shard]]] = iter(())
 
@@ -90,75 +77,18 @@ class Batches:
         return self
 
     def __next__(self) -> list[Any]:
-        if self._ahead is None:
-            step = self._fetch()
-        else:
-            step = self._ahead.result()
-            self._ahead = None
-        if step.arrived is not None:
-            self._wait_for_copies(step)
-        self.position = step.position
-        self.items += step.items
-        self.tokens += step.tokens
-        self.last_step = step.batches
-        return [batch for batch, _ in self.last_step]
-
-    def prefetch(self) -> None:
-        """Fetch the next step and start its copy, while a GPU computes this one.
-
-        Not without workers: samples read in this process may draw from its random generators. An
-        error is raised by the step's own `next`.
-        """
-        if self.device.type == "cpu" or not self._workers or self._ahead is not None:
-            return
-        self._ahead = Future()
-        try:
-            self._ahead.set_result(self._fetch())
-        except Exception as error:
-            self._ahead.set_exception(error)
-
-    def _fetch(self) -> Step:
-        """Wait for the next step's micro-batches, and start their copy."""
         if self._batches is None:
             self._open(limit=None)
         position, shards = next(self._steps)
         with self._clock.phase("data"):
             batches = [self._receive() for _ in shards]
-        items = 0
-        tokens = 0
         for batch, shard in zip(batches, shards, strict=True):
             if shard.counts:
-                items += len(shard.indices)
-                tokens += self._count_tokens(batch)
-        arrived = None
-        if self.device.type != "cpu":
-            batches, arrived = self._start_copies(batches)
-        return Step(indexed(batches, shards), position, items, tokens, arrived)
-
-    def _start_copies(self, batches: list[Any]) -> tuple[list[Any], torch.cuda.Event]:
-        """Queue copies to the GPU: (micro-batches, the event of their arrival)."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        if self._before_last_step is not None:
-            # No more than two steps' micro-batches are in the GPU's memory.
-            self._before_last_step.synchronize()
-        with torch.cuda.stream(self._stream):
-            moved = [to_device(batch, self.device) for batch in batches]
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
-        return moved, arrived
-
-    def _wait_for_copies(self, step: Step) -> None:
-        """Let kernels on the current stream from here on wait for the step's copies."""
-        compute = torch.cuda.current_stream(self.device)
-        # blocking: waiting for it takes no CPU time from other threads.
-        self._before_last_step = torch.cuda.Event(blocking=True)
-        self._before_last_step.record(compute)
-        compute.wait_event(step.arrived)
-        for tensor in tensors(step.batches):
-            if tensor.device.type == self.device.type:
-                # Else the next copy could be given its memory while kernels read it.
-                tensor.record_stream(compute)
+                self.items += len(shard.indices)
+                self.tokens += self._count_tokens(batch)
+        self.position = position
+        self.last_step = indexed(self._to_device(batches), shards)
+        return [batch for batch, _ in self.last_step]
 
     def _receive(self) -> Any:
         """Wait for the next micro-batch. Errors: DataError for a sample that can't be read."""
@@ -196,21 +126,20 @@ class Batches:
         """
         _, shards = next(self.plan.steps(position))
         batches = []
-        for request in self.plan.requests(position, 1):
+        for shard in shards:
             if self._workers:
-                seed_all(request.seed)  # as the worker did
-            batches.append(to_device(self._checked(self.fetch[request]), self.device))
-        return indexed(batches, shards)
+                seed_all(shard.seed)  # as the worker did
+            batches.append(self._checked(self.fetch[shard]))
+        return indexed(self._to_device(batches), shards)
 
     def _open(self, limit: int | None) -> None:
         """Start loading from `position`, for at most `limit` steps."""
         self._steps = self.plan.steps(self.position)
-        self._ahead = None
         self._batches, close = load(
             self.fetch,
-            partial(self.plan.requests, self.position, limit),
+            partial(self.plan.micro_batches, self.position, limit),
             workers=self._workers,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=self._pin_memory,
             rank=self.plan.rank,
         )
         # Also at exit: workers ignore the SIGTERM that Python sends.

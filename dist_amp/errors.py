@@ -1,11 +1,9 @@
-"""The errors that end a run, their exit statuses, and the facts attached to them."""
+"""The errors that end a run, and their exit statuses."""
 
 import difflib
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be restarted (EX_TEMPFAIL)
 
@@ -32,27 +30,8 @@ class NumericsError(Failure):
     exit_code = 70
 
 
-@contextmanager
-def error_context(**facts: Any) -> Iterator[None]:
-    """Attach facts to an error that leaves this block, or the function that this decorates.
-
-    Nested blocks add up; of two values the innermost stays.
-    """
-    try:
-        yield
-    except BaseException as error:
-        add_context(error, **facts)
-        raise
-
-
-def add_context(error: BaseException, **facts: Any) -> None:
-    """Attach facts to an error; of two values the first stays."""
-    error.dist_amp_context = {**facts, **context_of(error)}  # type: ignore[attr-defined]
-
-
-def context_of(error: BaseException) -> dict[str, Any]:
-    """The facts that `error_context` attached to an error."""
-    return getattr(error, "dist_amp_context", {})
+class CheckpointRejected(Exception):
+    """Why a checkpoint can't be loaded; no user error: another one of the run may be valid."""
 
 
 def first_line(error: BaseException) -> str:

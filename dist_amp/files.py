@@ -31,8 +31,6 @@ def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
         lock.acquire(timeout=seconds, poll_interval=0.2)
     except Timeout:
         raise InUse(holder or "another process") from None
-    except NotImplementedError as error:  # older releases, on a disk without locks
-        raise OSError(errno.ENOSYS, str(error)) from error
     try:
         path.write_text(f"process {os.getpid()} on {platform.node()}")
         yield

@@ -74,45 +74,22 @@ def build_optimizer(
         from dist_amp.optimizers.groups import task_groups
 
         groups = task_groups(task, model, config)
-    given = [dict(group) for group in groups]  # before the optimizer adds its defaults
     if hasattr(task, "optimizer"):
-        from dist_amp.optimizers.groups import step_on_shards, task_optimizer
+        from dist_amp.optimizers.groups import task_optimizer
 
-        optimizer = task_optimizer(task, groups, config.lr, model)
-        if not skips_by_itself(optimizer):
-            step_on_shards(optimizer)
+        optimizer = task_optimizer(task, groups, config.lr)
     else:
-        optimizer = named_optimizer(config, groups)
+        optimizer = named_optimizer(config, [dict(group) for group in groups])
     if hasattr(task, "groups"):
         from dist_amp.optimizers.groups import check_keys
 
-        check_keys(given, optimizer)
-
-    from dist_amp.optimizers.groups import refuse_changed_options
-
-    refuse_changed_options(optimizer)
-    if not skips_by_itself(optimizer):
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        check_keys(groups, optimizer)
     if config.fused and not takes_grad_scale(optimizer):
         say(
             f"optimizer {type(optimizer).__name__}: steps by unscale_, clip_grad_norm_ and step, "
             "with two host reads per step"
         )
     return optimizer
-
-
-def skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer that takes grad_scale and found_inf can be trusted with them.
-
-    Not if a subclass replaces the step of a fused one, since it may ignore both; nor torch's fused
-    SGD, which leaves its momentum uninitialised if the first step is skipped.
-    """
-    kind = type(optimizer)
-    if not takes_grad_scale(optimizer) or kind is torch.optim.SGD:
-        return False
-    if "_step_supports_amp_scaling" in vars(kind):
-        return True
-    return kind.step.__module__.startswith("torch.optim.")
 
 
 def named_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:

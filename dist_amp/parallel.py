@@ -5,7 +5,6 @@ divided by the mean weight of a rank, and the loop reads the same.
 """
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,9 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.auto import batch_statistics, replicas_of
-from dist_amp.config.validate import check_shardable
 from dist_amp.distributed.process import random_state, set_random_state
-from dist_amp.errors import DataError
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.settings import ParallelConfig, Strategy
 from dist_amp.world import World
@@ -81,7 +78,6 @@ class Parallel:
         """Start to sum a scalar float32 over all ranks; `value` itself is overwritten."""
         return SumOverRanks(value, self.world)
 
-    @torch.no_grad()
     def global_grad_norm(self) -> Tensor:
         """Global L2 norm of the scaled gradients: scalar float32 on the device, equal on all ranks.
 
@@ -96,7 +92,8 @@ class Parallel:
             gradients.append(parameter.grad)
         if not self.sharded:
             return torch.linalg.vector_norm(norms_of(gradients))
-        norms = norms_of([gradient.to_local() for gradient in gradients])
+        with torch.no_grad():  # in which to_local is not recorded
+            norms = norms_of([gradient.to_local() for gradient in gradients])
         square = norms.dot(norms).to(self.world.device)  # from the host, under CPU offload
         shards = self.world.world_size / self.replicas
         return (self.sum_over_ranks(square).mean() * shards).sqrt()
@@ -160,18 +157,9 @@ class Parallel:
 
 @torch.no_grad()
 def averaged_statistics(module: nn.Module, world: World) -> dict[str, Tensor]:
-    """{name: batch statistic averaged over ranks}, by one collective per dtype."""
-    averaged: dict[str, Tensor] = {}
-    by_kind: dict[Any, dict[str, Tensor]] = defaultdict(dict)
-    for name, statistic in batch_statistics(module).items():
-        by_kind[statistic.dtype, statistic.device][name] = statistic
-    for statistics in by_kind.values():
-        flat = torch.cat([statistic.reshape(-1) for statistic in statistics.values()])
-        mean = world.sum(flat) / world.world_size
-        parts = mean.split([statistic.numel() for statistic in statistics.values()])
-        for (name, statistic), part in zip(statistics.items(), parts, strict=True):
-            averaged[name] = part.view(statistic.size())
-    return averaged
+    """{name: batch norm's statistic, averaged over the ranks}."""
+    statistics = batch_statistics(module).items()
+    return {name: world.sum(statistic) / world.world_size for name, statistic in statistics}
 
 
 @torch.no_grad()
@@ -220,23 +208,18 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
     """DDP: a full copy on each rank, gradients averaged in buckets while backward runs."""
     from dist_amp.scaling.hooks import CAN_FINISH, FinishReduction, time_reduction
 
-    device_ids = None
-    if world.device.type == "cuda":
-        device_ids = [world.device]
     with warnings.catch_warnings():
         # torch 2.13 has a new name for it, which 2.11 does not know.
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
         model = DistributedDataParallel(
             module,
-            device_ids=device_ids,
             gradient_as_bucket_view=True,
             find_unused_parameters=not CAN_FINISH,
             broadcast_buffers=False,  # a collective per forward; `evaluating` averages them instead
         )
-    if config.comm_dtype == "bf16":
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    elif config.comm_dtype == "fp16":
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if config.comm_dtype != "off":
+        hook = getattr(default_hooks, f"{config.comm_dtype}_compress_hook")
+        model.register_comm_hook(None, hook)
     time_reduction(model, world.clock)
     finish = FinishReduction(model)
 
@@ -257,7 +240,6 @@ def _shard(
     world: World,
 ) -> Parallel:
     """FSDP2: each unit is gathered for its forward and backward; the root holds what remains."""
-    check_shardable(strategy, module, precision.cast_by == "policy")
     replicas = 1
     mesh = world.mesh((world.world_size,), ("shard",))
     if strategy == "hsdp":
@@ -277,9 +259,9 @@ def _shard(
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()
 
-    from dist_amp.scaling.meta import Placement
+    from dist_amp.scaling.meta import placement
 
-    place = Placement(module, world)
+    place = placement(module, world)
     for unit in units:
         place(unit)
         # The last one's backward comes first: gathering it again at once would be a waste.
@@ -298,23 +280,16 @@ def _shard(
     for unit, following in pairwise(sharded):
         unit.set_modules_to_forward_prefetch([following])
 
-    @contextmanager
-    def gradient_sync(on: bool) -> Iterator[None]:
+    from dist_amp.scaling.hooks import MixedDtypes
+
+    context = MixedDtypes(world.rank)
+
+    def gradient_sync(on: bool) -> AbstractContextManager[None]:
         model.set_is_last_backward(on)
         if config.accumulate_reduce == "last":
             model.set_requires_gradient_sync(on)
         elif strategy == "hsdp":  # reduced within the shards every time, between the replicas once
             model.set_requires_all_reduce(on)
-        try:
-            yield
-        except AssertionError as error:
-            if "uniform gradient dtype" not in str(error):
-                raise
-            raise DataError(
-                f"rank {world.rank}: a parameter, such as an idle expert's, had a gradient in some "
-                "of the step's micro-batches only, which FSDP2's policy can't add up; give the "
-                "task ranks_skip_blocks = True, or use parallel.accumulate_reduce=every, or "
-                "precision.cast_by=autocast"
-            ) from error
+        return context
 
     return Parallel(strategy, module, module, world, gradient_sync, state_device, replicas)

@@ -12,7 +12,6 @@ communication.
 """
 
 import math
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -124,7 +123,6 @@ class Scaler(torch.amp.GradScaler):
             return outputs
         return outputs * self.scale_tensor
 
-    @torch.no_grad()
     def unscale_and_clip(self, optimizer: Optimizer, scaled_norm: Tensor, clip: Clip) -> Tensor:
         """Decide whether the step is applied, unscale and clip the gradients; no host read.
 
@@ -135,7 +133,10 @@ class Scaler(torch.amp.GradScaler):
         norm = self._decide(scaled_norm)
         if clip.by == "value" or not takes_grad_scale(optimizer):
             self.unscale_(optimizer)
-            clip_gradients(optimizer, clip)
+            if clip.by == "norm":
+                nn.utils.clip_grad_norm_(parameters_of(optimizer), clip.limit)
+            elif clip.by == "value":
+                nn.utils.clip_grad_value_(parameters_of(optimizer), clip.limit)
         elif clip.by == "norm":
             # The excess over the limit, 1e-6 as in clip_grad_norm_. Source: Pascanu et al. 2013,
             # arXiv:1211.5063.
@@ -160,7 +161,7 @@ class Scaler(torch.amp.GradScaler):
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place; call it once before clipping."""
-        gradients = gradients_of(optimizer)
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if not self._is_decided:
             norm: Any = nn.utils.get_total_norm(gradients)
             if hasattr(norm, "full_tensor"):
@@ -194,7 +195,6 @@ class Scaler(torch.amp.GradScaler):
             fused.grad_scale = None
             fused.found_inf = None
 
-    @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Call it once per step, last.
 
@@ -222,7 +222,6 @@ class Scaler(torch.amp.GradScaler):
             return {}
         return {"scale": self.scale_tensor, "growth_tracker": self.growth_tracker}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state_dict[name])
@@ -246,18 +245,8 @@ def update_scale(
     scale.copy_(torch.where(found_inf > 0, scale * backoff, applied))
 
 
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p.grad for p in parameters if p.grad is not None]
-
-
-def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
-    """Clip unscaled gradients by torch's functions."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if clip.by == "norm":
-        nn.utils.clip_grad_norm_(parameters, clip.limit)
-    elif clip.by == "value":
-        nn.utils.clip_grad_value_(parameters, clip.limit)
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def build_precision(config: PrecisionConfig, sharded: bool, world: World) -> Precision:
@@ -269,34 +258,3 @@ def build_precision(config: PrecisionConfig, sharded: bool, world: World) -> Pre
     if config.cast_by == "policy" or (config.cast_by == "auto" and sharded):
         return Precision(config, "policy", world.device)
     return Precision(config, "autocast", world.device, sharded)
-
-
-@torch.no_grad()
-def to_float32(module: nn.Module, frozen_too: bool) -> str:
-    """Make the trained floating-point parameters float32, in place; return a line about it, or "".
-
-    They stay the same objects, so tied ones stay tied. Buffers beside them, such as batch norm's
-    statistics, follow. frozen_too: also parameters that are not trained, where all is in float32.
-    """
-    converted: Counter[str] = Counter()
-    for part in module.modules():
-        parameters = [
-            p
-            for p in part.parameters(recurse=False)
-            if needs_conversion(p) and (p.requires_grad or frozen_too)
-        ]
-        for p in parameters:
-            converted[str(p.dtype).removeprefix("torch.")] += p.numel()
-            p.data = p.data.float()
-        if parameters or frozen_too:
-            for buffer in part.buffers(recurse=False):
-                if needs_conversion(buffer):
-                    buffer.data = buffer.data.float()
-    if not converted:
-        return ""
-    counts = ", ".join(f"{count:,} parameters in {dtype}" for dtype, count in converted.items())
-    return f"build_model gave {counts}: they are stored in float32, and computed in precision.dtype"
-
-
-def needs_conversion(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype != torch.float32

@@ -5,14 +5,14 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_strategy
 from dist_amp.config.load import load_config, to_toml
@@ -20,34 +20,16 @@ from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
 from dist_amp.distributed.process import seed_all, set_determinism
-from dist_amp.errors import ConfigError, error_context
+from dist_amp.errors import ConfigError
 from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import Parallel, build_parallel
-from dist_amp.precision import Clip, Precision, Scaler, build_precision, to_float32
-from dist_amp.settings import Config, RunConfig, Strategy
-from dist_amp.task import Task, build_split, built_model, check_model
+from dist_amp.precision import Clip, Precision, Scaler, build_precision
+from dist_amp.settings import Config, RunConfig
+from dist_amp.task import Task, build_split, built_model
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
 
 __all__ = ["Run", "build_run", "load_config"]
-
-
-class ExtraState(Protocol):
-    """What an optional feature keeps beside the parameters, such as a moving average of them.
-
-    tensors: saved in checkpoints under the feature's name in `Run.extra_states`, and restored.
-    """
-
-    tensors: dict[str, Tensor]
-
-    def after_step(self, applied: Tensor) -> None:
-        """Called after each step; applied: scalar bool on the device."""
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """The context of an evaluation."""
-
-    def start(self, step: int) -> str:
-        """Called in place of restoring from a checkpoint without it; returns what to report."""
 
 
 @dataclass
@@ -64,7 +46,9 @@ class Run:
     clip: Clip
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    extra_states: dict[str, ExtraState]
+    # What optional features keep beside the parameters, by name: `tensors` to save, `after_step`,
+    # `evaluating` and `start`, as optimizers/ema.py has them.
+    extra_states: dict[str, Any]
     data: Batches
     validation: Batches | None
     metrics: Metrics
@@ -114,13 +98,12 @@ def build_run(
     scaler = Scaler(
         config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device
     )
-    with model_context(parallel.module, parallel.strategy):
-        optimizer = build_optimizer(parallel.module, config.optim, task, world.say)
-        extra_states: dict[str, ExtraState] = {}
-        if config.optim.ema != "off":
-            from dist_amp.optimizers.ema import Ema
+    optimizer = build_optimizer(parallel.module, config.optim, task, world.say)
+    extra_states: dict[str, Any] = {}
+    if config.optim.ema != "off":
+        from dist_amp.optimizers.ema import Ema
 
-            extra_states["ema"] = Ema(parallel.module, config.optim.ema)
+        extra_states["ema"] = Ema(parallel.module, config.optim.ema)
     schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device, task)
     data, validation = build_data(config, task, micro_batches, world)
 
@@ -149,13 +132,6 @@ def build_run(
     return run
 
 
-def model_context(module: nn.Module, strategy: Strategy) -> AbstractContextManager[None]:
-    """Tells an error in this block, where memory may run out, how much the model will take."""
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    parameters = sum(p.numel() for p in module.parameters())
-    return error_context(parameters=parameters, trained=trained, strategy=strategy)
-
-
 def initial_module(config: Config, task: Task, world: World, resumes: bool) -> nn.Module:
     """The task's model in training mode and float32, on the meta device if it is filled later.
 
@@ -173,6 +149,9 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
         module = build_on_ranks(task, strategy, world, resumes)
     else:
         module = built_model(task)
+
+    from dist_amp.scaling.float32 import to_float32
+
     if converted := to_float32(module, frozen_too=not config.precision.use_amp):
         world.say(converted)
     return module
@@ -185,9 +164,8 @@ def build_model(
     module = initial_module(config, task, world, resumes)
     strategy = pick_strategy(config.parallel, module, world)
     sharded = strategy in ("fsdp", "hsdp")
-    check_model(module, strategy)
     cast = pick_cast(config.precision, strategy, module, world)
-    check_parallel(config.parallel, strategy, cast, world)
+    check_parallel(config.parallel, strategy, cast, module, world)
     precision = build_precision(cast, sharded, world)
     blocks: list[nn.Module] = []
     units: list[nn.Module] = []
@@ -214,8 +192,7 @@ def build_model(
         from dist_amp.scaling.compile import compile_blocks
 
         compile_blocks(config.compile, module, blocks, world, task)
-    with model_context(module, strategy):
-        parallel = build_parallel(config.parallel, strategy, module, units, precision, world)
+    parallel = build_parallel(config.parallel, strategy, module, units, precision, world)
     if sharded:
         from dist_amp.scaling.hooks import hook_units
 

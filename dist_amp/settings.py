@@ -30,16 +30,7 @@ class Range:
 Count = Annotated[int, Range(low=1)]
 PositiveFloat = Annotated[float, Range(above=0)]
 Beta = Annotated[float, Range(low=0, below=1)]
-Checkpointing = Annotated[int, Range(low=1)] | Literal["none", "full", "selective"]
 Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
-CompileMode = Literal[
-    "default",
-    "reduce-overhead",
-    "max-autotune",
-    "max-autotune-no-cudagraphs",
-    "eager",
-    "aot_eager",
-]
 
 
 @dataclass(frozen=True)
@@ -74,6 +65,8 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class SourceConfig:
+    """The keys of [data], and of each source of a mixture."""
+
     name: str = "auto"
     """A dataset on the Hugging Face hub: user/name, user/name:configuration, or either followed by
     @revision (a branch, tag or commit); auto: the dataset that the task ships with.
@@ -193,7 +186,7 @@ class ParallelConfig:
     unsharded on each rank), or after every one (holds 4 / world_size bytes, and sends up to twice
     as much: docs/collectives.md).
     """
-    activation_checkpointing: Checkpointing = "none"
+    activation_checkpointing: Count | Literal["none", "full", "selective"] = "none"
     """Blocks that recompute their activations in backward: none, full (all), selective (all, but
     matrix products and attention are kept), or every n-th. full keeps only the blocks' inputs and
     costs about a third more computation; selective costs little.
@@ -212,7 +205,14 @@ class CompileConfig:
     whole. true: code per input shape, at most 8; dynamic: one for all shapes, for batches that are
     padded to their longest sample.
     """
-    mode: CompileMode = "default"
+    mode: Literal[
+        "default",
+        "reduce-overhead",
+        "max-autotune",
+        "max-autotune-no-cudagraphs",
+        "eager",
+        "aot_eager",
+    ] = "default"
     """Inductor's mode. reduce-overhead replays CUDA graphs; max-autotune does too, and chooses
     kernels by timing them, so a resumed run may differ in the last bits; eager and aot_eager
     generate no code, for a quick check that a model can be compiled.
@@ -353,3 +353,15 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+# Settings that may differ after a resume: they change where and how fast a run computes, not what.
+FREE_TO_CHANGE = (
+    *("run.", "eval.", "checkpoint.", "metrics.", "debug.", "compile."),
+    *("data.name", "data.path", "data.format", "data.split", "data.validation_split"),
+    *("data.tokenizer", "data.workers", "data.view", "data.streams"),
+    *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
+    *("parallel.activation_checkpointing", "parallel.cpu_offload"),
+    *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),
+    *("train.global_batch_size", "train.max_skips_in_a_row", "optim.fused", "optim.ema"),
+)

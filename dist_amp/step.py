@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dist_amp.config.validate import check_loss, check_model_use, check_weight
 from dist_amp.data import Padding
-from dist_amp.errors import DataError, add_context, error_context
+from dist_amp.errors import DataError
 from dist_amp.run import Run
-from dist_amp.task import Task, as_scalar, check_loss, check_model_use, check_weight
+from dist_amp.task import Task, as_scalar
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.telemetry.sums import WeightedMeans
 
@@ -56,7 +57,6 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     return StepReport(losses, total_weight.total, norm, run.scaler.applied)
 
 
-@error_context(evaluation=True)
 def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
     """The validation loss and the task's metrics: weighted means, equal on every rank.
 
@@ -77,7 +77,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                 if isinstance(batch, Padding):
                     content = batch.batch
                     counts = 0.0
-                with run.precision.autocast(), error_context(batch=batch):
+                with run.precision.autocast():
                     values = {}
                     if metrics is not None:
                         values = means.checked(metrics(run.parallel.module, content))
@@ -99,18 +99,15 @@ def weight_of(task: Task, micro_batches: Sequence[Any], device: torch.device) ->
     for batch in micro_batches:
         if isinstance(batch, Padding):
             continue
-        try:
-            weight = check_weight(task.weight(batch))
-        except BaseException as error:
-            add_context(error, batch=batch)
-            raise
+        weight = task.weight(batch)
+        check_weight(weight)
         if isinstance(weight, Tensor):
             tensors.append(weight)
         else:
             number += float(weight)
     total = torch.full((), number, device=device)
     for weight in tensors:
-        total += as_scalar(weight, "weight() returned", device)
+        total += as_scalar(weight, device)
     return total
 
 
@@ -121,9 +118,9 @@ def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> T
     if padding:
         content = batch.batch
     try:
-        loss = check_loss(task.loss_sum(model, content), device)
-    except BaseException as error:  # a context manager would cost each micro-batch a microsecond
-        add_context(error, batch=batch)
+        loss = task.loss_sum(model, content)
+        check_loss(loss, device)
+    except Exception as error:
         check_model_use(error)
         raise
     if padding:

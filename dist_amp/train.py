@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, Self
+from typing import Literal
 
 from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.saver import Saver
@@ -20,13 +19,12 @@ from dist_amp.run import Run, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
 from dist_amp.supervise.failure import report_failure, supervised
-from dist_amp.supervise.lifecycle import Job, close_run, is_finished, open_run
-from dist_amp.supervise.stop import AgreedStop
+from dist_amp.supervise.lifecycle import Job, Stop, close_run, is_finished, open_run
 from dist_amp.telemetry.step_report import Observer, StepReport
-from dist_amp.world import World, start
+from dist_amp.world import start
 
 
-def observers_of(run: Run, stop: AgreedStop) -> list[Observer]:
+def observers_of(run: Run, stop: Stop) -> list[Observer]:
     """What watches the run from beside the loop, in order."""
     observers: list[Observer] = []
     from dist_amp.telemetry.console import Console
@@ -41,7 +39,7 @@ def observers_of(run: Run, stop: AgreedStop) -> list[Observer]:
 
     limits = Limits(run)
     if run.config.debug.nonfinite != "off":
-        from dist_amp.diagnostics.nonfinite import NonfiniteReplay
+        from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
 
         nonfinite = NonfiniteReplay(run)
         limits.first_nonfinite = nonfinite.where
@@ -68,46 +66,10 @@ def observers_of(run: Run, stop: AgreedStop) -> list[Observer]:
     from dist_amp.supervise.callbacks import Callbacks
 
     observers.append(Callbacks(run, stop))
-    return [*observers, ScheduledGarbage(run)]
+    return observers
 
 
-class ScheduledGarbage(Observer):
-    """Collects Python's garbage every 50 steps on all ranks at once: each one stops the others.
-
-    Objects that exist at the start (mostly modules) are frozen, because scanning them too made a
-    full collection take 127 ms. Evaluations have no steps, and collect automatically.
-    """
-
-    def __init__(self, run: Run):
-        self._run = run
-        self._was_enabled = gc.isenabled()
-
-    def __enter__(self) -> Self:
-        if self._was_enabled:
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-        return self
-
-    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        if self._was_enabled and self._run.step % 50 == 0:
-            gc.collect()
-
-    def before_evaluation(self) -> None:
-        if self._was_enabled:
-            gc.enable()
-
-    def after_evaluation(self) -> None:
-        if self._was_enabled:
-            gc.disable()
-
-    def __exit__(self, *error: object) -> None:
-        if self._was_enabled:
-            gc.enable()
-            gc.unfreeze()
-
-
-def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
+def train(run: Run, stop: Stop) -> Literal["completed", "preempted"]:
     """Take the remaining steps. Every rank takes the same path through this loop."""
     config = run.config
     saver = Saver(run)
@@ -115,43 +77,45 @@ def train(run: Run, stop: AgreedStop) -> Literal["completed", "preempted"]:
     with ExitStack() as contexts:
         for observer in observers:
             contexts.enter_context(observer)
-        stopping = stop.poll_now()  # a signal in the warm-up
-        if run.step and evaluation_is_due(run) and not stopping:
-            stopping = run_evaluation(run, stop, observers)  # it was stopped before or in this one
-        while run.step < config.train.steps and not stopping:
+        # Scanning the modules in each full collection of garbage took 127 ms.
+        gc.collect()
+        gc.freeze()
+        contexts.callback(gc.unfreeze)
+        stop.poll(now=True)  # a signal in the warm-up
+        if run.step and evaluation_is_due(run) and not stop.agreed:
+            run_evaluation(run, stop, observers)  # it was stopped before or in this one
+        while run.step < config.train.steps and not stop.agreed:
             micro_batches = next(run.data)
             if any(observer.reads_before_step for observer in observers):
                 read_metrics(run, observers)
             for observer in observers:
                 observer.before_step(micro_batches)
             report = train_step(run, micro_batches)
-            is_last = run.step == config.train.steps
-            if not is_last:
-                run.data.prefetch()
             run.metrics.record(report)
             for observer in observers:
                 observer.after_step(report, micro_batches)
-            stopping = stop.poll()
+            stop.poll()
             # Of the step before, if it was a log step: they have arrived by now.
             read_metrics(run, observers)
+            is_last = run.step == config.train.steps
             logs = is_due(config.metrics.log_every, run)
             saves = is_due(config.checkpoint.every, run)
             evaluates = evaluation_is_due(run)
             if logs:
                 begin_metrics(run, report)
             # What waits for the device anyway, or is kept, comes after the checks.
-            if stopping or saves or evaluates or is_last:
+            if stop.agreed or saves or evaluates or is_last:
                 read_metrics(run, observers)
-            if evaluates and not stopping:
-                stopping = run_evaluation(run, stop, observers)
+            if evaluates and not stop.agreed:
+                run_evaluation(run, stop, observers)
             if stop.by_task and not logs:
                 begin_metrics(run, report)
                 read_metrics(run, observers)
-            if saves and not stopping:
+            if saves and not stop.agreed:
                 saver.save(wait=is_last)
-        if stopping and config.checkpoint.every != "off":
+        if stop.agreed and config.checkpoint.every != "off":
             saver.save(wait=True)
-    return "preempted" if stopping and not stop.by_task else "completed"
+    return "preempted" if stop.agreed and not stop.by_task else "completed"
 
 
 def is_due(every: int | Literal["off"], run: Run) -> bool:
@@ -165,20 +129,20 @@ def evaluation_is_due(run: Run) -> bool:
     return is_due(run.config.eval.every, run)
 
 
-def run_evaluation(run: Run, stop: AgreedStop, observers: Sequence[Observer]) -> bool:
-    """Evaluate and write the values; return whether to stop. If interrupted, it is repeated."""
+def run_evaluation(run: Run, stop: Stop, observers: Sequence[Observer]) -> None:
+    """Evaluate and write the values. If it is interrupted, a resumed run repeats it."""
     with run.world.clock.hold("evaluation"):
         for observer in observers:
             observer.before_evaluation()
         rewind = run.parallel.restore_point()
-        values = evaluate(run, partial(stop.poll, "evaluation"))
+        values = evaluate(run, stop.poll)
         if stop.agreed:
             rewind()
-            return True
+            return
         run.metrics.write_evaluation(run.step, values)
         for observer in observers:
             observer.after_evaluation()
-    return hasattr(run.task, "on_evaluation") and stop.poll_now()
+    stop.poll(now=True)
 
 
 def begin_metrics(run: Run, report: StepReport) -> None:
@@ -211,43 +175,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dist_amp.supervise.preflight import check_launch
 
         check_launch()
-        with start(config.run) as world, supervised(config, world) as job:
-            return run_job(config, world, job)
+        with (
+            start(config.run) as world,
+            supervised(config, world) as job,
+            ExitStack() as contexts,
+        ):
+            return run_job(config, job, contexts)
     except Failure as error:  # before this process joined the others
         return report_failure(error, None)[0]
     except SystemExit as reported:
         return int(reported.code or 0)
 
 
-def run_job(config: Config, world: World, job: Job) -> int:
+def run_job(config: Config, job: Job, contexts: ExitStack) -> int:
     """Build the run, train it and leave its summary; return the exit status."""
-    with ExitStack() as contexts:
-        from dist_amp.supervise.preflight import check_ranks_agree
+    world = job.world
+    from dist_amp.supervise.preflight import check_ranks_agree
 
-        check_ranks_agree(config.task.target, to_toml(config), world)
-        folder = run_folder(config.run, world)
-        job.folder = folder
-        config = replace(config, run=replace(config.run, dir=str(folder)))
-        from dist_amp.supervise.preflight import make_folder, only_live_run
+    check_ranks_agree(config.task.target, to_toml(config), world)
+    folder = run_folder(config.run, world)
+    job.folder = folder
+    config = replace(config, run=replace(config.run, dir=str(folder)))
+    from dist_amp.supervise.preflight import make_folder, only_live_run
 
-        make_folder(folder, config, world)
-        contexts.enter_context(only_live_run(folder, world))
-        if config.debug.profile != "off":
-            from dist_amp.diagnostics.profiling import memory_history
+    make_folder(folder, config, world)
+    contexts.enter_context(only_live_run(folder, world))
+    if config.debug.profile != "off":
+        from dist_amp.diagnostics.profiling import memory_history
 
-            contexts.enter_context(memory_history(folder, world))
-        # From here on a signal stops the run after a step; one that comes earlier, before the
-        # first step.
-        stop = contexts.enter_context(AgreedStop(world))
-        checkpoint = checkpoint_to_resume(config, folder, world)
-        run = build_run(config, world, resumes=checkpoint is not None)
-        if checkpoint is not None:
-            load(run, checkpoint)
-        job.run = run
-        if is_finished(run):
-            return 0
-        open_run(run)
-        return close_run(run, stop, train(run, stop))
+        contexts.enter_context(memory_history(folder, world))
+    stop = Stop()
+    # From here on a signal stops the run after a step; one that comes earlier, before the first.
+    from dist_amp.supervise.stop import AgreedStop
+
+    stop = contexts.enter_context(AgreedStop(world))
+    checkpoint = checkpoint_to_resume(config, folder, world)
+    run = build_run(config, world, resumes=checkpoint is not None)
+    if checkpoint is not None:
+        load(run, checkpoint)
+    job.run = run
+    if is_finished(run):
+        return 0
+    open_run(run)
+    train(run, stop)
+    if stop.agreed and not stop.by_task:
+        from dist_amp.supervise.stop import close_preempted
+
+        return close_preempted(run, stop)
+    return close_run(run, stop)
 
 
 if __name__ == "__main__":

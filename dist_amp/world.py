@@ -3,10 +3,10 @@
 rank, local_rank and world_size are as torchrun defines them.
 """
 
-import os
+import atexit
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -18,11 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dist_amp.clock import PhaseClock
-from dist_amp.distributed.environment import place_of
-from dist_amp.distributed.process import configure_logging
+from dist_amp.distributed.process import configure_logging, place_of
+from dist_amp.distributed.process_group import (
+    A_DAY,
+    abort_process_groups,
+    join,
+    make_mesh,
+    without_timeout,
+)
 from dist_amp.settings import RunConfig
-
-COLOURS = {"red": 31, "yellow": 33}
 
 # torch's name for it before 2.13, which warns there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,7 +65,7 @@ class World:
     def warn(self, text: str) -> None:
         """Print a warning on rank 0 only, on standard error."""
         if self.is_main:
-            print(in_colour("warning:", "yellow", sys.stderr), text, file=sys.stderr, flush=True)
+            print("warning:", text, file=sys.stderr, flush=True)
 
     def barrier(self) -> None:
         if self.control is not None:
@@ -112,16 +116,12 @@ class World:
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """All ranks in a grid; made once per shape, since its groups cost threads and sockets."""
         if (shape, names) not in self._meshes:
-            from dist_amp.distributed.process_group import make_mesh
-
             self._meshes[shape, names] = make_mesh(self.device.type, shape, names)
         return self._meshes[shape, names]
 
     def wait_long(self) -> None:
         """A barrier without the timeout of a collective: making a cache may take hours."""
         if self.control is not None:
-            from dist_amp.distributed.process_group import without_timeout
-
             with without_timeout(self.control):
                 self.barrier()
 
@@ -138,55 +138,61 @@ def locate(config: RunConfig) -> World:
 
     A process group that exists already is used; a script under torchrun joins one until it exits.
     """
-    place = place_of(config)
-    world = World(*place)
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
-    if world.world_size == 1:
-        return world
-    from dist_amp.distributed.process_group import A_DAY, join_until_exit
-    from dist_amp.distributed.rendezvous import raise_open_files
+    context = joined(config)
+    world = context.__enter__()
+    if world.world_size > 1:
+        atexit.register(_leave, context)
+    return world
 
-    raise_open_files(world.world_size)
-    if not dist.is_initialized():
-        join_until_exit(place, config.timeout_seconds)
-    timeout = timedelta(seconds=config.timeout_seconds)
-    control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-    # No timeout: a large checkpoint takes the slowest rank as long as it takes.
-    return replace(world, control=control, background=dist.new_group(backend="gloo", timeout=A_DAY))
+
+def _leave(context: AbstractContextManager[World]) -> None:
+    # After an error the other ranks may be gone.
+    error = [getattr(sys, name, None) for name in ("last_type", "last_value", "last_traceback")]
+    with suppress(BaseException):
+        context.__exit__(*error)
 
 
 @contextmanager
 def start(config: RunConfig) -> Iterator[World]:
+    """`joined`, with the log shown on rank 0."""
+    with joined(config) as world:
+        configure_logging(world.rank)
+        yield world
+
+
+@contextmanager
+def joined(config: RunConfig) -> Iterator[World]:
     """Join the other ranks for the length of a with-block; whatever happens, leave nothing running.
 
     One process gets no process group; one that exists already is used, and kept.
     """
-    place = place_of(config)
-    configure_logging(place.rank)
-    if place.world_size == 1 or dist.is_initialized():
-        yield locate(config)
+    world = World(*place_of(config))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world.world_size == 1:
+        yield world
         return
-    from dist_amp.distributed.process_group import abort_process_groups, join
+    from dist_amp.distributed.rendezvous import raise_open_files
 
-    join(place, config.timeout_seconds)
+    raise_open_files(world.world_size)
+    joins = not dist.is_initialized()
+    if joins:
+        join(world.rank, world.world_size, world.device, config.timeout_seconds)
     failed = True
     try:
-        world = locate(config)
+        timeout = timedelta(seconds=config.timeout_seconds)
+        control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+        # No timeout: a large checkpoint takes the slowest rank as long as it takes.
+        background = dist.new_group(backend="gloo", timeout=A_DAY)
+        world = replace(world, control=control, background=background)
         yield world
-        # FSDP2 over gloo aborts at exit if a rank tears down while another is still in a
-        # collective. Measured without the barrier: 8 of 24 two-rank runs; with it: none.
-        world.barrier()
+        if joins:
+            # FSDP2 over gloo aborts at exit if a rank tears down while another is still in a
+            # collective. Measured without the barrier: 8 of 24 two-rank runs; with it: none.
+            world.barrier()
         failed = False
     finally:
-        if failed and place.device.type == "cuda":
+        if joins and failed and world.device.type == "cuda":
             abort_process_groups()  # destroying would wait for collectives that never end
-        else:
+        elif joins:
             dist.destroy_process_group()
-
-
-def in_colour(text: str, colour: str, stream: Any) -> str:
-    """The text, coloured if the stream is a terminal; not where NO_COLOR is set (no-color.org)."""
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return text
-    return f"\033[{COLOURS[colour]}m{text}\033[0m"

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,12 @@ def delete(names: Iterable[str], root: Path) -> None:
     keys = {key for row in rows for key in row.get("settings", ())}
     settings = root / "dist_amp/settings.py"
     settings.write_text(without_settings(settings.read_text(), keys))
+    for path in (root / "configs").glob("*.toml"):
+        path.write_text(without_keys(path.read_text(), keys))
+    while unused := definitions_without_users(root):
+        for path, lines in unused.items():
+            path.write_text(without_lines(path.read_text(), lines))
+        tidy(root)
     for folder in (root / "dist_amp").iterdir():  # an empty folder's docstring is no code
         if folder.is_dir() and [path.name for path in folder.glob("*.py")] == ["__init__.py"]:
             shutil.rmtree(folder)
@@ -99,6 +107,30 @@ def without(text: str, blocks: Iterable[Any], file: str) -> str:
     return text
 
 
+def without_keys(text: str, keys: set[str]) -> str:
+    """A config file without these keys or sections, and the comments right above them."""
+    lines = text.splitlines()
+    section = ""
+    cut: set[int] = set()
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("["):
+            section = line.strip("[] ")
+        name = section
+        if "=" in line and not line.startswith(("#", " ")):
+            name = f"{section}.{line.partition('=')[0].strip()}".strip(".")
+        is_deleted = any(f"{name}.".startswith(f"{key}.") for key in keys)
+        if is_deleted and line.strip() and not line.startswith("#"):
+            cut.add(number)
+            while lines[number - 2].startswith("#"):
+                number -= 1
+                cut.add(number)
+    return without_lines(text, cut)
+
+
+def is_field(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign)
+
+
 def without_settings(text: str, keys: set[str]) -> str:
     """settings.py without these keys, such as optim.ema, or sections, such as compile."""
     tree = ast.parse(text)
@@ -111,10 +143,12 @@ def without_settings(text: str, keys: set[str]) -> str:
         for section in sections:
             owner = type_of(owner, section)
         node = classes[owner]
-        for index, field in enumerate(node.body):
+        inherited = [classes[base.id].body for base in node.bases if isinstance(base, ast.Name)]
+        body = sum(inherited, node.body)
+        for index, field in enumerate(body):
             if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == last:
                 end = field.end_lineno or field.lineno
-                following = node.body[index + 1 : index + 2]
+                following = body[index + 1 : index + 2]
                 if following and isinstance(following[0], ast.Expr):  # its docstring
                     end = following[0].end_lineno or end
                 cut.update(range(field.lineno, end + 1))
@@ -129,8 +163,76 @@ def without_settings(text: str, keys: set[str]) -> str:
 
     for key in keys:
         cut_key(key)
+    for section in [item.target.id for item in classes["Config"].body if is_field(item)]:
+        node = classes.get(type_of("Config", section))
+        if node and all(item.lineno in cut for item in node.body if is_field(item)):
+            cut_key(section)
+            cut.update(range(node.decorator_list[0].lineno, (node.end_lineno or 0) + 1))
+    return without_lines(text, cut)
+
+
+def tidy(root: Path) -> None:
+    """Remove imports that only deleted definitions used."""
+    ruff = [sys.executable, "-m", "ruff"]
+    fix = ["check", "--select", "F401", "--fix", "--quiet"]
+    for words in (fix, ["format", "--quiet"]):
+        subprocess.run([*ruff, *words, "--config", ROOT / "pyproject.toml", root / "dist_amp"])
+
+
+def without_lines(text: str, numbers: set[int]) -> str:
     lines = text.splitlines(keepends=True)
-    return "".join(line for number, line in enumerate(lines, start=1) if number not in cut)
+    return "".join(line for number, line in enumerate(lines, start=1) if number not in numbers)
+
+
+def definitions_without_users(root: Path) -> dict[Path, set[int]]:
+    """{file: lines} of the functions, classes and constants that only deleted code used."""
+    now, before = names_in(root), names_in(ROOT)
+    unused: dict[Path, set[int]] = {}
+    for path in (root / "dist_amp").rglob("*.py"):
+        for name, uses, lines in definitions(path.read_text()):
+            if now[name] == uses < before[name] and not name.startswith("__"):
+                unused.setdefault(path, set()).update(lines)
+    return unused
+
+
+def names_in(root: Path) -> Counter[str]:
+    """How often the package defines, imports or uses each name."""
+    texts = [path.read_text() for path in (root / "dist_amp").rglob("*.py")]
+    return sum(map(names_of, texts), Counter())
+
+
+@cache
+def names_of(text: str) -> Counter[str]:
+    names: Counter[str] = Counter()
+    for node in ast.walk(ast.parse(text)):
+        for attribute in ("id", "attr", "name"):
+            names[getattr(node, attribute, "")] += 1
+    return names
+
+
+@cache
+def definitions(text: str) -> list[tuple[str, int, range]]:
+    """Of functions, classes and constants: the name, how often the definition itself has it, and
+    its lines with decorators and comments.
+
+    Methods of a class with bases are left out: a library may call them.
+    """
+    tree = ast.parse(text)
+    lines = text.splitlines()
+    holders = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.bases]
+    found = []
+    for node in [child for holder in (tree, *holders) for child in holder.body]:
+        name = ""
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+        first = min([node.lineno, *(line.lineno for line in getattr(node, "decorator_list", []))])
+        while lines[first - 2].lstrip().startswith("#"):
+            first -= 1
+        uses = names_of(ast.unparse(node))[name]  # more than 1 if it calls itself
+        found.append((name, uses, range(first, (node.end_lineno or first) + 1)))
+    return found
 
 
 def copy_without(names: Iterable[str], root: Path) -> None:

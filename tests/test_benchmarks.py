@@ -50,14 +50,10 @@ def in_this_process():
     ("words", "status", "error"),
     [
         (["overhaed"], 64, "there is no bench 'overhaed'; did you mean overhead?"),
-        (["overhead", "--workloads", "huge"], 64, "invalid choice: 'huge'"),
         (["overhead", "--rounds", "5"], 64, "--rounds: 5 must be at least 6"),
-        (["overhead", "--rouns", "6"], 64, "unrecognized arguments: --rouns 6"),
-        (["gpu", "--smoke", "--micro_batch", "0"], 64, "--micro_batch: 0 must be at least 1"),
         (["amp", "gtp"], 64, "there is no experiment 'gtp'; use sinusoid or gpt"),
-        (["amp", "gpt", "--minuts", "3"], 64, "--minuts 3 is no option, and gpt has its own"),
-        (["amp", "--minutes", "nan"], 64, "--minutes: nan must be at least 0"),
-        (["amp", "--smoke", "--task.target", "tiny:Tine"], 64, "did you mean Tiny?"),
+        (["amp", "gpt", "--runds", "3"], 64, "--runds 3 is no option, and gpt has its own"),
+        (["amp", "--smoke", "--task.target", "tiny:Tine"], 64, "there is no class Tine in tiny"),
         (
             ["amp", "--smoke", "--task.target", "tiny:Tiny", "--train.micro_batch_size", "65"],
             DataError.exit_code,
@@ -82,13 +78,10 @@ def test_the_command_alone_lists_the_benchmarks(capsys):
     assert all(f"\n{name} " in text for name in BENCHES)
 
 
-def test_without_a_gpu_the_gpu_benchmark_ends_and_names_the_fix(capsys, monkeypatch):
+def test_benchmarks_of_one_gpu_are_refused_without_one_and_under_torchrun(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == ConfigError.exit_code
     assert "add --smoke" in capsys.readouterr().err
-
-
-def test_benchmarks_of_one_device_refuse_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert amp.main(["gpt", "--smoke"]) == ConfigError.exit_code
     assert "runs in one process, but 2 were launched" in capsys.readouterr().err
@@ -114,11 +107,6 @@ def two_loops(bench, other):
     return harness.compare(bench, "base", loops, lambda name: loops[name](), [[]])
 
 
-def a_bench(minutes=1.0):
-    options = amp.parse(["gpt", "--smoke", "--minutes", str(minutes)])
-    return harness.Bench("amp", World(), options, 0.0)
-
-
 def breaks_when_timed():
     return Loop(nn.Linear(1, 1), raises(RuntimeError("It broke. Sorry."))), {}
 
@@ -135,16 +123,10 @@ def breaks_when_timed():
     ],
 )
 def test_a_loop_that_fails_gets_a_note_and_the_base_loop_is_timed(other, note):
-    rows = two_loops(a_bench(), other)
+    bench = harness.Bench("amp", World(), amp.parse(["gpt", "--smoke"]), 0.0)
+    rows = two_loops(bench, other)
     assert rows["other"] == {"note": note}
     assert len(rows["base"]["seconds"]) == 2
-
-
-def test_what_does_not_fit_into_the_time_is_named(tmp_path):
-    rows = two_loops(a_bench(minutes=0), breaks_when_timed)
-    assert [row["note"] for row in rows.values()] == ["left out: no time"] * 2
-    assert amp.main(["gpt", "--smoke", "--minutes", "0", "--out", str(tmp_path)]) == 0
-    assert "- left out, no time: gpt" in (tmp_path / "amp.md").read_text()
 
 
 # --- overhead
@@ -178,25 +160,14 @@ def test_overhead_reports_parity_host_reads_and_a_verdict_in_every_precision(rep
         assert loops["dist_amp"]["verdict"].startswith(("met", "missed: ratio"))
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    """(setup, data, the baseline's path) of one cell."""
+def test_a_loop_with_another_learning_rate_drifts_and_one_that_runs_another_cell_is_refused():
     setup = overhead.build_setup(TINY, World())
     steps = overhead.steps_of_data(setup)
     path = []
     assert overhead.drift_of(baseline(setup), steps, path) == 0
-    return setup, steps, path
-
-
-def test_a_learning_rate_that_is_one_step_late_is_a_drift(tiny):
-    setup, steps, path = tiny
     late = replace(setup.config.optim, warmup_steps=setup.config.optim.warmup_steps + 1)
     late = replace(setup, config=replace(setup.config, optim=late))
     assert overhead.drift_of(baseline(late), steps, path) > 1e-5
-
-
-def test_a_loop_that_runs_another_cell_is_refused(tiny):
-    setup, steps, path = tiny
     in_float32 = overhead.build_setup(TINY._replace(precision="fp32"), World())
     with pytest.raises(RuntimeError, match="trains in float32"):
         overhead.first_steps(setup, lambda _: baseline(in_float32), steps, path)
@@ -268,7 +239,7 @@ def gpu_report(**changes):
     cell = {"model": "124m", "mode": "compiled", "precision": "bf16", "tokens_per_step": 1000}
     cell |= {"flops_per_token": 1e9, "peak_flops": 1e13 / 0.45, "loops": loops | changes}
     machine = {"gpu": "NVIDIA H200", "cuda": "13", "cpu": "a CPU", "cores": 2, "load": [0.0]}
-    report = {"smoke": False, "command": "", "started": "", "rounds": 1, "left_out": []}
+    report = {"smoke": False, "command": "", "started": "", "rounds": 1}
     report |= {"models": {"124m": gpu.MODELS["124m"]._asdict()}, "machine": machine}
     return report | {"versions": {}, "cells": [cell]}
 
@@ -283,9 +254,6 @@ def test_each_gpu_target_gets_its_verdict():
     slow = verdicts(dist_amp=gpu_row(0.11))
     assert slow == ["missed", "missed", "not measured", "missed", "met"]
     assert verdicts(dist_amp={**gpu_row(0.1), "loss": 10.1})[-1] == "missed"
-
-
-def test_fp16_is_compared_with_bf16():
     found = gpu_report()
     found["cells"].append(gpu_report(dist_amp=gpu_row(0.104))["cells"][0] | {"precision": "fp16"})
     targets = {target: value for _, target, value, _ in gpu.targets(found)}
@@ -314,11 +282,10 @@ def test_a_curve_that_is_not_float32s_is_recognised(name, curve, reference, expe
 
 
 def test_drift_is_the_share_that_was_not_learned_and_the_tolerance_ten_roundings():
-    assert parity("bf16", FLAT, FALLING)["drift"] == pytest.approx(1)
     scaled = [[1000 * loss + 5 for loss in curve] for curve in (FLAT, FALLING)]
     assert parity("bf16", *scaled)["drift"] == pytest.approx(1)
     learned = FLAT[0] - sum(FALLING[-10:]) / 10
-    for name, limit in (("bf16", 10 * 2**-8), ("fp16", 10 * 2**-11), (FP32, 10 * 2**-11)):
+    for name, limit in (("bf16", 10 * 2**-8), ("fp16", 10 * 2**-11)):
         for share, expected in ((0.99, "within"), (1.01, "drifts")):
             shifted = [loss + share * limit * learned for loss in FALLING]
             assert parity(name, shifted, FALLING)["verdict"] == expected
@@ -419,12 +386,7 @@ def test_data_compares_a_config_with_the_dataloader(monkeypatch, capsys):
     words = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "2", "--run.device", "cpu"]
     assert bench(["data", *words]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines()[-4:]] == [
-        "dist_amp",
-        "DataLoader",
-        "dist_amp",
-        "the",
-    ]
+    assert "dist_amp over DataLoader: " in out
     assert "of a step of" in out
 
 
@@ -440,10 +402,7 @@ def test_the_benchmarks_of_the_order_of_samples_print_a_line_per_setting(monkeyp
     capsys.readouterr()
     assert bench(["shuffle"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    figures = [[float(word) for word in line.split()[-2:]] for line in lines[3:9]]
-    (*variances, full_variance), (*correlations, full_correlation) = zip(*figures, strict=True)
-    assert variances == sorted(variances, reverse=True)
-    assert correlations == sorted(correlations, reverse=True)
-    # Of 512 steps' means the variance is within 6 % and the correlation within 0.044 by one sigma.
-    assert abs(full_variance - 1) < 5 * 0.063
-    assert abs(full_correlation) < 5 * 0.044
+    variances = [float(line.split()[-2]) for line in lines[3:9]]
+    assert variances[:5] == sorted(variances[:5], reverse=True)
+    # Of 512 steps' means the variance is within 6 % by one sigma.
+    assert abs(variances[5] - 1) < 5 * 0.063

@@ -15,7 +15,7 @@ from browser import (
 )
 from forked import Launch
 
-from dist_amp.telemetry.tensorboard_view import describe, main_tags
+from dist_amp.supervise.banner import main_tags
 
 NEEDS = "needs chromium: bash tests/engines.sh installs it on Debian"
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.skipif(not CHROMIUM, reason=NEEDS)]
@@ -27,19 +27,18 @@ WORDS += ["--task.args.sample_bytes", "8", "--task.args.context", "32"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The folder of two runs of two ranks each, of the demo's model."""
+def folder(tmp_path_factory):
+    """The folder of a run of two ranks, of the demo's model."""
     pytest.importorskip("playwright", reason="needs playwright: bash tests/engines.sh installs it")
-    launch = Launch(tmp_path_factory.mktemp("runs"))
-    for name in ("first", "second"):
-        for done in launch.each(2, *WORDS, "--run.dir", f"runs/{name}"):
-            assert done.returncode == 0, done.stderr
-    return launch.folder / "runs"
+    launch = Launch(tmp_path_factory.mktemp("run"))
+    for done in launch.each(2, *WORDS, "--run.dir", "run"):
+        assert done.returncode == 0, done.stderr
+    return launch.folder / "run"
 
 
 @pytest.fixture(scope="module")
-def port(runs):
-    with tensorboard(runs / "first/tensorboard", runs=2) as port:
+def port(folder):
+    with tensorboard(folder / "tensorboard", runs=2) as port:
         yield port
 
 
@@ -47,7 +46,7 @@ def test_the_watch_lines_address_opens_six_pinned_charts_with_a_line_of_each_ran
     with browser() as page:
         open_pinned(page, port)
         titles = [card.get_attribute("title") for card in page.locator(f"{PINNED} .tag").all()]
-        assert titles == [tags[0] for tags in main_tags(has_tokens=True).values()]
+        assert titles == main_tags(has_tokens=True)
         colours = colours_of_runs(page)
         assert list(colours) == RANKS
         assert len(set(colours.values())) == 2, "a colour per rank"
@@ -60,55 +59,17 @@ def test_the_watch_lines_address_opens_six_pinned_charts_with_a_line_of_each_ran
             assert all(rank in table for rank in RANKS), title
 
 
-def test_its_data_endpoints_have_every_ranks_tags_and_describe_them(port, runs):
-    lines = [json.loads(line) for line in (runs / "first/metrics.jsonl").read_text().splitlines()]
+def test_its_data_endpoints_have_every_ranks_tags(port, folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     tags = data(port, "timeseries/tags")["scalars"]
     assert sorted(tags["runTagInfo"]) == RANKS
     logged = next(line for line in lines if "train/loss" in line)
     assert set(logged["ranks"][1]) <= set(tags["runTagInfo"][RANKS[1]])
     tags_of_all = set(logged) - {"step", "ranks", "spent_seconds", "unix_time"}
     assert tags_of_all <= set(tags["runTagInfo"][RANKS[0]])
-    for tag in tags["runTagInfo"][RANKS[0]]:
-        unit, _, meaning = describe(tag).partition(": ")
-        assert unit in tags["tagDescriptions"][tag], tag
-        assert meaning
     points = data(port, f"scalars/scalars?run={RANKS[0]}&tag=train/loss")
     assert [(step, value) for _, step, value in points] == [
         (line["step"], pytest.approx(line["train/loss"], rel=1e-6))
         for line in lines
         if "train/loss" in line
-    ], "each once: the descriptions are no points of their own"
-
-
-def test_the_custom_scalars_show_the_overview(port):
-    with browser() as page:
-        page.goto(f"http://localhost:{port}/#custom_scalars")
-        page.get_by_text("Overview", exact=True).wait_for()
-        for title in main_tags(has_tokens=True):
-            page.get_by_text(title, exact=True).wait_for()
-        charts = page.locator("tf-custom-scalar-multi-line-chart-card")
-        assert charts.count() == 6
-        for chart in charts.all():
-            chart.locator("svg path, svg circle").first.wait_for(state="attached")
-        page.get_by_text("Matches (2)").first.wait_for()
-
-
-def test_config_environment_and_samples_are_texts(port):
-    with browser() as page:
-        page.goto(f"http://localhost:{port}/#text")
-        page.get_by_text("[precision]").first.wait_for()
-        page.get_by_text('"torch":').first.wait_for()
-        page.get_by_text("sample", exact=True).first.click()  # the third group of texts is closed
-        page.get_by_text("The continued prompt, the same on every rank.").first.wait_for()
-        assert page.get_by_text("held-out loss").count() == 2, "evaluations"
-
-
-def test_two_runs_have_a_colour_each(runs):
-    with tensorboard(runs, runs=4) as port, browser() as page:
-        open_pinned(page, port)
-        colours = {}
-        for name, colour in colours_of_runs(page).items():
-            colours.setdefault(name.split("/")[0], set()).add(colour)
-        assert sorted(colours) == ["first", "second"]
-        assert all(len(own) == 1 for own in colours.values())
-        assert colours["first"] != colours["second"]
+    ]

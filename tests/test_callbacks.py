@@ -139,11 +139,13 @@ def test_an_evaluation_callback_ends_the_run_at_its_own_step(launch, tmp_path):
 
 def test_a_signal_counts_more_than_the_tasks_wish():
     stop = AgreedStop(World())
+    stop.every_poll = True
     stop.ended_by = "the task"
     assert not stop.poll()
     assert stop.poll()
     assert stop.by_task
     stop.requested_by = "SIGTERM"
+    stop.poll()
     assert stop.poll()
     assert not stop.by_task
 
@@ -155,7 +157,7 @@ ODD = [
     ("train_metrics", "return 3", "train_metrics(run, report) returned int; return a dict of num"),
     ("train_metrics", "return {'lr': 1}", "gave lr, but train/lr is the run's own; give it anot"),
     ("train_metrics", "return {'a': 'b'}", "gave a='b'; give a number or a scalar tensor"),
-    ("train_metrics", "return {'a': report.norm.expand(3)}", "gave a a tensor of shape [3], not"),
+    ("train_metrics", "return {'a': report.norm.expand(3)}", "gave a=tensor(["),
 ]
 
 

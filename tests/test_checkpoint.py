@@ -9,8 +9,6 @@ from ranks import on_ranks
 from tiny import Overflow, Tiny, log_row, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.checkpoint.format import all_checkpoints, read_manifest
-from dist_amp.checkpoint.resume import newest_checkpoint
 from dist_amp.checkpoint.saver import save
 from dist_amp.errors import DataError
 from dist_amp.world import World
@@ -177,18 +175,6 @@ def test_every_layout_reads_every_others_checkpoint(saved_by, saver, ranks, stra
         assert loaded[2] == counters == [2, 0, 0]
         assert loaded[3] == pytest.approx(losses, rel=1e-5), "the same sums in other orders"
         assert loaded[4] == samples
-
-
-def test_only_the_newest_are_kept_and_what_was_left_half_written_is_no_checkpoint(tmp_path):
-    run = make_run(World(), Tiny(), *settings(tmp_path, "single", "fp32"))
-    for _ in range(3):
-        take_steps(run, 1)
-        save(run)
-    (tmp_path / "checkpoints" / ".step_00000004.writing").mkdir()
-    assert [path.name for path in all_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
-    assert newest_checkpoint("auto", tmp_path, World()).name == "step_00000003"
-    assert newest_checkpoint("never", tmp_path, World()) is None
-    assert read_manifest(tmp_path / "checkpoints/step_00000003").samples == 12
 
 
 @pytest.mark.bad_input("an explicit resume path that is missing or not a checkpoint")

@@ -14,6 +14,7 @@ import torch
 from ranks import on_ranks
 from test_checkpoint import settings
 from tiny import Tiny, log_row, make_run, take_steps
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -33,7 +34,7 @@ from dist_amp.checkpoint.format import (
     read_manifest,
 )
 from dist_amp.checkpoint.resume import newest_checkpoint
-from dist_amp.checkpoint.saver import Saver, Writer, save
+from dist_amp.checkpoint.saver import Saver, save
 from dist_amp.errors import DataError, Failure
 from dist_amp.world import World
 
@@ -88,7 +89,7 @@ def metadata_of(checkpoint):
 
 def rejection(checkpoint):
     """What is said when the checkpoint's run is resumed."""
-    with pytest.raises(DataError, match="can't be loaded|is rejected|is not valid") as error:
+    with pytest.raises(DataError, match="can't be loaded|is rejected") as error:
         resumed(checkpoint.parent.parent)
     return str(error.value)
 
@@ -208,15 +209,12 @@ def test_an_enums_member_is_read_in_every_release_of_python_and_no_other_attribu
     others = (_MEM_FORMAT_ENCODING, "__init__"), (Manifest, "to_text"), (torch.Size, "numel")
     for owner, name in others:
         write(owner, name)
-        assert "is rejected: .metadata asks for" in rejection(newest)
+        assert "is rejected: .metadata " in rejection(newest)
 
 
 @pytest.mark.parametrize(
     ("name", "as_bytes"),
-    [
-        *((f"{name}", False) for name in ("model.0.0.weight", "optimizer.0.0.weight.exp_avg")),
-        *(("ranks.0.random.torch", False), ("counters", False), ("counters", True)),
-    ],
+    [("model.0.0.weight", False), ("ranks.0.random.torch", False), ("counters", True)],
 )
 def test_a_payload_in_place_of_an_entry_is_refused_and_not_run(newest, tmp_path, name, as_bytes):
     mark, metadata = tmp_path / "was run", metadata_of(newest)
@@ -247,14 +245,34 @@ def test_metadata_that_points_out_of_the_folder_is_refused(newest):
     assert said in rejection(newest)
 
 
-def test_the_best_checkpoint_is_kept_with_the_newest(tmp_path):
+def test_the_newest_and_the_best_are_kept_and_what_is_half_written_is_no_checkpoint(tmp_path):
     run = new_run(tmp_path)
     for loss in (5.0, 3.0, 4.0, 4.5, 4.2):
         take_steps(run, 1)
         run.metrics.write_evaluation(run.step, {"loss": loss})
         save(run)
+    (tmp_path / "checkpoints" / ".step_00000006.writing").mkdir()
     assert [path.name[-1] for path in all_checkpoints(tmp_path)] == ["2", "4", "5"]
+    assert newest_checkpoint("never", tmp_path, World()) is None
     assert resumed(tmp_path).metrics.best == {"step": 2, "loss": 3.0}
+
+
+def test_of_equally_good_checkpoints_one_is_kept_and_one_that_stays_is_warned_of(tmp_path, capsys):
+    run = new_run(tmp_path)
+    for _ in range(4):
+        take_steps(run, 1)
+        run.metrics.write_evaluation(run.step, {"loss": 3.0})
+        save(run)
+    assert [path.name[-1] for path in all_checkpoints(tmp_path)] == ["1", "3", "4"]
+    take_steps(run, 1)
+
+    def keeps(path, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied")
+
+    with patch("shutil.rmtree", keeps):
+        save(run)
+    assert "step_00000003 can't be removed (Permission denied)" in capsys.readouterr().err
 
 
 def test_rejected_checkpoints_are_quarantined_and_their_steps_saved_again_once(newest):
@@ -276,7 +294,7 @@ def full_disk_on_rank_1(world, folder, on_failure):
     words = settings(folder, "fsdp", "fp32", "--checkpoint.on_failure", on_failure)
     run = make_run(world, Tiny(), *words)
 
-    class Full(Writer):
+    class Full(FileSystemWriter):
         def write_data(self, plan, planner):
             if world.rank == 1 and "00000001" in str(self.path):
                 raise OSError(28, "No space left on device")
@@ -284,7 +302,7 @@ def full_disk_on_rank_1(world, folder, on_failure):
 
     errors = []
     try:
-        with patch.object(checkpoint_writing, "Writer", Full), Saver(run) as saver:
+        with patch.object(checkpoint_writing, "FileSystemWriter", Full), Saver(run) as saver:
             for _ in range(2):
                 take_steps(run, 1)
                 saver.save(wait=False)
@@ -304,7 +322,7 @@ def test_a_failed_background_save_is_known_to_all_ranks(tmp_path, on_failure):
             assert (errors, kept) == ([], ["step_00000002"])
         else:
             assert kept == []
-            said = "step_00000001 could not be written: rank 1: No space left on device ("
+            said = "step_00000001 could not be written: rank 1: No space left on device; the "
             assert said in errors[0]
 
 

@@ -166,12 +166,9 @@ def test_hadolint_and_shellcheck_have_nothing_to_say():
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_the_compose_file_is_what_the_compose_specification_asks_for(tmp_path):
+def test_the_compose_file_is_what_the_compose_specification_asks_for():
     checker = [linter("check-jsonschema"), "--builtin-schema", "vendor.compose-spec"]
     assert run(*checker, ROOT / "docker-compose.yml").returncode == 0
-    wrong = tmp_path / "wrong.yml"
-    wrong.write_text((ROOT / "docker-compose.yml").read_text().replace("shm_size", "shm_sise"))
-    assert run(*checker, wrong).returncode == 1
 
 
 def test_the_compose_files_ports_are_local_its_services_share_one_image_and_a_run_may_save():
@@ -184,15 +181,6 @@ def test_the_compose_files_ports_are_local_its_services_share_one_image_and_a_ru
     assert all(port.startswith("127.0.0.1:") for port in ports)
     assert {service["image"] for service in services.values()} == {"dist_amp"}
     assert all(service["volumes"][0].startswith("runs:/app/runs") for service in services.values())
-
-
-def test_the_dockerfile_names_no_host_checks_no_health_and_has_what_a_gpu_node_needs():
-    text = (ROOT / "Dockerfile").read_text()
-    assert "HEALTHCHECK" not in text
-    assert "://" not in text
-    rdma = "rdma-core libibverbs1 ibverbs-providers librdmacm1"
-    for package in f"gcc numactl {rdma} iproute2".split():
-        assert re.search(rf"^    .*\b{package}\b", text, re.M), package
 
 
 # ---- the image ----

@@ -10,8 +10,7 @@ import pytest
 from conftest import ROOT
 
 from benchmarks.__main__ import BENCHES
-from dist_amp.config.load import load_config
-from dist_amp.config.parse import flat_values
+from dist_amp.config.load import flat, load_config, to_toml
 from dist_amp.step import train_step
 
 README = ROOT / "README.md"
@@ -77,7 +76,7 @@ def test_every_relative_link_leads_to_a_file_and_a_heading_that_exist(page):
 
 @pages
 def test_every_setting_that_a_page_names_exists(page):
-    keys = dict(flat_values(load_config([], environ={})))
+    keys = flat(to_toml(load_config([], environ={})))
     sections = {key.partition(".")[0] for key in keys}
     text = page.read_text()
     named = re.findall(r"--([a-z_]+\.[a-z_.]*[a-z_])", text)

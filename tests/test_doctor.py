@@ -15,10 +15,8 @@ import pytest
 import torch
 from forked import Forked, finish
 
-from dist_amp.commands import doctor, doctor_checks
+from dist_amp.commands import doctor, doctor_checks, doctor_ranks
 from dist_amp.commands.doctor_checks import fail, ok, warn
-from dist_amp.errors import ConfigError
-from dist_amp.world import World
 
 usage = namedtuple("usage", "total used free")
 
@@ -55,7 +53,7 @@ def test_every_check_is_one_aligned_line_the_last_line_counts_them_and_json_has_
 
 @pytest.mark.bad_input("`doctor`: a check that fails itself")
 def test_a_check_that_fails_itself_is_a_line(capsys, monkeypatch):
-    monkeypatch.setattr(socket, "create_server", lambda *_: 1 / 0)
+    monkeypatch.setattr(socket, "gethostname", lambda: 1 / 0)
     assert doctor.main([]) == 0
     assert "can't be checked (ZeroDivisionError: division by zero)" in capsys.readouterr().out
 
@@ -148,17 +146,16 @@ def test_gpus_are_counted_and_their_driver_is_compared_with_the_build(two_gpus):
 @pytest.mark.parametrize(
     ("capability", "status", "text"),
     [
-        ((9, 0), "ok", "bf16 native, fp16 native, fp8 native on Fake GPU"),
-        ((8, 0), "ok", "bf16 native, fp16 native, fp8 none on Fake GPU"),
-        ((7, 5), "warn", "bf16 emulated, fp16 native, fp8 none on Fake GPU"),
-        ((5, 0), "warn", "bf16 none, fp16 none, fp8 none on Fake GPU"),
+        ((8, 0), "ok", "bf16 native, fp16 native on Fake GPU"),
+        ((7, 5), "warn", "bf16 emulated, fp16 native on Fake GPU"),
+        ((5, 0), "warn", "bf16 none, fp16 none on Fake GPU"),
     ],
 )
 def test_what_a_gpu_computes_natively_is_said_per_dtype(two_gpus, capability, status, text):
     two_gpus(capability)
     gpu, cpu = doctor_checks.precisions()
     assert (gpu.status, gpu.found) == (status, text)
-    on_cpu = "bf16 native, fp16 emulated (14x slower), fp8 none on the CPU"
+    on_cpu = "bf16 native, fp16 emulated (14x slower) on the CPU"
     assert cpu == ok("precision", on_cpu)
 
 
@@ -208,7 +205,6 @@ def test_a_small_or_missing_dev_shm_names_what_raises_it(monkeypatch, tmp_path):
     check = only(doctor_checks.shared_memory(tmp_path))
     assert check.status == "warn"
     assert "--shm-size=16g" in check.fix
-    monkeypatch.setattr(sys, "platform", "linux")
     assert only(doctor_checks.shared_memory(tmp_path / "none")).status == "fail"
 
 
@@ -218,7 +214,6 @@ def test_a_small_or_missing_dev_shm_names_what_raises_it(monkeypatch, tmp_path):
     [
         (1024, 8, "ok", "1,024 per process: enough for 275 ranks"),
         (1024, 276, "fail", "1,024 per process: enough for 275 ranks"),
-        (256, 2, "warn", "256 per process: enough for 19 ranks"),
         (100, 2, "fail", "100 per process: enough for 1 ranks"),
         (resource.RLIM_INFINITY, 10_000, "ok", "no limit"),
     ],
@@ -253,7 +248,7 @@ def test_what_is_ok_everywhere_is_said_once_and_what_fails_on_some_machines_with
     gpus = [ok("gpu", "4 x A"), ok("gpu", "4 x B")]
     small = warn("/dev/shm", "0.06 GiB", "raise it")
     old = fail("torch", "2.0")
-    found = doctor_checks.merge(
+    found = doctor_ranks.merge(
         [
             ("a", [*gpus, old, ok("/dev/shm", "9 GiB")]),
             ("b", [*gpus, old, small]),
@@ -287,9 +282,9 @@ def test_ranks_that_do_not_find_one_another_are_a_failed_check(capsys, monkeypat
 
 def test_a_rank_whose_products_are_slow_is_named_with_its_host_and_factor():
     hosts = ["a"] * 4 + ["b"] * 4
-    even = doctor_checks.judge_rates([1.0, 0.9, 1.1, 0.95] * 2, hosts, "bfloat16")
+    even = doctor_ranks.judge_rates([1.0, 0.9, 1.1, 0.95] * 2, hosts, "bfloat16")
     assert even.status == "ok"
-    check = doctor_checks.judge_rates([1.0] * 6 + [0.5, 1.0], hosts, "bfloat16")
+    check = doctor_ranks.judge_rates([1.0] * 6 + [0.5, 1.0], hosts, "bfloat16")
     assert check.status == "warn"
     assert check.found.endswith(": rank 6 on b is 2.0x slower")
 
@@ -298,20 +293,10 @@ def test_a_rank_whose_products_are_slow_is_named_with_its_host_and_factor():
 def test_a_slow_link_is_named_among_those_of_its_kind():
     hosts = ["a", "a", "b", "b", "c", "c"]  # the links to 0, 2 and 4 cross machines
     rates = "100 GB/s in a machine, 10 GB/s between machines from each rank to the next (medians)"
-    assert doctor_checks.judge_links([10.0, 100.0] * 3, hosts) == ok("links", rates)
-    check = doctor_checks.judge_links([10.0, 100.0, 2.0, 100.0, 10.0, 100.0], hosts)
+    assert doctor_ranks.judge_links([10.0, 100.0] * 3, hosts) == ok("links", rates)
+    check = doctor_ranks.judge_links([10.0, 100.0, 2.0, 100.0, 10.0, 100.0], hosts)
     assert check.status == "warn"
     assert check.found == f"{rates}: rank 1 on a to rank 2 on b is 5.0x slower"
-
-
-def test_ranks_with_other_versions_fail(monkeypatch):
-    def differ(*_):
-        raise ConfigError("the ranks differ: torch is 2.13 on rank 0, 2.12 on rank 1")
-
-    monkeypatch.setattr(doctor_checks, "check_ranks_agree", differ)
-    check = only(doctor_checks.same_code(World()))
-    assert check.status == "fail"
-    assert check.found.startswith("the ranks differ: torch is 2.13 on rank 0")
 
 
 def test_two_ranks_are_started_and_rank_0_prints(launch, tmp_path):

@@ -150,8 +150,8 @@ def test_export_and_sample_use_the_average_unless_the_parameters_are_asked_for(t
     averages, parameters = averages_of(run), parameters_of(run)
     assert not equal(averages, parameters)
     for words_, expected, said in [
-        ([], averages, ", their moving average,"),
-        (["--weights", "model"], parameters, "fp32,"),
+        ([], averages, "(ema)"),
+        (["--weights", "model"], parameters, "(model)"),
     ]:
         assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), *words_]) == 0
         assert said in capsys.readouterr().out

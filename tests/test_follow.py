@@ -12,7 +12,7 @@ import pytest
 
 from dist_amp.commands import follow, trackers
 from dist_amp.errors import ConfigError, DataError, Failure
-from dist_amp.files import InUse
+from dist_amp.supervise.preflight import InUse
 from dist_amp.telemetry.writers import JsonlWriter
 
 
@@ -50,22 +50,16 @@ class Fake(trackers.Tracker):
     """Keeps all runs in `runs` by id; dies at `dies_at` = (number, before or after it has it)."""
 
     project_variable, where = "FAKE_PROJECT", "a fake"
-    can_be_asked = True
 
     def __init__(self, project, id, name, config):
-        new = {"project": project, "config": config, "lines": [], "ends": []}
+        self.has_run = id in self.runs
+        new = {"project": project, "config": config, "lines": {}, "ends": []}
         self.run = self.runs.setdefault(id, new)
 
-    def last_steps(self):
-        if not self.can_be_asked:
-            return None
-        lines = self.run["lines"]
-        return {tag: step for _, step, line in lines for tag in trackers.grouped(line)}
-
-    def log(self, number, step, values):
+    def log(self, number, step, seconds, values):
         if self.dies_at == (number, "before"):
             raise Killed
-        self.run["lines"].append((number, step, values))
+        assert self.run["lines"].setdefault(number, (step, values)) == (step, values)
         if self.dies_at == (number, "after"):
             raise Killed
 
@@ -105,7 +99,7 @@ def the_only(runs):
 
 
 def steps_of(run, tag="train/loss"):
-    return [step for _, step, values in run["lines"] if tag in values]
+    return [step for step, values in run["lines"].values() if tag in values]
 
 
 def test_a_live_run_is_sent_as_it_comes_and_its_summary_at_the_end(run, runs):
@@ -130,12 +124,12 @@ def test_a_live_run_is_sent_as_it_comes_and_its_summary_at_the_end(run, runs):
     assert not others
     assert identity.startswith("my-run-")
     assert (sent["project"], sent["config"]["train"]) == ("dist_amp", {"steps": 20})
-    assert sent["lines"] == [
-        (0, 1, {"train/loss": 1.0, "rank00000/memory/peak_bytes": 2.0**20}),
-        (1, 2, {"train/loss": 0.5, "rank00000/memory/peak_bytes": 2.0**20}),
-        (2, 3, {"train/loss": 1 / 3, "rank00000/memory/peak_bytes": 2.0**20}),
-        (3, 3, {"eval/loss": 0.25}),
-        (4, 4, {"eval/loss": 0.5}),
+    assert list(sent["lines"].values()) == [
+        (1, {"train/loss": 1.0, "rank00000/memory/peak_bytes": 2.0**20}),
+        (2, {"train/loss": 0.5, "rank00000/memory/peak_bytes": 2.0**20}),
+        (3, {"train/loss": 1 / 3, "rank00000/memory/peak_bytes": 2.0**20}),
+        (3, {"eval/loss": 0.25}),
+        (4, {"eval/loss": 0.5}),
     ]
     ((step, summary, values, sample),) = sent["ends"]
     assert (step, sample) == (20, "def f(x):")
@@ -170,37 +164,23 @@ def test_of_a_resumed_run_each_step_is_sent_once_and_none_is_lost(run, runs, see
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_a_follower_that_is_killed_continues_without_a_gap_or_a_repetition(
-    run, runs, monkeypatch, number, when
+@pytest.mark.parametrize("writes_at_once", [True, False])
+def test_a_follower_that_is_killed_sends_lines_again_under_the_same_numbers_and_misses_none(
+    run, runs, monkeypatch, number, when, writes_at_once
 ):
+    monkeypatch.setattr(Fake, "writes_within_a_second", writes_at_once)
     monkeypatch.setattr(Fake, "dies_at", (number, when))
     run.take(1, 2)
     with pytest.raises(Killed):
         run.follow(lambda: run.take(3, 4), lambda: run.take(5, 6))
+    if not writes_at_once:  # what it had in memory dies with the process
+        the_only(runs)["lines"].clear()
     monkeypatch.setattr(Fake, "dies_at", None)
     run.end()
     run.follow()
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    assert list(the_only(runs)["lines"]) == list(range(len(lines)))
     assert steps_of(the_only(runs)) == list(range(1, len(lines) + 1))
-
-
-def test_a_tracker_that_keeps_lines_in_memory_gets_them_again_under_the_same_numbers(
-    run, runs, monkeypatch
-):
-    monkeypatch.setattr(Fake, "can_be_asked", False)
-    monkeypatch.setattr(Fake, "writes_within_a_second", False)
-    run.take(1, 2)
-    run.follow(once=True)
-    the_only(runs)["lines"].clear()
-    monkeypatch.setattr(Fake, "dies_at", (5, "after"))
-    with pytest.raises(Killed):
-        run.follow(lambda: run.take(3, 4), lambda: run.take(5, 6))
-    the_only(runs)["lines"].clear()  # it dies with the process
-    monkeypatch.setattr(Fake, "dies_at", None)
-    run.end()
-    run.follow()
-    numbers = [(number, step) for number, step, _ in the_only(runs)["lines"]]
-    assert numbers == [(2, 3), (3, 4), (4, 5), (5, 6)]
 
 
 def test_a_run_that_starts_again_from_step_0_is_a_new_run_in_the_tracker(run, runs, capsys):
@@ -223,7 +203,7 @@ def test_a_tag_written_ahead_of_the_step_before_costs_neither_and_odd_values_and
     run.take(2, 3)
     run.follow(once=True)
     assert steps_of(the_only(runs)) == [1, 2, 3]
-    _, (_, step, values), *_ = the_only(runs)["lines"]
+    step, values = the_only(runs)["lines"][1]
     assert math.isnan(values.pop("nan"))
     assert (step, values) == (3, {"amp/loss_scale": math.inf, "numerics/a_0__b": 0.1})
 
@@ -274,8 +254,8 @@ def test_a_signal_stops_it_after_the_line_and_the_next_start_continues(
 ):
     log = Fake.log
 
-    def interrupted(self, number, step, values):
-        log(self, number, step, values)
+    def interrupted(self, number, *line):
+        log(self, number, *line)
         if number == 1:
             signal.raise_signal(signal.SIGTERM)
 
@@ -329,7 +309,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
 
 
 def full(path, text):
-    raise OSError(28, "No space left on device")
+    raise OSError(28, "No space left on device", str(path))
 
 
 def failing(self, *line):
@@ -348,7 +328,7 @@ def locked(path):
     [
         (Fake, "log", failing, "fake: API request failed: 500; start the same command again to c"),
         (follow, "only_process", locked, "is followed to fake by another process already (proces"),
-        (follow, "write_durably", full, "follow_fake.json can't be written (No space left on dev"),
+        (follow, "write_durably", full, "fake: [Errno 28] No space left on device: '"),
     ],
 )
 def test_what_fails_is_one_line_that_says_how_to_continue(

@@ -108,7 +108,7 @@ def test_another_base_is_refused_by_name(tmp_path):
 @pytest.mark.bad_input("a checkpoint with another number of frozen parameters")
 def test_another_number_of_frozen_parameters_is_refused_with_both(tmp_path):
     trained_run(World(), tmp_path, "single", 1)
-    with pytest.raises(DataError, match="3 parameters were frozen there and 0 are here"):
+    with pytest.raises(DataError, match="has 3 frozen parameters and this model 0; freeze"):
         trained_run(World(), tmp_path, "single", 2, task=AdapterTask(freeze=False))
 
 

@@ -21,7 +21,7 @@ from benchmarks.gpu import main as gpu_bench
 from benchmarks.report import BASELINE
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.diagnostics.consistency import Consistency
-from dist_amp.diagnostics.nonfinite import NonfiniteReplay
+from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
 from dist_amp.diagnostics.profiling import memory_history
 from dist_amp.settings import RunConfig
 from dist_amp.step import train_step
@@ -52,16 +52,20 @@ def never_waiting():
 @pytest.mark.parametrize(
     "words", [["--use_amp", "false"], ["--precision.dtype", "bf16"], ["--precision.dtype", "fp16"]]
 )
-def test_fifty_steps_never_wait_for_the_device(words, clip, optimizer):
+def test_steps_never_wait_for_the_device(words, clip, optimizer):
     words = [*words, "--train.clip_by", clip, "--optim.name", optimizer]
     words += ["--train.accumulation_steps", 2]
     run = make_run(gpu(), Tiny(uneven=True), *words, "--train.steps", 100)
+    observers = [Consistency(run), NonfiniteReplay(run)]  # which look at their own intervals alone
     take_steps(run, 3)
-    batches = [next(run.data) for _ in range(50)]
+    batches = [next(run.data) for _ in range(20)]
     with never_waiting():
         for step in batches:
-            run.metrics.record(train_step(run, step))
-    assert run.schedule.counters.sum() == 53
+            report = train_step(run, step)
+            run.metrics.record(report)
+            for observer in observers:
+                observer.after_step(report, step)
+    assert run.schedule.counters.sum() == 23
 
 
 def test_float32_steps_are_those_of_the_cpu():
@@ -113,17 +117,6 @@ def test_verify_proves_every_way_of_running_on_these_gpus(tmp_path):
     done = subprocess.run(command, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Tiny on cuda" in done.stdout
-
-
-def test_consistency_checks_wait_for_the_device_only_at_their_checks():
-    run = make_run(gpu(), Tiny())
-    consistency, nonfinite = Consistency(run), NonfiniteReplay(run)
-    batches = [next(run.data) for _ in range(20)]
-    with never_waiting():
-        for step in batches:
-            report = train_step(run, step)
-            nonfinite.after_step(report, step)
-            consistency.after_step(report, step)
 
 
 def test_mfu_is_measured_where_the_peak_of_the_gpu_is_known():

@@ -124,17 +124,17 @@ try() {
 }
 try dist_amp tr
 try dist_amp train --optim.wa
-try dist_amp launch --nproc
+try dist_amp launch --optim.wa
 try dist_amp train --run.device ""
 """
 
 
 @pytest.mark.slow  # 5 to 15 s: tyro reads the settings of every command
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not there")
-def test_bash_completes_commands_settings_and_torchruns_options(monkeypatch, capsys, tmp_path):
+def test_bash_completes_commands_and_settings(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, "--completion", "bash") == 0
     (tmp_path / "completion").write_text(capsys.readouterr().out)
     command = ["bash", "-c", COMPLETE, "-", tmp_path / "completion"]
     done = subprocess.run(command, capture_output=True, text=True)
-    expected = ["train", "--optim.warmup_steps", "--nproc_per_node", "auto cpu cuda"]
+    expected = ["train", "--optim.warmup_steps", "--optim.warmup_steps", "auto cpu cuda"]
     assert done.stdout.splitlines() == expected, done.stderr

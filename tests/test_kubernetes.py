@@ -2,7 +2,6 @@
 PET_* alone.
 """
 
-import copy
 import json
 import os
 import platform
@@ -53,29 +52,6 @@ def test_a_manifest_is_what_its_schema_asks_for(document):
     check(document)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("document", "path", "value"),
-    [
-        (JOB, "spec trainer numNode", 2),
-        (JOB, "spec trainer numNodes", "two"),
-        (RUNTIME, "spec template spec failurePolicy maxRestart", 30),
-        (TENSORBOARD, "spec template spec volume", []),
-        (CLAIM, "spec accessModes", "ReadWriteMany"),
-    ],
-)
-def test_a_manifest_with_an_unknown_key_or_a_wrong_type_is_refused(document, path, value):
-    schemas = pytest.importorskip("kubernetes_validate", reason=WHERE)
-    wrong = copy.deepcopy(document)
-    inner = wrong
-    *steps, last = path.split()
-    for step in steps:
-        inner = inner[step]
-    inner[last] = value
-    with pytest.raises((ValueError, AssertionError, schemas.ValidationError)):
-        check(wrong)
-
-
 def test_the_job_and_tensorboard_share_the_claim_where_the_image_keeps_runs():
     for pod in (POD, BOARD_POD):
         (volume,) = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
@@ -104,7 +80,7 @@ def test_the_jobs_runtime_is_the_one_beside_it_and_starts_all_pods_again_when_on
     assert saving < POD["terminationGracePeriodSeconds"], "killed else"
 
 
-def test_the_job_may_pin_memory_has_shared_memory_and_says_where_rdma_is_requested():
+def test_the_job_may_pin_memory_and_has_shared_memory():
     (node,) = POD["containers"]
     assert node["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     volumes = {each["name"]: each.get("emptyDir", {}).get("medium") for each in POD["volumes"]}
@@ -112,9 +88,6 @@ def test_the_job_may_pin_memory_has_shared_memory_and_says_where_rdma_is_request
     assert volumes[mount["name"]] == "Memory"
     assert SETTINGS["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert TRAINER["numProcPerNode"] == TRAINER["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    text = (ROOT / "launch/kubernetes.yaml").read_text()
-    for name in ("rdma/hca_shared_devices_a", "rdma/ib", "vpc.amazonaws.com/efa"):
-        assert name in text
 
 
 @pytest.mark.engine

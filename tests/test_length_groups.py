@@ -42,7 +42,6 @@ def plain_order(samples):
         (5 * BATCH + 5, 1),
         (6 * BATCH, 4),
         (BATCH - 1, 3),
-        (BATCH, 1),
         (TABLE_LENGTH + 100, 3),
         (2 * LOOKED_UP, 1000),
     ],
@@ -108,21 +107,6 @@ def test_a_run_resumes_with_the_same_steps_at_another_world_size(before, after, 
     assert first + rest == expected
 
 
-def test_there_is_less_padding_the_more_steps_are_sorted_together():
-    lengths = torch.from_numpy(lengths_of(12_000))
-    shares = []
-    for order in (plain_order(12_000), *(order_of(12_000, steps) for steps in (1, 10, 100))):
-        rows = lengths[order].view(-1, 4)
-        shares.append(1 - rows.sum().item() / (4 * rows.amax(1).sum().item()))
-    assert shares[0] > shares[1] > 2 * shares[2] > 4 * shares[3]
-
-
-@pytest.mark.parametrize("lengths", [[3, 1, 2], torch.tensor([3, 1, 2]), numpy.array([3, 1, 2])])
-def test_lengths_may_be_a_list_a_tensor_or_an_array(lengths):
-    _, order = LengthGroups(["aaa", "b", "cc"], 1, lengths).shuffled(3, 1)
-    assert order(0, 0)(torch.arange(3)).tolist() == [1, 2, 0]
-
-
 def test_samples_and_fingerprint_are_the_datasets_own():
     class Own(Rows):
         fingerprint = "abc"
@@ -138,14 +122,13 @@ def test_the_setting_groups_a_dataset_once_and_off_leaves_it_alone():
     assert grouped(DataConfig(), dataset.dataset) is dataset.dataset
     config = DataConfig(group_by_length=5)
     assert grouped(config, dataset) is dataset
-    assert grouped(config, dataset.dataset, lengths_of(50)).steps == 5
-
-
-class ByRowGroup(Rows):
-    def shuffled(self, global_batch_size, world_size): ...
+    by_setting = grouped(config, dataset.dataset, torch.from_numpy(lengths_of(50)))
+    assert by_setting.steps == 5
 
 
 FIVE = Rows(index=torch.arange(5))
+BY_ROW_GROUP = Rows(index=torch.arange(5))
+BY_ROW_GROUP.shuffled = None
 
 
 @pytest.mark.bad_input(
@@ -160,18 +143,12 @@ FIVE = Rows(index=torch.arange(5))
 @pytest.mark.parametrize(
     ("dataset", "lengths", "settings", "said"),
     [
-        (FIVE, None, {}, " needs each sample's length, and a Rows has no `lengths`; write the"),
+        (FIVE, None, {}, " needs each sample's length, and a Rows has no `lengths`; write its"),
         (FIVE, lengths_of(4), {}, ": there are 4 lengths for 5 samples"),
-        (FIVE, [7] * 5, {}, ": all 5 samples have the length 7"),
-        (FIVE, lengths_of(5), {"pack": "cut"}, " has no padding to save with data.pack=cut"),
-        (FIVE, lengths_of(5), {"pack": "best_fit"}, " has no padding to save with data.pack=best"),
+        (FIVE, [7] * 5, {}, " saves no padding: all samples have the length 7"),
+        (FIVE, lengths_of(5), {"pack": "cut"}, " saves no padding with data.pack=cut; set one"),
         (FIVE, lengths_of(5), {"shuffle": False}, " changes the order, which data.shuffle=false"),
-        (
-            ByRowGroup(),
-            lengths_of(5),
-            {},
-            ": the data is read by row group, in an order of its own",
-        ),
+        (BY_ROW_GROUP, lengths_of(5), {}, ": the data is read by row group, in an order of its"),
     ],
 )
 def test_what_can_not_be_grouped_is_refused_with_the_reason(dataset, lengths, settings, said):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dist_amp.distributed import environment, gpu_checks
+from dist_amp.distributed import gpu_checks, process
 from dist_amp.distributed.gpu_checks import (
     check_architecture,
     check_gpus_are_used,
@@ -113,8 +113,8 @@ def test_a_rank_refuses_such_a_machine_unless_it_is_to_train_on_the_cpu(root, mo
     cuda = r"^run.device=cuda, but this machine has 2 NVIDIA GPUs, .*use run.device=cpu"
     for device, said in (("auto", auto), ("cuda", cuda)):
         with pytest.raises(ConfigError, match=said):
-            environment.place_of(RunConfig(device=device))
-    assert environment.place_of(RunConfig(device="cpu")).device.type == "cpu"
+            process.place_of(RunConfig(device=device))
+    assert process.place_of(RunConfig(device="cpu"))[-1].type == "cpu"
 
 
 # ---- the GPU's architecture ----

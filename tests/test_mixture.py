@@ -3,15 +3,12 @@
 import math
 from collections import Counter
 from dataclasses import fields, replace
-from itertools import chain
 
 import numpy
 import pytest
 import torch
-from ranks import on_ranks
 from test_bad_inputs import message_of
 from tiny import Rows, Tiny, make_run, take_steps
-from torch import nn
 
 from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.checkpoint.saver import save
@@ -19,9 +16,7 @@ from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.length_groups import LengthGroups
 from dist_amp.settings import DataConfig, MixedSourceConfig
-from dist_amp.sources import mixture
 from dist_amp.sources.mixture import Mixture, counts_in_block, losses_by_source, mixed
-from dist_amp.step import evaluate
 from dist_amp.train import main
 from dist_amp.world import World
 
@@ -70,14 +65,11 @@ def test_a_block_is_as_short_as_the_shares_allow(weights, counts):
     assert counts_in_block(dict(zip("abcd", weights, strict=False))) == counts
 
 
-def test_every_share_is_met_within_a_thousandth_of_itself():
+def test_every_share_is_met_within_a_thousandth_or_as_closely_as_a_block_allows():
     for seed in range(20):
         weights = numpy.random.default_rng(seed).dirichlet([3.0] * 4)
         counts = numpy.array(counts_in_block(dict(zip("abcd", weights, strict=True))))
         assert (abs(counts / counts.sum() / weights - 1) <= 1e-3).all()
-
-
-def test_where_no_block_is_close_enough_the_closest_is_taken():
     # The smallest of these shares is 0.02 %: two samples in 10,000, or three.
     weights = {chr(97 + n): math.pi**-n for n in range(8)}
     counts = numpy.array(counts_in_block(weights))
@@ -89,8 +81,7 @@ def test_where_no_block_is_close_enough_the_closest_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "counts"),
-    [((10, 10), (2, 1)), ((7, 100, 3), (3, 4, 1)), ((5,), (1,)), ((1, 9), (1, 3))],
+    ("sizes", "counts"), [((10, 10), (2, 1)), ((7, 100, 3), (3, 4, 1)), ((1, 9), (1, 3))]
 )
 def test_every_sample_is_taken_and_a_sources_samples_equally_often_in_as_few_blocks_as_possible(
     sizes, counts
@@ -103,16 +94,9 @@ def test_every_sample_is_taken_and_a_sources_samples_equally_often_in_as_few_blo
         assert max(often) - min(often) <= 1
     needed = max(math.ceil(size / count) for size, count in zip(sizes, counts, strict=True))
     assert len(mix) == needed * sum(counts)
-
-
-def test_every_block_has_the_exact_shares_and_a_source_comes_at_equal_distances():
-    counts = [5, 2, 1]
-    mix = Mixture({"a": Tokens(20), "b": Tokens(8), "c": Tokens(4)}, counts)
-    sources, _ = mix.locate(numpy.arange(4 * 8))
-    for block in sources.reshape(4, 8):
-        assert numpy.bincount(block).tolist() == counts
-    gaps = numpy.diff(numpy.flatnonzero(sources == 1))
-    assert set(gaps) <= {3, 4, 5}, "4 apart, and moved by one where others take the place"
+    sources, _ = mix.locate(numpy.arange(len(mix)))
+    for block in sources.reshape(needed, sum(counts)):
+        assert tuple(numpy.bincount(block)) == counts
 
 
 def test_samples_come_in_the_order_asked_for_with_their_source_beside_each_token():
@@ -270,7 +254,7 @@ def test_an_unknown_key_of_a_source_names_the_nearest_right_one(mine):
 
 
 @pytest.mark.bad_input("a source whose name is not made of letters, digits and _")
-@pytest.mark.parametrize("name", ["my wiki", "2024", "class", "wiki-en", ""])
+@pytest.mark.parametrize("name", ["my wiki", "2024", "class", ""])
 def test_a_source_whose_name_is_no_name_is_refused(name, tmp_path):
     (tmp_path / "mine.toml").write_text(f'[data.sources."{name}"]\npath = "x"')
     message = message_of(64, config_of, "--config", tmp_path / "mine.toml")
@@ -278,32 +262,25 @@ def test_a_source_whose_name_is_no_name_is_refused(name, tmp_path):
 
 
 @pytest.mark.bad_input("a mixture's weight that is 0, negative, nan or infinite")
-@pytest.mark.parametrize(
-    ("weight", "rule"), [("0", "above 0"), ("-1", "above 0"), ("nan", "finite"), ("inf", "finite")]
-)
-def test_a_weight_that_is_not_positive_is_refused(weight, rule):
+@pytest.mark.parametrize("weight", ["0", "nan", "inf"])
+def test_a_weight_that_is_not_positive_and_finite_is_refused(weight):
     message = message_of(64, config_of, "--data.sources.wiki.weight", weight)
-    said = f"data.sources.wiki.weight={float(weight)} on the command line must be "
-    assert message.startswith(said)
-    assert rule in message
+    assert message.startswith(f"data.sources.wiki.weight={weight} on the command line must be ")
 
 
 @pytest.mark.bad_input("a weight so small that its source would not occur")
 def test_a_weight_too_small_to_occur_is_refused():
-    said = (
-        "data.sources.code.weight=1e-06 is 1e-06 of the mixture, which is less than once in 10,000"
-    )
+    said = "data.sources.code.weight=1e-06 is less than one in 10,000 samples of the mixture"
     assert message_of(64, counts_in_block, {"wiki": 1.0, "code": 1e-6}).startswith(said)
     assert counts_in_block({"wiki": 1.0, "code": 2e-4}) == [4996, 1]
 
 
 @pytest.mark.bad_input("a mixture beside a key of a single source, as `data.path`")
-@pytest.mark.parametrize("key", mixture.SOURCE_KEYS)
-def test_a_key_of_a_single_source_beside_a_mixture_is_refused(key):
-    data = replace(tables(wiki=1.0), **{key: "json"})
+def test_a_key_of_a_single_source_beside_a_mixture_is_refused():
+    data = replace(tables(wiki=1.0), format="json")
     assert message_of(64, mixed, data, "train", build) == (
-        f"data.{key}=json is for a single source, and there is a mixture of wiki; set "
-        f"data.sources.wiki.{key}, or remove data.sources"
+        "data.format=json is for a single source, and there is a mixture of wiki; set "
+        "data.sources.wiki.format, or remove data.sources"
     )
 
 
@@ -321,7 +298,7 @@ NO_SAMPLES = "has no samples; check its path, split and columns"
             "x",
             BY_ROW_GROUP,
             64,
-            "is read by row group, and a mixture reads in any order; write its",
+            "is read by row group, and a mixture reads in any order; name its tokens",
         ),
         ("off", [1], 64, "names no data; set data.sources.wiki.path or data.sources.wiki.name"),
         ("x", None, 65, NO_SAMPLES),
@@ -337,19 +314,14 @@ def test_a_source_that_can_not_be_mixed_is_refused(path, rows, status, said):
 @pytest.mark.bad_input(
     "an error of one source of a mixture: its files, columns or a damaged sample"
 )
-@pytest.mark.parametrize(
-    ("error", "text", "said"),
-    [
-        (ConfigError, "data.path=x has no data.name=y", ".path=x has no data.sources.wiki.name=y"),
-        (DataError, "data.tokenizer=x is no file", ": data.tokenizer=x is no file"),
-    ],
-)
-def test_what_a_source_raises_names_its_table(error, text, said):
-    def build(data):
-        raise error(text)
+def test_what_a_source_raises_names_its_table():
+    for error in (ConfigError, DataError):
 
-    message = message_of(error.exit_code, mixed, tables(wiki=1.0), "train", build)
-    assert message == f"data.sources.wiki{said}"
+        def build(data, error=error):
+            raise error("data.path=x is no file")
+
+        message = message_of(error.exit_code, mixed, tables(wiki=1.0), "train", build)
+        assert message == "data.sources.wiki: data.path=x is no file"
 
 
 def test_a_sample_that_cannot_be_read_is_named_by_its_source():
@@ -363,59 +335,6 @@ def test_a_sample_that_cannot_be_read_is_named_by_its_source():
     assert len(mix.__getitems__([0, 1, 2, 3, 8])) == 5
     said = "data.sources.code, sample 3: ValueError: bad block (test_mixture.py, line "
     assert message_of(65, mix.__getitems__, [7]).startswith(said)
-
-
-# A resume.
-
-
-class OfTwo(Tiny):
-    """Two halves of Tiny's rows, mixed 2 to 1 and grouped by length."""
-
-    def __init__(self, counts=(2, 1), grouped=True):
-        super().__init__()
-        self.counts, self.grouped = counts, grouped
-
-    def build_dataset(self, split):
-        rows = super().build_dataset(split).columns
-        sources = {}
-        for number, name in enumerate("ab"):
-            sources[name] = Rows(**{key: column[number::2] for key, column in rows.items()})
-            sources[name].fingerprint, sources[name].lengths = name, numpy.arange(32) % 7
-        mix = Mixture(sources, self.counts)
-        return LengthGroups(mix, 2) if self.grouped else mix
-
-
-def samples_of_run(world, folder, steps, **changes):
-    """(the run's first step, the sorted samples of each of its steps on this rank); it saves."""
-    words = (
-        f"--run.dir {folder} --run.resume auto --train.micro_batch_size {12 // world.world_size} "
-        "--train.global_batch_size 12 --use_amp false"
-    )
-    run = make_run(world, OfTwo(**changes), *words.split())
-    start, taken = run.step, []
-    for _ in range(steps):
-        take_steps(run, 1)
-        taken.append(sorted(index for _, indices in run.data.last_step for index in indices))
-    save(run)
-    return start, taken
-
-
-def test_a_saved_run_resumes_at_another_world_size_with_the_samples_that_come_next(tmp_path):
-    _, expected = samples_of_run(World(), tmp_path / "whole", 13)  # an epoch has 8 steps
-    start, first = samples_of_run(World(), tmp_path / "run", 5)
-    assert (start, first) == (0, expected[:5])
-    (start, one), (_, other) = on_ranks(2, samples_of_run, tmp_path / "run", 8)
-    assert start == 5
-    assert [sorted(chain(*parts)) for parts in zip(one, other, strict=True)] == expected[5:]
-
-
-def test_a_mixture_of_other_shares_or_an_order_of_other_groups_is_no_way_to_go_on(tmp_path):
-    samples_of_run(World(), tmp_path, 1)
-    message = message_of(65, samples_of_run, World(), tmp_path, 1, counts=(4, 2))
-    assert "of fingerprint" in message
-    message = message_of(65, samples_of_run, World(), tmp_path, 1, grouped=False)
-    said = "takes its samples in the order 'randperm, sorted by length over 2 steps of 12'"
-    assert said in message
 
 
 @pytest.mark.bad_input("a resume with other weights, or a source more or less")
@@ -455,32 +374,3 @@ def test_the_losses_of_each_source_are_summed_over_what_counts():
         "loss_code": (28.0, 3),
         "loss_chat": (0.0, 0),
     }
-
-
-class OfSources(Tiny):
-    """Samples of source 0 alone on rank 0, of source 1 alone on rank 1; none of source 2."""
-
-    def build_dataset(self, split):
-        rows = super().build_dataset(split)
-        rows.columns["source_ids"] = torch.arange(self.samples) % 2
-        return rows
-
-    def metrics(self, model, batch):
-        predicted = model(batch["x"]).float().squeeze(-1)
-        losses = nn.functional.mse_loss(predicted, batch["y"], reduction="none")
-        sources = batch["source_ids"]
-        by_source = losses_by_source(losses, torch.ones_like(sources), sources, ["a", "b", "none"])
-        return {"loss": losses.sum(), **by_source}
-
-
-def evaluated(world):
-    words = "--use_amp false --train.micro_batch_size 4 --eval.every 1".split()
-    return evaluate(make_run(world, OfSources(samples=16), *words))
-
-
-def test_a_sources_loss_is_the_mean_over_the_ranks_that_have_it():
-    alone = evaluated(World())
-    assert set(alone) == {"loss", "loss_a", "loss_b"}
-    assert alone["loss"] == pytest.approx((alone["loss_a"] + alone["loss_b"]) / 2)  # float32 sums
-    for values in on_ranks(2, evaluated):
-        assert values == pytest.approx(alone)  # summed in another order

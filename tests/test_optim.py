@@ -23,7 +23,6 @@ from dist_amp.optimizers.sgd import FusedSGD
 from dist_amp.precision import takes_grad_scale
 from dist_amp.settings import OptimConfig
 from dist_amp.step import train_step
-from dist_amp.verify.reference import RepeatableTask
 from dist_amp.world import World, local
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
@@ -104,18 +103,22 @@ def skipped_and_resumed(world, folder, strategy, kind, width):
 
 
 OFTEN = [("lion", "ddp"), ("muon", "fsdp"), ("adafactor", "fsdp")]
-# .ci/run installs torchao with the engines.
-SLOW = {"adamw_8bit": [pytest.mark.slow, pytest.mark.engine]}
 # Two of torch's do not work on sharded parameters: Rprop's masked assignment, fused SGD's kernel.
-CELLS = OFTEN + [
-    pytest.param(kind, strategy, marks=SLOW.get(kind, pytest.mark.slow))
+CELLS = [
+    (kind, strategy)
     for kind in MAKERS
     for _, strategy in LAYOUTS
     if (kind, strategy) not in [*OFTEN, ("rprop", "fsdp"), ("fused sgd", "fsdp")]
 ]
 
 
-@pytest.mark.parametrize(("kind", "strategy"), CELLS)
+def slow(kind, strategy):
+    # .ci/run installs torchao with the engines.
+    engine = [pytest.mark.engine] if kind == "adamw_8bit" else []
+    return pytest.param(kind, strategy, marks=[pytest.mark.slow, *engine])
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [*OFTEN, *(slow(*cell) for cell in CELLS)])
 def test_an_optimizer_of_the_tasks_skips_on_all_ranks_and_resumes_bit_for_bit(
     tmp_path, kind, strategy
 ):
@@ -161,7 +164,7 @@ def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_say
     assert counter.count == reads  # by item(); reading the learning rate is another
 
 
-class NoOptimizer(Tiny):
+class BringsOptimizer(Tiny):
     def __init__(self, make):
         super().__init__()
         self.make = make
@@ -182,18 +185,13 @@ class OwnStep(torch.optim.AdamW):
 
 
 def test_a_subclass_that_replaces_a_fused_step_takes_the_textbook_path():
-    task = NoOptimizer(lambda groups, lr, task: OwnStep(groups, lr=lr, fused=True))
+    task = BringsOptimizer(lambda groups, lr, task: OwnStep(groups, lr=lr, fused=True))
     assert not takes_grad_scale(build_optimizer(task.build_model(), OptimConfig(), task))
 
 
 def leaving_one_out(groups, lr, task):
     groups[0]["params"] = groups[0]["params"][1:]
     return SGD(groups, lr=lr)
-
-
-class NeedsClosure(SGD):
-    def step(self, closure):
-        super().step(closure)
 
 
 @pytest.mark.bad_input(
@@ -204,16 +202,9 @@ class NeedsClosure(SGD):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda g, lr, task: SGD, "returned the class SGD, not a torch optimizer; return one"),
-        (lambda g, lr, task: None, "returned an object of NoneType, not a torch optimizer"),
-        (
-            lambda g, lr, task: SGD(g[:1], lr=lr),
-            "SGD leaves out the parameter 0.0.bias (3 in all); make it",
-        ),
-        (
-            leaving_one_out,
-            "SGD leaves out the parameter 0.0.weight; make it of the groups, as SGD(",
-        ),
+        (lambda g, lr, task: SGD, "returned \"<class 'torch.optim.sgd.SGD'>\", not a torch opt"),
+        (lambda g, lr, task: SGD(g[:1], lr=lr), "SGD has other groups or parameters than it was"),
+        (leaving_one_out, "other groups or parameters than it was given; make it of the groups"),
         (
             lambda g, lr, task: torch.optim.Adam(g, rate=lr),
             "optimizer(groups, lr) failed: TypeError: Adam.__init__()",
@@ -222,21 +213,13 @@ class NeedsClosure(SGD):
             lambda g, lr, task: torch.optim.LBFGS(g[0]["params"], lr),
             "LBFGS needs a closure in step(), and train_step",
         ),
-        (
-            lambda g, lr, task: NeedsClosure(g, lr=lr),
-            "the task's optimizer NeedsClosure needs a closure in step()",
-        ),
-        (
-            lambda g, lr, task: SGD(task.model.parameters(), lr=lr),
-            "SGD has other groups than it was given; make it of",
-        ),
+        (lambda g, lr, task: SGD(task.model.parameters(), lr=lr), "SGD has other groups or param"),
     ],
 )
 def test_what_is_no_torch_optimizer_of_all_parameters_is_refused(make, said):
     with pytest.raises(ConfigError) as error:
-        make_run(World(), NoOptimizer(make))
+        make_run(World(), BringsOptimizer(make))
     assert said in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.bad_input("a task's optimizer that DTensor can't compute on shards")
@@ -259,23 +242,12 @@ def failing_step(world, kind):
     "an optimizer that changes options of its groups in training, when a checkpoint is due"
 )
 def test_an_optimizer_that_changes_its_groups_in_training_is_refused_when_it_is_to_be_saved():
-    task = NoOptimizer(lambda groups, lr, task: Lion([{**g, "k": 0} for g in groups], lr=lr))
+    task = BringsOptimizer(lambda groups, lr, task: Lion([{**g, "k": 0} for g in groups], lr=lr))
     optimizer = build_optimizer(task.build_model(), OptimConfig(), task)
     optimizer.state_dict()
     optimizer.param_groups[0]["k"] = 2
     with pytest.raises(ConfigError, match="Lion changed k of matrices from 0 to 2.0 in training, "):
         optimizer.state_dict()
-
-
-def test_verify_compares_sgd_and_adamw_whatever_the_task_brings():
-    class All(Grouped, Stairs):
-        def optimizer(self, groups, lr):
-            return Lion(groups, lr=lr)
-
-    task = RepeatableTask(All(), torch.device("cpu"), 64, frozenset())
-    assert task.left_out == ["optimizer()", "groups()", "schedule()"]
-    assert not any(hasattr(task, name) for name in ("optimizer", "groups", "schedule"))
-    assert isinstance(make_run(World(), task).optimizer, torch.optim.AdamW)
 
 
 # Half precision on a CPU, where torch's fused SGD does nothing.
@@ -307,7 +279,7 @@ def test_sgd_in_half_precision_on_a_cpu_takes_the_path_that_works():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert not any(map(torch.equal, model.parameters(), before))
-    task = NoOptimizer(lambda groups, lr, task: SGD(groups, lr=lr, fused=True))
+    task = BringsOptimizer(lambda groups, lr, task: SGD(groups, lr=lr, fused=True))
     with pytest.raises(ConfigError, match="SGD has fused=True, which on a CPU silently leaves"):
         build_optimizer(model, OptimConfig(), task)
 
@@ -364,6 +336,10 @@ def test_groups_take_names_patterns_and_parameters_and_fill_in_the_defaults():
         ("layer 1", 2, 0.5, 0.0),
         ("group 2", 2, 1.0, 0.1),
     ]
+    with Counter("_local_scalar_dense") as counter:
+        run.schedule.step(torch.tensor(True))
+    assert counter.count == 0, "host reads"
+    assert all(isinstance(group["lr"], torch.Tensor) for group in groups)
 
 
 def rates_by_group(world, folder):
@@ -388,14 +364,6 @@ def test_lr_scale_multiplies_the_groups_rate_also_after_a_resume(tmp_path):
         assert [rate[:3] for rate in rates] == [pytest.approx([0.25, 0.5, 1.0], rel=1e-6)] * 4
         expected = [0.01 * (1 - 0.09 * step) for step in range(4)]
         assert [rate[3] for rate in rates] == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_rates_of_groups_are_looked_up_without_a_host_read():
-    run = make_run(World(), Grouped(), *words("unused", "single"))
-    with Counter("_local_scalar_dense") as counter:
-        run.schedule.step(torch.tensor(True))
-    assert counter.count == 0
-    assert all(isinstance(group["lr"], torch.Tensor) for group in run.optimizer.param_groups)
 
 
 class TiedAndFrozen(Tiny):
@@ -429,33 +397,25 @@ def group(params="*", **keys):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda m: [REST], "leave out the parameter 0.0.weight (2 in all); put each trained"),
+        (lambda m: [REST], "leave out 2 parameters, such as 0.0.weight; put each trained"),
         (
             lambda m: [REST, {"name": "first", "params": ["0.*", "1.0.bias"]}],
-            "put the parameter 1.0.bias into two groups, rest and first; name it in one",
+            "put the parameter 1.0.bias into rest and first; name it in one group",
         ),
         (lambda m: [REST, group("layers.0.*")], "'layers.0.*', which matches no trained parameter"),
         (lambda m: [REST, group([torch.ones(3, requires_grad=True)])], "tensor of shape [3] that"),
         (lambda m: [REST, {**REST, "params": "0.*"}], "gave two groups the name rest; name each"),
-        (lambda m: [group(lr=0.1)], "the task's group 0 has an lr; give lr_scale, which multip"),
+        (lambda m: [group(lr=0.1)], "group 0 has an lr; give lr_scale, which multiplies"),
         (lambda m: [group(lr_scale=-1)], "has lr_scale=-1; give a number, 0 or more"),
         (lambda m: [group(weight_decay="0.1")], "has weight_decay='0.1'; give a number, 0 or more"),
-        (lambda m: [["0.*"]], 'groups(model) gave list as a group; give a dict with "params"'),
-        (lambda m: [{"param": "*"}], "groups(model) gave a group with ['param'], but no params"),
-        (lambda m: None, "the task's groups(model) returned NoneType; return a list of dicts"),
-        (lambda m: group(), "the task's groups(model) returned dict; return a list of dicts"),
-        (lambda m: [group(m)], 'the task\'s group 0 has Sequential in its "params"; use .param'),
-        (lambda m: [group([m[0], "1.*"], name="a")], "the task's group a has Sequential in its"),
-        (lambda m: [group(None)], 'the task\'s group 0 has NoneType in its "params"'),
-        (
-            lambda m: [group(m.body)],
-            "groups(model) failed: AttributeError: 'Sequential' object has",
-        ),
+        (lambda m: [["0.*"]], '"[\'0.*\']" as a group; give a dict with "params"'),
+        (lambda m: [{"param": "*"}], "as a group; give a dict with"),
+        (lambda m: None, "the task's groups(model) failed: TypeError: 'NoneType' object is not"),
+        (lambda m: group(), "gave 'params' as a group; give a dict with"),
+        (lambda m: [group(m)], 'group 0 has Sequential in its "params"; use .parameters()'),
+        (lambda m: [group([m[0], "1.*"], name="a")], 'a has Sequential in its "params"'),
         (lambda m: (m.body for _ in "1"), "groups(model) failed: AttributeError: 'Sequential' obj"),
-        (lambda m: [group(lr_scal=0)], "has the key 'lr_scal', which AdamW does not read; did you"),
-        (lambda m: [group(weigth_decay=0)], "did you mean weight_decay?"),
-        (lambda m: [group(betaz=(0.9, 0.9))], "did you mean betas?"),
-        (lambda m: [group(x=1)], "which AdamW does not read; it takes params, name, lr_scale, wei"),
+        (lambda m: [group(betaz=(0.9, 0.9))], "has the key 'betaz', which AdamW does not read; it"),
     ],
 )
 def test_groups_that_miss_or_repeat_a_parameter_or_are_malformed_are_refused(make, said):
@@ -463,7 +423,6 @@ def test_groups_that_miss_or_repeat_a_parameter_or_are_malformed_are_refused(mak
         make_run(World(), Grouped(make))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-    assert error.value.exit_code == 64
 
 
 @pytest.mark.parametrize(
@@ -471,8 +430,6 @@ def test_groups_that_miss_or_repeat_a_parameter_or_are_malformed_are_refused(mak
     [
         (None, {"betas": (0.8, 0.9), "eps": 1e-6}),
         (Muon, {"use_muon": False, "betas": (0.8, 0.9)}),
-        (Muon, {"momentum": 0.5, "ns_steps": 3}),
-        (Lion, {"betas": (0.8, 0.9)}),
     ],
 )
 def test_a_group_takes_the_options_of_its_optimizer(make, options):
@@ -506,27 +463,29 @@ def test_a_tasks_schedule_is_the_whole_factor_by_applied_step_also_after_a_resum
 
 
 @pytest.mark.bad_input("a task's `schedule(step)` that returns no number from 0 on")
-@pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf, None, "fast", "0.5", torch.ones(2)])
-def test_a_schedule_that_gives_no_factor_is_refused_at_the_start(factor):
+@pytest.mark.bad_input("a task's `groups`, `optimizer` or `schedule` that raises")
+@pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf, None, "0.5", torch.ones(2)])
+def test_a_schedule_that_fails_or_gives_no_factor_is_refused_at_the_start(factor):
     class Odd(Tiny):
         def schedule(self, step):
-            return factor if step == 7 else 1.0
+            return factor if step == 7 else 1 / (9 - step)
 
     with pytest.raises(ConfigError) as error:
         make_run(World(), Odd(), "--train.steps", 10)
     expected = f"the task's schedule(7) returned {factor!r}; return a number, 0 or more"
     assert expected in str(error.value)
-
-
-@pytest.mark.bad_input("a task's `groups`, `optimizer` or `schedule` that raises")
-def test_a_schedule_that_fails_is_refused_with_its_file_and_line():
-    class Fails(Tiny):
-        def schedule(self, step):
-            return 1 / step
-
-    expected = r"schedule\(0\) failed: ZeroDivisionError: division by zero \(test_optim.py, "
+    factor = 1.0
+    expected = r"schedule\(9\) failed: ZeroDivisionError: division by zero \(test_optim.py, "
     with pytest.raises(ConfigError, match=expected):
-        make_run(World(), Fails())
+        make_run(World(), Odd(), "--train.steps", 10)
+
+
+def test_cosine_warms_up_falls_and_ends_at_its_floor():
+    config = OptimConfig(lr=1.0, schedule="cosine", warmup_steps=4, min_lr_ratio=0.1)
+    rates = [learning_rate(config, step, 20) for step in range(21)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[20] == pytest.approx(0.1)
 
 
 def test_wsd_warms_up_stays_and_decays_in_the_last_fifth_of_the_steps():
@@ -551,11 +510,7 @@ def given_gradients(model, seed):
             p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"adjust_lr_fn": "original"}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}],
-)
-def test_muon_gives_the_numbers_of_torchs_own_on_matrices_and_of_adamw_on_the_others(options):
+def test_muon_gives_the_numbers_of_torchs_own_on_matrices_and_of_adamw_on_the_others():
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))
     other = copy.deepcopy(ours)
@@ -565,11 +520,11 @@ def test_muon_gives_the_numbers_of_torchs_own_on_matrices_and_of_adamw_on_the_ot
         return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim == 1]
 
     groups = [{"name": str(n), "params": ps} for n, ps in enumerate(split(ours))]
-    mine = Muon(groups, lr=0.02, weight_decay=0.1, **options)
+    mine = Muon(groups, lr=0.02, weight_decay=0.1)
     matrices, vectors = split(other)
     both = {"lr": 0.02, "weight_decay": 0.1}
     torchs = [
-        torch.optim.Muon(matrices, momentum=0.95, **both, **options),
+        torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", **both),
         torch.optim.AdamW(vectors, betas=(0.9, 0.95), fused=True, **both),
     ]
     for step in range(5):

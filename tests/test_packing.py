@@ -111,12 +111,6 @@ def test_rows_are_as_full_as_those_of_best_fit_piece_by_piece():
         assert sorted((length - fill).tolist()) == plain_best_fit(sizes.tolist(), length)
 
 
-def test_rows_with_several_documents_are_not_all_at_the_end():
-    rows = rows_of(Documents.numbered(*[90] * 100, *[10] * 100), 90)
-    packed = [number for number in range(len(rows)) if len(rows.pieces(number)) > 1]
-    assert packed[0] < len(rows) / 2
-
-
 def test_rows_of_usual_documents_are_nearly_full():
     """Log-normal lengths, as of web pages: under 0.1 % padding, far less than unpacked."""
     documents = Documents([])
@@ -207,11 +201,14 @@ def test_a_batch_is_padded_to_the_rows_length_with_a_document_of_its_own():
     assert all(batch[name].dtype == torch.int64 for name in sample)
 
 
-def test_an_unpacked_batch_is_padded_to_its_longest():
-    documents = Documents.numbered(3, 5, 2)
-    batch = Packing(10, "off", "truncate").collate([documents[number] for number in range(3)])
-    assert batch["input_ids"].shape == (3, 5)
-    assert (batch["tokens"], batch["counted"]) == (10, 2 + 4 + 1)
+def test_an_unpacked_batch_is_padded_to_its_longest_and_truncated_to_the_length():
+    """Also of documents of unknown lengths."""
+    packing = Packing.of(DataConfig(pack="off"), 6, "cut")
+    rows = packing.rows([Documents.numbered(3, 9, 2)[number] for number in range(3)], "train")
+    batch = packing.collate(rows)
+    assert batch["input_ids"].shape == (3, 6)
+    assert packing.collate(rows[::2])["input_ids"].shape == (2, 3)
+    assert (batch["tokens"], batch["counted"]) == (11, 2 + 5 + 1)
 
 
 # Shares.
@@ -268,24 +265,13 @@ def test_an_over_long_document_is_refused_by_name():
     "`data.pack` or `data.long_documents` that need lengths, with a Parquet view's rows"
 )
 @pytest.mark.parametrize(
-    ("pack", "long_documents", "setting"),
-    [
-        ("best_fit", "split", "data.pack=best_fit"),
-        ("cut", "split", "data.pack=cut"),
-        ("off", "refuse", "data.long_documents=refuse"),
-    ],
+    ("pack", "long_documents"), [("best_fit", "split"), ("cut", "split"), ("off", "refuse")]
 )
-def test_documents_without_lengths_are_refused_with_what_to_run(pack, long_documents, setting):
+def test_documents_without_lengths_are_refused_with_what_to_run(pack, long_documents):
     packing = Packing(6, pack, long_documents)
     said = message_of(64, packing.rows, [{}], "train")
-    assert said.startswith(f"{setting} needs the documents' lengths")
+    assert said.startswith(f"data.pack={pack} with data.long_documents={long_documents} needs ")
     assert " python -m dist_amp.tokenize" in said
-
-
-def test_documents_without_lengths_are_truncated_where_they_are_read():
-    packing = Packing.of(DataConfig(pack="off"), 6, "cut")
-    rows = packing.rows([Documents.numbered(3, 9)[n] for n in range(2)], "train")
-    assert packing.collate(rows)["input_ids"].shape == (2, 6)
 
 
 @pytest.mark.bad_input("documents of which no token counts")

@@ -53,22 +53,60 @@ def test_one_process_runs_as_single_and_says_so(strategy, capsys):
     )
 
 
+def scalar_weight():
+    """As CLIP's logit_scale."""
+    model = nn.Linear(8, 8)
+    model.scale = nn.Parameter(torch.ones(()))
+    return model
+
+
+def normed():
+    """Batch statistics: the one thing that ranks see differently."""
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def channels_last():
+    return nn.Sequential(nn.Conv2d(2, 2, 3)).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.bad_input(
+    "batch norm with `precision.cast_by=policy`, or with a half-precision `param_dtype` or "
+    "`reduce_dtype`"
+)
+@pytest.mark.bad_input("a parameter that is not contiguous (channels_last) under fsdp or hsdp")
+@pytest.mark.bad_input("a trained parameter without dimensions under fsdp or hsdp")
 @pytest.mark.parametrize(
-    ("parallel", "precision", "strategy", "said"),
+    ("strategy", "parallel", "precision", "model", "said"),
     [
-        ({"comm_dtype": "fp16"}, {"dtype": "bf16"}, "ddp", "=fp16 needs precision.dtype=fp16"),
-        ({"comm_dtype": "bf16"}, {}, "ddp", "comm_dtype=bf16 needs GPUs"),
-        ({"reduce_dtype": "fp16"}, {"dtype": "bf16"}, "fsdp", "=fp16 needs precision.dtype=fp16"),
-        ({"param_dtype": "bf16"}, {"use_amp": False}, "fsdp", "=bf16 needs use_amp=true"),
-        ({"reduce_dtype": "bf16"}, {"cast_by": "autocast"}, "fsdp", "needs precision.cast_by=pol"),
-        ({"cpu_offload": True}, {}, "fsdp", "cpu_offload=true needs a GPU"),
-        ({"replicas": 3}, {}, "hsdp", "replicas=3 does not divide 2 ranks; use one of [1, 2]"),
+        ("ddp", {"comm_dtype": "fp16"}, {}, None, "=fp16 needs precision.dtype=fp16"),
+        ("ddp", {"comm_dtype": "bf16"}, {}, None, "comm_dtype=bf16 needs GPUs"),
+        ("fsdp", {"reduce_dtype": "fp16"}, {}, None, "=fp16 needs precision.dtype=fp16"),
+        ("fsdp", {"param_dtype": "bf16"}, {"use_amp": False}, None, "=bf16 needs use_amp=true"),
+        ("fsdp", {"reduce_dtype": "bf16"}, {"use_amp": False}, None, "=bf16 needs use_amp=true"),
+        ("fsdp", {"reduce_dtype": "bf16"}, {"cast_by": "autocast"}, None, "precision.cast_by=pol"),
+        ("fsdp", {"cpu_offload": True}, {}, None, "cpu_offload=true needs a GPU"),
+        ("hsdp", {"replicas": 3}, {}, None, "does not divide 2 ranks; use one of [1, 2]"),
+        ("fsdp", {}, {"cast_by": "policy"}, normed, "the weights of 1 but not its batch statistic"),
+        ("fsdp", {"reduce_dtype": "bf16"}, {}, normed, "needs use_amp=true and precision.cast_by="),
+        ("fsdp", {}, {}, channels_last, "the parameter 0.weight, which is not contiguous, as with"),
+        (
+            "fsdp",
+            {},
+            {},
+            scalar_weight,
+            "the parameter scale, which is a scalar; give it the shape",
+        ),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(parallel, precision, strategy, said):
+def test_settings_and_models_that_do_not_go_together_are_refused(
+    strategy, parallel, precision, model, said
+):
+    module = (model or nn.Identity)()
+    cast = pick_cast(PrecisionConfig(**precision), strategy, module, TWO)
     with pytest.raises(ConfigError) as error:
-        check_parallel(ParallelConfig(**parallel), strategy, PrecisionConfig(**precision), TWO)
+        check_parallel(ParallelConfig(**parallel), strategy, cast, module, TWO)
     assert said in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_single_with_several_processes_is_refused():
@@ -135,10 +173,8 @@ def test_compressing_gradients_to_fp16_changes_them_by_its_rounding_only():
 
 
 class Normed(Tiny):
-    """Batch statistics: the one thing that ranks see differently."""
-
     def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        return normed()
 
 
 def steps_with_batch_norm(world):
@@ -169,47 +205,6 @@ def test_the_cast_that_auto_picks_is_said_with_the_reason(capsys):
     assert pick_cast(PrecisionConfig(), **{**fsdp, "strategy": "ddp"}).cast_by == "auto"
     assert pick_cast(PrecisionConfig(), **{**fsdp, "module": nn.Linear(1, 1)}).cast_by == "auto"
     assert not capsys.readouterr().out
-
-
-class ChannelsLast(Tiny):
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), nn.Conv2d(2, 2, 3)).to(
-            memory_format=torch.channels_last
-        )
-
-
-class WithScalar(Tiny):
-    """As CLIP's logit_scale."""
-
-    def build_model(self):
-        model = super().build_model()
-        model.scale = nn.Parameter(torch.ones(()))
-        return model
-
-
-def refused_under_fsdp(world, task, words):
-    with pytest.raises(ConfigError) as error:
-        make_run(world, task, "--parallel.strategy", "fsdp", *words)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-@pytest.mark.bad_input(
-    "batch norm with `precision.cast_by=policy`, or with a half-precision `param_dtype` or "
-    "`reduce_dtype`"
-)
-@pytest.mark.bad_input("a parameter that is not contiguous (channels_last) under fsdp or hsdp")
-@pytest.mark.bad_input("a trained parameter without dimensions under fsdp or hsdp")
-def test_what_fsdp_can_not_shard_is_refused_with_what_works():
-    policy = ["--precision.cast_by", "policy"]
-    reduced = ["--parallel.reduce_dtype", "bf16"]
-    for task, words, said in (
-        (Normed(), policy, "the weights of 1 but not its batch statistics; use precision.ca"),
-        (Normed(), reduced, "parallel.reduce_dtype=bf16 needs precision.cast_by=policy: "),
-        (ChannelsLast(), [], "1.weight is not contiguous, as with memory_format=torch.channels_l"),
-        (WithScalar(), [], "scale is a scalar, and fsdp shards the first dimension; give it the"),
-    ):
-        assert all(said in text for text in on_ranks(2, refused_under_fsdp, task, words))
 
 
 def gone_on(world, folder):

@@ -78,11 +78,6 @@ def test_a_cast_that_can_not_be_is_refused(settings, said):
         build(**settings)
 
 
-def test_scaler_settings_without_fp16_are_said_to_have_no_effect(capsys):
-    build(dtype="bf16", scaler=ScalerConfig(init_scale=8.0))
-    assert "precision.scaler has no effect in bf16" in capsys.readouterr().err
-
-
 def scaler_of(config, scales=True):
     return Scaler(config, scales, torch.device("cpu"), torch.device("cpu"))
 
@@ -92,17 +87,10 @@ def update(scaler, found_inf):
     scaler.update()
 
 
-def test_the_scaler_is_torchs_own_kind_and_can_be_given_a_scale():
+def test_a_custom_loop_uses_the_scaler_as_torchs():
     scaler = scaler_of(ScalerConfig(init_scale=8.0))
     assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.is_enabled()
-    assert scaler.scale(torch.tensor(3.0)) == 24.0
-    scaler.update(16.0)
-    assert scaler.get_scale() == 16.0
-
-
-def test_a_loop_of_the_users_own_uses_the_scaler_as_torchs():
-    scaler = scaler_of(ScalerConfig(init_scale=8.0))
     for fused in (True, False):
         model = torch.nn.Linear(2, 1)
         optimizer = build_optimizer(
@@ -124,11 +112,13 @@ def test_a_loop_of_the_users_own_uses_the_scaler_as_torchs():
     assert scaler.get_scale() == 2.0, "two skips"
 
 
-def test_without_fp16_the_scale_is_1_and_stays_so():
+def test_without_fp16_the_scale_is_1_and_its_settings_have_no_effect(capsys):
     scaler = scaler_of(ScalerConfig(), scales=False)
     update(scaler, found_inf=1)
     assert scaler.get_scale() == 1.0
     assert scaler.state_dict() == {}
+    build(dtype="bf16", scaler=ScalerConfig(init_scale=8.0))
+    assert "precision.scaler has no effect in bf16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("has_kernel", [True, False])

@@ -1,4 +1,4 @@
-"""Which steps are profiled, on which ranks, what is written, and that profiling changes no step."""
+"""Which steps are profiled, on which ranks, and what is written."""
 
 import gzip
 import json
@@ -12,18 +12,16 @@ import torch
 from conftest import ROOT
 from ranks import on_ranks
 from test_train import TINY
-from tiny import Tiny, make_run, parameters_of, take_steps
+from tiny import Tiny, make_run
 from torch._C._autograd import DeviceType
 
 from dist_amp.clock import PHASES
-from dist_amp.config.load import load_config
-from dist_amp.config.parse import flat_values
+from dist_amp.config.load import flat, load_config, to_toml
 from dist_amp.diagnostics.profiling import (
     MAX_ALLOCATIONS,
     Profile,
     memory_history,
     time_per_step,
-    top,
     window,
 )
 from dist_amp.step import train_step
@@ -84,19 +82,14 @@ def test_each_phase_of_each_recorded_step_is_a_range_in_the_trace(tmp_path, caps
     assert "enter" not in vars(run.world.clock), "the wrapper is removed"
 
 
-def profiled_and_not(world, folder):
+def profiled(world, folder):
     words = ["--train.steps", 8, "--train.accumulation_steps", 2, "--precision.dtype", "fp16"]
-    run = make_run(world, Tiny(), "--run.dir", folder, "--train.micro_batch_size", 2, *words)
-    take_steps(run, 8)
-    profiled = steps_of(world, folder, 8, *words, "--debug.profile", 2)
-    pairs = zip(parameters_of(run).values(), parameters_of(profiled).values(), strict=True)
-    same = [torch.equal(a, b) for a, b in pairs]
+    steps_of(world, folder, 8, *words, "--debug.profile", 2)
     steps_of(world, folder, 8, *words, "--debug.profile", 1, "--parallel.strategy", "fsdp")
-    return all(same)
 
 
-def test_all_ranks_write_and_every_rank_takes_the_same_steps(tmp_path):
-    assert on_ranks(2, profiled_and_not, tmp_path) == [True, True]
+def test_all_ranks_write_the_same_steps(tmp_path):
+    on_ranks(2, profiled, tmp_path)
     paths = list((tmp_path / "profile").glob("*.gz"))
     steps = ("00000007-00000008", "00000008-00000008")  # ddp, fsdp
     names = {f"rank0000{rank}_step_{span}.json.gz" for span in steps for rank in range(2)}
@@ -116,10 +109,8 @@ def test_all_ranks_write_and_every_rank_takes_the_same_steps(tmp_path):
         (0, 3, 5, [], (2, 3)),  # at least one step for the profiler's warm-up
         (0, 1, 1, [], (2, 1)),  # nothing
         (0, 100, 3, [100, 15], (13, 15)),
-        (0, 100, 3, [14], (15, 17)),  # more of them after the evaluation
-        (0, 100, 50, [40], (41, 80)),
+        (0, 100, 3, [14], (13, 14)),  # up to the evaluation
         (0, 100, 3, [1], (13, 13)),  # an evaluation after each
-        (0, 15, 9, [10], (11, 15)),
     ],
 )
 def test_the_recorded_steps_start_after_a_warm_up_and_contain_no_evaluation(
@@ -132,7 +123,7 @@ def test_the_recorded_steps_start_after_a_warm_up_and_contain_no_evaluation(
 def test_a_run_that_ends_early_writes_what_was_recorded_or_says_that_nothing_was(tmp_path, capsys):
     words = ["--train.steps", 100, "--debug.profile", 5]
     steps_of(World(), tmp_path, 14, *words)
-    said = "profile  steps 13 to 14 of rank 0 of 1, 2 of debug.profile=5: then came "
+    said = "profile  steps 13 to 14 of rank 0 of 1, up to an evaluation, a checkpoint or the end: 2"
     assert said in capsys.readouterr().out
     assert len(list((tmp_path / "profile").iterdir())) == 2
     steps_of(World(), tmp_path, 12, *words)
@@ -163,20 +154,15 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     assert warning in capsys.readouterr().err
 
 
-def average(key, device, is_range, on_host, on_device):
-    times = {"cpu_time_total": on_host, "self_device_time_total": on_device, "count": 4}
-    return SimpleNamespace(key=key, device_type=device, is_user_annotation=is_range, **times)
-
-
 def profile_of_gpu(kernels):
     """What torch's profiler returns for two steps on a GPU, in microseconds."""
     averages = [
-        average("ProfilerStep*", DeviceType.CPU, True, 8000, 0),
-        average("forward", DeviceType.CPU, True, 2000, 0),
-        average("forward", DeviceType.CUDA, True, 0, 9000),
-        average("aten::mm", DeviceType.CPU, False, 900, 6000),
-        average("gemm_kernel", DeviceType.CUDA, False, 0, 6000),
-        average("copy_kernel", DeviceType.CUDA, False, 0, 2000),
+        SimpleNamespace(key=key, device_type=device, cpu_time_total=on_host)
+        for key, device, on_host in (
+            ("ProfilerStep*", DeviceType.CPU, 8000),
+            ("forward", DeviceType.CPU, 2000),
+            ("forward", DeviceType.CUDA, 0),
+        )
     ]
     events = []
     spans = [(DeviceType.CPU, False, (0, 30000)), (DeviceType.CUDA, True, (0, 20000))]
@@ -187,16 +173,12 @@ def profile_of_gpu(kernels):
     return SimpleNamespace(key_averages=lambda: averages, events=lambda: events)
 
 
-def test_the_idle_time_and_the_kernels_of_a_gpu_are_reported():
+def test_the_idle_time_of_a_gpu_is_reported():
     gpu = profile_of_gpu([(5000, 8000), (1000, 7000), (10000, 11000), (2000, 3000)])
     assert time_per_step(gpu, 2, DeviceType.CUDA) == (
         "4.00 ms per step on the host: forward 25.0 %\n"
         "5.00 ms per step on the device, which was idle for 20.0 % of it"
     )
-    assert top(gpu, 2, DeviceType.CUDA, "self_device_time_total") == [
-        " 75.0 %      3.00 ms  gemm_kernel (2 times)",
-        " 25.0 %      1.00 ms  copy_kernel (2 times)",
-    ]
     assert time_per_step(profile_of_gpu([]), 2, DeviceType.CUDA).endswith(
         "is missing or not permitted"
     )
@@ -225,35 +207,18 @@ def test_the_main_job_profiles_and_tensorboard_has_the_table(monkeypatch, tmp_pa
 
     monkeypatch.chdir(tmp_path)
     words = ["--train.steps", "20", "--debug.profile", "3", "--run.dir", "run"]
-    words += ["--eval.every", "14"]
+    words += ["--eval.every", "16"]
     assert main([*TINY, *words, "--run.device", "cpu"]) == 0
-    assert "profile  steps 15 to 17 of rank 0 of 1\n" in capsys.readouterr().out
+    assert "profile  steps 13 to 15 of rank 0 of 1\n" in capsys.readouterr().out
     board = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000")).Reload()
     text = board.Tensors("profile/text_summary")[0]
-    assert text.step == 17
+    assert text.step == 15
     assert b"aten::addmm" in text.tensor_proto.string_val[0]
 
 
 def test_every_debugging_setting_is_documented_and_every_documented_setting_exists():
     page = (ROOT / "docs/debugging.md").read_text()
-    keys = dict(flat_values(load_config([], environ={})))
+    keys = flat(to_toml(load_config([], environ={})))
     debug_keys = [key for key in keys if key.startswith("debug.")]
     assert [key for key in debug_keys if key not in page] == []
     assert [key for key in re.findall(r"--([a-z_]+\.[a-z_.]+)", page) if key not in keys] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["aot_eager", "default"])
-def test_compiled_blocks_on_two_ranks_are_profiled_and_so_is_a_resumed_run(launch, tmp_path, mode):
-    words = [*TINY, "--train.accumulation_steps", "2", "--run.dir", "run"]
-    words += ["--compile.blocks", "true", "--compile.mode", mode, "--optim.schedule", "constant"]
-    first = launch(2, *words, "--train.steps", "5")
-    assert first.returncode == 0, first.stderr[-2000:]
-    done = launch(2, *words, "--train.steps", "30", "--debug.profile", "2")
-    assert done.returncode == 0, done.stderr[-2000:]
-    for rank in range(2):
-        found = ranges(tmp_path / f"run/profile/rank{rank:05d}_step_00000018-00000019.json.gz")
-        steps = {"ProfilerStep#18", "ProfilerStep#19"}
-        assert {"data", "forward", "backward", "optimizer"} | steps <= set(found)
-        # Of two micro-batches; the wait for the loss's divisor divides the first one's.
-        assert len(found["forward"]) == 2 * 3

@@ -10,7 +10,6 @@ from torch import nn
 
 from dist_amp import optim
 from dist_amp.checkpoint.compatibility import check_config, dataset_hash
-from dist_amp.checkpoint.format import read_manifest
 from dist_amp.checkpoint.saver import save
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
@@ -61,7 +60,7 @@ def test_another_training_is_refused_with_the_difference_and_how_to_allow_it(wor
 def test_another_training_is_resumed_with_a_warning_if_it_is_allowed(words, capsys):
     run = make_run(World(), Tiny(), *words, "--optim.lr", 3e-3, *ALLOW)
     assert run.step == 2
-    assert "with another config: optim.lr=0.001, now 0.003" in capsys.readouterr().err
+    assert "was made with optim.lr=0.001, now 0.003" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -223,14 +222,6 @@ def test_what_torchrun_starts_again_goes_on_though_the_command_says_never(
 ):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
     assert make_run(World(), Tiny(), *words, "--run.resume", "never").step == step
-
-
-def test_the_config_hash_is_of_the_mathematics_alone(tmp_path):
-    hashes = []
-    for name, more in (("a", []), ("b", ["--metrics.log_every", 3]), ("c", ["--optim.lr", 1e-4])):
-        run = make_run(World(), Tiny(), *settings(tmp_path / name, "single", "fp32", *more))
-        hashes.append(read_manifest(save(run)).config_hash)
-    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_a_setting_that_a_checkpoint_is_too_old_to_know_has_its_default(tmp_path):

@@ -34,15 +34,15 @@ def sampled(world, strategy, free=None):
     take_steps(run, 2)
     found = []
     run.metrics.write_sample = lambda step, sample, about: found.append(sample)
-    old = sampling.free_bytes
+    old = sampling.capacity_of
     if free is not None:
-        sampling.free_bytes = lambda device, ranks: free
+        sampling.capacity_of = lambda world: (free, 0)
     before = gathers_of(lambda: take_steps(run, 1))
     try:
         with redirect_stderr(io.StringIO()) as output:
             gathers = gathers_of(sampling.Sampling(run).after_evaluation)
     finally:
-        sampling.free_bytes = old
+        sampling.capacity_of = old
     assert gathers_of(lambda: take_steps(run, 1)) == before, "units reshard as before"
     return found, gathers, output.getvalue()
 

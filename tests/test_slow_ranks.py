@@ -48,10 +48,10 @@ def test_a_rank_that_takes_half_as_long_again_is_named_with_phase_and_factor(ran
     compared = "the median rank" if ranks > 2 else "the other rank"
     found = re.fullmatch(
         rf"rank 1 on host1 spends (.*) times as long as {compared}, without waiting for other "
-        r"ranks: (.*) ms per step more in backward \(up to step \d+, in \d+ log intervals\)",
+        r"ranks: (.*) ms per step more in backward \(up to step \d+\)",
         line,
     )
-    # Three standard errors of four intervals, rounded.
+    # Three standard errors of five intervals, rounded.
     assert float(found[1]) == pytest.approx(1.5, abs=0.15)
     assert float(found[2]) == pytest.approx(50, abs=5)
 
@@ -75,18 +75,11 @@ def test_a_rank_is_named_again_only_after_it_was_as_fast_as_the_others():
     assert len(warned(phases)) == 2
 
 
-def test_two_slow_ranks_of_eight_are_both_named():
-    phases = table(10, 8)
-    phases[:, (3, 5), 0] += 0.1
-    named = [line.split(" spends")[0] for line in warned(phases)]
-    assert named == ["rank 3 on host3", "rank 5 on host5"]
-
-
 def test_a_rank_that_differs_by_little_of_a_long_step_is_not_named():
-    phases = table(10, 4, noise=0.001)
+    phases = table(5, 4, noise=0.001)
     phases[:, 2] *= 1.5
-    assert find_slow_ranks(phases, np.full(10, phases.sum(axis=2).max())) != []
-    assert find_slow_ranks(phases, np.full(10, 5.0)) == [], "the others wait for something else"
+    assert find_slow_ranks(phases, np.full(5, phases.sum(axis=2).max())) != []
+    assert find_slow_ranks(phases, np.full(5, 5.0)) == [], "the others wait for something else"
 
 
 def test_a_slowdown_that_lasts_is_named_once_in_a_run():
@@ -130,9 +123,3 @@ def test_a_rank_that_sleeps_in_its_backward_is_named(launch):
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_rank_that_sleeps_is_named_in_every_phase(launch, phase, strategy):
     check_is_named(3, warnings_of(launch, phase, strategy), phase)
-
-
-@pytest.mark.slow
-def test_nobody_is_named_in_twenty_clean_runs(launch):
-    strategies = ["ddp", "fsdp"] * 10
-    assert [warnings_of(launch, "nowhere", strategy) for strategy in strategies] == [[]] * 20

@@ -13,8 +13,8 @@ from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.saver import save
 from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import DataError, NumericsError
-from dist_amp.precision import to_float32
 from dist_amp.scaling import hooks
+from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.hooks import BlockCalls
 from dist_amp.step import evaluate, train_step
 from dist_amp.world import World

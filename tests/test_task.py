@@ -11,7 +11,6 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
 from dist_amp.config.load import load_config, to_toml
-from dist_amp.config.parse import flat_values
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.step import evaluate
@@ -119,7 +118,7 @@ def test_an_argument_that_is_none_reads_back_from_toml(tmp_path):
     config = load_config(["--task.target", task_file(tmp_path, "name: str | None = None")], {})
     (tmp_path / "written.toml").write_text(to_toml(config))
     again = load_config(["--config", str(tmp_path / "written.toml")], {})
-    assert dict(flat_values(again)) == dict(flat_values(config))
+    assert again == config
 
 
 def test_a_dataclass_is_a_task_too(tmp_path):
@@ -140,10 +139,10 @@ def test_a_dataclass_is_a_task_too(tmp_path):
         ("tiny", ["task.target=tiny must be module:Class or path/to/file.py:Class"]),
         ("tiny:", ["task.target=tiny: must be module:Class"]),
         (":Tiny", ["task.target=:Tiny must be module:Class"]),
-        ("missing:Mine", ["task.target=missing:Mine", "there is no module missing"]),
-        ("dist_amp.missing.part:Mine", ["there is no module dist_amp.missing.part"]),
-        ("/nowhere/missing.py:Mine", ["there is no", "/nowhere/missing.py"]),
-        ("tiny:Tinny", ["task.target=tiny:Tinny", "no class Tinny", "did you mean Tiny?"]),
+        ("missing:Mine", ["task.target=missing:Mine", "No module named 'missing'"]),
+        ("dist_amp.missing.part:Mine", ["No module named 'dist_amp.missing'"]),
+        ("/nowhere/missing.py:Mine", ["No module named 'missing'", "/nowhere was searched"]),
+        ("tiny:Tinny", ["task.target=tiny:Tinny", "no class Tinny in tiny, which has", "Tiny,"]),
         ("dist_amp.tasks.causal_lm:rotate", ["there is no class rotate in dist_amp.tasks"]),
         ("tiny:LacksWeight", ["lacks the method weight", "def weight(self, batch) -> number"]),
     ],
@@ -160,8 +159,8 @@ def test_a_target_that_is_no_task_is_refused_with_the_reason(target, parts):
         ("raise RuntimeError('out of luck')", ["mine.py:Mine", "RuntimeError", "out of luck"]),
         ("\ndef (", ["mine.py:Mine", "SyntaxError", "mine.py, line 2"]),
         ("raise SystemExit(3)", ["mine.py:Mine", "SystemExit"]),
-        ("import not_there_at_all", ["it imports not_there_at_all, which is missing", "install"]),
-        ("import json.not_there", ["it imports json.not_there, which is missing"]),
+        ("import not_there_at_all", ["No module named 'not_there_at_all'", "install"]),
+        ("import json.not_there", ["No module named 'json.not_there'"]),
     ],
 )
 def test_a_task_whose_file_cannot_be_imported_is_quoted(tmp_path, head, parts):
@@ -185,7 +184,7 @@ def test_for_a_file_named_like_another_module_the_error_says_to_rename_it(tmp_pa
             "count: int",
             "pass",
             ["--train.steps", "5", "--task.args.count", "x"],
-            ["task.args.count=x on the command line is not a whole number"],
+            ["task.args.count=x on the command line must be a whole number"],
         ),
         (
             "count: int | None = None",
@@ -389,13 +388,13 @@ def test_evaluation_reports_bits_per_byte():
 def test_the_sinusoid_has_134145_parameters_and_exactly_four_levels():
     task = build(SINUSOID)
     assert sum(p.numel() for p in task.build_model().parameters()) == 134_145
-    assert torch.equal(task.picture(0, 0, 512)[1].unique(), torch.arange(4) / 3)
+    assert torch.equal(task.picture["levels"].unique(), torch.arange(4) / 3)
 
 
 def test_crops_to_train_on_are_cut_from_the_picture_and_those_to_validate_on_cover_it_once():
     task = build(SINUSOID, "--task.args.size", 48, "--task.args.crop", 16, "--task.args.crops", 50)
     dataset = task.build_dataset("train")
-    whole, picture = task.picture(0, 0, 48)
+    whole, picture = task.picture.values()
     assert len(dataset) == 50
     for sample in dataset:
         left, top = ((sample["coordinates"][:, 0, 0] + 1) / 2 * 47).round().int().tolist()
@@ -425,7 +424,7 @@ def test_the_sample_shows_the_target_next_to_the_models_drawing():
         image = task.sample(task.build_model())
     assert image.shape == (1, 32, 64)
     assert 0 <= image.min() <= image.max() <= 1
-    assert torch.equal(image[:, :, :32], task.picture(0, 0, 32)[1])
+    assert torch.equal(image[:, :, :32], task.picture["levels"])
 
 
 # ---- what a task's methods return ----
@@ -461,7 +460,7 @@ class ChangingMetrics(Tiny):
     [
         ([None], "returned NoneType; return a dict of sums, or of pairs (sum, weight)"),
         ([{"hits": (1.0, 2.0, 3.0)}], "gave hits 3 values; return a sum, or a pair (sum, weight)"),
-        ([{"hits": (1.0, -2.0)}], "gave hits the weight -2; return what counts in the batch"),
+        ([{"hits": (1.0, -2.0)}], "gave hits the weight -2, not what counts in the batch"),
         ([{"hits": [1, 2]}], "gave hits a list, not a number or a scalar tensor"),
         ([{"hits": 1.0}, {}], "returned nothing for one batch and hits, loss for another"),
         (
@@ -491,7 +490,7 @@ def evaluated(world, task, words):
 def test_a_metric_with_its_own_weight_is_divided_by_that_one_alone(samples):
     task, words = Counted(uneven=True, samples=samples), ["--train.micro_batch_size", 4]
     for values, rows in on_ranks(2, evaluated, task, words):
-        assert list(values) == ["hits", "sum", "loss"]
+        assert list(values) == ["loss", "hits", "sum"]
         assert values["hits"] == (rows["y"] > 0).sum().item() / samples  # whole numbers: exact
         mean = (rows["y"].sum() / rows["counts"].sum()).item()
         assert values["sum"] == pytest.approx(mean, rel=1e-5)  # float32 sums in another order
@@ -532,7 +531,7 @@ def test_metrics_may_differ_in_order_between_ranks_but_not_in_names():
     for values in on_ranks(2, evaluated_by_rank, "hits", "misses"):
         assert (values["hits"], values["misses"]) == (4.0, 6.0)
     said = (
-        "returned hits, misses, loss on rank 0 and b, misses, hits, loss on rank 1; "
+        "returned loss, hits, misses on rank 0 and loss, b, hits, misses on rank 1; "
         "return the same names on every rank"
     )
     assert all(said in text for text in on_ranks(2, evaluated_by_rank, "hits", "misses", "b"))
@@ -556,12 +555,12 @@ def test_a_model_that_is_none_or_has_nothing_to_train_is_refused(model, said):
 
 @pytest.mark.bad_input("a `weight(batch)` that is negative or no number")
 @pytest.mark.parametrize(
-    ("weight", "said"), [(-2, "-2"), (-0.5, "-0.5"), (None, "NoneType"), ("8", "str")]
+    ("weight", "said"), [(-2, "-2"), (-0.5, "-0.5"), (None, "a NoneType"), ("8", "a str")]
 )
 def test_a_weight_that_is_negative_or_no_number_is_refused(weight, said):
     run = make_run(World(), Returns(weight=weight), "--eval.every", 1)
     message = (
-        f"weight(batch) returned {said}; return what counts in the batch: a number or scalar "
+        f"weight(batch) returned {said}, not what counts in the batch: a number or a scalar "
         "tensor, at least 0"
     )
     assert message in refusal(take_steps, run, 1, status=65)

@@ -1,4 +1,4 @@
-"""What TensorBoard gets: tags with units, an overview, the environment. None of it ends a run."""
+"""What TensorBoard gets: tags, pinned charts, the environment. None of it ends a run."""
 
 import errno
 import json
@@ -15,24 +15,23 @@ import torch
 from conftest import ROOT
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny import Tiny, make_run, take_steps
 
 from dist_amp.diagnostics.numerics import Numerics
 from dist_amp.step import evaluate
-from dist_amp.supervise.banner import code_folder, environment, git_state, this_rank, variables
+from dist_amp.supervise.banner import (
+    code_folder,
+    environment,
+    git_state,
+    pinned_url,
+    this_rank,
+    variables,
+)
 from dist_amp.supervise.callbacks import train_metrics
 from dist_amp.supervise.lifecycle import open_run
 from dist_amp.telemetry import writers
-from dist_amp.telemetry.tensorboard_view import (
-    TAGS,
-    add_overview,
-    describe,
-    main_tags,
-    pinned_url,
-)
-from dist_amp.telemetry.writers import TensorBoardWriter
+from dist_amp.telemetry.writers import TensorBoardWriter, in_readable_units
 from dist_amp.world import World
 
 
@@ -89,43 +88,24 @@ def scalars(events, tag):
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_every_tag_that_a_run_writes_is_in_the_tables_with_its_unit_and_meaning(folder):
+def test_every_tag_that_a_run_writes_is_in_the_table_of_the_docs(folder):
     written = {tag for rank in (0, 1) for tag in events_of(folder, rank).Tags()["scalars"]}
-    assert [tag for tag in sorted(written) if not describe(tag)] == []
-    unused = {pattern for pattern in TAGS if not any(fnmatchcase(tag, pattern) for tag in written)}
-    on_a_gpu = {tag for tag in TAGS if tag.startswith(("gpu/", "memory/allocator", "memory/res"))}
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    tags = re.findall(r"^\| `(.+?)` \| .+ \| .+ \|$", text, re.MULTILINE)
+    assert [tag for tag in sorted(written) if not any(fnmatchcase(tag, t) for t in tags)] == []
+    unused = {pattern for pattern in tags if not any(fnmatchcase(tag, pattern) for tag in written)}
+    on_a_gpu = {tag for tag in tags if tag.startswith(("gpu/", "memory/allocator", "memory/res"))}
     # Of a run that ends, of many ranks, of groups, of tasks that read tokens; the last one needs a
     # step that is taken by the optimizer that is hooked.
-    elsewhere = {tag for tag in TAGS if tag.startswith(("host/", "memory/host", "train/counted"))}
+    elsewhere = {tag for tag in tags if tag.startswith(("host/", "memory/host", "train/counted"))}
     elsewhere |= {"train/lr_*", "ranks/slowest_rank", "train/padding_pct", "eval/loss_*"}
     assert unused <= on_a_gpu | elsewhere | {"numerics/lost_update_share/*"}
-    assert describe("loss/fp16") == ""
-    text = (ROOT / "docs" / "metrics.md").read_text()
-    rows = dict(re.findall(r"^\| `(.+?)` \| (.+) \|$", text, re.MULTILINE))
-    assert rows == {tag: f"{unit} | {meaning}" for tag, (unit, meaning) in TAGS.items()}
 
 
-def test_a_tag_has_its_unit_and_meaning_in_the_file_and_all_its_points_as_plain_values(folder):
-    events = events_of(folder, 1)
-    description = events.SummaryMetadata("memory/peak_GiB").summary_description
-    assert description.startswith("GiB: highest since the start")
-    for tag in events.Tags()["scalars"]:
-        assert [step for step, _ in scalars(events, tag)] == [2, 4], "the first one too"
-
-
-def test_readable_units_are_those_of_the_other_tags(folder):
-    def values(tag):
-        return [value for _, value in scalars(events, tag)]
-
-    events = events_of(folder)
-    bytes_of_peak = [value / 2**30 for value in values("memory/peak_bytes")]
-    assert values("memory/peak_GiB") == pytest.approx(bytes_of_peak, rel=1e-6), "float32"
-    percent = [100 * value for value in values("throughput/mfu")]
-    assert values("perf/mfu_pct") == pytest.approx(percent, rel=1e-6)
-    assert values("amp/loss_scale_log2") == [38, 36], "each step overflows"
-    assert values("amp/loss_scale") == [2.0**38, 2.0**36]
-    assert values("amp/skipped_steps") == [2, 4]
-    assert values("amp/skipped_in_interval") == [2, 2]
+def test_readable_units_are_those_of_the_other_tags():
+    values = {"memory/peak_bytes": 3 * 2**29, "throughput/mfu": 0.5, "amp/loss_scale": 2.0**38}
+    readable = {"memory/peak_GiB": 1.5, "perf/mfu_pct": 50, "amp/loss_scale_log2": 38}
+    assert in_readable_units(values) == readable
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
@@ -151,30 +131,12 @@ def test_the_address_pins_six_charts_that_a_run_has(folder, has_tokens):
     assert groups[2] == groups[3] != groups[4], "several runs: a colour per run"
 
 
-def test_the_overview_is_a_layout_of_the_six_charts_whose_patterns_match_what_is_written(folder):
-    (event,) = events_of(folder).Tensors("custom_scalars__config__")
-    (category,) = Layout.FromString(event.tensor_proto.string_val[0]).category
-    assert category.title == "Overview"
-    assert [chart.title for chart in category.chart] == list(main_tags(True))
-    written = events_of(folder).Tags()["scalars"]
-    for chart in category.chart:
-        for pattern in chart.multiline.tag:
-            assert [tag for tag in written if re.match(pattern, tag)], pattern
-
-
-def begun(folder, warnings):
-    writer = TensorBoardWriter(folder / "tensorboard/rank00000", 1, warnings.append)
-    writer.write_first(lambda to: to.add_text("config", "first", 0))
-    writer.write_first(add_overview(False))
-    return writer
-
-
 @pytest.mark.bad_input("a TensorBoard folder that can't be made")
 def test_a_folder_that_can_not_be_made_is_one_warning_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(writers, "RETRY_SECONDS", 0.0)
     (tmp_path / "tensorboard").write_text("a file")
     warnings = []
-    writer = begun(tmp_path, warnings)
+    writer = TensorBoardWriter(tmp_path / "tensorboard/rank00000", 1, warnings.append)
     for step in (1, 2):
         writer.write_scalars({"train/loss": 1.0}, step)
     writer.close()
@@ -183,17 +145,16 @@ def test_a_folder_that_can_not_be_made_is_one_warning_and_nothing_else(tmp_path,
 
 
 @pytest.mark.bad_input("a disk that is full for a while")
-def test_after_a_full_disk_a_new_file_begins_with_the_config_the_overview_and_the_descriptions(
-    tmp_path, monkeypatch
-):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_full_disk_values_are_written_again(tmp_path, monkeypatch):
     def no_space(self, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     warnings = []
     monkeypatch.setattr(writers, "RETRY_SECONDS", 0.0)
+    writer = TensorBoardWriter(tmp_path / "tensorboard/rank00000", 1, warnings.append)
     with monkeypatch.context() as patch:
         patch.setattr(RecordWriter, "write", no_space)
-        writer = begun(tmp_path, warnings)
         deadline = time.monotonic() + 30
         while not warnings and time.monotonic() < deadline:  # a later write gets the thread's error
             writer.write_scalars({"train/loss": 1.0}, 1)
@@ -202,10 +163,7 @@ def test_after_a_full_disk_a_new_file_begins_with_the_config_the_overview_and_th
     writer.write_scalars({"train/loss": 2.0}, 2)
     writer.close()
     assert len(warnings) == 1
-    events = events_of(tmp_path)
-    assert {"config/text_summary", "custom_scalars__config__"} <= set(events.Tags()["tensors"])
-    assert events.SummaryMetadata("train/loss").summary_description
-    assert scalars(events, "train/loss")[-1] == (2, 2.0)
+    assert scalars(events_of(tmp_path), "train/loss")[-1] == (2, 2.0)
 
 
 # ---- where the run started ----
@@ -269,7 +227,7 @@ def test_an_environment_that_can_not_be_written_is_a_warning(tmp_path, capsys):
     run.metrics.close()
     said = "environment.json can't be written (Is a directory); TensorBoard's text `environment`"
     assert said in capsys.readouterr().err
-    texts = {"config/text_summary", "environment/text_summary", "custom_scalars__config__"}
+    texts = {"config/text_summary", "environment/text_summary"}
     assert texts <= set(events_of(tmp_path).Tags()["tensors"])
 
 

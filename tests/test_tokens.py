@@ -10,7 +10,7 @@ import torch
 
 from dist_amp.settings import DataConfig
 from dist_amp.sources import conversations
-from dist_amp.sources.conversations import IGNORE_INDEX, asks_in_turns, encode
+from dist_amp.sources.conversations import asks_in_turns
 from dist_amp.sources.token_shards import TokenShards
 from dist_amp.sources.tokenizer import check_vocabulary, of_transformers, open_tokenizer
 from dist_amp.sources.tokens import TokenizedWhenRead, token_documents, tokenize
@@ -37,7 +37,7 @@ def source(folder, rows):
 
 def write_tokens(folder, tokenizer=BYTES, **splits):
     splits = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
-    tokenize(folder, splits, tokenizer, "text", print)
+    tokenize(folder, splits, tokenizer, "text")
     return DataConfig(path=str(folder))
 
 
@@ -82,13 +82,6 @@ def test_the_identity_is_what_decides_the_ids_and_nothing_else(tmp_path):
     assert len({of_transformers(each).identity for each in (one, without_end, marked, more)}) == 4
 
 
-def test_a_text_longer_than_the_models_context_is_not_warned_about(tmp_path, caplog):
-    tokenizer = make_tokenizer(tmp_path)
-    tokenizer.model_max_length = 4
-    assert len(of_transformers(tokenizer).encode("a" * 20)) == 20
-    assert not caplog.records
-
-
 EMPTY = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}})
 
 
@@ -127,43 +120,19 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows():
 # What of a row is learned: tests/test_hf_tasks.py has more of it.
 
 
-# ChatML as many models ship it, without generation marks: transformers' mask of it is all zero.
-STOCK = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content']}}"
-    "{{'<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ "
-    "'<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-def test_of_a_stock_template_without_generation_marks_the_answers_are_learned(tmp_path):
-    tokenizer = make_tokenizer(tmp_path, STOCK)
-    row = chats()[0]
-    ids, labels = encode(row, of_transformers(tokenizer), "text")
-    assert ids == tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]
-    learned = [label for label in labels if label != IGNORE_INDEX]
-    assert tokenizer.decode(learned) == "ab<|im_end|>\n"
-
-
 NOTHING_MARKED = CHAT.replace("BEGIN", "{% generation %}{% endgeneration %}").replace("END", "")
 COUNTED = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 @pytest.mark.bad_input("a chat template by which no token of the answers is found")
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        (NOTHING_MARKED, "its {% generation %} marks none"),
-        (COUNTED, "it renders them in another way than the prompt before"),
-    ],
-)
-def test_a_template_that_finds_no_answer_is_refused_by_its_name_and_row(template, why, tmp_path):
+@pytest.mark.parametrize("template", [NOTHING_MARKED, COUNTED])
+def test_a_template_that_finds_no_answer_is_refused_by_its_name_and_row(template, tmp_path):
     make_tokenizer(tmp_path / "model", template)
     tokenizer = open_tokenizer(str(tmp_path / "model"))
     said = message_of(65, token_documents, source(tmp_path, chats()), "train", tokenizer)
     assert re.sub(r"^row \d+", "row 0", said) == (
-        f"row 0: the chat template of {tmp_path}/model finds no token of the assistant's answers: "
-        f"{why}; put "
-        "{% generation %} and {% endgeneration %} around what the assistant writes"
+        f"row 0: the chat template of {tmp_path}/model finds no token of the assistant's answers; "
+        "put {% generation %} and {% endgeneration %} around what the assistant writes"
     )
 
 
@@ -212,10 +181,8 @@ def test_the_cache_knows_rows_tokenizer_column_and_split_apart(tmp_path, cache):
 def test_a_folder_of_tokens_is_a_source_of_its_splits(tmp_path):
     both = write_tokens(tmp_path / "both", train=TEXTS, validation=TEXTS[1:3])
     one = write_tokens(tmp_path / "one", train=TEXTS)
-    assert [len(token_documents(both, split, BYTES)) for split in ("train", "validation")] == [
-        24,
-        2,
-    ]
+    assert len(token_documents(both, "train", BYTES)) == 24
+    assert len(token_documents(both, "validation", BYTES)) == 2
     assert token_documents(one, "validation", BYTES) is None
     assert token_documents(one, "train", BYTES)[2]["input_ids"].tolist() == [*b"ababab", 0]
 
@@ -233,56 +200,33 @@ def test_tokens_of_another_tokenizer_are_refused_with_both(tmp_path):
     )
     data = replace(source(tmp_path, TEXTS), tokenizer="bytes")
     said = message_of(64, token_documents, data, "train", other)
-    assert said.startswith("data.tokenizer=bytes (bytes) is not the task's own, ")
+    assert said.startswith("data.tokenizer=bytes (bytes) is not the task's, ")
     data = replace(data, tokenizer=str(tmp_path / "model"))
     assert len(token_documents(data, "train", other)) == 18
 
 
-class View:
-    """What a Parquet view offers: no `map`, an order of its own."""
-
-    fingerprint = "view"
-
-    def __init__(self, rows):
-        self.rows, self.column_names, self.read = rows, list(rows[0]), []
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, number):
-        return self.rows[number]
-
-    def __getitems__(self, numbers):
-        self.read += numbers
-        return [self.rows[number] for number in numbers]
-
-    def select_columns(self, names):
-        self.selected = names
-        return self
-
-    def shuffled(self, global_batch_size, world_size):
-        return "an order", None
+def view(folder, rows):
+    datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet", batch_size=8)
+    return DataConfig(path=f"{folder}/rows.parquet", view="parquet", validation_split="train")
 
 
-def test_rows_of_a_view_are_tokenized_as_they_are_read_in_its_own_order(tmp_path, cache):
-    view = View([{**row, "image": b""} for row in TEXTS])
-    documents = token_documents(DataConfig(), "train", BYTES, view)
+def test_rows_of_a_view_are_tokenized_as_they_are_read(tmp_path, cache):
+    data = view(tmp_path, [{**row, "image": b"", "body": "b"} for row in TEXTS])
+    documents = token_documents(data, "train", BYTES)
     assert isinstance(documents, TokenizedWhenRead)
     assert not cache.exists()
     assert not hasattr(documents, "lengths")
-    assert documents.shuffled(8, 1) == ("an order", None)
-    assert (view.read, view.selected) == ([], ["text"])
-    samples = documents.__getitems__([4, 1])
-    assert view.read == [4, 1]
+    assert documents.rows.column_names == ["text"]
     ahead = token_documents(write_tokens(tmp_path / "tokens", train=TEXTS), "train", BYTES)
-    for number, sample in zip([4, 1], samples, strict=True):
+    for number, sample in zip([4, 1], documents.__getitems__([4, 1]), strict=True):
         torch.testing.assert_close(sample, ahead[number])
-    assert documents.fingerprint != TokenizedWhenRead(view, BYTES, "body").fingerprint
+    other = token_documents(replace(data, text_column="body"), "train", BYTES)
+    assert documents.fingerprint != other.fingerprint
 
 
-def test_a_row_of_a_view_without_tokens_is_named():
-    tokenizer = replace(BYTES, end=None)
-    documents = TokenizedWhenRead(View([{"text": "a"}, {"text": ""}]), tokenizer, "text")
+def test_a_row_of_a_view_without_tokens_is_named(tmp_path):
+    data = view(tmp_path, [{"text": "a"}, {"text": ""}])
+    documents = token_documents(data, "train", replace(BYTES, end=None))
     said = "row 1 has no tokens; remove it, or use dist_amp.tokenize, which leaves it out"
     assert message_of(65, documents.__getitems__, [0, 1]) == said
 

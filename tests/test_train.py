@@ -55,16 +55,6 @@ def check_finished_run(folder, done, ranks):
 FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]
 
 
-HSDP = ["--parallel.strategy", "hsdp", "--train.global_batch_size", "16"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "words"), [(1, FP16), (4, HSDP)])
-def test_the_main_job_runs_on_any_number_of_ranks(launch, tmp_path, ranks, words):
-    done = launch(ranks, *TINY, "--train.steps", "4", "--run.dir", "run", *words, fresh=True)
-    check_finished_run(tmp_path / "run", done, ranks)
-
-
 def test_torchrun_runs_the_main_job_in_a_default_folder_with_time_and_id_shared_by_all_ranks(
     launch, tmp_path
 ):
@@ -82,14 +72,6 @@ def test_all_ranks_together_report_a_config_error_once(launch):
     done = launch.each(2, *TINY, "--train.stps", "4")
     assert [rank.returncode for rank in done] == [64, 64]
     assert "".join(rank.stderr for rank in done) == f"{CONFIG_ERROR}\n"
-
-
-@pytest.mark.slow
-def test_under_torchrun_a_config_error_is_the_last_line_on_the_screen(launch):
-    done = launch(2, *TINY, "--train.stps", "4")
-    assert done.returncode == 1  # torchrun's own
-    assert done.stderr.splitlines().count(CONFIG_ERROR) == 1
-    assert CONFIG_ERROR in last_message_of_torchrun(done)
 
 
 def last_message_of_torchrun(done):

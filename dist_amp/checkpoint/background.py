@@ -57,12 +57,10 @@ class Staging:
         self._device = device
         self._pins = device.type == "cuda"
         self._kept: dict[tuple[Any, ...], Tensor] = {}  # by path in the state, and layout
-        self._copied: dict[tuple[Any, ...], Tensor] = {}  # in this copy: tied tensors only once
 
     @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state with every tensor in this memory, in place of the copy before."""
-        self._copied.clear()
         copy: dict[str, Any] = tree_map_with_path(self._staged, state)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -79,14 +77,10 @@ class Staging:
         if leaf.layout is not torch.strided or leaf.is_quantized:
             return leaf.detach().to("cpu", copy=True)
         layout = (leaf.dtype, leaf.size(), leaf.stride())
-        source = (leaf.device, leaf.data_ptr(), *layout)
-        if source in self._copied and leaf.numel():
-            return self._copied[source]
         target = self._kept.get((path, layout))
         if target is None:
             target = self._kept[path, layout] = self._empty_like(leaf)
-        self._copied[source] = target.copy_(leaf, non_blocking=True)
-        return target
+        return target.copy_(leaf, non_blocking=True)
 
     def _empty_like(self, tensor: Tensor) -> Tensor:
         """Host memory for it, pinned if there is a GPU and the system allows it."""
@@ -94,13 +88,12 @@ class Staging:
             try:
                 return torch.empty_like(tensor, device="cpu", pin_memory=True)
             except RuntimeError as error:
-                print(
+                text = (
                     f"warning: {tensor.nbytes:,} bytes of host memory can't be pinned for "
-                    f"background saves ({str(error).splitlines()[0]}); training waits longer for "
-                    "each save; give the job more host memory, or set checkpoint.async_save=false",
-                    file=sys.stderr,
-                    flush=True,
+                    f"background saves ({str(error).splitlines()[0]}), which take longer; give the "
+                    "job more host memory"
                 )
+                print(text, file=sys.stderr, flush=True)
                 self._pins = False
         return torch.empty_like(tensor, device="cpu")
 

@@ -1,7 +1,6 @@
 """Checks that a checkpoint fits a run: its config, data (by fingerprint), model and optimizer."""
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,28 +12,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
-from dist_amp.checkpoint.format import CONFIG, Manifest, hash_text, read_manifest
+from dist_amp.checkpoint.format import CONFIG, Manifest, read_manifest
 from dist_amp.config.auto import accumulation_steps
-from dist_amp.config.load import defaults_of, flat, to_toml
+from dist_amp.config.load import flat, to_toml
 from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
 from dist_amp.loading.plan import Order, Plan
 from dist_amp.run import Run
-from dist_amp.settings import Config
+from dist_amp.settings import FREE_TO_CHANGE, Config
 from dist_amp.world import World
-
-# Settings that may differ after a resume: they change where and how fast a run computes, not what.
-FREE_TO_CHANGE = (
-    *("run.", "eval.", "checkpoint.", "metrics.", "debug.", "compile."),
-    *("data.name", "data.path", "data.format", "data.split", "data.validation_split"),
-    *("data.tokenizer", "data.workers", "data.view", "data.streams"),
-    *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
-    *("parallel.activation_checkpointing", "parallel.cpu_offload"),
-    *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),
-    *("train.global_batch_size", "train.max_skips_in_a_row", "optim.fused", "optim.ema"),
-)
 
 # Settings of earlier versions that changed what is computed, with the values that are fixed now.
 FIXED = {"data.mix_by": "rows", "optim.decay_ratio": 0.2}
@@ -59,21 +47,22 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
     ]
     micro_batches = accumulation_steps(config.train, world.world_size)
     samples = config.train.micro_batch_size * micro_batches * world.world_size
-    others = {
-        "run.seed": (manifest.seed, config.run.seed),
-        "train.global_batch_size": (manifest.global_batch_size, samples),
-    }
-    others = {key: (old, new) for key, (old, new) in others.items() if old != new}
-    differences = [*changes, *(f"{key}={old}, now {new}" for key, (old, new) in others.items())]
+    options = []
+    differences = list(changes)
+    for key, old, new in (
+        ("run.seed", manifest.seed, config.run.seed),
+        ("train.global_batch_size", manifest.global_batch_size, samples),
+    ):
+        if old != new:
+            options.append(f"--{key} {old}")
+            differences.append(f"{key}={old}, now {new}")
+    text = f"{path} was made with {'; '.join(differences)}"
     if differences and config.run.allow_config_change:
-        world.warn(f"resuming from {path} with another config: {'; '.join(differences)}")
+        world.warn(f"resuming with another config: {text}")
     elif changes:
-        raise ConfigError(
-            f"{path} was made with {'; '.join(differences)}: use the old values, {OR_ALLOW}"
-        )
-    elif others:
-        options = " ".join(f"--{key} {old}" for key, (old, _) in others.items())
-        raise DataError(f"{path} was made with {'; '.join(differences)}: use {options}, {OR_ALLOW}")
+        raise ConfigError(f"{text}: use the old values, {OR_ALLOW}")
+    elif options:
+        raise DataError(f"{text}: use {' '.join(options)}, {OR_ALLOW}")
     steps = config.train.steps
     follows_schedule = config.optim.schedule != "constant" and not hasattr(task, "schedule")
     if steps != before["train.steps"] and steps > manifest.step and follows_schedule:
@@ -96,13 +85,11 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
             del saved[key]
     if saved.get("task.target") == config.task.target:
         named_by_user = ("data.sources.",)  # the defaults of the task's arguments are known
-    defaults = flat(defaults_of(config))
+    try:
+        defaults = flat(to_toml(type(config)()))
+    except TypeError:  # the task has required arguments
+        defaults = {}
     return {key: defaults[key] for key in defaults if not key.startswith(named_by_user)} | saved
-
-
-def config_hash(config_text: str) -> str:
-    """Hash of all settings that change what is computed."""
-    return hash_text(json.dumps(_training_settings(flat(config_text))))
 
 
 def _training_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,8 +107,7 @@ def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
     plan = run.data.plan
     allowed = run.config.run.allow_config_change
     check_data(path, manifest, plan.length, fingerprint(run.data, run.world), allowed, run.world)
-    order = order_to_continue(path, manifest, plan, allowed, run.world)
-    run.data.plan = replace(plan, order=order)
+    run.data.plan = replace(plan, order=order_to_continue(path, manifest, plan, allowed, run.world))
 
 
 def check_data(
@@ -159,10 +145,7 @@ def order_to_continue(
         return plan.order
     if "dataset" in (saved, plan.order):
         return plan.order
-    table = ""
-    if saved == "randperm":
-        table = f", which takes {plan.length / 2**17:,.0f} MiB on every rank"
-    world.say(f"data order: {saved}, as in {path}{table}; a new run would use {plan.order}")
+    world.say(f"data order: {saved}, as in {path}; a new run would use {plan.order}")
     return saved
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: how they are published, verified, and read without running any code.
+"""The files of a checkpoint: how they are published, verified and read.
 
 A checkpoint is either complete or absent. Its folder is written under a temporary name, the
 manifest is written last, and one rename publishes it. The file formats inside do not detect damage
@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import shutil
 import stat
 import warnings
@@ -20,16 +19,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from dist_amp.distributed.process_group import without_timeout
-from dist_amp.errors import DataError
+from dist_amp.errors import CheckpointRejected, DataError
 from dist_amp.files import sync_folder, write_synced
 from dist_amp.world import World
 
@@ -37,10 +34,6 @@ FORMAT = 1  # version of the folder's layout; newer ones are rejected
 
 MANIFEST = "manifest.json"
 CONFIG = "config.toml"
-
-
-class CheckpointRejected(Exception):
-    """Why a checkpoint can't be loaded; no user error: another one of the run may be valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +51,6 @@ class Manifest:
     data_length: int
     data_fingerprint: str = ""
     optimizer: dict[str, int]  # number of parameters per group
-    config_hash: str = ""
     evaluation: dict[str, float]  # the latest
     evaluated_step: int
     best: dict[str, float]  # the lowest validation loss so far, with its "step"
@@ -85,21 +77,21 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = (folder / MANIFEST).read_bytes().decode()
         content = json.loads(text)
-        if content["format"] > FORMAT:
-            raise CheckpointRejected(
-                f"its format is {content['format']}, this version reads up to {FORMAT}; use a "
-                "newer dist_amp"
-            )
+        version = content["format"]
         del content["xxh3"]
-        names = {one.name for one in fields(Manifest)} & content.keys()
-        manifest = Manifest(**{name: content[name] for name in names})
     except OSError as error:
         raise CheckpointRejected(f"{MANIFEST} can't be read ({error.strerror})") from None
-    except (ValueError, LookupError, TypeError):  # from json, decode and the dataclass
+    except (ValueError, LookupError, TypeError):
         raise CheckpointRejected(f"{MANIFEST} is damaged") from None
     # Compare byte by byte: a flipped bit in JSON's whitespace would go unnoticed otherwise.
     if signed_text(content) != text:
         raise CheckpointRejected(f"{MANIFEST} is damaged")
+    if version > FORMAT:
+        raise CheckpointRejected(
+            f"its format is {version}, this version reads up to {FORMAT}; use a newer dist_amp"
+        )
+    names = {one.name for one in fields(Manifest)} & content.keys()
+    manifest = Manifest(**{name: content[name] for name in names})
     for name in manifest.files:
         if name in ("", ".", "..") or Path(name).name != name:
             raise CheckpointRejected(
@@ -117,15 +109,11 @@ def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
     largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     for name in largest_first[part::parts]:
         path = folder / name
-        expected = files[name]
         try:
-            status = path.stat(follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(path.lstat().st_mode):
                 return f"{name} is not a file"
-            if status.st_size != expected["bytes"]:
-                return f"{name} has {status.st_size:,} bytes, not {expected['bytes']:,}"
-            if hash_file(path) != expected["xxh3"]:
-                return f"{name} is damaged: its hash differs from the manifest's"
+            if entry_of(path) != files[name]:
+                return f"{name} is damaged: its size or hash differs from the manifest's"
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
     return ""
@@ -141,19 +129,23 @@ def all_checkpoints(run_folder: Path) -> list[Path]:
     return [path for path in paths if path.name.removeprefix("step_").isdigit()]
 
 
-def hash_file(path: Path) -> str:
-    """128-bit xxh3: finds accidental damage ten times faster than sha256, but no forgery."""
+def entry_of(path: Path) -> dict[str, Any]:
+    """The manifest's entry for a file: its size, and its hash.
+
+    128-bit xxh3: finds accidental damage ten times faster than sha256, but no forgery.
+    """
     with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
-
-
-def hash_text(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
+    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 
 def hash_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """The manifest's entries for these files."""
-    return {path.name: {"bytes": path.stat().st_size, "xxh3": hash_file(path)} for path in paths}
+    return {path.name: entry_of(path) for path in paths}
+
+
+def hash_text(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
@@ -165,13 +157,12 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def remove_old_checkpoints(run_folder: Path, keep: int) -> list[str]:
-    """Keep the newest `keep` and the one with the best validation loss; a line per failure."""
+    """Keep the newest `keep`, and the one with the best validation loss; a line per failure."""
     paths = all_checkpoints(run_folder)
-    losses = {path: _validation_loss(path) for path in paths}
-    best = min(paths, key=lambda path: losses[path])
+    best = min(paths, key=_validation_loss)
     failed = []
     for path in paths[:-keep]:
-        if path == best and losses[path] < math.inf:
+        if path == best and _validation_loss(path) < math.inf:
             continue
         try:
             # First, so that a half-removed folder is not a checkpoint.
@@ -196,14 +187,13 @@ def quarantine_after(run_folder: Path, step: int) -> list[Path]:
     """Rename rejected checkpoints of later steps, to be taken again; remove half-written ones."""
     for leftover in run_folder.glob("checkpoints/.step_*.writing"):
         shutil.rmtree(leftover, ignore_errors=True)
-    newest = checkpoint_folder(run_folder, step)
-    return [quarantine(path) for path in all_checkpoints(run_folder) if path > newest]
-
-
-def quarantine(checkpoint: Path) -> Path:
-    target = checkpoint.with_name(f"refused_{checkpoint.name}")
-    shutil.rmtree(target, ignore_errors=True)
-    return checkpoint.rename(target)
+    renamed = []
+    for path in all_checkpoints(run_folder):
+        if path > checkpoint_folder(run_folder, step):
+            target = path.with_name(f"refused_{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            renamed.append(path.rename(target))
+    return renamed
 
 
 def reason(error: BaseException) -> str:
@@ -216,53 +206,8 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or text
 
 
-# --- reading
-#
-# torch.distributed.checkpoint unpickles `.metadata` and every entry that is not a tensor, so a
-# hostile checkpoint could run code. Here `.metadata` is unpickled through an allow-list, with
-# classes that are private to torch since its checkpoints contain them, and the entries with
-# weights_only.
-
-# Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour.
-ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "torch": {
-        "Size",
-        *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
-    },
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in ("PosixPath", "WindowsPath"):
-            # A string has no attributes that a pickle could set.
-            return lambda *parts: "/".join(parts)
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member  # how some Python releases pickle an enum's member
-        if name not in ALLOWED.get(module, ()):
-            raise CheckpointRejected(
-                f".metadata asks for {module}.{name}, which no checkpoint needs; nothing was run"
-            )
-        return super().find_class(module, name)
-
-
-def _enum_member(owner: Any, name: str) -> Any:
-    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise CheckpointRejected(
-            f".metadata asks for {name} of {owner}, which no checkpoint needs; nothing was run"
-        )
-    return _MEM_FORMAT_ENCODING[name]
-
-
 class Reader(FileSystemReader):
-    """torch's reader of a folder, limited to allowed classes and to the files of the manifest."""
+    """torch's reader of a checkpoint's folder."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -270,53 +215,31 @@ class Reader(FileSystemReader):
         self.manifest = read_manifest(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            with (self.folder / ".metadata").open("rb") as file:
-                metadata = _Unpickler(file).load()
-        except CheckpointRejected:
-            raise
-        except Exception as error:  # whatever damaged bytes make of a pickle
-            raise CheckpointRejected(f".metadata can't be read ({error})") from None
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise CheckpointRejected(".metadata is not that of a checkpoint")
-        for place in metadata.storage_data.values():
-            if place.relative_path not in self.manifest.files:
-                raise CheckpointRejected(
-                    f".metadata points to {place.relative_path!r}, which the manifest does not list"
-                )
+        from dist_amp.checkpoint.allow_list import read_metadata
+
+        metadata = read_metadata(self.folder, self.manifest.files)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class Planner(DefaultLoadPlanner):
-    """torch's load planner, restricted to plain data for entries that are not tensors."""
-
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        # Raises for anything else, which the base class would unpickle.
-        torch.load(value, weights_only=True)
-        value.seek(0)
-        super().load_bytes(read_item, value)
-
-
 def read_into(state: dict[str, Any], reader: Reader, world: World | None = None) -> None:
-    """Fill the tensors of `state`; every rank calls it. Errors: CheckpointRejected, or DCP's."""
+    """Fill the tensors of `state`; every rank calls it. Errors: CheckpointException."""
     world = world or World()
-    silence_single_process_warning()
-    try:
-        with without_timeout(world.control):  # one rank's disk may be slow
-            read_tensors(
-                state,
-                storage_reader=reader,
-                planner=Planner(),
-                process_group=world.control,
-                no_dist=world.world_size == 1,
-            )
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if isinstance(failure, CheckpointRejected):
-                raise failure from None
-        raise
+    planner = None
+    from dist_amp.checkpoint.allow_list import Planner
+
+    planner = Planner()
+    # No process group is fine here. Set for good, because threads share warning filters.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with without_timeout(world.control):  # one rank's disk may be slow
+        read_tensors(
+            state,
+            storage_reader=reader,
+            planner=planner,
+            process_group=world.control,
+            no_dist=world.world_size == 1,
+        )
 
 
 @contextmanager
@@ -328,8 +251,3 @@ def rejection_as_data_error(path: Path) -> Iterator[None]:
         raise DataError(f"checkpoint {path} is rejected: {error}") from None
     except CheckpointException as error:
         raise DataError(f"checkpoint {path} can't be loaded: {reason(error)}") from error
-
-
-def silence_single_process_warning() -> None:
-    """No process group is fine here. Set for good, because threads share warning filters."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")

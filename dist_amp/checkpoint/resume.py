@@ -8,7 +8,7 @@ from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints, integrity_error
 from dist_amp.checkpoint.state import load
 from dist_amp.config.task_class import find_task
-from dist_amp.distributed.environment import attempt
+from dist_amp.distributed.process import attempt
 from dist_amp.errors import DataError
 from dist_amp.run import Run
 from dist_amp.settings import Config
@@ -52,16 +52,13 @@ def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | Non
     paths, problem = json.loads(world.from_main(json.dumps([paths, problem])))
     if problem:
         raise DataError(problem)
-    fix = "restore one from a backup, or start a new run in another --run.dir"
-    return newest_valid([Path(path) for path in paths], world, fix)
+    return newest_valid([Path(path) for path in paths], world)
 
 
-def newest_valid(
-    paths: Sequence[Path], world: World, fix: str = "restore one from a backup"
-) -> Path | None:
+def newest_valid(paths: Sequence[Path], world: World) -> Path | None:
     """The last of these that is valid, with a warning for each that is not; None if there are none.
 
-    Every rank calls it, and verifies its share. Errors: DataError, ending with `fix`, if all fail.
+    Every rank calls it, and verifies its share. Errors: DataError if none of them is valid.
     """
     rejected: list[str] = []
     for path in reversed(paths):
@@ -73,10 +70,11 @@ def newest_valid(
                 world.warn(f"checkpoint {text}; using {path.name} instead")
             return path
         rejected.append(f"{path}: {error}")
-    if len(rejected) > 1:
-        raise DataError(f"none of the checkpoints is valid: {'; '.join(rejected)}; {fix}")
     if rejected:
-        raise DataError(f"the checkpoint is not valid: {rejected[0]}; {fix}")
+        raise DataError(
+            f"none of the checkpoints is valid: {'; '.join(rejected)}; restore one from a backup, "
+            "or start a new run in another --run.dir"
+        )
     return None
 
 

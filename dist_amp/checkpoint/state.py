@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dist_amp.checkpoint.compatibility import check_fit, config_hash, continue_data, fingerprint
+from dist_amp.checkpoint.compatibility import check_fit, continue_data, fingerprint
 from dist_amp.checkpoint.format import (
     Manifest,
     Reader,
@@ -26,7 +26,7 @@ from dist_amp.checkpoint.format import (
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.parallel import averaged_statistics, set_statistics
-from dist_amp.run import Run, model_context
+from dist_amp.run import Run
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ def take_snapshot(run: Run) -> Snapshot:
         data_length=run.data.plan.length,
         data_fingerprint=fingerprint(run.data, run.world),
         optimizer=group_sizes(run),
-        config_hash=config_hash(run.config_text),
         evaluation=run.metrics.evaluation,
         evaluated_step=run.metrics.evaluated_step,
         best=run.metrics.best,
@@ -72,7 +71,7 @@ def take_snapshot(run: Run) -> Snapshot:
 
 def load(run: Run, path: Path) -> None:
     """Restore the run; every rank calls it. Errors: DataError if it is rejected or doesn't fit."""
-    with model_context(run.parallel.module, run.parallel.strategy), rejection_as_data_error(path):
+    with rejection_as_data_error(path):
         reader = Reader(path)
         continue_data(run, reader.folder, reader.manifest)
         if reader.manifest.step:  # DDP has not rebuilt its buckets before the first step

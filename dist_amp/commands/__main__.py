@@ -3,7 +3,7 @@
 import runpy
 import sys
 from collections.abc import Mapping
-from dataclasses import field, make_dataclass
+from dataclasses import make_dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -15,14 +15,14 @@ COMMANDS = {
     "launch": "train on all GPUs of this machine, or on several machines; torchrun's options",
     "verify": "prove on your task and machine that every way of running computes the same step",
     "bench": "measure what things cost: overhead, amp, gpu, data, collectives, checkpoint ...",
-    "plan": "estimate memory and time per rank of a config on a number of GPUs",
+    "plan": "estimate memory and traffic per rank of a config on a number of GPUs",
     "tokenize": "pre-tokenize a dataset into memory-mapped files",
     "export": "write a checkpoint's model as one safetensors file",
     "sample": "generate a sample from a trained model",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
 }
-WITH_SETTINGS = "train verify plan tokenize export sample".split()  # those of dist_amp.train
+WITH_SETTINGS = "train launch verify plan tokenize export sample".split()  # those of dist_amp.train
 SHELLS = ("bash", "zsh", "fish")
 
 HELP = """
@@ -39,7 +39,7 @@ def main() -> int:
     }
     if name in ("-h", "--help"):
         # Imports torch, which takes seconds.
-        from dist_amp.distributed.process import quiet_on_closed_pipe
+        from dist_amp.config.help import quiet_on_closed_pipe
 
         width = max(map(len, commands))
         with quiet_on_closed_pipe():
@@ -69,23 +69,14 @@ def main() -> int:
 
 
 def print_completion(commands: Mapping[str, str], shell: str) -> None:
-    """A script that completes commands, settings and torchrun's options."""
-    from torch.distributed.run import get_args_parser
+    """A script that completes commands and settings."""
+    from dist_amp.config.help import command_line_of, completion, quiet_on_closed_pipe
+    from dist_amp.config.load import load_config
 
-    from dist_amp.config.help import command_line_of, completion
-    from dist_amp.config.load import schema
-    from dist_amp.distributed.process import quiet_on_closed_pipe
-    from dist_amp.settings import TaskConfig
-
-    settings = schema(TaskConfig.target)
-    options = vars(get_args_parser().parse_args([""])).keys() - {"training_script"}
-    fields = [(name, str, field(default="")) for name in sorted(options)]
-    launch = make_dataclass("Launch", fields, bases=(settings,), frozen=True)
+    settings = type(load_config([], {}))
     schemas = {}
     for name, what in commands.items():
-        if name == "launch":
-            schemas[name] = command_line_of(launch, what)
-        elif name in WITH_SETTINGS:
+        if name in WITH_SETTINGS:
             schemas[name] = command_line_of(settings, what)
         else:
             schemas[name] = make_dataclass("Arguments", [], namespace={"__doc__": what})

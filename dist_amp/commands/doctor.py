@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Make all checks and show them."""
-    from dist_amp.commands.doctor_checks import fail, machine_checks, merged, ranks_checks
+    from dist_amp.commands.doctor_checks import fail, machine_checks
+    from dist_amp.commands.doctor_ranks import merged, ranks_checks
     from dist_amp.errors import Failure, first_line
     from dist_amp.settings import RunConfig
     from dist_amp.supervise.command_line import Parser

@@ -1,19 +1,14 @@
-"""What `doctor` checks on each machine, and with several ranks: a line each, even if it fails."""
+"""What `doctor` checks on each machine: a line each, even if it fails."""
 
-import json
 import os
 import platform
 import re
 import resource
 import shutil
 import socket
-import statistics
-import sys
 import tempfile
-import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -22,11 +17,8 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from dist_amp.clock import wait_for_device
-from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.native_precision import CAPABILITY, EMULATED, cpu_slowdown
 from dist_amp.distributed.gpu_checks import (
-    HIDDEN,
     OLDEST_DRIVER,
     check_architecture,
     driver_branch,
@@ -35,8 +27,6 @@ from dist_amp.distributed.gpu_checks import (
 from dist_amp.distributed.process import in_time
 from dist_amp.distributed.rendezvous import OTHER_FILES
 from dist_amp.errors import ConfigError, first_line
-from dist_amp.supervise.preflight import check_ranks_agree
-from dist_amp.world import World
 
 # Of a checkout: the project's files; an installed package has none.
 ROOT = Path(__file__).parent.parent.parent
@@ -45,21 +35,7 @@ GIB = 2**30
 # Docker's default of 64 MiB fails with the first loader workers ("Bus error"); the rest is assumed.
 LITTLE_SHARED_MEMORY = 1 * GIB
 LITTLE_DISK = 5 * GIB
-FEW_RANKS = 64
 RESOLVE_SECONDS = 5.0
-
-FP8_FROM = (8, 9)  # CUDA compute capability. Source: NVIDIA, Ada and Hopper tuning guides
-
-# Times the median of all ranks: the factor at which a run names a slow rank, too; and of links of
-# the same kind (assumed: other traffic alone makes one somewhat slower).
-SLOW = 1.2
-SLOW_LINK = 2.0
-
-# A matrix product's size and an all-reduce's bytes: some milliseconds each, measured on two cores
-# and assumed on a GPU.
-MATRIX = {"cpu": 768, "cuda": 8192}
-BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
-REPEATS = 30  # of which the fastest counts: other processes only make one slower
 
 
 @dataclass(frozen=True)
@@ -82,12 +58,6 @@ class Check:
 ok = partial(Check, "ok")
 warn = partial(Check, "warn")
 fail = partial(Check, "fail")
-
-
-def ok_if(good: bool, otherwise: Check) -> Check:
-    if good:
-        return replace(otherwise, status="ok", fix="")
-    return otherwise
 
 
 def made(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
@@ -135,11 +105,8 @@ def some_of(texts: Sequence[str]) -> str:
 
 def packages() -> Iterator[Check]:
     """The packages that the project needs, with the releases that it asks for."""
-    if (ROOT / "pyproject.toml").exists():
-        texts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    else:
-        texts = [text for text in requires("dist_amp") or () if "extra ==" not in text]
-    for requirement in map(Requirement, texts):
+    texts = requires("dist_amp") or []
+    for requirement in [Requirement(text) for text in texts if "extra ==" not in text]:
         found = installed(requirement.name)
         fix = f"pip install '{requirement}'"
         if not found:
@@ -166,17 +133,15 @@ def pins() -> Iterator[Check]:
         yield ok("pins", "none: the package is installed without its launch/constraints.txt")
         return
     others = []
-    same = 0
     for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE):
         found = installed(name).partition("+")[0]
-        same += found == pinned
         if found not in ("", pinned):
             others.append(f"{name} {found} ({pinned})")
     if others:
         fix = "pip install -c launch/constraints.txt"
         yield warn("pins", f"not as tested: {some_of(others)}", fix)
     else:
-        yield ok("pins", f"{same} packages as launch/constraints.txt has them")
+        yield ok("pins", "all packages are as launch/constraints.txt has them")
 
 
 # --- devices
@@ -197,19 +162,16 @@ def gpus() -> Iterator[Check]:
     if not kinds:
         if reason := why_unused():
             yield fail("gpu", reason)
-            return
-        names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-        hiding = [name for name in names if os.environ.get(name) in HIDDEN]
-        hidden = f", as {hiding[0]} hides them" if hiding else ""
-        yield ok("gpu", f"none{hidden}: ranks run on the CPU")
+        else:
+            yield ok("gpu", "none: ranks run on the CPU")
         return
     for name, numbers in kinds.items():
-        properties = torch.cuda.get_device_properties(numbers[0])
         try:
             check_architecture(torch.device("cuda", numbers[0]))
         except ConfigError as error:
             yield fail("gpu", str(error))
             continue
+        properties = torch.cuda.get_device_properties(numbers[0])
         size = f"{properties.total_memory / GIB:.0f} GiB"
         architecture = f"sm_{properties.major}{properties.minor}"
         yield ok("gpu", f"{len(numbers)} x {name}, {size}, {architecture}")
@@ -217,7 +179,8 @@ def gpus() -> Iterator[Check]:
         driver = driver_branch()
         oldest = OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]), 0)
         build = f"torch is built for CUDA {torch.version.cuda}, which needs {oldest} or newer"
-        yield ok_if(driver >= oldest, warn("driver", f"{driver or 'unknown'}; {build}"))
+        status = "ok" if driver >= oldest else "warn"
+        yield Check(status, "driver", f"{driver or 'unknown'}; {build}")
 
 
 def communication() -> Iterator[Check]:
@@ -231,30 +194,34 @@ def communication() -> Iterator[Check]:
 
 
 def precisions() -> Iterator[Check]:
-    """bf16, fp16 and fp8 on the CPU and each kind of GPU: native, emulated or not there."""
+    """bf16 and fp16 on the CPU and each kind of GPU: native, emulated or none."""
     kinds = kinds_of_gpus()
     for name, numbers in kinds.items():
         capability = torch.cuda.get_device_capability(numbers[0])
         words = {}
-        for dtype, (native, works) in (CAPABILITY | {"fp8": (FP8_FROM, FP8_FROM)}).items():
+        for dtype, (native, works) in CAPABILITY.items():
             words[dtype] = "none"
             if capability >= native or torch.version.hip:
                 words[dtype] = "native"
             elif capability >= works:
                 words[dtype] = "emulated"
         text = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
-        emulated = warn("precision", text, "use --precision.dtype fp16")
-        yield ok_if(words["bf16"] == "native", emulated)
-    on_cpu = []
+        if words["bf16"] == "native":
+            yield ok("precision", text)
+        else:
+            yield warn("precision", text, "use --precision.dtype fp16")
     slow = {dtype: cpu_slowdown(dtype) for dtype in CAPABILITY}
+    on_cpu = []
     for dtype, times in slow.items():
         word = "native"
         if times >= EMULATED:
             word = f"emulated ({times:.0f}x slower)"
         on_cpu.append(f"{dtype} {word}")
-    text = f"{', '.join(on_cpu)}, fp8 none on the CPU"
-    emulated = warn("precision", text, "train with --use_amp false on this CPU")
-    yield ok_if(bool(kinds) or slow["bf16"] < EMULATED, emulated)
+    text = f"{', '.join(on_cpu)} on the CPU"
+    if kinds or slow["bf16"] < EMULATED:
+        yield ok("precision", text)
+    else:
+        yield warn("precision", text, "train with --use_amp false on this CPU")
 
 
 # --- network
@@ -274,22 +241,20 @@ def hostname() -> Iterator[Check]:
 
 
 def ports() -> Iterator[Check]:
-    """Whether a store can listen: at a free port, and at MASTER_PORT if it is set."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = f"127.0.0.1:{server.getsockname()[1]} can be listened at"
+    """Whether a store can listen at MASTER_PORT, if it is set."""
     port = os.environ.get("MASTER_PORT", "")
     if not port:
-        yield ok("ports", free)
+        yield ok("ports", "MASTER_PORT is not set: the launcher chooses one")
     elif "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("RANK", "0") != "0":
-        yield ok("ports", f"{free}; MASTER_PORT={port} is the launcher's")
+        yield ok("ports", f"MASTER_PORT={port} is the launcher's")
     elif not port.isdigit() or not 0 < int(port) < 2**16:
         yield fail("ports", f"MASTER_PORT={port!r} is no port", "set it to 1 to 65535, or unset it")
     else:
         try:
             socket.create_server(("", int(port))).close()
-            yield ok("ports", f"{free}; so can MASTER_PORT={port}")
+            yield ok("ports", f"MASTER_PORT={port} is free")
         except OSError as error:
-            text = f"MASTER_PORT={port} can't be listened at ({error.strerror})"
+            text = f"MASTER_PORT={port} can't be used ({error.strerror})"
             yield fail("ports", text, "choose another")
 
 
@@ -310,8 +275,7 @@ def memory() -> Iterator[Check]:
 def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
     """Loader workers pass batches through it, and NCCL and gloo use it on one machine."""
     if not path.is_dir():
-        if sys.platform == "linux":
-            yield fail("/dev/shm", "not there", "mount a tmpfs at it")
+        yield fail("/dev/shm", "missing", "mount a tmpfs at it")
         return
     total, _, free = shutil.disk_usage(path)
     text = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
@@ -331,13 +295,12 @@ def open_files(ranks: int) -> Iterator[Check]:
         return
     enough_for = max((hard - OTHER_FILES) // 3 + 1, 1)
     text = f"{hard:,} per process: enough for {enough_for:,} ranks"
-    needed = 3 * (max(ranks, FEW_RANKS) - 1) + OTHER_FILES
-    fix = f"ulimit -Hn {needed} before the launch, LimitNOFILE= of the service"
-    verdict = warn
-    if enough_for < ranks:
-        verdict = fail
-    little = verdict("open files", text, f"{fix}, docker run --ulimit nofile={needed}")
-    yield ok_if(enough_for >= max(ranks, FEW_RANKS), little)
+    if enough_for >= ranks:
+        yield ok("open files", text)
+    else:
+        needed = 3 * (ranks - 1) + OTHER_FILES
+        fix = f"ulimit -Hn {needed} before the launch, LimitNOFILE= of the service"
+        yield fail("open files", text, f"{fix}, docker run --ulimit nofile={needed}")
 
 
 def folders() -> Iterator[Check]:
@@ -364,149 +327,3 @@ def folders() -> Iterator[Check]:
             yield ok(name, text)
         else:
             yield warn(name, f"{text}, which is little for checkpoints and data", fix)
-
-
-# --- several ranks
-
-
-def merged(checks: Sequence[Check], world: World) -> list[Check]:
-    """The checks of all machines; each rank gives those of its machine, or none."""
-    mine = [asdict(check) for check in checks]
-    texts = [json.loads(text) for text in world.gather_texts(json.dumps([platform.node(), mine]))]
-    return merge([(host, [Check(**each) for each in found]) for host, found in texts if found])
-
-
-def merge(machines: Sequence[tuple[str, Sequence[Check]]]) -> list[Check]:
-    """What is ok as one machine says it; then anything else, with the hosts that it is said of.
-
-    machines: [(host, its checks)].
-    """
-    good = []
-    says: dict[str, str] = {}
-    bad: dict[Check, list[str]] = {}
-    for host, checks in machines:
-        for check in checks:
-            if check.status != "ok":
-                bad.setdefault(check, []).append(host)
-            elif says.setdefault(check.name, host) == host:
-                good.append(check)
-    for check, hosts in bad.items():
-        everywhere = len(hosts) == len(machines)
-        good.append(check if everywhere else replace(check, hosts=some_of(hosts)))
-    return good
-
-
-def ranks_checks(world: World) -> list[Check]:
-    """Every rank calls it, and gets the same."""
-    checks = {"same code": same_code, "all-reduce": all_reduce, "links": links, "matmul": matmul}
-    return made({name: partial(check, world) for name, check in checks.items()})
-
-
-def same_code(world: World) -> Iterator[Check]:
-    config = load_config([], environ={})
-    try:
-        check_ranks_agree(config.task.target, to_toml(config), world)
-        yield ok("same code", f"{world.world_size} ranks have the same code and versions")
-    except ConfigError as error:
-        yield fail("same code", str(error))
-
-
-def all_reduce(world: World) -> Iterator[Check]:
-    """Bus bandwidth of a large all-reduce, as NCCL's tests define it; the time of a small one."""
-    size = BYTES[world.device.type]
-    large = torch.ones(size // 4, device=world.device)
-    small = torch.ones(2, device=world.device)
-    seconds = max(of_ranks(world, fastest(world, lambda: dist.all_reduce(large))))
-    latency = max(of_ranks(world, fastest(world, lambda: dist.all_reduce(small))))
-    bandwidth = 2 * (world.world_size - 1) / world.world_size * size / seconds
-    text = f"{bandwidth / 1e9:.2f} GB/s bus bandwidth with {size / 2**20:.0f} MiB"
-    yield ok("all-reduce", f"{text}; {latency * 1e6:.0f} us with 8 bytes")
-
-
-def links(world: World) -> Iterator[Check]:
-    """Each rank sends to the next, all at once: an all-reduce is as slow as its slowest link."""
-    out = torch.ones(BYTES[world.device.type] // 4, device=world.device)
-    into = torch.empty_like(out)
-    before = (world.rank - 1) % world.world_size
-    after = (world.rank + 1) % world.world_size
-
-    def exchange() -> None:
-        sending = dist.P2POp(dist.isend, out, after)
-        receiving = dist.P2POp(dist.irecv, into, before)
-        for work in dist.batch_isend_irecv([sending, receiving]):
-            work.wait()
-
-    rate = out.nbytes / fastest(world, exchange) / 1e9
-    yield judge_links(of_ranks(world, rate), world.gather_texts(platform.node()))
-
-
-def judge_links(rates: Sequence[float], hosts: Sequence[str]) -> Check:
-    """rates: GB/s from the rank before to each rank. A link is compared with those of its kind: in
-    or between hosts.
-    """
-    slow = []
-    texts = []
-    for crosses, kind in ((False, "in a machine"), (True, "between machines")):
-        ranks = [rank for rank in range(len(rates)) if (hosts[rank] != hosts[rank - 1]) == crosses]
-        if ranks:
-            median = statistics.median(rates[rank] for rank in ranks)
-            texts.append(f"{median:.3g} GB/s {kind}")
-            factors = [(median / rates[rank], rank) for rank in ranks]
-            slow += [(factor, rank) for factor, rank in factors if factor > SLOW_LINK]
-    text = f"{', '.join(texts)} from each rank to the next (medians)"
-    if not slow:
-        return ok("links", text)
-    named = [
-        f"rank {(rank - 1) % len(rates)} on {hosts[rank - 1]} to rank {rank} on {hosts[rank]} is "
-        f"{factor:.1f}x slower"
-        for factor, rank in sorted(slow, reverse=True)
-    ]
-    fix = "check that host's network, and other traffic"
-    return warn("links", f"{text}: {some_of(named)}", fix)
-
-
-def matmul(world: World) -> Iterator[Check]:
-    """Each rank's rate in a matrix product, all at once."""
-    size = MATRIX[world.device.type]
-    dtype = torch.float32
-    if world.device.type == "cuda" and torch.cuda.is_bf16_supported():
-        dtype = torch.bfloat16
-    matrix = torch.ones(size, size, device=world.device, dtype=dtype)
-    rate = 2 * size**3 / fastest(world, lambda: torch.mm(matrix, matrix)) / 1e12
-    hosts = world.gather_texts(platform.node())
-    yield judge_rates(of_ranks(world, rate), hosts, str(dtype).removeprefix("torch."))
-
-
-def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Check:
-    """rates: TFLOP/s by rank; those that are slow are named with their hosts."""
-    median = statistics.median(rates)
-    unit = 1.0
-    name = "TFLOP/s"
-    if median < 1:
-        unit = 1e-3
-        name = "GFLOP/s"
-    shown = [f"{rate / unit:.3g}" for rate in (median, min(rates), max(rates))]
-    text = f"{shown[0]} {name} in {dtype} per rank (median; {shown[1]} to {shown[2]})"
-    slow = sorted((rate, rank) for rank, rate in enumerate(rates) if rate * SLOW < median)
-    if not slow:
-        return ok("matmul", text)
-    named = [f"rank {rank} on {hosts[rank]} is {median / rate:.1f}x slower" for rate, rank in slow]
-    fix = "look there for other processes, throttled clocks, fewer cores or a GPU in other use"
-    return warn("matmul", f"{text}: {some_of(named)}", fix)
-
-
-def of_ranks(world: World, value: float) -> list[float]:
-    return [row[0] for row in world.gather_numbers([value])]
-
-
-def fastest(world: World, work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some repeats, all ranks at once."""
-    seconds = []
-    for _ in range(1 + REPEATS):  # the first makes connections and chooses kernels
-        world.barrier()
-        wait_for_device(world.device)
-        began = time.perf_counter()
-        work()
-        wait_for_device(world.device)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])

@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -27,15 +27,13 @@ from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
-from dist_amp.distributed.environment import LAUNCHER
-from dist_amp.distributed.process import without_stderr
+from dist_amp.distributed.process import LAUNCHER
 from dist_amp.errors import (
     SAVED_AND_STOPPED,
     ConfigError,
     DataError,
     Failure,
     NumericsError,
-    add_context,
 )
 
 SECONDS_TO_AGAIN = 1.0  # assumed: two SIGINT in less are one Ctrl-C, sent to the launcher twice
@@ -73,7 +71,7 @@ def run_agent(
             try:
                 return super().run(*role)
             except Exception as error:
-                add_context(error, exit_codes=[process.returncode for process in _processes(self)])
+                error.exit_codes = [process.returncode for process in _processes(self)]  # type: ignore[attr-defined]
                 raise
 
         def _monitor_workers(self, worker_group: Any) -> Any:
@@ -252,3 +250,19 @@ def after_signal(name: str, exit_codes: Sequence[int | None]) -> tuple[int, str]
     if SAVED_AND_STOPPED in statuses:
         return max(set(statuses), key=statuses.count), ""
     return next((code for code in statuses if code in KNOWN), 1), ""
+
+
+@contextmanager
+def without_stderr() -> Iterator[None]:
+    """Discard what is written to standard error in the block, by C++ too."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

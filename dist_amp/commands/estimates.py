@@ -5,22 +5,21 @@ the tensors and the collectives of real runs.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch import nn
 
-from dist_amp.config.auto import replicas_of
+from dist_amp.config.auto import SHARDED, replicas_of
 from dist_amp.config.memory import moments_per_parameter, tensor_bytes
 from dist_amp.optim import parameter_groups
-from dist_amp.optimizers.groups import task_groups, task_optimizer
+from dist_amp.optimizers.groups import task_groups
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.scaling.blocks import blocks_of, units_of
-from dist_amp.settings import Config, OptimConfig, Strategy
+from dist_amp.settings import Config, Strategy
 from dist_amp.task import Task
 from dist_amp.world import World
 
@@ -30,17 +29,71 @@ BUCKET = 25 * 2**20
 # Bytes of each scalar that a step sums: the weight; if sharded, the gradients' squared norm too.
 STEP_SUM = 4
 
-AUTOCAST_LAYERS = (nn.Linear, _ConvNd)  # their biases are cast too
-Moments = Mapping[nn.Parameter, float]  # how many times its size the optimizer keeps for each
 
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, by which strategy, and on how many ranks."""
 
-class Model(NamedTuple):
-    """What is trained, before or after `build_parallel`."""
-
+    config: Config
+    strategy: Strategy
+    world: World
     task: Task
-    module: nn.Module
+    module: nn.Module  # before or after `build_parallel`
     precision: Precision
     micro_batches: int
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of each parameter there are."""
+        if self.strategy == "fsdp":
+            return 1
+        if self.strategy == "hsdp":
+            return replicas_of(self.config.parallel, self.world)
+        return self.world.world_size
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks a parameter is spread; 0 if it is not sharded."""
+        if self.strategy not in SHARDED:
+            return 0
+        return self.world.world_size // self.replicas
+
+    # In which dtypes parameters are stored, gathered and reduced; None: in their own, float32.
+
+    @property
+    def stored(self) -> torch.dtype | None:
+        if self.shards and self.config.parallel.param_dtype == "bf16":
+            return torch.bfloat16
+        return None
+
+    @property
+    def gathered(self) -> torch.dtype | None:
+        if self.precision.cast_by == "policy":
+            return self.precision.dtype
+        return None
+
+    @property
+    def reduced(self) -> torch.dtype | None:
+        if self.precision.cast_by == "policy":
+            return DTYPES[self.config.parallel.reduce_dtype]
+        return None
+
+    def units_and_root(self) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
+        """(parameters of each FSDP2 unit, in the model's order; those of the root: all others)."""
+        blocks = blocks_of(self.task, self.module)
+        units = [list(unit.parameters()) for unit in units_of(self.task, self.module, blocks)]
+        inside = {p for unit in units for p in unit}
+        return units, [p for p in self.module.parameters() if p not in inside]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, the task's if it has `groups`."""
+        if hasattr(self.task, "groups"):
+            return task_groups(self.task, self.module, self.config.optim)
+        return parameter_groups(self.module, self.config.optim)
 
 
 @dataclass(frozen=True)
@@ -56,14 +109,6 @@ class Memory:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.moments + self.average + self.computing
-
-
-class Dtypes(NamedTuple):
-    """In which dtypes parameters are stored, gathered and reduced; None: in their own, float32."""
-
-    stored: torch.dtype | None = None
-    gathered: torch.dtype | None = None
-    reduced: torch.dtype | None = None
 
 
 class Collective(NamedTuple):
@@ -84,157 +129,90 @@ class Collective(NamedTuple):
 Step = Counter[Collective]  # how often a rank calls each
 
 
-def sharded_dtypes(config: Config, precision: Precision) -> Dtypes:
-    """The dtypes under fsdp and hsdp."""
-    stored = torch.bfloat16 if config.parallel.param_dtype == "bf16" else None
-    if precision.cast_by == "policy":
-        return Dtypes(stored, precision.dtype, DTYPES[config.parallel.reduce_dtype])
-    return Dtypes(stored, stored, stored)
-
-
-def replicas_and_shards(config: Config, strategy: Strategy, world: World) -> tuple[int, int]:
-    """(copies of each parameter, ranks over which one is spread; 0 where none are sharded)."""
-    if strategy == "fsdp":
-        return 1, world.world_size
-    if strategy == "hsdp":
-        replicas = replicas_of(config.parallel, world)
-        return replicas, world.world_size // replicas
-    return world.world_size, 0
-
-
-def units_and_root(model: Model) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
-    """(parameters of each FSDP2 unit, in the model's order; those of the root: all others)."""
-    blocks = blocks_of(model.task, model.module)
-    units = [list(unit.parameters()) for unit in units_of(model.task, model.module, blocks)]
-    inside = {p for unit in units for p in unit}
-    return units, [p for p in model.module.parameters() if p not in inside]
-
-
 # --- memory
 
 
-def memory_of(
-    config: Config,
-    strategy: Strategy,
-    model: Model,
-    world: World,
-    moments: Moments,
-) -> Memory:
+def memory_of(setup: Setup) -> Memory:
     """The memory of a rank: of the first, where ranks don't divide a first dimension."""
-    _, shards = replicas_and_shards(config, strategy, world)
-    module = model.module
-    dtypes = Dtypes()
-    if shards:
-        dtypes = sharded_dtypes(config, model.precision)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    gradients = tensor_bytes(trained, shards, dtypes.stored)
-    if model.micro_batches > 1:
-        if strategy == "ddp":  # they add up beside DDP's buckets
+    trained = setup.trained
+    shards = setup.shards
+    parameters = tensor_bytes(setup.module.parameters(), shards, setup.stored)
+    gradients = tensor_bytes(trained, shards, setup.stored)
+    if setup.micro_batches > 1:
+        if setup.strategy == "ddp":  # they add up beside DDP's buckets
             gradients *= 2
-        elif shards and config.parallel.accumulate_reduce == "last":
-            unsharded_in = None  # in the parameters' own dtype
-            if model.precision.cast_by == "policy":
-                unsharded_in = dtypes.reduced
-            gradients = max(gradients, tensor_bytes(trained, dtype=unsharded_in))
+        elif shards and setup.config.parallel.accumulate_reduce == "last":
+            gradients = max(gradients, tensor_bytes(trained, dtype=setup.reduced))
     average = 0
-    if config.optim.ema != "off":
+    if setup.config.optim.ema != "off":
         average = tensor_bytes(trained, shards, torch.float32)
     return Memory(
-        parameters=tensor_bytes(module.parameters(), shards, dtypes.stored)
-        + tensor_bytes(module.buffers()),
+        parameters=parameters + tensor_bytes(setup.module.buffers()),
         gradients=gradients,
-        moments=moment_bytes(moments, shards, dtypes.stored),
+        moments=moment_bytes(setup, shards),
         average=average,
-        computing=computing_bytes(model, shards, dtypes),
+        computing=computing_bytes(setup),
     )
 
 
-def computing_bytes(model: Model, shards: int, dtypes: Dtypes) -> int:
-    """Bytes of weights in the form in which they compute, and of what gathers and reduces them.
+def computing_bytes(setup: Setup) -> int:
+    """Bytes of cast and gathered weights, and of the buffers that gather and reduce them.
 
-    autocast: a copy in half precision of each matrix, until the forward's end. FSDP2: the root, two
-    units in a row, since the next one is gathered ahead, and for the largest unit the buffer it is
-    gathered in, its gradient, and the buffer that is reduced; under autocast in float32.
+    autocast keeps its copies until the end of the forward. FSDP2's largest unit also has the buffer
+    it is gathered in, its gradient, and the buffer that is reduced.
     """
     casts = 0
-    if model.precision.cast_by == "autocast":
-        casts = cast_bytes(model.module, model.precision.dtype)
-    if not shards:
+    if setup.precision.cast_by == "autocast":
+        casts = cast_bytes(setup.module, setup.precision.dtype)
+    if not setup.shards:
         return casts
-    units, root = units_and_root(model)
+    units, root = setup.units_and_root()
     largest = max([*units, root], key=tensor_bytes, default=[])
-    sizes = [tensor_bytes(unit, dtype=dtypes.gathered) for unit in units]
-    gathered = gathered_at_once(sizes, tensor_bytes(root, dtype=dtypes.gathered))
-    buffers = 2 * tensor_bytes(largest, dtype=dtypes.gathered)
-    return casts + gathered + buffers + tensor_bytes(largest, dtype=dtypes.reduced)
+    buffers = 2 * tensor_bytes(largest, dtype=setup.gathered)
+    buffers += tensor_bytes(largest, dtype=setup.reduced)
+    return casts + gathered_bytes(setup) + buffers
 
 
-def gathered_at_once(units: Sequence[int], root: int) -> int:
-    """The most that is gathered at a time. units: bytes of each, in the order of the forward."""
-    return root + max((sum(pair) for pair in pairwise(units)), default=sum(units))
+def gathered_bytes(setup: Setup) -> int:
+    """The most weights that FSDP2 gathers at a time: the root, and two units in a row."""
+    units, root = setup.units_and_root()
+    sizes = [tensor_bytes(unit, dtype=setup.gathered) for unit in units]
+    two_units = max((sum(pair) for pair in pairwise(sizes)), default=sum(sizes))
+    return tensor_bytes(root, dtype=setup.gathered) + two_units
 
 
 def cast_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of autocast's copies: linear layers, convolutions, other matrices but embeddings."""
-    cast = set()
-    for part in module.modules():
-        for p in part.parameters(recurse=False):
-            is_matrix = p.ndim > 1 and not isinstance(part, nn.Embedding | nn.EmbeddingBag)
-            if p.dtype == torch.float32 and (is_matrix or isinstance(part, AUTOCAST_LAYERS)):
-                cast.add(p)
+    """Bytes of autocast's copies: the parameters of layers that multiply by a matrix."""
+    cast: set[nn.Parameter] = set()
+    for layer in module.modules():
+        parameters = list(layer.parameters(recurse=False))
+        is_lookup = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+        if not is_lookup and any(p.ndim > 1 for p in parameters):
+            cast.update(p for p in parameters if p.dtype == torch.float32)
     return tensor_bytes(cast, dtype=dtype)
 
 
-def checkpoint_bytes(config: Config, module: nn.Module, moments: Moments, sharded: bool) -> int:
+def checkpoint_bytes(setup: Setup) -> int:
     """A checkpoint: trained parameters under each of their names, moments, averages, buffers."""
-    stored = torch.bfloat16 if sharded and config.parallel.param_dtype == "bf16" else None
-    named = dict(module.named_parameters(remove_duplicate=False))
-    total = tensor_bytes((p for p in named.values() if p.requires_grad), dtype=stored)
-    total += tensor_bytes(v for name, v in module.state_dict().items() if name not in named)
-    if config.optim.ema != "off":
-        total += tensor_bytes(moments, dtype=torch.float32)
-    return total + moment_bytes(moments, 0, stored)
+    named = dict(setup.module.named_parameters(remove_duplicate=False))
+    trained = (p for p in named.values() if p.requires_grad)
+    buffers = (v for name, v in setup.module.state_dict().items() if name not in named)
+    total = tensor_bytes(trained, dtype=setup.stored) + tensor_bytes(buffers)
+    if setup.config.optim.ema != "off":
+        total += tensor_bytes(setup.trained, dtype=torch.float32)
+    return total + moment_bytes(setup, 0)
 
 
-def moment_bytes(moments: Moments, shards: int, dtype: torch.dtype | None) -> int:
-    return round(sum(times * tensor_bytes([p], shards, dtype) for p, times in moments.items()))
-
-
-def moments_of(config: OptimConfig, task: Any, module: nn.Module) -> Moments:
-    """What the optimizer keeps; a task's own takes a step with gradients of zero if it has to.
-
-    Errors: as building it in training, and whatever its step raises, for example because it reads
-    a value of a parameter on the meta device.
-    """
-    groups = groups_of(config, task, module)
-    if not hasattr(task, "optimizer"):
-        kept: dict[nn.Parameter, float] = {}
-        for group in groups:
-            times = moments_per_parameter(config)
-            if config.name == "muon" and not takes_muon(group):
-                times = 2  # AdamW's
-            kept |= dict.fromkeys(group["params"], times)
-        return kept
-    optimizer = task_optimizer(task, groups, config.lr, module)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(optimizer.state.values()):  # most make it in their first step
-        for p in trained:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        optimizer.zero_grad()
-    moments = {}
-    for p in trained:
-        values = optimizer.state[p].values()
-        state = [value for value in values if isinstance(value, Tensor) and value.ndim > 0]
-        moments[p] = tensor_bytes(state) / tensor_bytes([p])
-    return moments
-
-
-def groups_of(config: OptimConfig, task: Any, module: nn.Module) -> list[dict[str, Any]]:
-    """The parameter groups, the task's own if it makes some."""
-    if hasattr(task, "groups"):
-        return task_groups(task, module, config)
-    return parameter_groups(module, config)
+def moment_bytes(setup: Setup, shards: int) -> int:
+    """Bytes of the optimizer's state; a task's optimizer is assumed to keep as much as AdamW."""
+    total = 0
+    for group in setup.groups():
+        times = moments_per_parameter(setup.config.optim)
+        is_muon = setup.config.optim.name == "muon"
+        if hasattr(setup.task, "optimizer") or (is_muon and not takes_muon(group)):
+            times = 2  # AdamW's
+        total += times * tensor_bytes(group["params"], shards, setup.stored)
+    return total
 
 
 def takes_muon(group: Mapping[str, Any]) -> bool:
@@ -245,57 +223,61 @@ def takes_muon(group: Mapping[str, Any]) -> bool:
 # --- collectives
 
 
-def of_a_step(config: Config, strategy: Strategy, model: Model, world: World) -> Step:
+def of_a_step(setup: Setup) -> Step:
     """How often a rank calls each collective in one `train_step`.
 
     It holds from the third step on: in the first two DDP rebuilds its buckets. Collectives of a
-    task's own optimizer are left out.
+    task's optimizer are left out.
     """
-    if strategy == "single":
+    if setup.strategy == "single":
         return Counter()
-    if strategy == "ddp":
-        counted = of_ddp(config, list(model.module.parameters()), world.world_size)
+    scalars = 1
+    if setup.strategy == "ddp":
+        counted = of_ddp(setup)
     else:
-        counted = of_sharded(config, strategy, model, world)
-    scalars = 1 if strategy == "ddp" else 2
-    counted[Collective("all_reduce", world.world_size, STEP_SUM, STEP_SUM)] += scalars
+        counted = of_sharded(setup)
+        scalars = 2
+    counted[Collective("all_reduce", setup.world.world_size, STEP_SUM, STEP_SUM)] += scalars
     return counted
 
 
-def of_ddp(config: Config, parameters: Sequence[Tensor], ranks: int) -> Step:
+def of_ddp(setup: Setup) -> Step:
     """One all-reduce per bucket; the gradient that fills a bucket closes it.
 
     Gradients are assumed to become ready in the reverse order of the parameters; another order
     changes the sizes of buckets, not their total.
     """
     sent_in = None
-    if config.parallel.comm_dtype != "off":
-        sent_in = DTYPES[config.parallel.comm_dtype]
+    if setup.config.parallel.comm_dtype != "off":
+        sent_in = DTYPES[setup.config.parallel.comm_dtype]
     buckets = [0]
     held = 0
-    for p in reversed([p for p in parameters if p.requires_grad]):
-        limit = FIRST_BUCKET if len(buckets) == 1 else BUCKET
+    limit = FIRST_BUCKET
+    for p in reversed(setup.trained):
         if held >= limit:
             buckets.append(0)
             held = 0
+            limit = BUCKET
         held += tensor_bytes([p])
         buckets[-1] += tensor_bytes([p], dtype=sent_in)
+    ranks = setup.world.world_size
     return Counter(Collective("all_reduce", ranks, size, size) for size in buckets)
 
 
-def of_sharded(config: Config, strategy: Strategy, model: Model, world: World) -> Step:
+def of_sharded(setup: Setup) -> Step:
     """FSDP2 or HSDP, for a model whose blocks are all trained and are called once each."""
-    replicas, shards = replicas_and_shards(config, strategy, world)
-    micro_batches = model.micro_batches
-    reductions = micro_batches if config.parallel.accumulate_reduce == "every" else 1
-    dtypes = sharded_dtypes(config, model.precision)
-    units, root = units_and_root(model)
+    shards = setup.shards
+    micro_batches = setup.micro_batches
+    reductions = 1
+    if setup.config.parallel.accumulate_reduce == "every":
+        reductions = micro_batches
+    units, root = setup.units_and_root()
     counted: Step = Counter()
     for number, parameters in enumerate([*units, root]):
         trained = [p for p in parameters if p.requires_grad]
         # FSDP2 pads each first dimension to a multiple of the shards.
-        gathered = tensor_bytes(parameters, shards, dtypes.gathered)
-        reduced = tensor_bytes(trained, shards, dtypes.reduced)
+        gathered = tensor_bytes(parameters, shards, setup.gathered)
+        reduced = tensor_bytes(trained, shards, setup.reduced)
         gathers = 2 * micro_batches
         if number >= len(units) - 1:  # the last unit and the root stay gathered until backward
             gathers = micro_batches
@@ -305,11 +287,9 @@ def of_sharded(config: Config, strategy: Strategy, model: Model, world: World) -
             gathers += 1
         counted[Collective("all_gather", shards, gathered, shards * gathered)] += gathers
         counted[Collective("reduce_scatter", shards, shards * reduced, reduced)] += reductions
-        counted[Collective("all_reduce", replicas, reduced, reduced)] += 1
-    if config.optim.name == "muon" and not hasattr(model.task, "optimizer"):
-        for group in groups_of(config.optim, model.task, model.module):
-            if not takes_muon(group):
-                continue
+        counted[Collective("all_reduce", setup.replicas, reduced, reduced)] += 1
+    if setup.config.optim.name == "muon" and not hasattr(setup.task, "optimizer"):
+        for group in filter(takes_muon, setup.groups()):
             for matrix in group["params"]:
                 gathered = tensor_bytes([matrix], shards, torch.bfloat16)  # of its update
                 counted[Collective("all_gather", shards, gathered, shards * gathered)] += 1

@@ -1,15 +1,11 @@
-"""python -m dist_amp.follow RUN --to wandb|trackio|mlflow: send a run's metrics to a tracker, from
-beside the run.
+"""python -m dist_amp.follow RUN --to wandb|trackio|mlflow: send a run's metrics to a tracker.
 
-It reads the run's folder while the run trains, until the run ends, or afterwards; --once sends what
-exists and ends. The run itself imports no tracker and never waits for one. What was sent is kept in
-RUN/follow_TRACKER.json: start the same command again after any stop, of the run or of this command,
-and it continues in the same run of the tracker.
-
-The configuration is sent at the start, metrics by step under the same tags as in TensorBoard, those
-of each rank as rank00000/TAG (up to 64 ranks), and the summary and the sample at the end. Server,
-login and offline mode are set as the tracker documents it: WANDB_MODE, MLFLOW_TRACKING_URI,
-TRACKIO_SPACE_ID ... See docs/trackers.md.
+It reads the run's folder while the run trains, or afterwards; --once sends what exists and ends.
+The run itself imports no tracker and never waits for one. RUN/follow_TRACKER.json keeps what was
+sent: after any stop the same command continues in the same run of the tracker. Sent are the
+configuration, metrics under the same tags as in TensorBoard, those of each rank as rank00000/TAG
+(up to 64 ranks), and the summary and the sample at the end. Server, login and offline mode are set
+as the tracker documents it: WANDB_MODE, MLFLOW_TRACKING_URI ... See docs/trackers.md.
 
 Exit status: 0 all is sent, 64 bad arguments, no package or no login, 65 not a run's folder, 75
 stopped by a signal, 1 anything else.
@@ -24,8 +20,8 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -72,10 +68,12 @@ def run(argv: Sequence[str]) -> int:
                 f"{folder} is followed to {options.to} by another process already ({error}); stop "
                 "that one first"
             ) from error
-        except PermissionError as error:
+        except Failure:
+            raise
+        except Exception as error:  # of the tracker, or of the disk
+            reason = first_line(error) or type(error).__name__
             raise Failure(
-                f"{error.filename} can't be written ({error.strerror}): follow keeps what was sent "
-                "in the run's folder; copy the folder, or allow writing there"
+                f"{options.to}: {reason}; start the same command again to continue"
             ) from error
 
 
@@ -96,7 +94,7 @@ def wait_for_run(folder: Path, seconds: float, stop: threading.Event) -> None:
 
 @dataclass
 class Position:
-    """What a tracker has got, kept in RUN/follow_TRACKER.json."""
+    """What a tracker has received, kept in RUN/follow_TRACKER.json."""
 
     id: str  # of the tracker's run
     project: str
@@ -121,12 +119,10 @@ class Follower:
     def __init__(self, folder: Path, tracker: str, project: str):
         self.folder = folder
         self.name = tracker
-        self.metrics = folder / "metrics.jsonl"
-        self.inode = 0  # of the metrics' file, which a resumed run replaces
+        self.inode = 0  # of metrics.jsonl, which a resumed run replaces
         self.offset = 0  # of what was read of it
         self.path = folder / f"follow_{tracker}.json"
         self.tracker: Tracker | None = None
-        self.saved = ""
         self.position = self.load(project)
 
     def follow(self, once: bool, stop: threading.Event) -> int:
@@ -135,17 +131,17 @@ class Follower:
             # First: a run's last lines are written before its summary.
             summary = read_summary(self.folder)
             lines = [line for line in self.new_lines() if self.position.unsent(line)]
-            over = once or (summary is not None and has_ended(self.folder, summary))
-            with explained(self.name):
-                if lines or not over or hash_of(summary) != self.position.summary:
-                    self.send(lines, stop)
-                if over and not stop.is_set():
-                    self.end(summary)
-                    return 0
+            over = once
+            if summary is not None:  # no restart is to be expected after a while
+                age = time.time() - (self.folder / "summary.json").stat().st_mtime
+                over |= summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
+            if lines or not over or hash_of(summary) != self.position.summary:
+                self.send(lines, stop)
+            if over and not stop.is_set():
+                self.end(summary)
+                return 0
             stop.wait(POLL_SECONDS)
-        if self.tracker is not None:
-            self.tracker.close()
-            self.save()
+        self.close()
         count = self.position.lines
         print(f"stopped after {count} lines; start the same command again to continue", flush=True)
         return SAVED_AND_STOPPED
@@ -158,13 +154,11 @@ class Follower:
                 f"{self.folder} has started again from step 0: this is a new run in {self.name}",
                 flush=True,
             )
-            if self.tracker is not None:
-                self.tracker.close()
-            self.tracker = None
+            self.close()
             self.position = self.new_position(self.position.project)
             self.offset = 0
         try:
-            with self.metrics.open("rb") as file:
+            with (self.folder / "metrics.jsonl").open("rb") as file:
                 state = os.fstat(file.fileno())
                 if state.st_ino != self.inode or state.st_size < self.offset:
                     self.offset = 0
@@ -175,7 +169,11 @@ class Follower:
             return []
         complete = text[: text.rfind(b"\n") + 1]  # a line may be half written
         self.offset += len(complete)
-        return list(parsed(complete.splitlines()))
+        rows = []
+        for line in complete.splitlines():
+            with suppress(ValueError):  # damaged, as a run leaves out too when it resumes
+                rows.append(json.loads(line))
+        return rows
 
     def send(self, lines: Sequence[Mapping[str, Any]], stop: threading.Event) -> None:
         """Send lines to the tracker."""
@@ -188,47 +186,44 @@ class Follower:
                 return
             unsent = self.position.unsent(line)
             if values := flat(unsent):
-                self.tracker.log(self.position.lines, line["step"], values)
+                seconds = line.get("unix_time", 0.0)
+                self.tracker.log(self.position.lines, line["step"], seconds, values)
                 self.position.sent |= {clean(tag): line["step"] for tag in unsent}
                 self.position.lines += 1
 
     def open(self) -> Tracker:
-        """The tracker's run, new or the one of before; says where it is."""
-        is_new = not self.path.exists()
+        """The tracker's run, new or continued; prints where it is."""
         self.save()  # before the tracker knows of it
         config = tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
         position = self.position
         tracker = TRACKERS[self.name](position.project, position.id, self.folder.name, config)
-        known = None if is_new else tracker.last_steps()
-        if known == {} and position.lines:
+        if position.lines and not tracker.has_run:
             raise ConfigError(
                 f"{self.name} has no run {position.id} here, to which {position.lines} lines were "
                 f"sent; set its server or folder as before, or remove {self.path} to send the run "
                 "again, as a new one"
             )
-        # This command may have been killed before it noted what it had sent.
-        for tag, step in (known or {}).items():
-            position.sent[tag] = max(step, position.sent.get(tag, -1))
         print(f"{self.folder}: {tracker.where}", flush=True)
         return tracker
 
     def end(self, summary: dict[str, Any] | None) -> None:
-        """Send the summary and the sample, and leave."""
-        sent = "nothing new"
+        """Send the summary and the sample, and close."""
+        if self.tracker is not None and summary and hash_of(summary) != self.position.summary:
+            path = self.folder / "sample.txt"
+            sample = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            values = flat({"summary": {**summary, "ranks": None}})
+            self.tracker.end(int(summary.get("steps", 0)), summary, values, sample)
+            self.position.summary = hash_of(summary)
+        self.close()
+        state = summary["stopped_by"] if summary else "it has not ended"
+        print(f"{self.folder}: {self.position.lines} lines sent; {state}", flush=True)
+
+    def close(self) -> None:
+        """Close the tracker, and keep what was sent."""
         if self.tracker is not None:
-            if summary is not None and hash_of(summary) != self.position.summary:
-                sample = ""
-                with suppress(FileNotFoundError):
-                    path = self.folder / "sample.txt"
-                    sample = path.read_text(encoding="utf-8", errors="replace")
-                values = flat({"summary": {**summary, "ranks": None}})
-                self.tracker.end(int(summary.get("steps", 0)), summary, values, sample)
-                self.position.summary = hash_of(summary)
             self.tracker.close()
             self.save()
-            sent = f"{self.position.lines} lines sent"
-        state = summary["stopped_by"] if summary else "it has not ended"
-        print(f"{self.folder}: {sent}; {state}", flush=True)
+        self.tracker = None
 
     def new_position(self, project: str) -> Position:
         """With an id that no other folder of the same name gets, here or elsewhere."""
@@ -255,29 +250,7 @@ class Follower:
         return position
 
     def save(self) -> None:
-        """Errors: Failure."""
-        if (text := json.dumps(asdict(self.position))) == self.saved:
-            return
-        try:
-            write_durably(self.path, text + "\n")
-        except OSError as error:
-            raise Failure(
-                f"{self.path} can't be written ({error.strerror}), and it has to keep what was "
-                "sent; make room, or allow writing there"
-            ) from error
-        self.saved = text
-
-
-@contextmanager
-def explained(tracker: str) -> Iterator[None]:
-    """Whatever a tracker raises, as a Failure in one line."""
-    try:
-        yield
-    except Failure:
-        raise
-    except Exception as error:
-        reason = first_line(error) or type(error).__name__
-        raise Failure(f"{tracker}: {reason}; start the same command again to continue") from error
+        write_durably(self.path, json.dumps(asdict(self.position)) + "\n")
 
 
 # --- the run's files
@@ -290,16 +263,9 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         started = (folder / "config.toml").stat().st_mtime_ns  # written at each start
         if path.stat().st_mtime_ns < started:
             return None
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
     except (OSError, ValueError):
         return None
-    return summary if isinstance(summary, dict) and "stopped_by" in summary else None
-
-
-def has_ended(folder: Path, summary: Mapping[str, Any]) -> bool:
-    """Whether no restart is to be expected."""
-    age = time.time() - (folder / "summary.json").stat().st_mtime
-    return summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
 
 
 def hash_of(summary: Mapping[str, Any] | None) -> str:
@@ -313,17 +279,6 @@ def earlier_attempt(folder: Path) -> str:
             return sha256(file.readline()).hexdigest()[:16]
     except OSError:
         return ""
-
-
-def parsed(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-    """The lines that are a step's metrics; damaged ones are left out, as when a run resumes."""
-    for line in lines:
-        try:
-            row = json.loads(line)
-            row["step"] = int(row["step"])
-        except (ValueError, LookupError, TypeError):
-            continue
-        yield row
 
 
 def clean(tag: str) -> str:

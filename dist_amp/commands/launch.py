@@ -51,13 +51,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from dist_amp.commands.elastic import Restarts, after_signal, run_agent, signal_name, who_explains
+from dist_amp.commands.elastic import Restarts, after_signal, run_agent, who_explains
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.help import show_if_asked
-from dist_amp.config.load import collect, load_config, target_of
+from dist_amp.config.load import collect, load_config, target_in
 from dist_amp.config.parse import Setting
 from dist_amp.distributed.gpu_checks import check_gpus_are_used
-from dist_amp.errors import ConfigError, Failure, context_of, first_line, in_one_line, nearest_name
+from dist_amp.errors import ConfigError, Failure, first_line, in_one_line, nearest_name
 from dist_amp.supervise.command_line import exit_status
 
 TRAIN = "dist_amp.train"
@@ -89,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
     what = f"-m {module}"
     check = partial(check_module, module)
     if module == TRAIN:
-        what = f"task.target={target_of(words)}"
+        what = f"task.target={target_in(collect(words))}"
         check = partial(check_settings, words, options)
     if status := in_fork(what, check):
         return status
@@ -141,7 +141,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
 
 
 def check_unknown(words: Sequence[str], known: Sequence[str]) -> None:
-    """Errors: ConfigError for what is almost an option, another launcher's, or a module's name."""
+    """Errors: ConfigError for what is almost an option, or another launcher's."""
     for word in words:
         name = word.partition("=")[0]
         near = ""
@@ -151,11 +151,6 @@ def check_unknown(words: Sequence[str], known: Sequence[str]) -> None:
             near = nearest_name(name, known, 0.8)
         if near:
             raise ConfigError(f"unknown option {name}; did you mean {near}?")
-    if words and not words[0].startswith("-"):
-        others = "-m MODULE starts another module, and --task.target FILE.py:CLASS trains your task"
-        raise ConfigError(
-            f"{words[0]}: launch starts {TRAIN} by itself, so leave this out; {others}"
-        )
 
 
 def check_options(options: Namespace) -> None:
@@ -224,11 +219,8 @@ def in_fork(what: str, check: Callable[[], None]) -> int:
     finally:
         child.kill()
     if status.value < 0:
-        code = child.exitcode or 0
-        how = f"with status {code}"
-        if code < 0:
-            how = f"by {signal_name(-code)}"
-        raise ConfigError(f"{what}: importing it ended the process {how}")
+        code = child.exitcode
+        raise ConfigError(f"{what}: importing it ended the process with exit code {code}")
     return status.value
 
 
@@ -323,9 +315,9 @@ def start(options: Namespace, hides_log: bool) -> int:
         status = ended.status
         line = restarts.line(ended)
     except SignalException as error:
-        status, line = after_signal(error.sigval.name, context_of(error).get("exit_codes", []))
+        status, line = after_signal(error.sigval.name, getattr(error, "exit_codes", []))
     except Exception as error:
-        started_ranks = context_of(error).get("exit_codes")
+        started_ranks = getattr(error, "exit_codes", [])
         if isinstance(error, ValueError) and not started_ranks:  # as an unknown --rdzv-backend
             text = first_line(error).split(". ")[0]
             raise ConfigError(f"torchrun refuses its options: {text}") from error
@@ -339,18 +331,14 @@ def why_torchrun_failed(error: Exception, at: str, machines: str) -> str:
     """What the rendezvous, or the launcher itself, failed with, in one line."""
     inner = error.__cause__ or error.__context__ or error
     if isinstance(error, RendezvousTimeoutError):
-        joined = f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time"
-        return f"{joined}; start the others"
+        return f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time"
     if isinstance(error, RendezvousClosedError):
-        closed = f"the rendezvous at {at} is closed: another machine has ended the run"
-        return f"{closed}; its last line says why"
+        return f"the rendezvous at {at} is closed: another machine's last line says why"
     if "EADDRINUSE" in f"{error} {inner}":
-        in_use = f"the port of {at} is in use on this machine"
-        return f"{in_use}; choose another by --master-port or --rdzv-endpoint"
+        return f"the port of {at} is in use on this machine; choose another by --rdzv-endpoint"
     if isinstance(error, RendezvousError | DistError):
         why = first_line(inner).split(". ")[0].rstrip(".")
-        fix = "start machine 0, correct the address, or open the port"
-        return f"no rendezvous at {at} ({why}); {fix}"
+        return f"no rendezvous at {at} ({why}); start machine 0, or open the port"
     return f"torchrun failed: {in_one_line(error)}"
 
 

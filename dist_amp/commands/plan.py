@@ -1,14 +1,11 @@
 """python -m dist_amp.plan [--world_size N] [--device_memory_GiB G] [--json] [settings as for
 dist_amp.train]
 
-Predict what a config will do on any number of ranks, on one machine and without a GPU: batch and
-epochs, memory per rank, bytes sent per step, checkpoint size, and the strategy that "auto" picks.
-Nothing is trained or written, and the model is built without memory for its parameters. Plans are
-for GPUs, or with --run.device cpu for processes on a CPU.
-
-Activations are not included, because they depend on kernels and the compiler; `python -m benchmarks
-activations` and a few steps measure them. Nor is the memory of CUDA and NCCL, about 1 to 2 GiB of
-each GPU (assumed).
+Predict what a config will do on any number of ranks, without a GPU: batch and epochs, memory per
+rank, bytes sent per step, checkpoint size, and the strategy that "auto" picks. Nothing is trained
+or written, and the model is built without memory for its parameters. Plans are for GPUs, or with
+--run.device cpu for processes on a CPU. Activations are not included, nor the memory of CUDA and
+NCCL, about 1 to 2 GiB of each GPU (assumed); `python -m benchmarks activations` measures the first.
 
 Exit status: that of the training it plans: 64 for a wrong setting, 65 for the data or the task.
 """
@@ -25,15 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_amp.commands.estimates import (
-    Memory,
-    Model,
-    Moments,
-    checkpoint_bytes,
-    memory_of,
-    moments_of,
-    of_a_step,
-)
+from dist_amp.commands.estimates import Memory, Setup, checkpoint_bytes, memory_of, of_a_step
 from dist_amp.config.auto import (
     SHARDED,
     accumulation_steps,
@@ -42,26 +31,26 @@ from dist_amp.config.auto import (
     replicas_of,
 )
 from dist_amp.config.load import load_config
-from dist_amp.config.memory import USABLE, adamw_state_bytes, auto_strategy, capacity_of, size_text
+from dist_amp.config.memory import USABLE, auto_strategy, capacity_of, size_text
 from dist_amp.config.task_class import build_task
-from dist_amp.config.validate import check_length, check_parallel, check_shardable
+from dist_amp.config.validate import check_length, check_parallel
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure, first_line, in_one_line
 from dist_amp.loading.loader import Fetch
-from dist_amp.loading.plan import Request
-from dist_amp.precision import Precision, build_precision, to_float32
+from dist_amp.loading.plan import Shard
+from dist_amp.precision import Precision, build_precision
 from dist_amp.scaling.blocks import blocks_of, parameters_in, pick_blocks, units_of
 from dist_amp.scaling.compile import check_compile
+from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import built_on_meta, parameters_on_meta
 from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.supervise.command_line import Parser, columns, exit_status
 from dist_amp.supervise.preflight import BESIDES_KEPT
-from dist_amp.task import Task, build_split, built_model, check_model
-from dist_amp.telemetry.mfu import flops_per_item, known_peak
+from dist_amp.task import Task, build_split, built_model
+from dist_amp.telemetry.mfu import flops_per_item
 from dist_amp.world import World
 
 RANKS_PER_MACHINE = 8  # assumed where no ranks were launched
-MOST_RANKS = 2**16  # tried, to find a number of ranks on which the model fits
 
 ROWS = {
     "parameters": "parameters, buffers",
@@ -79,24 +68,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.plan", __doc__)
-    here = torch.cuda.device_count() or RANKS_PER_MACHINE
-    for name, kind, default, help_text in (
-        ("world_size", int, here, "ranks; default: this machine's GPUs, or 8"),
-        ("device_memory_GiB", float, None, "of each rank; default: this machine's"),
-    ):
-        spellings = (f"--{name}", f"--{name.replace('_', '-')}")
-        parser.add_argument(*spellings, type=kind, default=default, help=help_text)
+    parser.add_argument(
+        "--world_size",
+        "--world-size",
+        type=int,
+        default=torch.cuda.device_count() or RANKS_PER_MACHINE,
+        help="ranks; default: this machine's GPUs, or 8",
+    )
+    parser.add_argument(
+        "--device_memory_GiB",
+        "--device-memory-GiB",
+        type=float,
+        default=0,
+        help="of each rank; default: this machine's",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     options, words = parser.parse_known_args(argv)
-    if options.world_size < 1:
-        raise ConfigError(f"--world_size={options.world_size} must be at least 1")
     memory = options.device_memory_GiB
-    if memory is not None and not 0 < memory < math.inf:
-        raise ConfigError(f"--device_memory_GiB={memory:g} must be above 0, such as 80")
+    if options.world_size < 1 or not 0 <= memory < math.inf:
+        raise ConfigError(
+            f"--world_size={options.world_size} must be at least 1, and "
+            f"--device_memory_GiB={memory:g} at least 0"
+        )
     try:
         with redirect_stdout(sys.stderr):  # what the task prints is no part of the plan
             config = load_config(words)
-            plan, refused = make_plan(config, options.world_size, round((memory or 0) * 2**30))
+            plan, refused = make_plan(config, options.world_size, round(memory * 2**30))
     except SystemExit as error:
         raise DataError(
             f"the task ended the process: {in_one_line(error)}; raise an error that says why"
@@ -144,11 +141,9 @@ class Plan:
     samples: int = 0
     steps_per_epoch: int = 0
     flops_per_sample: float = 0.0
-    peak_flops: float = 0.0
     checkpoint_bytes: int = 0
     checkpoints_on_disk: int = 0  # the most at once
     strategies: list[StrategyPlan] = field(default_factory=list)
-    fits_from_ranks: int = 0  # of fsdp, if nothing fits on these
     notes: list[str] = field(default_factory=list)
 
 
@@ -167,9 +162,7 @@ class SimulatedWorld(World):
 
 
 def make_plan(
-    config: Config,
-    world_size: int,
-    device_memory: int,
+    config: Config, world_size: int, device_memory: int
 ) -> tuple[Plan, BaseException | None]:
     """(the plan, the error by which the training would end at its data).
 
@@ -185,12 +178,11 @@ def make_plan(
     task = build_task(config.task, config.data)
     seed_all(config.run.seed)
     module = build_module(task, config, world)
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     blocks = blocks_of(task, module)
     facts = {
         "class": type(module).__name__,
         "parameters": parameters_in([module]),
-        "trained": trained,
+        "trained": sum(p.numel() for p in module.parameters() if p.requires_grad),
         "blocks": dict(Counter(type(block).__name__ for block in blocks)),
         "in_blocks": parameters_in(blocks),
     }
@@ -207,13 +199,17 @@ def make_plan(
         notes=world.notes,
     )
     plan_strategies(plan, config, task, module, world)
-    plan_compute(plan, config, task, module, world)
+    try:
+        with parameters_on_meta():  # the task may build its model again
+            plan.flops_per_sample = flops_per_item(task, module)
+    except DataError as error:
+        world.say(f"without memory for the parameters {error}; FLOPs are left out")
     return plan, plan_data(plan, config, task, world)
 
 
 def build_module(task: Task, config: Config, world: World) -> nn.Module:
     """The model on the meta device; whole, with a warning, if it can't be built there."""
-    module, problem = built_on_meta(task)
+    module, problem = built_on_meta(task, torch.device("cpu"))
     if problem and not hasattr(task, "load"):
         world.warn(
             f"every rank will hold the whole model in host memory until it is sharded: {problem}"
@@ -226,16 +222,15 @@ def build_module(task: Task, config: Config, world: World) -> nn.Module:
 
 
 def plan_strategies(
-    plan: Plan,
-    config: Config,
-    task: Task,
-    module: nn.Module,
-    world: SimulatedWorld,
+    plan: Plan, config: Config, task: Task, module: nn.Module, world: SimulatedWorld
 ) -> None:
     """Every strategy, and what a checkpoint takes. Errors: what training raises for the chosen."""
     chosen = choose(config.parallel, module, world, plan.device_memory_bytes)
-    moments = moments_or_assumed(config, task, module, world)
-    room = USABLE * plan.device_memory_bytes
+    if hasattr(task, "optimizer"):
+        world.say(
+            "the task's optimizer is assumed to keep two values per parameter, as AdamW does, and "
+            "to send nothing"
+        )
     for name, strategy, parallel in candidates(config.parallel, world, plan.micro_batches):
         one = StrategyPlan(name, chosen=strategy == chosen and parallel == config.parallel)
         plan.strategies.append(one)
@@ -243,29 +238,29 @@ def plan_strategies(
         noted_in = world if one.chosen else replace(world, notes=[])
         candidate = replace(config, parallel=parallel)
         try:
-            precision = checked(candidate, strategy, task, module, plan.micro_batches, noted_in)
+            precision = checked(candidate, strategy, task, module, noted_in)
         except Failure as error:
             if one.chosen:
                 raise
             one.problem = first_line(error)
             continue
-        model = Model(task, module, precision, plan.micro_batches)
-        step = of_a_step(candidate, strategy, model, world)
+        setup = Setup(candidate, strategy, world, task, module, precision, plan.micro_batches)
+        step = of_a_step(setup)
         one.precision = precision.name
         if precision.cast_by != "nothing":
             one.precision += f", {precision.cast_by}"
-        one.memory = memory_of(candidate, strategy, model, world, moments)
-        one.on_device = on_device(candidate, strategy, model, one.memory)
+        one.memory = memory_of(setup)
+        one.on_device = one.memory.total
+        if strategy in SHARDED and parallel.cpu_offload:
+            one.on_device = one.memory.computing
+            if parallel.accumulate_reduce == "last" and plan.micro_batches > 1:
+                one.on_device += one.memory.gradients
+        if plan.device_memory_bytes:
+            one.fits = one.on_device <= USABLE * plan.device_memory_bytes
         one.sent_bytes = sum(times * collective.sent for collective, times in step.items())
         one.collectives = step.total()
-        if strategy == "fsdp" and room:
-            plan.fits_from_ranks = ranks_that_fit(candidate, model, world, moments, room)
-    if room:
-        for one in plan.strategies:
-            one.fits = not one.problem and one.on_device <= room
-    if not room or any(one.fits for one in plan.strategies):
-        plan.fits_from_ranks = 0
-    plan.checkpoint_bytes = checkpoint_bytes(config, module, moments, chosen in SHARDED)
+        if one.chosen or not plan.checkpoint_bytes:
+            plan.checkpoint_bytes = checkpoint_bytes(setup)
     if config.checkpoint.every != "off":
         to_come = math.ceil(config.train.steps / config.checkpoint.every)
         plan.checkpoints_on_disk = min(config.checkpoint.keep + BESIDES_KEPT, to_come)
@@ -279,17 +274,12 @@ def choose(config: ParallelConfig, module: nn.Module, world: World, memory: int)
         return auto_strategy(module, world, 0)
     if memory:
         return auto_strategy(module, world, memory)
-    world.say(
-        f"parallel.strategy=auto: ddp on devices of {size_text(2 * adamw_state_bytes(module))} and "
-        "more, else fsdp; give --device_memory_GiB to see which"
-    )
+    world.say("parallel.strategy=auto depends on the GPU's memory; give --device_memory_GiB")
     return ""
 
 
 def candidates(
-    parallel: ParallelConfig,
-    world: World,
-    micro_batches: int,
+    parallel: ParallelConfig, world: World, micro_batches: int
 ) -> list[tuple[str, Strategy, ParallelConfig]]:
     """(name, strategy, its settings); fsdp with both values of accumulate_reduce."""
     if world.world_size == 1:
@@ -304,22 +294,17 @@ def candidates(
 
 
 def checked(
-    config: Config,
-    strategy: Strategy,
-    task: Task,
-    module: nn.Module,
-    micro_batches: int,
-    world: World,
+    config: Config, strategy: Strategy, task: Task, module: nn.Module, world: World
 ) -> Precision:
     """The precision in a strategy, after the checks that training makes. Errors: theirs."""
-    check_model(module, strategy)
     cast = pick_cast(config.precision, strategy, module, world)
-    check_parallel(config.parallel, strategy, cast, world)
+    check_parallel(config.parallel, strategy, cast, module, world)
     computes_on = world
     if world.device.type == "cuda" and not torch.cuda.is_available():
         # As rank 1, so that what this CPU can compute is not measured.
         computes_on = replace(world, rank=1, device=torch.device("cpu"))
     if computes_on is world or not config.compile.blocks:
+        micro_batches = accumulation_steps(config.train, world.world_size)
         check_compile(config.compile, strategy, micro_batches, world)
     else:
         world.say("[compile] is not checked: there is no GPU here")
@@ -327,68 +312,7 @@ def checked(
     precision = build_precision(cast, sharded, computes_on)
     if sharded:
         units_of(task, module, pick_blocks(strategy, task, module, world))
-        check_shardable(strategy, module, precision.cast_by == "policy")
     return precision
-
-
-def on_device(config: Config, strategy: Strategy, model: Model, memory: Memory) -> int:
-    """Bytes of the memory that are the device's: under CPU offload the state is the host's."""
-    if strategy not in SHARDED or not config.parallel.cpu_offload:
-        return memory.total
-    if config.parallel.accumulate_reduce == "last" and model.micro_batches > 1:
-        return memory.computing + memory.gradients
-    return memory.computing
-
-
-def ranks_that_fit(
-    config: Config,
-    model: Model,
-    world: World,
-    moments: Moments,
-    room: float,
-) -> int:
-    """The number of ranks, doubled from the present one, on which fsdp fits; 0 if there is none."""
-    config = replace(config, parallel=replace(config.parallel, accumulate_reduce="every"))
-    ranks = 2 * world.world_size
-    while ranks <= MOST_RANKS:
-        more = replace(world, world_size=ranks)
-        memory = memory_of(config, "fsdp", model, more, moments)
-        if on_device(config, "fsdp", model, memory) <= room:
-            return ranks
-        ranks *= 2
-    return 0
-
-
-def moments_or_assumed(config: Config, task: Task, module: nn.Module, world: World) -> Moments:
-    """As `moments_of`; AdamW's where a task's optimizer can't be stepped on the meta device."""
-    if hasattr(task, "optimizer") and world.world_size > 1:
-        world.say("what the task's optimizer itself may send is left out")
-    try:
-        return moments_of(config.optim, task, module)
-    except Exception as error:
-        # A Failure with a cause is what the task's code raised, maybe for want of values.
-        if isinstance(error, Failure) and error.__cause__ is None:
-            raise
-        world.warn(
-            "the state of the task's optimizer can't be seen without a real step "
-            f"({in_one_line(error)}): it is assumed to be twice the parameters, as AdamW's"
-        )
-        return {p: 2 for p in module.parameters() if p.requires_grad}
-
-
-def plan_compute(plan: Plan, config: Config, task: Task, module: nn.Module, world: World) -> None:
-    """Floating-point operations, as the task counts them."""
-    if config.metrics.peak_flops != "auto":
-        plan.peak_flops = config.metrics.peak_flops
-    elif world.device.type == "cuda" and torch.cuda.is_available():
-        uses_tf32 = config.precision.name == "fp32" and config.precision.tf32
-        dtype = "tf32" if uses_tf32 else config.precision.name
-        plan.peak_flops = known_peak(torch.cuda.get_device_name(), dtype)
-    try:
-        with parameters_on_meta():  # the task may build its model again
-            plan.flops_per_sample = flops_per_item(task, module)
-    except DataError as error:
-        world.say(f"without memory for the parameters {error}; FLOPs are left out")
 
 
 def plan_data(plan: Plan, config: Config, task: Any, world: World) -> Exception | None:
@@ -403,7 +327,8 @@ def plan_data(plan: Plan, config: Config, task: Any, world: World) -> Exception 
         if rest and not config.data.drop_last:
             plan.steps_per_epoch += 1
         if hasattr(task, "tokens"):
-            batch = Fetch(dataset, task, "training")[Request(config.run.seed, tuple(range(size)))]
+            shard = Shard(tuple(range(size)), seed=config.run.seed)
+            batch = Fetch(dataset, task, "training")[shard]
             if isinstance(batch, DataError):
                 raise batch
             plan.tokens_per_step = task.tokens(batch) * plan.samples_per_step // size
@@ -424,10 +349,7 @@ def lines(plan: Plan, config: Config) -> list[str]:
         text.append("* what this config runs")
     text += [f"{one.name}: not possible: {one.problem}" for one in plan.strategies if one.problem]
     if plan.device_memory_bytes and not any(one.fits for one in plan.strategies):
-        more = "nor does fsdp on more ranks"
-        if plan.fits_from_ranks:
-            more = f"fsdp (every) does on {plan.fits_from_ranks:,} ranks"
-        text.append(f"nothing fits into {100 * USABLE:.0f} % of the device; {more}")
+        text.append(f"nothing fits into {100 * USABLE:.0f} % of the device; use more ranks")
     notes = [note for note in plan.notes if not note.startswith("blocks: ")]
     return text + sorted(notes, key=lambda note: note.startswith("warning: "))  # warnings last
 
@@ -455,10 +377,6 @@ def heads(plan: Plan, config: Config) -> dict[str, str]:
     if plan.flops_per_sample:
         flops = plan.flops_per_sample * plan.samples_per_step / plan.world_size
         compute = f"{plan.flops_per_sample:.4g} FLOP per sample, {flops:.4g} per rank and step"
-    if compute and plan.peak_flops:
-        seconds = flops / plan.peak_flops / 0.4
-        compute += f"; at {plan.peak_flops:.4g} FLOP/s and 40 % MFU (assumed) {seconds:.3g} s per "
-        compute += f"step, {seconds * plan.steps / 3600:,.3g} h for all steps"
     checkpoint = "off"
     if plan.checkpoints_on_disk:
         on_disk = size_text(plan.checkpoints_on_disk * plan.checkpoint_bytes)

@@ -18,14 +18,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 from dist_amp.config.load import load_config
 from dist_amp.distributed.process import configure_logging
 from dist_amp.distributed.signals import raise_on_signals
 from dist_amp.errors import ConfigError
-from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import check_rows
 from dist_amp.sources.load import load_rows
 from dist_amp.sources.token_shards import TokenShards, read_manifest
@@ -45,11 +43,7 @@ def run(argv: Sequence[str]) -> None:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     parser = Parser("python -m dist_amp.tokenize", __doc__)
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="where to write; an interrupted command's folder is completed",
-    )
+    parser.add_argument("--out", metavar="FOLDER", help="where to write, or to continue")
     parser.add_argument(
         "--check", metavar="FOLDER", help="verify the hashes of this folder's files"
     )
@@ -64,40 +58,33 @@ def run(argv: Sequence[str]) -> None:
         "--shard-tokens",
         type=int,
         default=SHARD_TOKENS,
-        help="tokens per file; default 134,217,728",
+        help=f"tokens per file; default {SHARD_TOKENS:,}",
     )
     options, words = parser.parse_known_args(argv)
     configure_logging(0)
     if options.check is not None:
         if words or options.out:
             raise ConfigError(f"--check takes a folder alone, without {' '.join(words) or '--out'}")
-        check(Path(options.check))
-        return
-    if options.out is None:
-        raise ConfigError("--out is missing; name the folder to write, as in --out tokens")
-    if options.workers < 0 or options.shard_tokens < 1:
+        folder = Path(options.check)
+        for name in read_manifest(folder).splits:
+            TokenShards(folder, name).check_hashes()
+        print(f"{folder}: all files are as they were written")
+    else:
+        if options.out is None:
+            raise ConfigError("--out is missing; name the folder to write, as in --out tokens")
+        folder = Path(options.out)
+        write(folder, words, options.workers, options.shard_tokens)
+    for name, split in read_manifest(folder).splits.items():
+        print(f"{folder / name}: {split}")
+
+
+def write(folder: Path, words: Sequence[str], workers: int, shard_tokens: int) -> None:
+    """Tokenize the rows that the words of the command line name."""
+    if workers < 0 or shard_tokens < 1:
         raise ConfigError(
-            f"--workers {options.workers} and --shard_tokens {options.shard_tokens} must be at "
-            "least 0 and 1"
+            f"--workers {workers} and --shard_tokens {shard_tokens} must be at least 0 and 1"
         )
     data = load_config(words).data
-    check_names_rows(data)
-    tokenizer = open_tokenizer(data.tokenizer)
-    splits = {}
-    for split in ("train", "validation"):
-        rows = load_rows(data, split, "messages", "prompt")
-        if rows is not None:
-            check_rows(rows, data.text_column, tokenizer)
-            splits[split] = rows
-    count = 0 if options.workers == 1 else options.workers
-    say = partial(print, flush=True)
-    out = Path(options.out)
-    tokenize(out, splits, tokenizer, data.text_column, say, count, options.shard_tokens)
-    show(out)
-
-
-def check_names_rows(data: DataConfig) -> None:
-    """Errors: ConfigError if the settings do not name rows to tokenize."""
     if data.name == "auto" and data.path == "off":
         raise ConfigError("neither data.path nor data.name is set; name the rows to tokenize")
     if names := [source.name for source in fields(data.sources)]:
@@ -105,20 +92,16 @@ def check_names_rows(data: DataConfig) -> None:
             f"data.sources has {', '.join(names)}; tokenize each source by itself, and mix the "
             "folders"
         )
-
-
-def check(folder: Path) -> None:
-    """Errors: DataError for the first file that is not what was written."""
-    for split in read_manifest(folder).splits:
-        TokenShards(folder, split).check_hashes()
-    print(f"{folder}: all files are as they were written")
-    show(folder)
-
-
-def show(folder: Path) -> None:
-    """Print what the folder holds."""
-    for name, split in read_manifest(folder).splits.items():
-        print(f"{folder / name}: {split}")
+    tokenizer = open_tokenizer(data.tokenizer)
+    splits = {}
+    for split in ("train", "validation"):
+        rows = load_rows(data, split, "messages", "prompt")
+        if rows is not None:
+            check_rows(rows, data.text_column, tokenizer)
+            splits[split] = rows
+    if workers == 1:
+        workers = 0
+    tokenize(folder, splits, tokenizer, data.text_column, workers, shard_tokens)
 
 
 if __name__ == "__main__":

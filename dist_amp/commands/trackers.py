@@ -8,11 +8,12 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
+from dist_amp.config.load import leaves
 from dist_amp.errors import ConfigError, first_line
 
 # In one request, at most. Source: mlflow.org/docs, "REST API", limits.
@@ -20,7 +21,6 @@ MLFLOW_PARAMS = 100
 MLFLOW_METRICS = 1000
 Values = Mapping[str, float]
 Facts = Mapping[str, Any]
-Steps = dict[str, int] | None
 
 
 class Tracker:
@@ -28,16 +28,17 @@ class Tracker:
 
     project_variable: str  # the environment variable that names the project
     where: str  # to look at it, for the user
+    has_run = True  # whether it had the run before, as far as can be known
     writes_within_a_second = True  # else what was logged survives a kill after close() alone
 
     def __init__(self, project: str, id: str, name: str, config: Facts): ...
 
-    def last_steps(self) -> Steps:
-        """The last step of each tag, "ranks" for all of the ranks'; None if it can't be asked."""
-        return None
+    def log(self, number: int, step: int, seconds: float, values: Values) -> None:
+        """Add the values of a step, logged at this Unix time.
 
-    def log(self, number: int, step: int, values: Values) -> None:
-        """Add the values of a step; `number` counts the calls for this run in all processes."""
+        `number` counts the lines of the run. A follower that was killed sends its last lines again,
+        under the same numbers: they must not be added twice.
+        """
 
     def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
         """Add the run's summary, whole and as numbers, and its model's sample, if any."""
@@ -77,8 +78,8 @@ class Wandb(Tracker):
             folder = os.path.dirname(self._run.dir)
             self.where = f"wandb offline; upload it with: wandb sync {folder}"
 
-    def log(self, number: int, step: int, values: Values) -> None:
-        """wandb's own step is `number`: it rises where a tag is written ahead."""
+    def log(self, number: int, step: int, seconds: float, values: Values) -> None:
+        """wandb's step is `number`, since it refuses steps that decrease."""
         if number >= self._first:
             self._run.log({"step": step, **values}, step=number, commit=True)
 
@@ -98,27 +99,21 @@ class Trackio(Tracker):
 
     def __init__(self, project: str, id: str, name: str, config: Facts):
         self._trackio = imported("trackio")
-        self._project = project
-        self._id = id
         with redirect_stdout(StringIO()):  # its instructions
             off = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
             self._run = self._trackio.init(project, id, config=dict(config), resume="allow", **off)
-        servers = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
-        self._is_local = not any(map(os.environ.get, servers))
+        self._sent: set[tuple[int, str]] = set()
+        if not any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"))):
+            storage = imported("trackio.sqlite_storage").SQLiteStorage
+            for row in storage.get_logs(project, id):
+                self._sent |= {(row["step"], tag) for tag in row}
+            self.has_run = bool(self._sent)
         self.where = f"trackio; look at it with: trackio show --project {project}"
 
-    def last_steps(self) -> Steps:
-        if not self._is_local:
-            return None
-        storage = imported("trackio.sqlite_storage").SQLiteStorage
-        steps: dict[str, int] = {}
-        for row in storage.get_logs(self._project, self._id):
-            for tag in grouped(row):
-                steps[tag] = max(int(row["step"]), steps.get(tag, -1))
-        return steps
-
-    def log(self, number: int, step: int, values: Values) -> None:
-        self._run.log(dict(values), step=step)
+    def log(self, number: int, step: int, seconds: float, values: Values) -> None:
+        new = {tag: value for tag, value in values.items() if (step, tag) not in self._sent}
+        if new:
+            self._run.log(new, step=step)
 
     def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
         text = {"sample": self._trackio.Markdown(f"```\n{sample}\n```")} if sample else {}
@@ -141,37 +136,36 @@ class MLflow(Tracker):
         experiment = self._client.get_experiment_by_name(project)
         place = experiment.experiment_id if experiment else self._client.create_experiment(project)
         found = self._client.search_runs([place], f"tags.dist_amp_id = '{id}'")
+        self.has_run = bool(found)
         if found:
-            self._run = found[0]
+            run = found[0]
         else:
-            self._run = self._client.create_run(place, tags={"dist_amp_id": id}, run_name=name)
-        self._id = self._run.info.run_id
+            run = self._client.create_run(place, tags={"dist_amp_id": id}, run_name=name)
+        self._id = run.info.run_id
         self._status = "RUNNING"
         self._client.update_run(self._id, status=self._status)
         # A parameter can't be changed: of a resumed run, those of its first start stay.
-        sent = self._run.data.params
-        params = [item for item in flat_config(config) if item[0] not in sent]
+        sent = run.data.params
+        params = [
+            mlflow.entities.Param(key, str(value))
+            for key, value in leaves(config)
+            if key not in sent
+        ]
         for start in range(0, len(params), MLFLOW_PARAMS):
-            some = [mlflow.entities.Param(*each) for each in params[start : start + MLFLOW_PARAMS]]
-            self._client.log_batch(self._id, params=some)
+            self._client.log_batch(self._id, params=params[start : start + MLFLOW_PARAMS])
         self.where = f"mlflow at {mlflow.get_tracking_uri()}; experiment {project}, run {self._id}"
 
-    def last_steps(self) -> Steps:
-        steps = {}
-        # One of the ranks' tags is enough: they are sent at once.
-        for tag, key in grouped(self._run.data.metrics).items():
-            history = self._client.get_metric_history(self._id, key)
-            steps[tag] = max(metric.step for metric in history)
-        return steps
-
-    def log(self, number: int, step: int, values: Values) -> None:
-        now = int(1000 * time.time())
-        metrics = [self._entities.Metric(tag, value, now, step) for tag, value in values.items()]
+    def log(self, number: int, step: int, seconds: float, values: Values) -> None:
+        """MLflow ignores a metric that it has with the same step, time and value."""
+        milliseconds = int(1000 * seconds)
+        metrics = [
+            self._entities.Metric(tag, value, milliseconds, step) for tag, value in values.items()
+        ]
         for start in range(0, len(metrics), MLFLOW_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + MLFLOW_METRICS])
 
     def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
-        self.log(0, step, values)
+        self.log(0, step, time.time(), values)
         self._client.log_dict(self._id, dict(summary), "summary.json")
         if sample:
             self._client.log_text(self._id, sample, "sample.txt")
@@ -194,21 +188,3 @@ def imported(module: str) -> Any:
         raise ConfigError(
             f"{error.name} is not installed; pip install -e '.[{module}]' in the clone's folder"
         ) from error
-
-
-def grouped(tags: Iterable[str]) -> dict[str, str]:
-    """{tag: tag}, with "ranks" in place of all that are a rank's."""
-    groups = {}
-    for tag in tags:
-        name = "ranks" if tag.startswith("rank0") else tag
-        groups[name] = tag
-    return groups
-
-
-def flat_config(config: Facts, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """{"a": {"b": 1}} as ("a.b", "1")."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from flat_config(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, str(value)

@@ -1,23 +1,19 @@
 """What --help, --print_config and shell completion print."""
 
 import io
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+import os
+import select
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from dist_amp.config.load import (
-    collect,
-    load_config,
-    schema,
-    source_names,
-    target_in,
-    to_toml,
-)
-from dist_amp.distributed.process import quiet_on_closed_pipe
+from dist_amp.config.load import collect, load_config, schema, source_names, target_in, to_toml
+from dist_amp.config.task_class import find_task
 from dist_amp.errors import ConfigError, nearest_name
 
 EXAMPLES = """\
@@ -73,7 +69,8 @@ def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
             about = f"{EXAMPLES}\n{description.strip()}"
         settings = collect(words)
         sources = source_names(settings) or ("NAME",)  # a table to show the keys of a source
-        print(show_help(schema(target_in(settings), sources), prog, about, section))
+        full = schema(find_task(target_in(settings)), sources)
+        print(show_help(full, prog, about, section))
     return True
 
 
@@ -137,6 +134,24 @@ def command_line_of(schema: type, meaning: str) -> type:
     """The arguments of a command that takes settings, for `completion`."""
     shown = [*OPTIONS, *_fields_of(schema)]
     return make_dataclass("Settings", shown, namespace={"__doc__": meaning})
+
+
+@contextmanager
+def quiet_on_closed_pipe() -> Iterator[None]:
+    """End with status 1 and no traceback once nobody reads the output, as in `--help | head -3`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not any(events & select.POLLERR for _, events in output.poll(0)):
+            raise  # of another pipe
+        # The interpreter flushes once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:

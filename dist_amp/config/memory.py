@@ -41,15 +41,11 @@ def moments_per_parameter(config: OptimConfig) -> int:
     return {"muon": 1}.get(config.name, 2)
 
 
-def adamw_state_bytes(module: nn.Module) -> int:
-    """Weights, gradients and AdamW's two moments: 16 bytes per trained float32 parameter."""
-    trained = (p for p in module.parameters() if p.requires_grad)
-    return tensor_bytes(module.parameters()) + 3 * tensor_bytes(trained, dtype=torch.float32)
-
-
 def auto_strategy(module: nn.Module, world: World, memory: int) -> Strategy:
     """What "auto" picks for several ranks; says why. memory: the device's bytes; 0: the host's."""
-    need = adamw_state_bytes(module)
+    trained = (p for p in module.parameters() if p.requires_grad)
+    # Gradients and AdamW's two moments: with the weights 16 bytes per float32 parameter.
+    need = tensor_bytes(module.parameters()) + 3 * tensor_bytes(trained, dtype=torch.float32)
     strategy: Strategy = "ddp"
     why = "fit in the host's memory"
     if memory:
@@ -62,14 +58,14 @@ def auto_strategy(module: nn.Module, world: World, memory: int) -> Strategy:
     return strategy
 
 
-def capacity_of(world: World) -> tuple[int, int, int]:
-    """(what this process may use, what its allocator reserves unused, what is outside torch)."""
+def capacity_of(world: World) -> tuple[int, int]:
+    """(what this process may use, what its allocator reserves unused)."""
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         reserved = torch.cuda.memory_reserved(world.device)
         allocated = torch.cuda.memory_allocated(world.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(world.device))
-        return min(allowed, free + reserved), reserved - allocated, total - free - reserved
+        return min(allowed, free + reserved), reserved - allocated
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError, ValueError):  # not in a container, or its limit is "max"
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -77,7 +73,7 @@ def capacity_of(world: World) -> tuple[int, int, int]:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         share = min(share, limit)
-    return share, 0, 0
+    return share, 0
 
 
 def size_text(count: float) -> str:

@@ -10,7 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dist_amp.errors import ConfigError, first_line, nearest_name
+from dist_amp.errors import ConfigError, first_line
 from dist_amp.settings import TaskConfig
 
 SIGNATURES = {
@@ -30,19 +30,17 @@ def find_task(target: str) -> type:
 
     Errors: ConfigError if it can't be imported, does not exist or lacks a method.
     """
-    module_name, colon, class_name = target.partition(":")
-    if not (module_name and colon and class_name):
+    module_name, _, class_name = target.partition(":")
+    if not (module_name and class_name):
         raise ConfigError(f"task.target={target} must be module:Class or path/to/file.py:Class")
     module = _import(module_name, target)
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
-        inside = inspect.getmembers(module, inspect.isclass)
-        near = nearest_name(class_name, [n for n, c in inside if c.__module__ == module.__name__])
-        hint = ""
-        if near:
-            hint = f"; did you mean {near}?"
+        members = inspect.getmembers(module, inspect.isclass)
+        classes = [name for name, kind in members if kind.__module__ == module.__name__]
         raise ConfigError(
-            f"task.target={target}: there is no class {class_name} in {module_name}{hint}"
+            f"task.target={target}: there is no class {class_name} in {module_name}, which has "
+            f"{', '.join(classes) or 'none'}"
         )
     for method, signature in SIGNATURES.items():
         if not callable(getattr(cls, method, None)):
@@ -64,22 +62,15 @@ def _import(module_name: str, target: str) -> Any:
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"task.target={target}: there is no module {module_name} in {folder}, and none is "
-                "installed"
-            ) from None
-        fix = "install that"
-        if error.name in EXTRA_HF:
-            fix = "pip install -e '.[hf]' in the clone's folder"
-        raise ConfigError(
-            f"task.target={target}: it imports {error.name}, which is missing; {fix}"
-        ) from error
     except (Exception, SystemExit) as error:
+        fix = "fix it"
+        if isinstance(error, ModuleNotFoundError):
+            fix = f"install it, or check the path: {folder} was searched too"
+            if error.name in EXTRA_HF:
+                fix = "pip install -e '.[hf]' in the clone's folder"
         raise ConfigError(
             f"task.target={target}: importing it failed with {type(error).__name__}: "
-            f"{first_line(error)}"
+            f"{first_line(error)}; {fix}"
         ) from error
     file = getattr(module, "__file__", None) or "built in"
     if module_name.endswith(".py") and Path(file).resolve() != path.resolve():
@@ -102,35 +93,34 @@ def args_dataclass(cls: type) -> type:
         raise ConfigError(
             f"{cls.__name__}: unknown type in its constructor: {error}; import it"
         ) from error
+    fields_of_a_dataclass = vars(cls).get("__dataclass_fields__", {})
     required, optional = [], []
     for name, parameter in inspect.signature(cls).parameters.items():
         default = parameter.default
-        variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if name == INJECTED or variable:
+        if name == INJECTED or parameter.kind.name.startswith("VAR"):  # *args and **kwargs
             continue
         if default is parameter.empty:
             required.append((name, hints.get(name, int | float | str)))
-        else:
-            kind: Any = type(default)
-            if default is None:
-                kind = str | None
-            if kind is tuple and default:
-                kind = tuple[type(default[0]), ...]  # type: ignore[misc]
-            if kind is list and default:
-                kind = list[type(default[0])]  # type: ignore[misc]
-            optional.append((name, hints.get(name, kind), _default_field(cls, name, default)))
+            continue
+        copy_default = partial(deepcopy, default)  # a list: every task gets its own
+        declared = fields_of_a_dataclass.get(name, field())
+        if declared.default_factory is not MISSING:
+            copy_default = declared.default_factory
+        hint = hints.get(name, type_of(default))
+        optional.append((name, hint, field(default_factory=copy_default)))
     about = {"__doc__": inspect.getdoc(cls) or ""}
     return make_dataclass("Args", [*required, *optional], frozen=True, namespace=about)
 
 
-def _default_field(cls: type, name: str, default: Any) -> Any:
-    """A field with the default of a constructor's parameter; the task may be a dataclass itself."""
-    own = vars(cls).get("__dataclass_fields__", {}).get(name, field())
-    if own.default_factory is not MISSING:
-        return field(default_factory=own.default_factory)
-    if type(default).__hash__ is None:  # a list: every task gets its own copy
-        return field(default_factory=partial(deepcopy, default))
-    return field(default=default)
+def type_of(default: Any) -> Any:
+    """The type of a parameter without annotation."""
+    if default is None:
+        return str | None
+    if isinstance(default, tuple) and default:
+        return tuple[type(default[0]), ...]  # type: ignore[misc]
+    if isinstance(default, list) and default:
+        return list[type(default[0])]  # type: ignore[misc]
+    return type(default)
 
 
 def build_task(config: TaskConfig, data: Any) -> Any:
@@ -139,8 +129,7 @@ def build_task(config: TaskConfig, data: Any) -> Any:
     args: Mapping[str, Any] = config.args
     if is_dataclass(args):
         args = {item.name: getattr(args, item.name) for item in fields(args)}
-    known = inspect.signature(cls).parameters
-    if INJECTED in known:
+    if INJECTED in inspect.signature(cls).parameters:
         args = {**args, INJECTED: data}
     try:
         return cls(**args)

@@ -1,20 +1,41 @@
-"""Refuses settings that do not work together, with this model or on this device."""
+"""Refuses what can't be trained: settings that do not work together, or what a task returns.
 
-from torch import nn
+Each check only turns a mistake into an error that names the value, the rule and the fix.
+"""
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from dist_amp.config.auto import SHARDED, batch_statistics, replicas_of
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, Strategy
 from dist_amp.world import World
 
+# ---- settings
+
 
 def check_parallel(
-    config: ParallelConfig, strategy: Strategy, precision: PrecisionConfig, world: World
+    config: ParallelConfig,
+    strategy: Strategy,
+    precision: PrecisionConfig,
+    module: nn.Module,
+    world: World,
 ) -> None:
-    """Reject settings of [parallel] that do not work together; each error says what would."""
+    """Reject a strategy that the model rules out, and settings of [parallel] that do not fit."""
     on_cpu = world.device.type == "cpu"
+    if strategy != "single" and isinstance(module, nn.ModuleDict | nn.ModuleList):
+        raise DataError(
+            f"the task's build_model returned a {type(module).__name__}, which can't be called, as "
+            f"parallel.strategy={strategy} needs; put it into an nn.Module with a forward"
+        )
     if strategy in SHARDED:
-        check_sharded(config, precision)
+        check_shardable(strategy, module)
+        check_sharded(config, precision, module)
         if config.comm_dtype != "off":
             world.warn(
                 f"parallel.comm_dtype={config.comm_dtype} has no effect under {strategy}: use "
@@ -25,14 +46,12 @@ def check_parallel(
                 "parallel.cpu_offload=true needs a GPU to offload from, and run.device is the CPU; "
                 "use false"
             )
-    if strategy == "hsdp":
-        replicas = replicas_of(config, world)
+    if strategy == "hsdp" and world.world_size % replicas_of(config, world):
         divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
-        if replicas not in divisors:
-            raise ConfigError(
-                f"parallel.replicas={replicas} does not divide {world.world_size} ranks; use one "
-                f"of {divisors}"
-            )
+        raise ConfigError(
+            f"parallel.replicas={replicas_of(config, world)} does not divide {world.world_size} "
+            f"ranks; use one of {divisors}"
+        )
     if strategy == "ddp" and config.comm_dtype == "fp16" and precision.name != "fp16":
         raise ConfigError(
             "parallel.comm_dtype=fp16 needs precision.dtype=fp16: without its loss scaler small "
@@ -44,68 +63,43 @@ def check_parallel(
         )
 
 
-def check_sharded(config: ParallelConfig, precision: PrecisionConfig) -> None:
+def check_sharded(config: ParallelConfig, precision: PrecisionConfig, module: nn.Module) -> None:
     """Reject dtypes of sharded parameters and gradients that need another precision."""
+    casts = precision.use_amp and precision.cast_by != "autocast"
     for name in ("param_dtype", "reduce_dtype"):
         dtype = getattr(config, name)
-        if dtype != "fp32" and not precision.use_amp:
+        if dtype != "fp32" and not casts:
             raise ConfigError(
-                f"parallel.{name}={dtype} needs use_amp=true: use_amp=false is float32 everywhere; "
-                "use fp32"
-            )
-        if dtype != "fp32" and precision.cast_by == "autocast":
-            raise ConfigError(
-                f"parallel.{name}={dtype} needs precision.cast_by=policy: autocast works on "
-                "float32 parameters; use fp32"
+                f"parallel.{name}={dtype} needs use_amp=true and precision.cast_by=policy: "
+                "otherwise parameters are float32; use fp32"
             )
     if config.reduce_dtype == "fp16" and precision.name != "fp16":
         raise ConfigError(
             "parallel.reduce_dtype=fp16 needs precision.dtype=fp16: without its loss scaler "
             "small gradients become zero; use fp32 or bf16"
         )
-
-
-def check_shardable(strategy: Strategy, module: nn.Module, policy: bool) -> None:
-    """Reject a model that FSDP2 can't shard. policy: whether its policy casts.
-
-    Errors: ConfigError for batch statistics beside cast weights, and a parameter that is a scalar
-    or not contiguous.
-    """
     statistics = batch_statistics(module)
-    if policy and statistics:
+    if casts and statistics:
         raise ConfigError(
             "precision.cast_by=policy would cast the weights of "
             f"{next(iter(statistics)).rpartition('.')[0]} but not its batch statistics; use "
             "precision.cast_by=autocast"
         )
+
+
+def check_shardable(strategy: Strategy, module: nn.Module) -> None:
+    """Reject a parameter that FSDP2 can't shard: a scalar, or not contiguous."""
     for name, parameter in module.named_parameters():
+        what = ""
         if parameter.ndim == 0:
+            what = "a scalar; give it the shape [1]"
+        elif not parameter.is_contiguous():
+            what = "not contiguous, as with memory_format=torch.channels_last; make it contiguous"
+        if what:
             raise ConfigError(
-                f"the parameter {name} is a scalar, and {strategy} shards the first dimension; "
-                "give it the shape [1] in build_model, or use parallel.strategy=ddp"
+                f"{strategy} can't shard the parameter {name}, which is {what} in build_model, or "
+                "use parallel.strategy=ddp"
             )
-        if not parameter.is_contiguous():
-            raise ConfigError(
-                f"the parameter {name} is not contiguous, as with "
-                f"memory_format=torch.channels_last, and {strategy} shards contiguous ones only; "
-                "make it contiguous in build_model, or use parallel.strategy=ddp"
-            )
-
-
-def check_length(length: int, micro_batch_size: int, accumulation_steps: int, world: World) -> None:
-    """Errors: DataError for a training dataset of this length if it fills no global batch."""
-    if length == 0:
-        raise DataError(
-            "the training dataset is empty; check data.name, data.path, data.split and the task's "
-            "build_dataset"
-        )
-    global_batch_size = micro_batch_size * accumulation_steps * world.world_size
-    if length < global_batch_size:
-        raise DataError(
-            f"the training dataset has {length} samples, fewer than one global batch of "
-            f"{global_batch_size} = micro_batch_size {micro_batch_size} x {world.world_size} ranks "
-            f"x accumulation_steps {accumulation_steps}; use more data or a smaller batch"
-        )
 
 
 def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> None:
@@ -128,3 +122,108 @@ def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> Non
         world.warn(
             f"precision.scaler has no effect in {config.name}: only fp16 needs a loss scaler"
         )
+
+
+# ---- what a task returns
+
+
+def check_dataset(dataset: Any, split: str) -> None:
+    """Errors: DataError for anything but a map-style dataset; None is a split without one."""
+    by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    is_other = isinstance(dataset, str | bytes | Mapping | IterableDataset)
+    if dataset is not None and (is_other or not by_index):
+        raise DataError(
+            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__}, not samples "
+            "by number; return a map-style dataset. A stream can't be resumed exactly: set "
+            "data.path to its files, or save it with save_to_disk"
+        )
+
+
+def check_length(length: int, micro_batch_size: int, accumulation_steps: int, world: World) -> None:
+    """Errors: DataError for a training dataset of this length if it fills no global batch."""
+    if length == 0:
+        raise DataError(
+            "the training dataset is empty; check data.name, data.path, data.split and the task's "
+            "build_dataset"
+        )
+    global_batch_size = micro_batch_size * accumulation_steps * world.world_size
+    if length < global_batch_size:
+        raise DataError(
+            f"the training dataset has {length} samples, fewer than one global batch of "
+            f"{global_batch_size} = micro_batch_size {micro_batch_size} x {world.world_size} ranks "
+            f"x accumulation_steps {accumulation_steps}; use more data or a smaller batch"
+        )
+
+
+def check_model(module: Any) -> None:
+    """Errors: DataError for what is no module, has nothing to train or complex parameters."""
+    if not isinstance(module, nn.Module):
+        raise DataError(
+            f"the task's build_model returned {type(module).__name__}; return the model, an "
+            "nn.Module"
+        )
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trained:
+        raise DataError(
+            f"none of the {len(list(module.parameters()))} parameters of the task's model is "
+            "trained; build_model must leave some of them with requires_grad=True"
+        )
+    for name, parameter in trained.items():
+        if parameter.is_complex():
+            raise DataError(
+                f"the parameter {name} of the task's model is {parameter.dtype}, and only real "
+                "ones are trained; use torch.view_as_complex in forward"
+            )
+
+
+def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor") -> None:
+    """Errors: DataError for anything else; a tensor's value is not read.
+
+    what: such as "weight(batch) returned".
+    """
+    shown = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        shown = f"a tensor of shape {list(value.shape)}"
+    if not isinstance(value, Real) and (not isinstance(value, Tensor) or value.ndim):
+        raise DataError(f"the task's {what} {shown}, not {rule}")
+
+
+def check_weight(weight: Any, what: str = "weight(batch) returned") -> None:
+    """Errors: DataError for a weight of a batch, or of a metric, that is negative or no scalar."""
+    rule = "what counts in the batch: a number or a scalar tensor, at least 0"
+    check_scalar(weight, what, rule)
+    if isinstance(weight, Real) and weight < 0:
+        raise DataError(f"the task's {what} {weight:g}, not {rule}")
+
+
+def check_loss(loss: Any, device: torch.device) -> None:
+    """Errors: DataError unless it is a float32 scalar with a gradient on the device."""
+    what = type(loss).__name__
+    if isinstance(loss, Tensor):
+        what = f"{loss.dtype} of shape {list(loss.shape)} on {loss.device}"
+        if loss.ndim == 0 and loss.dtype == torch.float32 and loss.device == device:
+            if loss.requires_grad:
+                return
+            what += " without a gradient"
+    raise DataError(
+        f"the task's loss_sum returned {what}, not a float32 scalar on {device} with a gradient; "
+        "sum over all elements, and compute the loss in float32, as in `logits.float()`"
+    )
+
+
+# What torch says of a part of a wrapped or sharded model that is used without a call of the whole.
+OF_WRAPPED_MODELS = (
+    "'DistributedDataParallel' object",
+    "'FSDPCommContext' object",
+    "mixed torch.Tensor and DTensor",
+)
+
+
+def check_model_use(error: BaseException) -> None:
+    """Errors: DataError in place of one from a use of the model that only one process allows."""
+    if any(text in str(error) for text in OF_WRAPPED_MODELS):
+        raise DataError(
+            f"the task's loss_sum did more with its model than call it ({first_line(error)}); over "
+            "several ranks the model is wrapped or sharded: call model(...) once per batch, and "
+            "choose submodules in the model's forward"
+        ) from error

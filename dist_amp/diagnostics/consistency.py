@@ -39,7 +39,6 @@ class Consistency(Observer):
         self._samples: list[Tensor] = []  # a hash of each sampled step's micro-batches
         check_start(run)
         self._generators = generator_hashes(run)
-        self._start = (run.scaler.scale_tensor.item(), *run.schedule.counters.tolist()[:2])
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if len(self._samples) < SAMPLED_STEPS:
@@ -50,7 +49,6 @@ class Consistency(Observer):
         run = self._run
         check_metrics_agree(row)
         check_schedule(run, row)
-        check_loss_scale(run, row, *self._start)
         if row.step < min(self._next_check, run.config.train.steps):
             return
         self._next_check = row.step + CHECK_EVERY
@@ -254,33 +252,6 @@ def check_schedule(run: Run, row: LogRow) -> None:
             f"step {row.step}: the learning rate on all ranks is {row['lr']:.6g}, not "
             f"{expected:.6g} as after {before} applied steps ({skipped} were skipped); the "
             "schedule moved on a skipped step, or was stepped twice"
-        )
-
-
-def check_loss_scale(run: Run, row: LogRow, scale: float, applied: int, skipped: int) -> None:
-    """Errors: NumericsError for a loss scale that can't result from the applied and skipped steps.
-
-    scale, applied, skipped: their values when the run started.
-    """
-    if not run.scaler.scales:
-        return
-    scaler = run.config.precision.scaler
-    applied_since = row["applied_steps"] - applied
-    skipped_since = row["skipped_steps"] - skipped
-    # One growth may have been nearly due at the start.
-    most = applied_since // scaler.growth_interval + 1
-    # In logarithms: thousands of skips would overflow a product.
-    growth = math.log(scaler.growth_factor)
-    grown = 0.0
-    if row["loss_scale"]:
-        backed_off = skipped_since * math.log(scaler.backoff_factor)
-        grown = math.log(row["loss_scale"] / scale) - backed_off
-    growths = round(grown / growth)
-    if not 0 <= growths <= most or abs(grown - growths * growth) > 1e-3:
-        raise NumericsError(
-            f"step {row.step}: a loss scale of {row['loss_scale']:g} (on all ranks) does not "
-            f"follow from {scale:g} by {applied_since:.0f} applied and {skipped_since:.0f} skipped "
-            "steps; the scaler's update() must run exactly once per step"
         )
 
 

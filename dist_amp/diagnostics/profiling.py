@@ -26,7 +26,6 @@ from dist_amp.world import World
 FIRST_STEPS = 10
 WARM_UP_STEPS = 2  # recorded by the profiler and discarded, because starting it slows the first
 ROWS = 40  # of the table in the file
-TOP_ROWS = 5  # on the console
 MAX_ALLOCATIONS = 100_000  # kept; several KB of host memory each, by torch's documentation
 
 
@@ -145,8 +144,7 @@ class Profile(Observer):
         profiler.export_chrome_trace(f"{path}.json.gz")
         title = f"steps {self.first} to {run.step} of rank {rank} of {run.world.world_size}"
         if steps < self._asked:
-            title += f", {steps} of debug.profile={self._asked}: then came an evaluation, "
-            title += "a checkpoint or the end"
+            title += f", up to an evaluation, a checkpoint or the end: {steps} of {self._asked}"
         device = DeviceType.CPU
         column = "self_cpu_time_total"
         if run.world.device.type == "cuda":
@@ -158,7 +156,7 @@ class Profile(Observer):
         text = f"{title}\n{summary}\n\n{table}"
         Path(f"{path}_table.txt").write_text(text)
         run.metrics.write_text("profile", text, run.step)
-        lines = [f"profile  {title}", *summary.splitlines(), *top(profiler, steps, device, column)]
+        lines = [f"profile  {title}", *summary.splitlines()]
         lines.append(f"{path}.json.gz opens in ui.perfetto.dev; the table is next to it")
         run.world.say("\n         ".join(lines))
 
@@ -166,21 +164,13 @@ class Profile(Observer):
 def window(done: int, last_step: int, count: int, pauses: Sequence[int]) -> tuple[int, int]:
     """The first and the last step to record, of those after `done`; last < first if too few.
 
-    pauses: the run evaluates or saves at the multiples of these, and recording ends at the first of
-    them. It starts after that one if more steps can be recorded there, and before the process has
-    warmed up if the run is short.
+    pauses: the run evaluates or saves at the multiples of these. Recording ends at the first of
+    them, and in a short run it starts before the process has warmed up.
     """
-
-    def end(first: int) -> int:
-        next_pauses = [math.ceil(first / every) * every for every in pauses]
-        return min([first + count - 1, last_step, *next_pauses])
-
     # At least one step before them, for the profiler's warm-up.
     first = max(done + 2, min(done + FIRST_STEPS + WARM_UP_STEPS + 1, last_step - count + 1))
-    last = end(first)
-    if end(last + 1) - last > last - first + 1:
-        return last + 1, end(last + 1)
-    return first, last
+    next_pauses = [math.ceil(first / every) * every for every in pauses]
+    return first, min([first + count - 1, last_step, *next_pauses])
 
 
 def time_per_step(profiler: profile, steps: int, device: DeviceType) -> str:
@@ -199,8 +189,7 @@ def time_per_step(profiler: profile, steps: int, device: DeviceType) -> str:
         if event.device_type == device and not event.is_user_annotation
     ]
     if not spans:
-        missing = "CUPTI, which records them, is missing or not permitted"
-        return f"{text}\nno times of the device: {missing}"
+        return f"{text}\nno times of the device: CUPTI is missing or not permitted"
     start = min(spans)[0]
     until = start
     busy = 0.0  # kernels of several streams overlap
@@ -212,25 +201,6 @@ def time_per_step(profiler: profile, steps: int, device: DeviceType) -> str:
     return (
         f"{text}\n{per_step:.2f} ms per step on the device, which was idle for {idle:.1f} % of it"
     )
-
-
-def top(profiler: profile, steps: int, device: DeviceType, column: str) -> list[str]:
-    """Lines of the operations (on a GPU the kernels) that took most time, without what they call.
-
-    column: of the profiler's events, in microseconds.
-    """
-    events = [event for event in profiler.key_averages() if event.device_type == device]
-    operations = [event for event in events if not event.is_user_annotation]
-    # On the host a range has time of its own, Python's.
-    timed = events if device == DeviceType.CPU else operations
-    total = sum(getattr(event, column) for event in timed) or 1.0
-    lines = []
-    operations.sort(key=lambda event: getattr(event, column), reverse=True)
-    for event in operations[:TOP_ROWS]:
-        spent = getattr(event, column)
-        name = f"{event.key[:70]} ({event.count / steps:g} times)"
-        lines.append(f"{100 * spent / total:5.1f} % {spent / steps / 1000:9.2f} ms  {name}")
-    return lines
 
 
 @contextmanager

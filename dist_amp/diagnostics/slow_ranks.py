@@ -15,12 +15,11 @@ from dist_amp.telemetry.step_report import LogRow, Observer
 
 FACTOR = 1.2  # of the ranks' median, or of the past
 SHARE = 0.05  # of the step: a smaller excess holds nobody up
-WINDOW = 5  # log intervals that must all be slower than
+WINDOW = 5  # log intervals that are judged together
 PAST = 10  # those before them
-# How many times its standard error a rank's excess must be, by the number of log intervals:
-# quantiles of Student's t for 1 false alarm in 1,000, if intervals vary independently. A rank that
-# is much slower is found after 3 intervals, one that is 1.3 times slower later.
-CERTAIN = {3: 22.3, 4: 10.2, 5: 7.17, 6: 5.89, 7: 5.21, 8: 4.79, 9: 4.50, 10: 4.30}
+# How many times its standard error a rank's mean excess must be: the quantile of Student's t for 1
+# false alarm in 1,000 with WINDOW intervals, if they vary independently.
+CERTAIN = 7.17
 QUIET = 10  # log steps without a finding before the same warning is repeated
 NAMES = {"data": "data wait", "other": "callbacks and checks"}  # for the rest the phase's own name
 
@@ -33,35 +32,24 @@ class Slowdown:
     factor: float  # of the ranks' median, or of the past
     phase: str  # in which most is lost
     extra_seconds: float  # per step, in this phase
-    intervals: int  # log intervals that show it
 
 
 def find_slow_ranks(phases: np.ndarray, step_seconds: np.ndarray) -> list[Slowdown]:
     """The ranks whose local time exceeds FACTOR times the ranks' median, beyond chance.
 
-    phases: [intervals, ranks, phases] seconds per step; step_seconds: [intervals], with all waits.
-    Of an even number of ranks the lower median: of two, the faster one.
+    phases: [WINDOW, ranks, phases] seconds per step; step_seconds: [WINDOW], with all waits. Of an
+    even number of ranks the lower median: of two, the faster one.
     """
-    slow: dict[int | None, Slowdown] = {}
-    for count in CERTAIN:
-        if count <= len(step_seconds):
-            for one in _slow_in(phases[-count:], step_seconds[-count:]):
-                slow.setdefault(one.rank, one)
-    return list(slow.values())
-
-
-def _slow_in(phases: np.ndarray, step_seconds: np.ndarray) -> list[Slowdown]:
     middle = (phases.shape[1] - 1) // 2
     seconds = phases.sum(axis=2)
     typical = np.sort(seconds, axis=1)[:, middle]
     excess = seconds - FACTOR * typical[:, None]
     mean = excess.mean(axis=0)
-    error = excess.std(axis=0, ddof=1) / len(excess) ** 0.5
-    is_slow = (mean > CERTAIN[len(excess)] * error) & (mean > SHARE * step_seconds.mean())
+    error = excess.std(axis=0, ddof=1) / WINDOW**0.5
+    is_slow = (mean > CERTAIN * error) & (mean > SHARE * step_seconds.mean())
     extra = (phases - np.sort(phases, axis=1)[:, [middle]]).mean(axis=0)  # [ranks, phases]
     factors = seconds.mean(axis=0) / max(typical.mean(), 1e-9)
-    ranks = np.flatnonzero(is_slow).tolist()
-    return [slowdown(rank, factors[rank], extra[rank], len(excess)) for rank in ranks]
+    return [slowdown(rank, factors[rank], extra[rank]) for rank in np.flatnonzero(is_slow).tolist()]
 
 
 def find_slowdown(phases: np.ndarray) -> list[Slowdown]:
@@ -75,13 +63,13 @@ def find_slowdown(phases: np.ndarray) -> list[Slowdown]:
     if now.min() <= max(FACTOR * typical, before.max()):
         return []
     extra = medians[PAST:].mean(axis=0) - np.median(medians[:PAST], axis=0)
-    return [slowdown(None, now.mean() / typical, extra, WINDOW)]
+    return [slowdown(None, now.mean() / typical, extra)]
 
 
-def slowdown(rank: int | None, factor: float, extra: np.ndarray, intervals: int) -> Slowdown:
+def slowdown(rank: int | None, factor: float, extra: np.ndarray) -> Slowdown:
     """extra: [phases] seconds per step."""
     phase = int(extra.argmax())
-    return Slowdown(rank, float(factor), OWN_PHASES[phase], float(extra[phase]), intervals)
+    return Slowdown(rank, float(factor), OWN_PHASES[phase], float(extra[phase]))
 
 
 class SlowRanks(Observer):
@@ -90,7 +78,7 @@ class SlowRanks(Observer):
     def __init__(self, run: Run):
         self._run = run
         self._phases: deque[np.ndarray] = deque(maxlen=PAST + WINDOW)  # each [ranks, phases]
-        self._step_seconds: deque[float] = deque(maxlen=max(CERTAIN))
+        self._step_seconds: deque[float] = deque(maxlen=WINDOW)
         self._slow_before: set[int | None] = set()  # at the last log step
         self._quiet: dict[int | None, int] = {}  # for how many more log steps
         self._is_first = True
@@ -106,8 +94,8 @@ class SlowRanks(Observer):
         self._quiet = {rank: left - 1 for rank, left in self._quiet.items() if left > 1}
         slow: list[Slowdown] = []
         phases = np.stack(self._phases)
-        if len(row.table) > 1:
-            slow = find_slow_ranks(phases, np.array(self._step_seconds))
+        if len(row.table) > 1 and len(phases) >= WINDOW:
+            slow = find_slow_ranks(phases[-WINDOW:], np.array(self._step_seconds))
         for one in slow:
             if one.rank in self._slow_before:
                 self._warn_of(one, row)
@@ -134,6 +122,5 @@ class SlowRanks(Observer):
         return (
             f"{who} {slow.factor:.1f} times as long as {compared}, without waiting for other "
             f"ranks: {1000 * slow.extra_seconds:.3g} ms per step more in "
-            f"{NAMES.get(slow.phase, slow.phase)} (up to step {row.step}, in "
-            f"{slow.intervals} log intervals)"
+            f"{NAMES.get(slow.phase, slow.phase)} (up to step {row.step})"
         )

@@ -1,22 +1,90 @@
-"""Settings of this process: logging, determinism, TF32, the state of its random generators."""
+"""This process: its rank and device, logging, determinism, TF32 and random generators."""
 
+import ctypes
 import logging
 import math
 import os
 import random
-import select
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dist_amp.errors import ConfigError
+from dist_amp.settings import RunConfig
+
 T = TypeVar("T")
+
+LAUNCHER = "DIST_AMP_LAUNCHER"  # in the environment of ranks: the process id of `dist_amp launch`
+
+
+def environment_number(name: str, default: int) -> int:
+    """A non-negative integer from the environment. Errors: ConfigError for anything else."""
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(
+            f"{name}={text!r} in the environment is not a whole number; start with torchrun, or "
+            "unset it"
+        )
+    return int(text)
+
+
+def attempt() -> int:
+    """How many times torchrun has restarted these processes."""
+    return environment_number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
+    """This process's (rank, local_rank, world_size, local_world_size, device)."""
+    rank, world_size = _rank_and_world_size()
+    gpus = 0
+    if config.device != "cpu":
+        gpus = torch.cuda.device_count()
+    if config.device != "cpu" and not gpus:
+        from dist_amp.distributed.gpu_checks import check_gpus_are_used
+
+        check_gpus_are_used(device=config.device)
+    if config.device == "cuda" and not gpus:
+        raise ConfigError("run.device=cuda, but torch finds no GPU; use run.device=cpu")
+    # Other launchers than torchrun may not say how ranks fall on machines: then one rank per GPU.
+    local_world_size = environment_number("LOCAL_WORLD_SIZE", min(world_size, gpus or world_size))
+    local_rank = environment_number("LOCAL_RANK", rank % local_world_size)
+    if not gpus:
+        return rank, local_rank, world_size, local_world_size, torch.device("cpu")
+    # Some launchers show each process one GPU only; torchrun shows all of them to all.
+    one_gpu_each = gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    if local_world_size > gpus and not one_gpu_each:
+        raise ConfigError(
+            f"{local_world_size} processes on this machine (nproc_per_node) are more than its "
+            f"{gpus} GPUs; use --nproc_per_node={gpus}, or --run.device cpu"
+        )
+    device = torch.device("cuda", local_rank % gpus)
+    from dist_amp.distributed.gpu_checks import check_architecture
+
+    check_architecture(device)
+    return rank, local_rank, world_size, local_world_size, device
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    missing = {"RANK", "WORLD_SIZE"} - os.environ.keys()
+    if len(missing) == 1:
+        raise ConfigError(
+            f"{missing.pop()} is not set although its partner is; start with torchrun, or unset it"
+        )
+    rank = environment_number("RANK", 0)
+    world_size = environment_number("WORLD_SIZE", 1)
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun")
+    return rank, world_size
 
 
 def configure_logging(rank: int) -> None:
@@ -48,6 +116,13 @@ def set_tf32(on: bool) -> None:
     """Use TF32 or true float32 on CUDA, for matmuls and convolutions (torch's defaults differ)."""
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Get this signal when the parent process ends, however it ends; Linux only: prctl(2)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def seed_all(seed: int) -> None:
@@ -93,40 +168,6 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-@contextmanager
-def quiet_on_closed_pipe() -> Iterator[None]:
-    """End with status 1 and no traceback once nobody reads the output, as in `--help | head -3`."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout.fileno(), 0)
-        if not any(events & select.POLLERR for _, events in output.poll(0)):
-            raise  # of another pipe
-        # The interpreter flushes once more at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-
-
-@contextmanager
-def without_stderr() -> Iterator[None]:
-    """Discard what is written to standard error in the block, by C++ too."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T:

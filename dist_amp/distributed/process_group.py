@@ -4,29 +4,16 @@ Without torch's private names, collectives keep the timeout that their group beg
 default group alone is aborted.
 """
 
-import atexit
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dist_amp.distributed.environment import Place
-
 A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
-
-# NCCL's timeout names no rank, so the watchdog, which does, comes first. Assumed: it takes 15 s.
-NCCL_MARGIN_SECONDS = 60.0
-
-# torch's own default; 1 MB as JSON. Measured on one gloo rank: 4 to 5 us per collective.
-RECORDED_COLLECTIVES = 2000
-
-# torch ends a process whose NCCL threads give no sign for this long; its default in 2.11 to 2.13.
-HEARTBEAT_SECONDS = 480
 
 
 def shared_store() -> dist.Store:  # type: ignore[name-defined]
@@ -35,57 +22,32 @@ def shared_store() -> dist.Store:  # type: ignore[name-defined]
     return dist.group.WORLD.get_group_store()
 
 
-def join(place: Place, timeout_seconds: float) -> None:
+def join(rank: int, world_size: int, device: torch.device, timeout_seconds: float) -> None:
     """Make the default process group of all ranks: gloo, and NCCL on GPUs."""
     backend = "gloo"
-    device = None
-    if place.device.type == "cuda":
+    device_id = None
+    if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
-        device = place.device
+        device_id = device
+    timeout = timedelta(seconds=timeout_seconds)
+    from dist_amp.distributed.flight_recorder import watched_timeout
+
+    timeout = watched_timeout(device.type == "cuda", timeout_seconds)
     store = None  # torch's own rendezvous at MASTER_ADDR and MASTER_PORT
     # Ours names the ranks that do not join, and an address at which nobody answers.
     from dist_amp.distributed.rendezvous import joined, rendezvous
 
-    store = rendezvous(place.rank, place.world_size, timeout_seconds)
+    store = rendezvous(rank, world_size, timeout_seconds)
     dist.init_process_group(
         backend,
-        timeout=collective_timeout(device is not None, timeout_seconds),
-        device_id=device,
+        timeout=timeout,
+        device_id=device_id,
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=rank,
+        world_size=world_size,
     )
     # All have joined; torchrun may keep the store for its next attempt.
-    store.delete_key(joined(place.rank))
-
-
-def join_until_exit(place: Place, timeout_seconds: float) -> None:
-    """`join`, and leave at exit: together with the other ranks, unless by an error."""
-    join(place, timeout_seconds)
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        # After an error the others may be gone. FSDP2 over gloo aborts if another rank is still in
-        # a collective.
-        if not hasattr(sys, "last_value"):
-            with suppress(Exception):
-                dist.barrier()
-        dist.destroy_process_group()
-
-
-def collective_timeout(on_gpu: bool, timeout_seconds: float) -> timedelta:
-    """How long a collective of the model may take; sets up torch's own supervision accordingly."""
-    seconds = timeout_seconds
-    if on_gpu:
-        seconds += NCCL_MARGIN_SECONDS
-    # Variables that are set stay. What torch records of collectives is read by the watchdog, and
-    # its check of NCCL's threads, which ends the process, has to come last.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
-    last = max(HEARTBEAT_SECONDS, int(seconds) + 60)
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(last))
-    return timedelta(seconds=seconds)
+    store.delete_key(joined(rank))
 
 
 def timeout_of(group: Any) -> timedelta | None:

@@ -10,8 +10,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from dist_amp.distributed.environment import environment_number
-from dist_amp.distributed.process import in_time
+from dist_amp.distributed.process import environment_number, in_time
 from dist_amp.errors import ConfigError, Failure, first_line
 
 # Open files besides gloo's sockets: libraries, loader workers' pipes, TensorBoard, a checkpoint's

@@ -1,6 +1,5 @@
 """Which signals stop a run, and how processes handle them. Without torch, which takes seconds."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -34,13 +33,6 @@ def ignore_stop_signals() -> None:
     """For loader workers: their rank needs them until its checkpoint is written."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def die_with_parent(number: signal.Signals) -> None:
-    """Get this signal when the parent process ends, however it ends; Linux only: prctl(2)."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 # --- commands

@@ -25,8 +25,8 @@ def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
         )
     if data.pack in ("cut", "best_fit"):
         raise ConfigError(
-            f"data.group_by_length={steps} has no padding to save with data.pack={data.pack}; use "
-            "one of them: data.group_by_length=off or data.pack=off"
+            f"data.group_by_length={steps} saves no padding with data.pack={data.pack}; set one of "
+            "them to off"
         )
     return LengthGroups(dataset, steps, lengths)
 
@@ -54,17 +54,17 @@ class LengthGroups:
         if lengths is None:
             raise ConfigError(
                 f"{key} needs each sample's length, and a {type(dataset).__name__} has no "
-                "`lengths`; write the tokens with python -m dist_amp.tokenize, or return "
-                "LengthGroups(dataset, steps, lengths) from build_dataset"
+                "`lengths`; write its tokens with python -m dist_amp.tokenize, or build "
+                "LengthGroups(dataset, steps, lengths)"
             )
         if len(lengths) != len(dataset):
-            counts = f"{len(lengths)} lengths for {len(dataset)} samples"
-            raise DataError(f"{key}: there are {counts}; give one for each")
+            raise DataError(
+                f"{key}: there are {len(lengths)} lengths for {len(dataset)} samples; give one each"
+            )
         lengths = numpy.asarray(lengths)
         if len(dataset) and lengths.min() == lengths.max():
             raise ConfigError(
-                f"{key}: all {len(dataset)} samples have the length {lengths[0]}, so there is no "
-                "padding to save; use data.group_by_length=off"
+                f"{key} saves no padding: all samples have the length {lengths[0]}; use off"
             )
         self.dataset = dataset
         self.steps = steps
@@ -93,11 +93,7 @@ class LengthGroups:
 
 
 def bucketed(
-    shuffle: EpochOrder,
-    lengths: Any,
-    global_batch_size: int,
-    steps: int,
-    key: tuple[int, int],
+    shuffle: EpochOrder, lengths: Any, global_batch_size: int, steps: int, key: tuple[int, int]
 ) -> EpochOrder:
     """positions, int64 -> samples: a bijection if `shuffle` is one.
 

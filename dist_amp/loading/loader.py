@@ -1,6 +1,5 @@
 """A dataset by micro-batches: in this process, or in workers that end with their rank."""
 
-import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,9 +13,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-from dist_amp.distributed.process import seed_host
+from dist_amp.distributed.process import die_with_parent, seed_host
 from dist_amp.errors import DataError, in_one_line
-from dist_amp.loading.plan import Request
+from dist_amp.loading.plan import Shard
 
 # A fork can leave a worker stuck before its first line, once in some thousand forks: Python 3.11
 # takes a lock there that another thread of the parent may hold. It is forked again.
@@ -37,18 +36,18 @@ class Fetch:
         self.augment = getattr(task, "augment", None) if split == "training" else None
         self._generator = torch.Generator()
 
-    def __getitem__(self, request: Request) -> Any:
-        seed, indices, augmentation = Request(*request)
+    def __getitem__(self, shard: Shard) -> Any:
         if get_worker_info() is not None:
             # A worker's own random numbers would depend on how many workers there are.
-            seed_host(seed)
+            seed_host(shard.seed)
+        indices = shard.indices
         try:
             samples = list(read(self.dataset, indices))
         except Exception as error:
             return self._unreadable(indices, error)
         if self.augment is not None:
             for place, index in enumerate(indices):
-                rng = self._generator.manual_seed(hash((augmentation, index)))
+                rng = self._generator.manual_seed(hash((shard.augmentation, index)))
                 try:
                     samples[place] = self.augment(samples[place], rng)
                 except Exception as error:
@@ -87,10 +86,10 @@ def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 
 def samples_text(indices: Sequence[int]) -> str:
-    """As "samples 3, 7", with at most 64 of them."""
-    if len(indices) == 1:
-        return f"sample {indices[0]}"
+    """As "sample 3" or "samples 3, 7", with at most 64 of them."""
     text = ", ".join(map(str, indices[:64]))
+    if len(indices) == 1:
+        return f"sample {text}"
     if len(indices) > 64:
         text += ", ..."
     return f"samples {text}"
@@ -140,16 +139,11 @@ def _shut_down(batches: Any) -> None:
         getattr(batches, "_shutdown_workers", lambda: None)()
 
 
-def _resolved(tensor: Tensor) -> Any:
-    """How a worker pickles a tensor: as torch does, which would lose conjugation and negation."""
-    return reduce_tensor(tensor.resolve_conj().resolve_neg())
-
-
 def _start_worker(started: Any, worker: int) -> None:
-    from dist_amp.distributed.signals import die_with_parent, ignore_stop_signals
+    # As torch does, which would lose conjugation and negation.
+    ForkingPickler.register(Tensor, lambda t: reduce_tensor(t.resolve_conj().resolve_neg()))
+    from dist_amp.distributed.signals import ignore_stop_signals
 
-    ForkingPickler.register(Tensor, _resolved)
-    gc.enable()  # the rank may collect at its own steps, which a worker does not have
     ignore_stop_signals()
     # It holds its rank's sockets as well: other ranks would take a dead rank for alive.
     die_with_parent(signal.SIGKILL)

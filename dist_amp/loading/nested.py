@@ -1,4 +1,4 @@
-"""Nested structures, as samples and batches come: their tensors, and the same on a device.
+"""Nested structures, such as samples and batches: their tensors, and the same on a device.
 
 A batch may hold what torch's pytrees know (dicts, lists, tuples, named tuples), other mappings,
 dataclasses, and objects with a `to(device)`, such as transformers' BatchEncoding or graphs.
@@ -42,15 +42,6 @@ def _parts(value: Any) -> dict[Any, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def plain_mappings(value: Any) -> Any:
-    """Plain dicts in place of other mappings, whose classes could not be unpickled safely."""
-    if isinstance(value, Mapping):
-        return {key: plain_mappings(part) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(plain_mappings, value))
-    return value
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same structure with its tensors on the device; a GPU copies them from pinned memory.
 
@@ -85,18 +76,7 @@ def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """In page-locked memory, from which the host need not wait for a copy to a GPU."""
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return tensor
-    if tensor.is_pinned():  # by the loader's workers
-        return tensor
-    return tensor.pin_memory()
-
-
-def _check_holds_no_tensor_elsewhere(value: Any, device: torch.device) -> None:
-    for name, part in _parts(value).items():
-        if any(tensor.device.type != device.type for tensor in tensors(part)):
-            raise DataError(
-                f"a batch holds a {type(value).__name__} whose {name} has a tensor that can't be "
-                f"moved to {device}; give the class a method to(device), or make it a dataclass"
-            )
+    return tensor.pin_memory()  # the same, if the loader's workers have pinned it
 
 
 def _moves_itself(part: Any) -> bool:
@@ -112,9 +92,46 @@ def _moved_by_itself(part: Any, device: torch.device) -> Any:
     except Exception as error:
         raise DataError(
             f"a batch holds a {type(part).__name__} whose to({str(device)!r}) failed: "
-            f"{in_one_line(error)}; fix it, or return its tensors in a dict or dataclass from "
-            "collate(samples)"
+            f"{in_one_line(error)}; fix it, or return its tensors in a dict from collate(samples)"
         ) from error
     if moved is None:  # it has moved in place
         return part
     return moved
+
+
+def _check_holds_no_tensor_elsewhere(value: Any, device: torch.device) -> None:
+    for name, part in _parts(value).items():
+        if any(tensor.device.type != device.type for tensor in tensors(part)):
+            raise DataError(
+                f"a batch holds a {type(value).__name__} whose {name} has a tensor that can't be "
+                f"moved to {device}; give the class a method to(device), or make it a dataclass"
+            )
+
+
+class CopyStream:
+    """Call it with a step's micro-batches: returns them on the GPU; nothing waits for the copy.
+
+    Kernels that are queued on the current stream after the call wait for it on the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._last_call: Any = None  # an event on the compute stream
+
+    def __call__(self, batches: list[Any]) -> list[Any]:
+        compute = torch.cuda.current_stream(self.device)
+        if self._last_call is not None:
+            # No more than two steps' micro-batches are in the GPU's memory.
+            self._last_call.synchronize()
+        # blocking: waiting for it takes no CPU time from other threads.
+        self._last_call = torch.cuda.Event(blocking=True)
+        self._last_call.record(compute)
+        with torch.cuda.stream(self._stream):
+            moved = [to_device(batch, self.device) for batch in batches]
+        compute.wait_stream(self._stream)
+        for tensor in tensors(moved):
+            if tensor.device.type == self.device.type:
+                # Else the next copy could be given its memory while kernels read it.
+                tensor.record_stream(compute)
+        return moved

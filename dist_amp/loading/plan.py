@@ -1,10 +1,4 @@
-"""Which samples this rank takes, step after step: a pure function of the seed and the position.
-
-Up to TABLE_LENGTH samples an epoch's order is torch.randperm's. Above, where a table would take 8
-bytes per sample on every rank, it is a keyed permutation: a Feistel network over pairs of digits,
-whose rare results beyond the last sample are permuted again ("cycle walking"). Source: Black and
-Rogaway 2002, doi:10.1007/3-540-45760-7_9.
-"""
+"""Which samples this rank takes, step after step: a pure function of the seed and the position."""
 
 import hashlib
 import math
@@ -13,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,20 +23,14 @@ ROUNDS = 10
 LOOKED_UP = 4096
 
 
-class Request(NamedTuple):
-    """What a loader is asked for: one micro-batch."""
-
-    seed: int  # of the random numbers that a loader worker draws
-    indices: tuple[int, ...]  # of its samples
-    augmentation: int = 0  # of the epoch: with a sample's index the seed of its augmentation
-
-
 @dataclass(frozen=True)
 class Shard:
     """One micro-batch of one rank, by its samples' indices."""
 
     indices: tuple[int, ...]
     counts: bool = True  # False: padding
+    seed: int = 0  # of the random numbers that a loader worker draws
+    augmentation: int = 0  # of the epoch: with a sample's index the seed of its augmentation
 
 
 @dataclass(frozen=True)
@@ -61,57 +49,50 @@ class Plan:
 
     def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
         """(samples consumed after the step, micro-batches) from `position` on, without end."""
-        epoch, offset = divmod(position, self.length)
+        order_of = self.dataset_order or partial(epoch_order, self.order, self.length)
         size = self.global_batch_size
         end = self.length
         if self.drop_last:
             end = self.length - size + 1
         at_once = max(1, LOOKED_UP * self.world_size // size)
+        epoch, offset = divmod(position, self.length)
         while True:
-            order = self._order_of(epoch)
+            order = order_of(self.seed, epoch)
             starts = range(offset, end, size)
-            count = 1  # the first step is there soon
-            while starts:
-                windows = [range(i, min(i + size, self.length)) for i in starts[:count]]
-                for window, shards in zip(windows, self._shards(windows, order), strict=True):
-                    yield epoch * self.length + window.stop, shards
-                starts = starts[count:]
-                count = at_once
+            for first in range(0, len(starts), at_once):
+                yield from self._steps(epoch, order, starts[first : first + at_once])
             epoch += 1
             offset = 0
 
-    def _order_of(self, epoch: int) -> EpochOrder:
-        if self.dataset_order is not None:
-            return self.dataset_order(self.seed, epoch)
-        return epoch_order(self.order, self.length, self.seed, epoch)
-
-    def _shards(self, windows: list[range], order: EpochOrder) -> Iterator[list[Shard]]:
-        """The steps of these positions, with samples in place of positions."""
+    def _steps(
+        self, epoch: int, order: EpochOrder, starts: range
+    ) -> Iterator[tuple[int, list[Shard]]]:
+        """The steps that start at these positions of an epoch."""
+        windows = [range(i, min(i + self.global_batch_size, self.length)) for i in starts]
         steps = [
             shard_step(window, self.world_size, self.micro_batch_size, self.rank)
             for window in windows
         ]
-        flat = [i for shards in steps for shard in shards for i in shard.indices]
-        samples = iter(order(torch.tensor(flat)).tolist())
-        for shards in steps:
-            yield [
-                Shard(tuple(islice(samples, len(shard.indices))), shard.counts) for shard in shards
-            ]
-
-    def requests(self, position: int, limit: int | None) -> Iterator[Request]:
-        """Each micro-batch of the next `limit` steps."""
-        for consumed, shards in islice(self.steps(position), limit):
-            augmentation = hash((self.seed, (consumed - 1) // self.length)) % 2**63
+        positions = [i for shards in steps for shard in shards for i in shard.indices]
+        samples = iter(order(torch.tensor(positions)).tolist())
+        augmentation = hash((self.seed, epoch)) % 2**63
+        for window, shards in zip(windows, steps, strict=True):
+            consumed = epoch * self.length + window.stop
+            step = []
             for number, shard in enumerate(shards):
+                indices = tuple(islice(samples, len(shard.indices)))
                 seed = hash((self.seed, consumed, number, self.rank)) % 2**63
-                yield Request(seed, shard.indices, augmentation)
+                step.append(Shard(indices, shard.counts, seed, augmentation))
+            yield consumed, step
+
+    def micro_batches(self, position: int, limit: int | None) -> Iterator[Shard]:
+        """Each micro-batch of the next `limit` steps."""
+        for _, shards in islice(self.steps(position), limit):
+            yield from shards
 
 
 def shard_step(
-    window: Sequence[int],
-    world_size: int,
-    micro_batch_size: int,
-    rank: int,
+    window: Sequence[int], world_size: int, micro_batch_size: int, rank: int
 ) -> list[Shard]:
     """One step's samples, or positions -> this rank's micro-batches: the same number on every rank.
 
@@ -136,17 +117,19 @@ def shard_step(
 
 def shuffled_order(length: int) -> Order:
     """How a new run shuffles a dataset of this length."""
-    return "randperm" if length <= TABLE_LENGTH else "feistel"
+    if length > TABLE_LENGTH:
+        return "feistel"
+    return "randperm"
 
 
 def epoch_order(order: str, length: int, seed: int, epoch: int) -> EpochOrder:
     """Positions in an epoch, int64 in [0, length) -> the samples, of that shape: a bijection."""
     if order == "dataset":
         return torch.clone
-    if order == "randperm":
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-        return torch.randperm(length, generator=generator).__getitem__
-    return partial(permute, length=length, keys=epoch_keys(seed, epoch))
+    if order == "feistel":
+        return partial(permute, length=length, keys=epoch_keys(seed, epoch))
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(length, generator=generator).__getitem__
 
 
 def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
@@ -156,13 +139,14 @@ def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def permute(
-    positions: Tensor,
-    length: int | Tensor,
-    keys: Sequence[int] | Sequence[Tensor],
+    positions: Tensor, length: int | Tensor, keys: Sequence[int] | Sequence[Tensor]
 ) -> Tensor:
     """A permutation of [0, length) that depends on `keys`, at `positions`, int64 of any shape.
 
-    length, at most 2^52, and keys may be different for each position, int64 of the same shape.
+    length, at most 2^52, and keys may be different for each position, int64 of the same shape. A
+    table of an epoch's order would take 8 bytes per sample on every rank. Instead: a Feistel
+    network over pairs of digits, whose rare results beyond the last sample are permuted again
+    ("cycle walking"). Source: Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9.
     """
     lengths = torch.as_tensor(length).expand_as(positions)
     keys_of = [torch.as_tensor(key).expand_as(positions) for key in keys]
@@ -181,24 +165,19 @@ def permute(
     return samples
 
 
-def _feistel(
-    values: Tensor,
-    low_base: Tensor,
-    high_base: Tensor,
-    keys: Sequence[Tensor],
-) -> Tensor:
+def _feistel(values: Tensor, low_base: Tensor, high_base: Tensor, keys: Sequence[Tensor]) -> Tensor:
     """A permutation of [0, low_base * high_base)."""
     high = values // low_base
     low = values - high * low_base
     for number, key in enumerate(keys):
         if number % 2:
-            high = _add(high, _hash_below(low, key, high_base), high_base)
+            high = _add_below(high, _hash_below(low, key, high_base), high_base)
         else:
-            low = _add(low, _hash_below(high, key, low_base), low_base)
+            low = _add_below(low, _hash_below(high, key, low_base), low_base)
     return high * low_base + low
 
 
-def _add(digit: Tensor, other: Tensor, base: Tensor) -> Tensor:
+def _add_below(digit: Tensor, other: Tensor, base: Tensor) -> Tensor:
     """(digit + other) modulo base, of two numbers below it; cheaper than a division."""
     total = digit + other
     return torch.where(total < base, total, total - base)

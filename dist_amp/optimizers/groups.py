@@ -3,9 +3,9 @@
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import wraps
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from dist_amp.errors import ConfigError, first_line, nearest_name
+from dist_amp.errors import ConfigError, first_line
 from dist_amp.optimizers.sgd import on_cpu_in_half
 from dist_amp.settings import OptimConfig
 from dist_amp.task import call_task
@@ -28,91 +28,71 @@ GROUP_KEYS = ("params", "name", "lr_scale", "weight_decay", "use_muon")
 NOT_ON_SHARDS = re.compile(r"sharding strategy|placement|Sharding propagation|DTensor")
 
 
-def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """{name: parameter} of those that are trained; a tied one has all its names."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: p for name, p in named if p.requires_grad}
-
-
 def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]:
     """The task's groups(model), with tensors in place of names and patterns, and the defaults.
 
     Errors: ConfigError for a malformed group, and a parameter that is missed or in two groups.
     """
     what = "the task's groups(model)"
-    given_groups = call_task(ConfigError, "groups(model)", task.groups, model)
-    if isinstance(given_groups, str | Mapping) or not isinstance(given_groups, Iterable):
-        raise ConfigError(f"{what} returned {type(given_groups).__name__}; return a list of dicts")
-    parameters = trained_parameters(model)
+    named = model.named_parameters(remove_duplicate=False)  # a tied one has all its names
+    parameters = {name: p for name, p in named if p.requires_grad}
     groups: list[Group] = []
     owner: dict[Tensor, str] = {}
-    # A generator runs in `list`.
-    for given in call_task(ConfigError, "groups(model)", list, given_groups):
-        if not isinstance(given, Mapping):
-            kind = type(given).__name__
-            raise ConfigError(f'{what} gave {kind} as a group; give a dict with "params"')
-        if "params" not in given:
-            keys = sorted(map(str, given))
-            raise ConfigError(f"{what} gave a group with {keys}, but no params")
+    for given in call_task(ConfigError, "groups(model)", lambda: list(task.groups(model))):
+        if not isinstance(given, Mapping) or "params" not in given:
+            text = repr(str(given))[:80]
+            raise ConfigError(f'{what} gave {text} as a group; give a dict with "params"')
         group = {"name": f"group {len(groups)}", "lr_scale": 1.0, **given}
         group.setdefault("weight_decay", config.weight_decay)
-        text = _in_words(group)
+        name = group["name"]
         if "lr" in group:
-            raise ConfigError(f"{text} has an lr; give lr_scale, which multiplies optim.lr")
+            raise ConfigError(f"{what}: {name} has an lr; give lr_scale, which multiplies optim.lr")
         for key in ("lr_scale", "weight_decay"):
             if not _is_factor(group[key]):
-                raise ConfigError(f"{text} has {key}={group[key]!r}; give a number, 0 or more")
-        names = _names(given["params"], parameters, text)
-        group["params"] = list(dict.fromkeys(parameters[name] for name in names))
-        for name in names:
-            other = owner.setdefault(parameters[name], group["name"])
-            if other != group["name"]:
                 raise ConfigError(
-                    f"{what} put the parameter {name} into two groups, {other} and "
-                    f"{group['name']}; name it in one"
+                    f"{what}: {name} has {key}={group[key]!r}; give a number, 0 or more"
                 )
-        if any(group["name"] == other["name"] for other in groups):
-            raise ConfigError(
-                f"{what} gave two groups the name {group['name']}; name each differently"
-            )
+        paths = _names(given["params"], parameters, f"{what}: {name}")
+        group["params"] = list(dict.fromkeys(parameters[path] for path in paths))
+        for path in paths:
+            other = owner.setdefault(parameters[path], name)
+            if other != name:
+                raise ConfigError(
+                    f"{what} put the parameter {path} into {other} and {name}; name it in one group"
+                )
+        if any(name == other["name"] for other in groups):
+            raise ConfigError(f"{what} gave two groups the name {name}; name each differently")
         groups.append(group)
-    if missed := [name for name, p in parameters.items() if p not in owner]:
+    if missed := [path for path, p in parameters.items() if p not in owner]:
         raise ConfigError(
-            f"{what} leave out {_first(missed)}; put each trained parameter into one group, or set "
-            "requires_grad=False"
+            f"{what} leave out {len(missed)} parameters, such as {missed[0]}; put each trained "
+            "parameter into one group, or set requires_grad=False"
         )
     return groups
 
 
-def _in_words(group: Mapping[str, Any]) -> str:
-    name = str(group["name"])
-    if not name.startswith("group "):  # its number
-        name = f"group {name}"
-    return f"the task's {name}"
-
-
 def _is_factor(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < float("inf")
+    return isinstance(value, Real) and 0 <= float(value) < float("inf")
 
 
 def _names(params: Any, parameters: Mapping[str, Tensor], text: str) -> list[str]:
     """The names of the trained parameters that a group's names, patterns and tensors refer to."""
     entries = [params]
     if isinstance(params, Iterable) and not isinstance(params, str | Tensor | nn.Module):
-        entries = call_task(ConfigError, "groups(model)", list, params)
+        entries = list(params)
     names: list[str] = []
     for entry in entries:
         if isinstance(entry, Tensor):
-            found = [name for name, p in parameters.items() if p is entry]
-            if not found and entry.requires_grad:
+            matches = [name for name, p in parameters.items() if p is entry]
+            if not matches and entry.requires_grad:
                 raise ConfigError(
                     f"{text} holds a tensor of shape {list(entry.shape)} that is no parameter of "
                     "the model that groups(model) got; take it from there, after sharding replaced "
                     "the parameters"
                 )
         elif isinstance(entry, str):
-            found = [name for name in parameters if fnmatchcase(name, entry)]
-            if not found:
+            matches = [name for name in parameters if fnmatchcase(name, entry)]
+            if not matches:
                 raise ConfigError(
                     f"{text} names {entry!r}, which matches no trained parameter; the first are "
                     f"{', '.join(list(parameters)[:3])}"
@@ -122,36 +102,34 @@ def _names(params: Any, parameters: Mapping[str, Tensor], text: str) -> list[str
                 f'{text} has {type(entry).__name__} in its "params"; use .parameters() or name '
                 "patterns"
             )
-        names += found
+        names += matches
     return names
 
 
 def check_keys(given: Sequence[Group], optimizer: Optimizer) -> None:
     """Errors: ConfigError for a key of the groups given to the optimizer that nothing reads."""
-    kind = type(optimizer).__name__.removeprefix("Fused")
     known = (*GROUP_KEYS, *(key for key in optimizer.defaults if key != "lr"))
     for group in given:
         for key in group:
             if key not in known:
-                hint = f"it takes {', '.join(known)}"
-                if near := nearest_name(str(key), known):
-                    hint = f"did you mean {near}?"
+                kind = type(optimizer).__name__.removeprefix("Fused")
                 raise ConfigError(
-                    f"{_in_words(group)} has the key {key!r}, which {kind} does not read; {hint}"
+                    f"the task's groups(model): {group['name']} has the key {key!r}, which {kind} "
+                    f"does not read; it takes {', '.join(known)}"
                 )
 
 
-def task_optimizer(task: Any, groups: list[Group], lr: float, model: nn.Module) -> Optimizer:
-    """What the task's optimizer(groups, lr) returned, checked. Errors: ConfigError."""
-    given = [group["name"] for group in groups]
-    optimizer = call_task(ConfigError, "optimizer(groups, lr)", task.optimizer, groups, lr)
+def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
+    """What the task's optimizer(groups, lr) returned, made to step on shards.
+
+    Errors: ConfigError for what can't be used.
+    """
+    copies = [dict(group) for group in groups]  # the optimizer adds its defaults to them
+    optimizer = call_task(ConfigError, "optimizer(groups, lr)", task.optimizer, copies, lr)
     if not isinstance(optimizer, Optimizer):
-        what = f"an object of {type(optimizer).__name__}"
-        if isinstance(optimizer, type):
-            what = f"the class {optimizer.__name__}"
         raise ConfigError(
-            f"the task's optimizer(groups, lr) returned {what}, not a torch optimizer; return one "
-            "made of the groups, as torch.optim.SGD(groups, lr=lr)"
+            f"the task's optimizer(groups, lr) returned {str(optimizer)!r:.80}, not a torch "
+            "optimizer; return one made of the groups, as torch.optim.SGD(groups, lr=lr)"
         )
     kind = type(optimizer).__name__
     try:
@@ -159,50 +137,47 @@ def task_optimizer(task: Any, groups: list[Group], lr: float, model: nn.Module) 
     except TypeError as error:
         raise ConfigError(
             f"the task's optimizer {kind} needs a closure in step(), and train_step calls it "
-            "without one; use another optimizer, or a loop of your own (docs/own_loop.md)"
+            "without one; use another optimizer, or a custom loop (docs/own_loop.md)"
         ) from error
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    missed = [name for name, p in trained_parameters(model).items() if p not in held]
-    why = ""
-    if missed:
-        why = f"leaves out {_first(missed)}"
-    elif [group.get("name") for group in optimizer.param_groups] != given:
-        why = "has other groups than it was given"
-    if why:
+    if _members(optimizer.param_groups) != _members(groups):
         raise ConfigError(
-            f"the task's optimizer {kind} {why}; make it of the groups, as {kind}(groups, lr=lr)"
+            f"the task's optimizer {kind} has other groups or parameters than it was given; make "
+            f"it of the groups, as {kind}(groups, lr=lr)"
         )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    if fused and isinstance(optimizer, torch.optim.SGD) and any(map(on_cpu_in_half, held)):
+    if fused and isinstance(optimizer, torch.optim.SGD) and any(map(on_cpu_in_half, parameters)):
         raise ConfigError(
             f"the task's optimizer {kind} has fused=True, which on a CPU silently leaves "
             "half-precision parameters as they are (pytorch#191763); use fused=False"
         )
+    if not _skips_by_itself(optimizer):
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        if any(isinstance(p, DTensor) for p in parameters):
+            _step_on_shards(optimizer)
+    _refuse_changed_options(optimizer)
     return optimizer
 
 
-def _first(names: Sequence[str]) -> str:
-    text = f"the parameter {names[0]}"
-    if len(names) > 1:
-        text += f" ({len(names)} in all)"
-    return text
+def _members(groups: Iterable[Group]) -> list[tuple[str, set[int]]]:
+    return [(group.get("name", ""), set(map(id, group["params"]))) for group in groups]
 
 
-def task_factor(task: Any, step: int) -> float:
-    """What the task's schedule multiplies optim.lr by after `step` applied ones; or ConfigError."""
-    factor = call_task(ConfigError, f"schedule({step})", task.schedule, step)
-    number = -1.0
-    with suppress(TypeError, ValueError, RuntimeError):  # of a tensor of several elements
-        if not isinstance(factor, str | bytes):
-            number = float(factor)
-    if not _is_factor(number):
-        raise ConfigError(
-            f"the task's schedule({step}) returned {factor!r}; return a number, 0 or more"
-        )
-    return number
+def _skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer that takes grad_scale and found_inf can be trusted with them.
+
+    Not if a subclass replaces the step of a fused one, since it may ignore both; nor torch's fused
+    SGD, which leaves its momentum uninitialised if the first step is skipped.
+    """
+    kind = type(optimizer)
+    if kind is torch.optim.SGD or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if "_step_supports_amp_scaling" in vars(kind):
+        return True
+    return kind.step.__module__.startswith("torch.optim.")
 
 
-def refuse_changed_options(optimizer: Optimizer) -> None:
+def _refuse_changed_options(optimizer: Optimizer) -> None:
     """Make saving raise ConfigError if its options have changed: no checkpoint has them."""
 
     def options(optimizer: Optimizer) -> dict[str, float]:
@@ -255,11 +230,8 @@ class _Permissive(TorchFunctionMode):
         return out
 
 
-def step_on_shards(optimizer: Optimizer) -> None:
-    """Change the optimizer's step for sharded parameters, if it has any."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(isinstance(p, DTensor) for p in parameters):
-        return
+def _step_on_shards(optimizer: Optimizer) -> None:
+    """Replace the optimizer's step by one that takes DTensors."""
     step = optimizer.step
 
     @wraps(step)
@@ -278,3 +250,16 @@ def step_on_shards(optimizer: Optimizer) -> None:
             ) from error
 
     optimizer.step = permissive  # type: ignore[method-assign]
+
+
+def task_factor(task: Any, step: int) -> float:
+    """What the task's schedule multiplies optim.lr by after `step` applied ones; or ConfigError."""
+    factor = call_task(ConfigError, f"schedule({step})", task.schedule, step)
+    number = factor
+    if isinstance(factor, Tensor) and factor.numel() == 1:
+        number = factor.item()
+    if not _is_factor(number):
+        raise ConfigError(
+            f"the task's schedule({step}) returned {factor!r}; return a number, 0 or more"
+        )
+    return float(number)

@@ -8,7 +8,7 @@ once, in bfloat16; every rank orthogonalises it and keeps its part.
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,15 @@ from dist_amp.world import local
 
 # Of the quintic iteration; Keller Jordan's, as in torch.optim.Muon.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
 
 
 class Muon(torch.optim.Optimizer):
     """groups: dicts as for any torch optimizer. One with `use_muon` true gets Muon, others AdamW.
 
-    use_muon: by default where all of the group's parameters are matrices. momentum, nesterov,
-    ns_steps, adjust_lr_fn: of Muon, as in torch.optim.Muon; betas, eps: of AdamW. fused: whether it
-    unscales and skips by itself, without a host read.
+    use_muon: by default where all of the group's parameters are matrices. momentum: of Muon, which
+    is Nesterov's; betas, eps: of AdamW. fused: whether it unscales and skips by itself, without a
+    host read.
     """
 
     grad_scale: Tensor | None = None
@@ -39,28 +40,13 @@ class Muon(torch.optim.Optimizer):
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         fused: bool = True,
     ):
         # Holds AdamW's options; in `step` it gets this optimizer's state and AdamW groups.
-        self._adamw = torch.optim.AdamW(
-            [torch.zeros(1)],
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            fused=True,
-        )
-        muon_options = {
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
+        unused = [torch.zeros(1)]
+        self._adamw = torch.optim.AdamW(unused, lr, betas, eps, weight_decay, fused=True)
         copies = []
         for group in groups:
             parameters = list(group["params"])
@@ -75,7 +61,7 @@ class Muon(torch.optim.Optimizer):
                     "use_muon=False"
                 )
             copies.append(copy)
-        super().__init__(copies, {**self._adamw.defaults, **muon_options})
+        super().__init__(copies, {**self._adamw.defaults, "momentum": momentum})
         self._step_supports_amp_scaling = fused
 
     @torch.no_grad()
@@ -111,15 +97,9 @@ class Muon(torch.optim.Optimizer):
             lr = lr * applied
             weight = (weight * applied).to(buffer.dtype)
         buffer.lerp_(gradient, weight)
-        update = buffer
-        if group["nesterov"]:
-            update = gradient.lerp(buffer, group["momentum"])
-        full = orthogonalised(gathered(update.bfloat16(), parameter), group["ns_steps"])
-        update = shard_of(full, parameter)
-        rows, columns = parameter.shape
-        ratio = math.sqrt(max(1, rows / columns))
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            ratio = 0.2 * math.sqrt(max(rows, columns))
+        update = gradient.lerp(buffer, group["momentum"])
+        update = orthogonalised_part(update.bfloat16(), parameter)
+        ratio = 0.2 * math.sqrt(max(parameter.shape))  # the RMS of AdamW's updates
         part.mul_(1 - lr * group["weight_decay"])
         part.sub_(update.to(part) * (lr * ratio))
 
@@ -147,7 +127,7 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalised(matrix: Tensor) -> Tensor:
     """Roughly the nearest semi-orthogonal matrix: singular values end between 0.7 and 1.2.
 
     [rows, columns] bfloat16. Newton-Schulz iteration with the coefficients of Keller Jordan 2024.
@@ -158,7 +138,7 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     if is_tall:
         x = x.T
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(steps):
+    for _ in range(STEPS):
         gram = x @ x.T
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
@@ -167,19 +147,13 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     return x
 
 
-def gathered(part: Tensor, like: Tensor) -> Tensor:
-    """The full tensor of which this rank holds `part`, sharded as `like` is: one all-gather."""
+def orthogonalised_part(part: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of an orthogonalised matrix, sharded as `like` is: one all-gather."""
     if not isinstance(like, DTensor):
-        return part
+        return orthogonalised(part)
     mesh = like.device_mesh
     size: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(part, mesh, like.placements, run_check=False, **size).full_tensor()
-
-
-def shard_of(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that all ranks hold, sharded as `like` is; no communication."""
-    if not isinstance(like, DTensor):
-        return full
-    mesh = like.device_mesh
+    sharded = DTensor.from_local(part, mesh, like.placements, run_check=False, **size)
+    full = orthogonalised(sharded.full_tensor())
     whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(placements=like.placements).to_local()

@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks keep a part of their activations, and recompute the rest."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -11,16 +11,18 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from dist_amp.errors import ConfigError
-from dist_amp.settings import Checkpointing
 
 Forward = Callable[..., Any]
 
 Copies = dict[tuple[nn.Module, str], Tensor]  # by the module and the name of a buffer
 
-# What "selective" keeps besides attention: operations that take long for their results' bytes.
+# What "selective" keeps besides attention: operations that take long for their results' bytes. Not
+# batched products: attention's scores, where they are one, have many bytes for little arithmetic
+# (Korthikanti et al. 2022, arXiv:2205.05198). torchtitan chooses alike.
 PRODUCTS = {
     "aten::mm",
     "aten::addmm",
@@ -31,11 +33,9 @@ PRODUCTS = {
     "aten::_scaled_grouped_mm",
     "aten::convolution",
 }
-BATCHED_PRODUCTS = {"aten::bmm", "aten::baddbmm"}
-LARGEST_HEAD = 256  # the widest head of FlashAttention's kernels (Dao 2023, arXiv:2307.08691)
 
 
-def checkpoint_activations(checkpointing: Checkpointing, blocks: Sequence[nn.Module]) -> None:
+def checkpoint_activations(checkpointing: int | str, blocks: Sequence[nn.Module]) -> None:
     """Recompute every n-th block ("full", "selective": all) in backward, from the first one on.
 
     Errors: ConfigError if there are fewer than n blocks.
@@ -60,17 +60,15 @@ def checkpoint_activations(checkpointing: Checkpointing, blocks: Sequence[nn.Mod
 def recomputed(block: nn.Module, selective: bool = False) -> Forward:
     """The block's forward, run again in backward with the same random numbers and buffers."""
     forward: Forward = block.forward
-    selected = partial(create_selective_checkpoint_contexts, policy)
-    options: dict[str, Any] = {}
-    if selective:
-        options["context_fn"] = selected
     buffers = Buffers(block)
+    options: dict[str, Any] = {"use_reentrant": False}
+    contexts: Callable[[], Any] = noop_context_fn
+    if selective:
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        options["context_fn"] = contexts
 
-    def contexts(copies: Copies) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first: AbstractContextManager[Any] = nullcontext()
-        again: AbstractContextManager[Any] = nullcontext()
-        if selective:
-            first, again = selected()
+    def with_buffers(copies: Copies) -> tuple[Any, Any]:
+        first, again = contexts()
         return first, buffers.second_run(copies, again)
 
     @wraps(forward)
@@ -79,11 +77,11 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
             return forward(*args, **kwargs)
         # Compiled code updates buffers once, and takes only torch's contexts.
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+            return checkpoint(forward, *args, **options, **kwargs)
         copies = buffers.copies()
-        around = partial(contexts, copies)
+        around = partial(with_buffers, copies)
         outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=around, **kwargs)
-        buffers.drop_unwritten(copies)
+        buffers.note_written(copies)
         return outputs
 
     return call
@@ -92,22 +90,14 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
 def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """What "selective" keeps: results of attention, matrix products and convolutions.
 
-    It recomputes attention's scores where they are a product of their own (Korthikanti et al. 2022,
-    arXiv:2205.05198: many bytes, little arithmetic), and attention with dropout: skipping it would
-    shift all later random numbers.
+    It recomputes attention with dropout: skipping it would shift all later random numbers.
     """
     name: str = operation.name()
     keep = name in PRODUCTS
-    if name in BATCHED_PRODUCTS:
-        left, right = args[-2:]  # [B, M, K], [B, K, N]; baddbmm has a bias before them
-        inner = left.shape[2]
-        smaller = min(left.shape[1], right.shape[2])
-        keep = inner > LARGEST_HEAD or inner >= smaller
-    elif "attention" in name or "flash_attn" in name:
+    if "attention" in name or "flash_attn" in name:
         # In all of these the first float is the dropout's.
-        keep = not kwargs.get(
-            "dropout_p", next((value for value in args if isinstance(value, float)), 0.0)
-        )
+        floats = (value for value in args if isinstance(value, float))
+        keep = not kwargs.get("dropout_p", next(floats, 0.0))
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -120,29 +110,27 @@ class Buffers:
     """
 
     def __init__(self, block: nn.Module):
+        self._block = block
         self._places = [
             (owner, name)
             for owner in block.modules()
             for name, _ in owner.named_buffers(recurse=False)
         ]
-        self._is_written: dict[tuple[nn.Module, str, bool], bool] = {}
+        self._written: dict[bool, list[tuple[nn.Module, str]]] = {}  # by the mode
 
     def copies(self) -> Copies:
         """Copies of those that a forward may write to."""
-        return {
-            (owner, name): getattr(owner, name).clone()
-            for owner, name in self._places
-            if self._is_written.get((owner, name, owner.training), True)
-        }
+        places = self._written.get(self._block.training, self._places)
+        return {(owner, name): getattr(owner, name).clone() for owner, name in places}
 
-    def drop_unwritten(self, copies: Copies) -> None:
-        """After a forward: drop the copies of those that it left as they were."""
-        for (owner, name), copy in list(copies.items()):
-            key = (owner, name, owner.training)
-            if key not in self._is_written:
-                self._is_written[key] = not torch.equal(getattr(owner, name), copy)
-            if not self._is_written[key]:
-                del copies[owner, name]
+    def note_written(self, copies: Copies) -> None:
+        """After a mode's first forward: note which of the buffers it changed."""
+        if self._block.training not in self._written:
+            self._written[self._block.training] = [
+                (owner, name)
+                for (owner, name), copy in copies.items()
+                if not torch.equal(getattr(owner, name), copy)
+            ]
 
     @contextmanager
     def second_run(self, copies: Copies, inner: AbstractContextManager[Any]) -> Iterator[None]:
@@ -150,8 +138,7 @@ class Buffers:
         current = {(owner, name): getattr(owner, name) for owner, name in self._places}
         try:
             for (owner, name), tensor in current.items():
-                copy = copies.get((owner, name))
-                setattr(owner, name, tensor.clone() if copy is None else copy)
+                setattr(owner, name, copies.get((owner, name), tensor).clone())
             with inner:
                 yield
         except RuntimeError as error:

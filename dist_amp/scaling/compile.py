@@ -107,13 +107,8 @@ def compile_blocks(
         object.__setattr__(task, "loss_sum", task.loss_sum.as_written)
     if not config.blocks:
         return
-    what = "the whole model, which has no blocks,"
-    if blocks:
-        what = f"{len(blocks)} blocks"
-    world.say(
-        f"compile.blocks={str(config.blocks).lower()}: {what} will be compiled in the first "
-        "step and the first evaluation"
-    )
+    what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"
+    world.say(f"compile.blocks: {what} will be compiled in the first step and evaluation")
     # DDP overlaps already, with a graph per block; its graph splitter fails on recomputed blocks.
     dynamo = private("torch._dynamo.config", None)
     if hasattr(dynamo, "optimize_ddp"):

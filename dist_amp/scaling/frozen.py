@@ -55,20 +55,20 @@ def expect_checksums(
 
     Errors: DataError if it was made with another number of frozen parameters.
     """
-    there = 0
+    saved = 0
     entry = metadata.state_dict_metadata.get("frozen")
     if isinstance(entry, TensorStorageMetadata):
-        there = entry.size[0]
-    here = len(frozen_parameters(module))
+        saved = entry.size[0]
+    now = len(frozen_parameters(module))
     names = frozen_names(module)
     stored = any(f"model.{name}" in metadata.state_dict_metadata for name in names)
-    if there != here and not stored:
+    if saved != now and not stored:
         raise DataError(
-            f"checkpoint {path} does not fit this model: {there} parameters were frozen there and "
-            f"{here} are here; freeze the same ones as then"
+            f"checkpoint {path} has {saved} frozen parameters and this model {now}; freeze the "
+            "same ones as then"
         )
-    if there:
-        put_checksums(state, names, torch.zeros(there, dtype=torch.int64))
+    if saved:
+        put_checksums(state, names, torch.zeros(saved, dtype=torch.int64))
 
 
 def put_checksums(state: dict[str, Any], names: set[str], checksums: Tensor) -> None:

@@ -87,6 +87,30 @@ def time_reduction(model: DistributedDataParallel, clock: PhaseClock) -> None:
 # ---- FSDP2
 
 
+class MixedDtypes:
+    """A context around FSDP2's forward and backward.
+
+    Errors: DataError in place of FSDP2's own, where it can't add gradients of two dtypes.
+    """
+
+    def __init__(self, rank: int):
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
+    ) -> None:
+        if kind is AssertionError and "uniform gradient dtype" in str(error):
+            raise DataError(
+                f"rank {self._rank}: a parameter, such as an idle expert's, had a gradient in some "
+                "of the step's micro-batches only, which FSDP2's policy can't add up; give the "
+                "task ranks_skip_blocks = True, or use parallel.accumulate_reduce=every, or "
+                "precision.cast_by=autocast"
+            )
+
+
 def hook_units(
     model: nn.Module, blocks: Collection[nn.Module], world: World, skips_blocks: bool
 ) -> None:

@@ -6,11 +6,8 @@ tables such as rotary positions are in no file.
 """
 
 import gc
-import hashlib
-import json
-import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partialmethod
 from types import FrameType
@@ -19,17 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import DataError, in_one_line
-from dist_amp.precision import to_float32
+from dist_amp.scaling.float32 import to_float32
 from dist_amp.task import Task, built_model
 from dist_amp.world import World, local
 
 SHOWN = 5  # names in an error
-
-DIFFERENT = "it draws random numbers besides its parameters, such as a buffer or a permutation"
 
 
 def build_module(task: Task) -> nn.Module:
@@ -105,10 +99,8 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
     task.load(module)
     parts = {name: local(p) for name, p in module.named_parameters() if p.is_floating_point()}
     flags = torch.stack([part.isnan().any() for part in parts.values()]).tolist()
-    unset_here = [name for name, flag in zip(parts, flags, strict=True) if flag]
-    texts = world.gather_texts("\n".join(unset_here))
-    everywhere = set("\n".join(texts).split())
-    unset = [name for name in parts if name in everywhere]
+    on_any_rank = map(any, zip(*world.gather_numbers(flags), strict=True))
+    unset = [name for name, flag in zip(parts, on_any_rank, strict=True) if flag]
     if unset:
         raise DataError(
             f"the task's load(model) leaves {len(unset)} of {len(parts)} parameters unset or nan: "
@@ -151,42 +143,32 @@ def build_on_ranks(task: Task, strategy: str, world: World, resumes: bool) -> nn
     start = random_state(world.device)
     module: nn.Module | None = None
     problem = ""
-    drawn = False  # random numbers besides the parameters, which draw none on the meta device
     # DDP computes gradients once before it loads.
     if not world.is_main or (resumes and strategy in ("fsdp", "hsdp")):
-        module, problem = built_on_meta(task)
-        drawn = _has_drawn(start, world.device)
-        # A checkpoint has neither frozen parameters nor what else is drawn.
-        frozen = module is not None and any(not p.requires_grad for p in module.parameters())
-        if problem or (world.is_main and (drawn or frozen)):
-            module = None
-    if module is None:
+        module, problem = built_on_meta(task, world.device)
+    problem = next(filter(None, world.gather_texts(problem)), "")
+    # No checkpoint fills frozen parameters.
+    is_frozen = module is not None and any(not p.requires_grad for p in module.parameters())
+    if module is None or problem or (world.is_main and is_frozen):
         set_random_state(start, world.device)
         module = built_model(task)
     world.wait_long()  # rank 0 may draw for minutes
-    report = json.dumps([digest(module), drawn, problem])
-    first, *others = map(json.loads, world.gather_texts(report))
-    problems = []
-    for other, other_drawn, problem in others:
-        if other_drawn and other != first[0]:
-            problem = problem or DIFFERENT
-        problems.append(problem)
-    if any(problems):
+    if problem:
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**30
         world.warn(
-            f"{sum(map(bool, problems)) + 1} ranks each hold the whole model, {size:.2f} GiB, in "
-            "host memory until it is sharded, because build_model can't run without memory for the "
-            f"parameters: {next(filter(None, problems))}"
+            f"each of the {world.world_size} ranks holds the whole model, {size:.2f} GiB, in host "
+            "memory until it is sharded, because build_model can't run without memory for the "
+            f"parameters: {problem}"
         )
-    on_meta = any(p.is_meta for p in module.parameters())
-    if on_meta and not world.is_main and problems[world.rank - 1]:
-        set_random_state(start, world.device)
-        module = built_model(task)
     return module
 
 
-def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
-    """(the model with its parameters on meta or None, "" or why it can't be filled later)."""
+def built_on_meta(task: Task, device: torch.device) -> tuple[nn.Module | None, str]:
+    """(the model with its parameters on meta or None, "" or why it can't be filled later).
+
+    device: whose random numbers build_model may draw, beside the CPU's.
+    """
+    start = random_state(device)
     try:
         with parameters_on_meta() as originals:
             module = built_model(task)
@@ -198,6 +180,11 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             return module, f"the buffer {name} is computed from parameters"
+    now = random_state(device)
+    if not all(torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start):
+        return module, (
+            "it draws random numbers besides its parameters, which would differ from rank 0's"
+        )
     gc.collect()
     if any(original() is not None for original in originals) or has_other_owners(module):
         return module, (
@@ -218,54 +205,22 @@ def has_other_owners(module: nn.Module) -> bool:
     return any(id(one) not in owners and not isinstance(one, FrameType) for one in referrers)
 
 
-def _has_drawn(start: dict[str, Tensor], device: torch.device) -> bool:
-    """Whether random numbers have been drawn since `start`."""
-    now = random_state(device)
-    same = [torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start]
-    return not all(same)
+def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:
+    """A function that puts a part on the device, with rank 0's weights if it alone drew them.
 
-
-def digest(module: nn.Module) -> str:
-    """A hash of what the modules hold besides parameters: buffers, and pickles of the rest."""
-    hashed = hashlib.sha256()
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            if key in ("_parameters", "_modules"):
-                continue
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, nn.Parameter | nn.Module):
-                    continue
-                if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
-                    flat = leaf.detach().cpu().contiguous().view(-1)
-                    leaf = flat.view(torch.uint8).numpy()
-                hashed.update(f"{name}.{key}\n".encode() + _pickled(leaf))
-    return hashed.hexdigest()
-
-
-def _pickled(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception:  # a lambda, say: taken for different, which costs memory alone
-        return repr(value).encode()
-
-
-class Placement:
-    """Puts parts of a model on the device, with rank 0's initial weights if it drew them."""
-
-    def __init__(self, module: nn.Module, world: World):
-        self._world = world
-        on_meta = any(p.is_meta for p in module.parameters())
-        first, *others = world.gather_numbers([float(on_meta)])
-        self._from_first = any(row[0] for row in others) and not first[0]
+    It leaves alone what is sharded already. Every rank calls both.
+    """
+    on_meta = any(p.is_meta for p in module.parameters())
+    first, *others = world.gather_numbers([float(on_meta)])
+    from_first = any(row[0] for row in others) and not first[0]
 
     @torch.no_grad()
-    def __call__(self, part: nn.Module) -> nn.Module:
-        """The part, on the device; parts that are sharded already are left alone."""
-        materialise(part, self._world.device)
-        if self._from_first:
-            for parameter in part.parameters():
-                if local(parameter) is parameter and parameter.numel():
-                    parameter.data = parameter.data.to(self._world.device)
-                    # As bytes: gloo does not have every dtype.
-                    dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)
-        return part
+    def place(part: nn.Module) -> None:
+        materialise(part, world.device)
+        for parameter in part.parameters():
+            if from_first and local(parameter) is parameter and parameter.numel():
+                parameter.data = parameter.data.to(world.device)
+                # As bytes: gloo does not have every dtype.
+                dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)
+
+    return place

@@ -7,7 +7,6 @@ of which is learned.
 
 import re
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ def check_rows(rows: Any, text_column: str, tokenizer: Tokenizer) -> None:
     if not {"prompt", "completion"} <= columns and not {"messages", text_column} & columns:
         raise DataError(
             f"rows have the columns {', '.join(rows.column_names)}; they need messages, or prompt "
-            f"and completion, or data.text_column={text_column}: rename the columns, or name "
-            "another text column"
+            f"and completion, or data.text_column={text_column}: rename or name a column"
         )
     if tokenizer.chat is None and are_chats(rows):
         raise DataError(
@@ -138,22 +136,14 @@ def text_of(row: dict[str, Any], column: str) -> str:
 def turns(row: dict[str, Any], column: str) -> list[Any]:
     """The messages in a column. Errors: DataError for what is no list of {"role", "content"}."""
     messages = row[column]
-    if not isinstance(messages, list):
-        raise DataError(
-            f"{column} is {type(messages).__name__}; make it a list of messages with role and "
-            "content"
-        )
-    for message in messages:
-        what = f"type {type(message).__name__}"
-        if isinstance(message, dict):
-            if {"role", "content"} <= message.keys():
-                continue
-            what = f"the keys {', '.join(message)}"
-        raise DataError(
-            f"a message in {column} has {what}; it needs role (system, user or assistant) and "
-            "content: rename or convert them"
-        )
-    return messages
+    if isinstance(messages, list):
+        needed = {"role", "content"}
+        if all(isinstance(one, dict) and needed <= one.keys() for one in messages):
+            return messages
+    raise DataError(
+        f"{column} holds {messages!s:.100}; make it a list of messages, each with role (system, "
+        "user or assistant) and content"
+    )
 
 
 def encode_chat(messages: list[Any], tokenizer: Any, learned_from: int = 0) -> Encoded:
@@ -161,18 +151,15 @@ def encode_chat(messages: list[Any], tokenizer: Any, learned_from: int = 0) -> E
 
     Errors: DataError for a chat with answers of which nothing would be learned.
     """
+    encode_with = encode_unmarked
     if MARKS_ANSWERS.search(str(tokenizer.chat_template)):
-        why = "its {% generation %} marks none"
-        ids, labels = encode_marked(messages, tokenizer, learned_from)
-    else:
-        why = "it renders them in another way than the prompt before"
-        ids, labels = encode_unmarked(messages, tokenizer, learned_from)
+        encode_with = encode_marked
+    ids, labels = encode_with(messages, tokenizer, learned_from)
     answered = any(one["role"] == "assistant" and one["content"] for one in messages[learned_from:])
     if answered and all(label == IGNORE_INDEX for label in labels):
         raise DataError(
             f"the chat template of {tokenizer.name_or_path} finds no token of the assistant's "
-            f"answers: {why}; put "
-            "{% generation %} and {% endgeneration %} around what the assistant writes"
+            "answers; put {% generation %} and {% endgeneration %} around what the assistant writes"
         )
     return ids, labels
 
@@ -220,5 +207,9 @@ def rendered(messages: list[Any], tokenizer: Any, **options: Any) -> list[int]:
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many of the first elements are equal."""
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return sum(1 for _ in equal)
+    length = 0
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

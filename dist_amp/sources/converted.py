@@ -51,9 +51,8 @@ def from_hub(config: SourceConfig) -> Any:
         fix = "check the name, its revision and the network, or set data.path to local files"
         if datasets.config.HF_HUB_OFFLINE:
             fix = (
-                "it is not in the cache of this machine, and the hub is not reached or "
-                "HF_HUB_OFFLINE is set: load it once with a network, set HF_HOME to a cache that "
-                "has it, or set data.path to local files"
+                "it is not cached, and the hub is not reached or HF_HUB_OFFLINE is set: load it "
+                "once with a network, or set data.path to local files"
             )
         raise not_loaded(f"data.name={config.name}", error, fix) from error
     if type(builder).__module__.endswith(".cache"):  # after any error of the hub
@@ -184,14 +183,9 @@ def not_loaded(source: str, error: Exception, fix: str) -> Failure:
         )
     cause = error.__cause__ or error  # the library wraps the error in a general one
     text = " ".join(str(cause).split()) or type(cause).__name__
-    if "scripts are no longer supported" in text:  # nor by us: they would run a stranger's code
-        fix = (
-            "convert it to Parquet elsewhere, with a release of datasets below 4, and set "
-            "data.path to the files"
-        )
-    if len(text) >= 400:
-        text = f"{text[:400]} ..."
-    return DataError(f"{source} could not be loaded: {text}; {fix}")
+    if "scripts are no longer supported" in text:
+        fix = "convert it to Parquet with datasets below 4, and set data.path to the files"
+    return DataError(f"{source} could not be loaded: {text:.400}; {fix}")
 
 
 def is_full(error: BaseException | None) -> bool:

@@ -95,15 +95,10 @@ def file_system(path: str) -> tuple[Any, str]:
 
     try:
         return url_to_fs(path)
-    except ImportError as error:
-        raise ConfigError(
-            f"data.path={path} needs a package that is not installed ({first_line(error)}); "
-            "install it with pip, or copy the files to a local folder"
-        ) from error
-    except Exception as error:
+    except Exception as error:  # an unknown protocol, or one whose package is missing
         raise ConfigError(
             f"data.path={path} is no address that can be opened: {first_line(error)}; use a local "
-            "path, or one of fsspec's protocols, such as s3://, gs://, hf:// or https://"
+            "path, or a protocol of fsspec, as s3:// or hf://, with its package"
         ) from error
 
 
@@ -142,11 +137,7 @@ def local_files(root: str) -> Iterator[str]:
                 yield path
 
 
-def of_one_format(
-    config: SourceConfig,
-    paths: list[str],
-    is_folder: bool,
-) -> tuple[str, list[str]]:
+def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
     """(the format, the files of it); in a folder, files with unknown endings are left out."""
     formats = {path: format_of(path) for path in paths}
     if config.format != "auto":

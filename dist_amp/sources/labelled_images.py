@@ -15,12 +15,7 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.load import load_split
 
 
-def labelled_rows(
-    data: DataConfig,
-    split: str,
-    image_column: str,
-    label_column: str,
-) -> Any:
+def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
     """The split's rows: see `load_split`. Errors: DataError for an absent column."""
     if data.name == "auto" and data.path == "off":
         return digits(split, image_column, label_column)

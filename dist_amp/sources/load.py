@@ -2,8 +2,8 @@
 
 import logging
 import math
-import re
 import sys
+from functools import partial
 from typing import Any
 
 from dist_amp.errors import ConfigError, DataError
@@ -47,10 +47,9 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
         )
     if config.path == "off":
         if config.view == "parquet":
-            name = re.split("[:@]", config.name)[0]
             raise ConfigError(
                 f"data.view=parquet reads files, and data.name={config.name} is converted as a "
-                f"whole; name its files in place of it: data.path=hf://datasets/{name}/**/*.parquet"
+                "whole; name its files instead, as data.path=hf://datasets/user/name/**/*.parquet"
             )
         from dist_amp.sources.converted import from_hub
 
@@ -71,9 +70,13 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
         )
     is_large = config.view == "auto" and files.bytes > MAP_UP_TO_BYTES
     if files.format == "parquet" and (is_large or config.view == "parquet"):
-        from dist_amp.sources.parquet import open_splits
+        from dist_amp.sources.parquet import open_parquet
 
-        return pick_split(open_splits(files, config), config, split, *other_columns)
+        views = {
+            name: partial(open_parquet, files.fs, paths, config)
+            for name, paths in files.splits.items()
+        }
+        return pick_split(views, config, split, *other_columns)
     from dist_amp.sources.converted import from_files
 
     return pick_split(from_files(config, files), config, split, *other_columns)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-import re
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError, Failure, in_one_line
-from dist_amp.loading.loader import read
+from dist_amp.loading.loader import read, samples_text
 from dist_amp.settings import DataConfig, MixedSourceConfig, SourceConfig
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,16 @@ class Mixture:
         for index, (name, source) in enumerate(sources.items()):
             count = int(counts[index])
             if count:
-                check_source(name, source)
+                if hasattr(source, "shuffled"):
+                    raise ConfigError(
+                        f"data.sources.{name} is read by row group, and a mixture reads in any "
+                        "order; name its tokens, made by python -m dist_amp.tokenize, or use "
+                        "data.view=map"
+                    )
+                if source is None or len(source) == 0:
+                    raise DataError(
+                        f"data.sources.{name} has no samples; check its path, split and columns"
+                    )
                 self.sizes[index] = len(source)
                 self.blocks = max(self.blocks, -(-len(source) // count))
                 prints.append(getattr(source, "fingerprint", None))
@@ -95,32 +104,21 @@ class Mixture:
         samples: list[Any] = [None] * len(positions)
         for index in numpy.unique(source).tolist():
             places = numpy.flatnonzero(source == index).tolist()
-            drawn = self._read(index, number[places].tolist())
+            numbers = number[places].tolist()
+            try:
+                drawn = read(self.sources[index], numbers)
+            except Exception as error:
+                reason = str(error)
+                if not isinstance(error, DataError):
+                    reason = in_one_line(error)
+                where = f"data.sources.{self.names[index]}, {samples_text(numbers)}"
+                raise DataError(f"{where}: {reason}") from error
             for place, sample in zip(places, drawn, strict=True):
                 if isinstance(sample, dict) and "input_ids" in sample:
                     source_ids = torch.full_like(sample["input_ids"], index)
                     sample = {**sample, "source_ids": source_ids}
                 samples[place] = sample
         return samples
-
-    def _read(self, source: int, numbers: list[int]) -> list[Any]:
-        try:
-            return read(self.sources[source], numbers)
-        except Exception as error:
-            what = str(error) if isinstance(error, DataError) else in_one_line(error)
-            shown = ", ".join(map(str, numbers[:8]))
-            raise DataError(f"data.sources.{self.names[source]}, sample {shown}: {what}") from error
-
-
-def check_source(name: str, source: Any) -> None:
-    if hasattr(source, "shuffled"):
-        raise ConfigError(
-            f"data.sources.{name} is read by row group, and a mixture reads in any order; write "
-            "its tokens with python -m dist_amp.tokenize and name them in its place, or use "
-            "data.view=map"
-        )
-    if source is None or len(source) == 0:
-        raise DataError(f"data.sources.{name} has no samples; check its path, split and columns")
 
 
 def counts_in_block(weights: Mapping[str, float]) -> list[int]:
@@ -130,25 +128,24 @@ def counts_in_block(weights: Mapping[str, float]) -> list[int]:
     ConfigError for a weight that is too small to occur at all.
     """
     shares = numpy.array(list(weights.values())) / sum(weights.values())
-    sizes = numpy.arange(len(shares), LONGEST_BLOCK + 1)
-    exact = sizes[:, None] * shares
-    counts = numpy.floor(exact).astype(numpy.int64)
-    # Rounded, or noise in the last bit would decide between equal remainders.
-    largest_first = numpy.argsort(numpy.round(counts - exact, 9), axis=1, kind="stable")
-    missing = sizes - counts.sum(1)
-    counts += largest_first.argsort(1) < missing[:, None]
-    errors = numpy.abs(counts / exact - 1).max(1)
-    close = numpy.flatnonzero(errors <= CLOSE_ENOUGH)
-    best = errors.argmin()
-    if len(close):
-        best = close[0]
-    chosen = counts[best].tolist()
-    for name, count, share in zip(weights, chosen, shares, strict=True):
+    best = math.inf
+    for size in range(len(shares), LONGEST_BLOCK + 1):
+        exact = size * shares
+        counts = numpy.floor(exact).astype(numpy.int64)
+        # Rounded, or noise in the last bit would decide between equal remainders.
+        largest_first = numpy.argsort(numpy.round(counts - exact, 9), kind="stable")
+        counts[largest_first[: size - counts.sum()]] += 1
+        error = abs(counts / exact - 1).max()
+        if error < best:
+            best = error
+            chosen = counts.tolist()
+        if error <= CLOSE_ENOUGH:
+            break
+    for name, count in zip(weights, chosen, strict=True):
         if count == 0:
             raise ConfigError(
-                f"data.sources.{name}.weight={weights[name]:g} is {share:.2g} of the mixture, "
-                f"which is less than once in {LONGEST_BLOCK:,} samples; raise it, or remove the "
-                "source"
+                f"data.sources.{name}.weight={weights[name]:g} is less than one in "
+                f"{LONGEST_BLOCK:,} samples of the mixture; raise it, or remove the source"
             )
     return chosen  # type: ignore[no-any-return]
 
@@ -166,7 +163,10 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
     sources = {}
     for name, config in source_configs(data).items():
         log.info("data: source %s, %s", name, split)
-        sources[name] = build_source(name, config, build)
+        try:
+            sources[name] = build(config)
+        except Failure as error:
+            raise type(error)(f"data.sources.{name}: {error}") from error
     if split != "train":
         sizes = {name: len(rows or ()) for name, rows in sources.items()}
         if missing := ", ".join(name for name, size in sizes.items() if size == 0):
@@ -185,23 +185,11 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
     return mixture
 
 
-def build_source(name: str, config: DataConfig, build: Callable[[DataConfig], Any]) -> Any:
-    """build(config), whose errors name data.sources.wiki.path in place of data.path."""
-    try:
-        return build(config)
-    except Failure as error:
-        keys = "|".join(SOURCE_KEYS)
-        text = re.sub(rf"\bdata\.({keys})\b", rf"data.sources.{name}.\1", str(error))
-        if text == str(error):
-            text = f"data.sources.{name}: {error}"
-        raise type(error)(text) from error
-
-
 def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
     """The tables in data.sources by name. Errors: ConfigError for keys of a single source too."""
     tables = data.sources
     if is_dataclass(tables):
-        tables = {item.name: getattr(tables, item.name) for item in fields(tables)}
+        tables = vars(tables)
     for key in SOURCE_KEYS:
         value = getattr(data, key)
         if tables and value != getattr(SourceConfig, key):

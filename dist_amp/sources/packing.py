@@ -58,15 +58,11 @@ class Packing:
         if not hasattr(documents, "lengths"):
             if self.pack == "off" and self.long_documents == "truncate":
                 return documents
-            setting = f"data.long_documents={self.long_documents}"
-            fix = "data.long_documents=truncate"
-            if self.pack != "off":
-                setting = f"data.pack={self.pack}"
-                fix = "data.pack=off, a document per row"
             raise ConfigError(
-                f"{setting} needs the documents' lengths, which are not known where they are "
-                f"tokenized as they are read (data.view=parquet); use {fix}, or tokenize them "
-                "first by python -m dist_amp.tokenize, and set data.path to its folder"
+                f"data.pack={self.pack} with data.long_documents={self.long_documents} needs the "
+                "documents' lengths, which data.view=parquet does not know; use data.pack=off and "
+                "data.long_documents=truncate, or tokenize first by python -m dist_amp.tokenize, "
+                "and set data.path to its folder"
             )
         rows = PackedRows(documents, self)
         if not len(rows) and split == "validation":
@@ -130,7 +126,7 @@ class PackedRows:
             if not split:
                 lengths = lengths.clip(max=length)
             self._ends = lengths.cumsum()  # of each document, in the joined stream
-            self.lengths = numpy.full(int(sum(self._ends[-1:])) // length, length)
+            self.lengths = numpy.full(lengths.sum() // length, length)
             return
         self._pieces = pieces_of(lengths, length, split)
         if not split:
@@ -170,7 +166,8 @@ class PackedRows:
     def pieces(self, index: int) -> list[tuple[int, int, int]]:
         """The pieces of a row, in order: (document, first token, one past its last)."""
         if self.packing.pack != "cut":
-            first, last = self._offsets[index], self._offsets[index + 1]
+            first = self._offsets[index]
+            last = self._offsets[index + 1]
             return list(zip(*self._pieces[:, first:last].tolist(), strict=True))
         start = index * self.packing.length
         end = start + self.packing.length
@@ -190,23 +187,21 @@ class PackedRows:
         pack = self.packing.pack
         length = f"{self.packing.length:,}"
         documents = f"{len(self.documents):,} {split} documents"
+        lengths = numpy.asarray(self.documents.lengths)
         if not len(self) and pack == "cut":
             raise DataError(
-                f"the {split} documents have {int(sum(self._ends[-1:])):,} tokens in all, fewer "
-                f"than one row of {length}; use shorter rows, more data, or data.pack=best_fit"
+                f"the {documents} have {lengths.sum():,} tokens in all, fewer than one row of "
+                f"{length}; use shorter rows, more data, or data.pack=best_fit"
             )
-        sample = range(0, len(self), max(1, len(self) // 64))
-        counted = sum(map(self._counted, sample))
-        if not counted and not any(map(self._counted, range(len(self)))):
+        labels = (self[number]["labels"][1:] for number in range(len(self)))
+        if not any((one != IGNORE_INDEX).any() for one in labels):
             raise DataError(
                 f"none of the {documents} has anything to learn within {length} tokens; use longer "
                 "rows, and check that documents, completions and assistant's turns are not empty"
             )
-        total = int(self.lengths.sum())
         log.info(
             f"data: {split}: {len(self):,} rows of at most {length} tokens (data.pack={pack}), "
-            f"{total:,} tokens; {self.padding_share:.2%} of the places are padding, about "
-            f"{counted / int(self.lengths[sample].sum()):.1%} of the tokens count"
+            f"{self.lengths.sum():,} tokens; {self.padding_share:.2%} of the places are padding"
         )
         if self.packing.long_documents == "split":
             return
@@ -215,18 +210,12 @@ class PackedRows:
                 f"{left_out:,} of {documents} are left out: within {length} tokens they have no "
                 "answer to learn, because it comes later"
             )
-        lengths = numpy.asarray(self.documents.lengths)
-        excess = (lengths - self.packing.length).clip(min=0)
-        cut_off = excess.sum() / lengths.sum()
+        cut_off = (lengths - self.packing.length).clip(min=0).sum() / lengths.sum()
         if cut_off:
             log.info(
-                f"data: {split}: {cut_off:.1%} of the tokens are cut off, since documents are "
-                f"longer than a row ({length} tokens); use longer rows, or "
-                "data.long_documents=split"
+                f"data: {split}: {cut_off:.1%} of the tokens are cut off, in documents longer than "
+                f"{length} tokens; use longer rows, or data.long_documents=split"
             )
-
-    def _counted(self, index: int) -> int:
-        return int((self[index]["labels"][1:] != IGNORE_INDEX).sum())
 
 
 def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:
@@ -289,16 +278,12 @@ def best_fit(sizes: Ints, length: int) -> Ints:
             else:
                 taken = list(range(rows, rows + wanted))
                 rows += wanted
-            placed = min(count, each * len(taken))
-            count -= placed
-            row_of += [row for row in taken for _ in range(each)][:placed]
-            fewer = placed % each  # what the last row takes, if not as many as the others
-            full = len(taken) - bool(fewer)
-            for changed, held in ((taken[:full], each), (taken[full:], fewer)):
-                if changed:
-                    rest = left - held * size
-                    free[rest] += changed
-                    room |= 1 << rest
+            for row in taken:
+                placed = min(each, count)
+                count -= placed
+                row_of += [row] * placed
+                free[left - placed * size].append(row)
+                room |= 1 << (left - placed * size)
     result = numpy.empty_like(sizes)
     result[order] = row_of
     return result

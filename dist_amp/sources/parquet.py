@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
@@ -23,7 +23,6 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
-from dist_amp.sources.files import Files
 
 log = logging.getLogger(__name__)
 OPEN_FILES = 32  # per process
@@ -35,13 +34,6 @@ SHUFFLE_GROUPS = 2
 GOLDEN = -0x61C8864680B583EB
 
 
-def open_splits(files: Files, data: DataConfig) -> dict[str, Callable[[], "ParquetView"]]:
-    """What opens each split: the other split's files are left alone."""
-    return {
-        split: partial(open_parquet, files.fs, paths, data) for split, paths in files.splits.items()
-    }
-
-
 def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
     """The rows of these files of an fsspec file system; only their footers are read here.
 
@@ -50,15 +42,14 @@ def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetVie
     with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
         footers = list(pool.map(partial(read_footer, fs), files))
     all_rows, schemas, identities = zip(*footers, strict=True)
-    columns = types(schemas[0])
-    for file, schema in zip(files, schemas, strict=True):
-        found = types(schema)
-        for name in columns | found:
-            if columns.get(name) != found.get(name):
+    types = [{column.name: str(column.type) for column in schema} for schema in schemas]
+    for file, others in zip(files, types, strict=True):
+        for name in types[0] | others:
+            here, first = others.get(name, "missing"), types[0].get(name, "missing")
+            if here != first:
                 raise DataError(
-                    f"column {name} is {found.get(name, 'missing')} in {file} and "
-                    f"{columns.get(name, 'missing')} in {files[0]}; write the files with the same "
-                    "columns, or name those that have them in data.path"
+                    f"column {name} is {here} in {file} and {first} in {files[0]}; write the files "
+                    "with the same columns, or name those that have them in data.path"
                 )
     groups = [
         (file, number, count)
@@ -67,9 +58,8 @@ def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetVie
         if count
     ]
     if not groups:
-        others = " and the other files" if len(files) > 1 else ""
-        raise DataError(f"{files[0]}{others} have no rows; give files with data")
-    fingerprint = short_hash(repr([columns, *identities]).encode())
+        raise DataError(f"{files[0]} has no rows, nor any file beside it; give files with data")
+    fingerprint = short_hash(repr([types[0], *identities]).encode())
     view = ParquetView(fs, files, schemas[0], np.array(groups, np.int64), fingerprint, data.streams)
     log.info(f"data: {len(view):,} rows in {len(groups):,} row groups of {len(files)} files")
     return view
@@ -87,17 +77,12 @@ def read_footer(fs: Any, file: str) -> tuple[list[int], Any, tuple[Any, ...]]:
         size = fs.size(file)
         # It has each column's sizes and limits.
         footer = fs.cat_file(file, size - metadata.serialized_size - 8, size)
-        return rows, schema, (os.path.basename(file), size, hashlib.sha256(footer).hexdigest())
     except Exception as error:  # file systems raise what they like
         raise DataError(
             f"{file} can't be read as Parquet: {type(error).__name__}: {first_line(error)}; "
             "download or write it again"
         ) from error
-
-
-def types(schema: Any) -> dict[str, str]:
-    """{column: its type} of an Arrow schema."""
-    return {column.name: str(column.type) for column in schema}
+    return rows, schema, (os.path.basename(file), size, hashlib.sha256(footer).hexdigest())
 
 
 def short_hash(content: bytes) -> str:
@@ -160,9 +145,10 @@ class ParquetView:
     def select_columns(self, names: str | Sequence[str]) -> "ParquetView":
         """The same rows with these columns alone; the others are not read."""
         names = [names] if isinstance(names, str) else list(names)
-        if missing := [name for name in names if name not in self.column_names]:
-            columns = ", ".join(self.column_names)
-            raise DataError(f"column {missing[0]} does not exist; the columns are {columns}")
+        for name in names:
+            if name not in self.column_names:
+                columns = ", ".join(self.column_names)
+                raise DataError(f"column {name} does not exist; the columns are {columns}")
         view = copy.copy(self)
         view.column_names = names
         return view
@@ -172,11 +158,9 @@ class ParquetView:
         groups = len(self._groups)
         held_out = math.ceil(groups * test_size)
         if held_out >= groups:
-            plural = "s" if groups > 1 else ""
             raise DataError(
-                f"data.validation_split={test_size} of {groups} row group{plural} leaves none to "
-                "train on; name a split, write the files with smaller row groups, or use "
-                "data.view=map"
+                f"data.validation_split={test_size} leaves none of the row groups ({groups}) to "
+                "train on; name a split, write smaller row groups, or use data.view=map"
             )
         order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).numpy()
         train, test = order[held_out:], order[:held_out]
@@ -197,15 +181,10 @@ class ParquetView:
         groups = len(self._groups)
         streams = self._streams
         if streams % world_size or streams > groups:
-            fix = ""
-            if world_size <= groups:
-                # Times a power of two: other world sizes can share them, too.
-                most = min(max(streams, world_size), groups) // world_size
-                fix = f"data.streams={world_size * 2 ** int(math.log2(most))}, "
             raise ConfigError(
                 f"data.streams={streams} must be a multiple of the world size {world_size}, and at "
-                f"most the number of row groups, {groups}; use {fix}data.view=map, or files with "
-                "smaller row groups"
+                f"most the number of row groups, {groups}; choose such a number, write smaller row "
+                "groups, or use data.view=map"
             )
         # Twice what is open: where workers share a stream, none knows when a window has ended.
         self._kept_groups = 2 * streams // world_size * SHUFFLE_GROUPS
@@ -221,13 +200,7 @@ class ParquetView:
 class Reader:
     """Reads rows in one process; keeps the row groups and open files that were used last."""
 
-    def __init__(
-        self,
-        fs: Any,
-        files: Sequence[str],
-        columns: list[str],
-        most_groups: int,
-    ):
+    def __init__(self, fs: Any, files: Sequence[str], columns: list[str], most_groups: int):
         import pyarrow.parquet as pq
 
         self.pid = os.getpid()
@@ -273,11 +246,7 @@ class Reader:
 
 
 def stream_order(
-    rows: Tensor,
-    streams: int,
-    shuffle_groups: int,
-    seed: int,
-    epoch: int,
+    rows: Tensor, streams: int, shuffle_groups: int, seed: int, epoch: int
 ) -> EpochOrder:
     """Positions, int64 in [0, sum of rows) -> the rows there, of that shape: a bijection.
 

@@ -29,8 +29,8 @@ from dist_amp.files import write_durably
 FORMAT = 1  # newer ones are refused
 MANIFEST = "tokens.json"
 INDEX = "documents.bin"
+INDEX_BYTES = 24  # per document
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
-TOTALS = ("documents", "tokens", "counted")
 Array = np.ndarray[Any, Any]
 
 
@@ -55,13 +55,14 @@ class Split:
     chats: bool
     shards: tuple[TokenShard, ...] = ()
 
-    @property
-    def totals(self) -> dict[str, int]:
-        return {what: sum(getattr(shard, what) for shard in self.shards) for what in TOTALS}
+    def total(self, what: str) -> int:
+        """The number of "documents", "tokens" or "counted" tokens in all shards."""
+        return sum(getattr(shard, what) for shard in self.shards)
 
     def __str__(self) -> str:
-        documents, tokens, counted = self.totals.values()
-        text = f"{documents:,} documents, {tokens:,} tokens, of which {counted:,} count"
+        documents = self.total("documents")
+        text = f"{documents:,} documents, {self.total('tokens'):,} tokens, of which "
+        text += f"{self.total('counted'):,} count"
         if empty := self.rows - documents:
             text += f"; {empty:,} of {self.rows:,} rows have nothing to learn and are left out"
         return text
@@ -86,11 +87,9 @@ class Manifest:
         return np.min_scalar_type(self.vocabulary - 1).newbyteorder("<")
 
     def write(self, folder: Path) -> None:
-        content = {**asdict(self), "dtype": self.dtype.name}
-        for name, split in self.splits.items():  # for readers; known from the shards
-            content["splits"][name] = {**split.totals, **content["splits"][name]}
+        content = json.dumps({**asdict(self), "dtype": self.dtype.name}, indent=1)
         with writing(folder):
-            write_durably(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+            write_durably(folder / MANIFEST, content + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -107,14 +106,10 @@ def read_manifest(folder: Path) -> Manifest:
             shards = tuple(TokenShard(**shard) for shard in split["shards"])
             content["splits"][name] = Split(split["source"], split["rows"], split["chats"], shards)
         return Manifest(**content)
-    except OSError as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{folder} holds no tokens: {MANIFEST} can't be read ({error.strerror}); give the "
-            "folder that dist_amp.tokenize wrote"
-        ) from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{folder / MANIFEST} is damaged; make the tokens again, or copy them again"
+            f"{folder / MANIFEST} can't be read ({type(error).__name__}: {error}); give the folder "
+            "that dist_amp.tokenize wrote, copy it again, or make the tokens again"
         ) from error
 
 
@@ -146,7 +141,7 @@ class TokenShards:
         self.of = manifest.splits[split]
         self.vocabulary = manifest.vocabulary
         self._inside = folder / split
-        index = mapped(self._inside / INDEX, 24 * self.of.totals["documents"])
+        index = mapped(self._inside / INDEX, INDEX_BYTES * self.of.total("documents"))
         self._index = index.view("<i8").reshape(-1, 3)
         self.lengths = self._index[:, 1]
         self.firsts = self._index[:, 2]
@@ -180,19 +175,16 @@ class TokenShards:
         start = int(self._index[number, 0])
         length = min(int(self.lengths[number]), last) - first
         shard = bisect_right(self._starts, start) - 1
-        counted = self._counted[shard]
         start += first - self._starts[shard]
         ids = torch.from_numpy(self._tokens[shard][start : start + length].astype(np.int64))
-        where = f"document {number} of {self._inside}"
-        check = f"check the files with python -m dist_amp.tokenize --check {self.folder}"
-        if len(ids) != length or length == 0:
-            raise DataError(f"{where} is not where {INDEX} says; {check}")
-        if (largest := int(ids.max())) >= self.vocabulary:
+        if len(ids) != length or length == 0 or int(ids.max()) >= self.vocabulary:
             raise DataError(
-                f"{where} holds the id {largest}, and the tokenizer's ids are below "
-                f"{self.vocabulary}; {check}"
+                f"document {number} of {self._inside} is damaged: {INDEX} points to {len(ids)} of "
+                f"its {length} tokens, or an id is not below {self.vocabulary}; check the files "
+                f"with python -m dist_amp.tokenize --check {self.folder}"
             )
         labels = ids.clone()
+        counted = self._counted[shard]
         if counted is not None:
             bits = np.unpackbits(counted[start // 8 : -(-(start + length) // 8)])
             learned = bits[start % 8 :][:length]
@@ -205,11 +197,15 @@ class TokenShards:
         """Errors: DataError for a file whose content is not what was written."""
         with (self._inside / INDEX).open("rb") as index:
             for shard in self.of.shards:
-                part = index.read(24 * shard.documents)
-                check_hash(self._inside / INDEX, part, shard.index_xxh3)
+                parts = [(INDEX, index.read(INDEX_BYTES * shard.documents), shard.index_xxh3)]
                 for file, facts in shard.files.items():
-                    path = self._inside / file
-                    check_hash(path, path.read_bytes(), facts["xxh3"])
+                    parts.append((file, (self._inside / file).read_bytes(), facts["xxh3"]))
+                for file, content, expected in parts:
+                    if xxh3_128_hexdigest(content) != expected:
+                        raise DataError(
+                            f"{self._inside / file} is damaged: its hash differs from the "
+                            "manifest's; copy it again, or tokenize again"
+                        )
 
 
 def mapped(path: Path, size: int) -> Array:
@@ -225,14 +221,6 @@ def mapped(path: Path, size: int) -> Array:
     return torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()
 
 
-def check_hash(path: Path, content: bytes, expected: str) -> None:
-    if xxh3_128_hexdigest(content) != expected:
-        raise DataError(
-            f"{path} is damaged: its hash differs from the manifest's; copy it again, or tokenize "
-            "again"
-        )
-
-
 def write_shard(
     folder: Path, name: str, manifest: Manifest, documents: list[tuple[Array, Array]], end_row: int
 ) -> Manifest:
@@ -244,7 +232,7 @@ def write_shard(
     split = manifest.splits[name]
     number = len(split.shards)
     lengths = np.array([len(ids) for ids, _ in documents])
-    starts = split.totals["tokens"] + lengths.cumsum() - lengths
+    starts = split.total("tokens") + lengths.cumsum() - lengths
     firsts = [learned.argmax() for _, learned in documents]
     index = np.stack((starts, lengths, firsts), axis=1).astype("<i8").tobytes()
     tokens = np.concatenate([ids for ids, _ in documents])
@@ -257,14 +245,23 @@ def write_shard(
         file: {"bytes": len(content), "xxh3": xxh3_128_hexdigest(content)}
         for file, content in contents.items()
     }
-    shard = TokenShard(
-        end_row, len(documents), len(tokens), counted, xxh3_128_hexdigest(index), files
-    )
     with writing(folder):
         (folder / name).mkdir(exist_ok=True)
         for file, content in contents.items():
             write_durably(folder / name / file, content)
-        append(folder / name / INDEX, 24 * split.totals["documents"], index)
+        with (folder / name / INDEX).open("ab") as index_file:
+            end = INDEX_BYTES * split.total("documents")
+            if index_file.tell() < end:
+                raise DataError(
+                    f"{folder / name / INDEX} has less than {end:,} bytes; remove {folder} and "
+                    "start again"
+                )
+            index_file.truncate(end)  # drops what an interrupted run left after it
+            index_file.write(index)
+            index_file.flush()
+            os.fsync(index_file.fileno())
+    hash_of_index = xxh3_128_hexdigest(index)
+    shard = TokenShard(end_row, len(documents), len(tokens), counted, hash_of_index, files)
     split = replace(split, shards=(*split.shards, shard))
     manifest = replace(manifest, splits={**manifest.splits, name: split})
     manifest.write(folder)
@@ -281,16 +278,3 @@ def writing(folder: Path) -> Iterator[None]:
             f"the tokens in {folder} can't be written ({error.strerror}); make room or name "
             "another folder: the same command then continues after the last complete shard"
         ) from error
-
-
-def append(path: Path, at: int, content: bytes) -> None:
-    """Write at this place in a file, and drop what an interrupted run left after it."""
-    with path.open("ab") as file:
-        if file.tell() < at:
-            raise DataError(
-                f"{path} has less than {at:,} bytes; remove {path.parent.parent} and start again"
-            )
-        file.truncate(at)
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

@@ -4,10 +4,9 @@ from rows as they are read.
 
 import hashlib
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,7 @@ log = logging.getLogger(__name__)
 ROW_SETTINGS = ("name", "split", "validation_split", "text_column", "view")
 SHARD_TOKENS = 2**27
 CHUNK_ROWS = 128  # that a worker encodes at a time
-SECONDS = 10.0  # between lines of progress where there is no terminal
-Say = Callable[[str], None]
+SECONDS = 10.0  # between lines of progress
 
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
@@ -55,7 +53,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
         other = open_tokenizer(data.tokenizer)
         if other.identity != tokenizer.identity:
             raise ConfigError(
-                f"data.tokenizer={data.tokenizer} ({other.identity}) is not the task's own, "
+                f"data.tokenizer={data.tokenizer} ({other.identity}) is not the task's, "
                 f"{tokenizer.name} ({tokenizer.identity}); leave data.tokenizer out"
             )
     if data.format == "tokens" or (data.format == "auto" and holds_tokens(data.path)):
@@ -67,9 +65,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
                 )
         return open_shards(Path(data.path.removeprefix("file://")), split, tokenizer)
     if rows is not None and data.view == "parquet":
-        raise ConfigError(
-            "data.view=parquet reads files, and the task's own text is used; set data.path"
-        )
+        raise ConfigError("data.view=parquet reads files, and data.path names none; set data.path")
     if rows is None:
         rows = load_rows(data, split, "messages", "prompt")
     if rows is None:
@@ -87,7 +83,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
     facts = (split, source_fingerprint(rows), tokenizer.identity, data.text_column)
     cache = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist_amp" / "tokens"
     folder = cache / short_hash(*facts, FORMAT, SHARD_TOKENS)
-    tokenize(folder, {split: rows}, tokenizer, data.text_column, log.info, data.workers)
+    tokenize(folder, {split: rows}, tokenizer, data.text_column, data.workers)
     return open_shards(folder, split, tokenizer)
 
 
@@ -124,9 +120,8 @@ class TokenizedWhenRead(RowEncoder):
         template = getattr(tokenizer.chat, "chat_template", "")
         if "strftime_now" in str(template) and are_chats(rows):
             raise ConfigError(
-                "the chat template writes today's date (strftime_now), so rows that are tokenized "
-                "as they are read (data.view=parquet) would differ after a resume; tokenize them "
-                "first, by python -m dist_amp.tokenize"
+                "the chat template writes today's date, so rows that are tokenized as they are "
+                "read would differ after a resume; use python -m dist_amp.tokenize"
             )
         self.fingerprint = short_hash(source_fingerprint(rows), tokenizer.identity, text_column)
         self.shuffled = self.rows.shuffled
@@ -154,7 +149,6 @@ def tokenize(
     splits: Mapping[str, Any],
     tokenizer: Tokenizer,
     text_column: str,
-    say: Say,
     workers: int = 0,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Manifest:
@@ -165,12 +159,8 @@ def tokenize(
     other files; DataError for a row that can't be encoded, and if no row of a split has anything to
     learn; Failure if the folder can't be written.
     """
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
-    sources = {
-        name: Split(source_fingerprint(rows), len(rows), are_chats(rows))
-        for name, rows in splits.items()
-    }
     wanted = Manifest(
         tokenizer.name,
         tokenizer.identity,
@@ -178,22 +168,19 @@ def tokenize(
         tokenizer.end,
         text_column,
         shard_tokens,
-        splits=sources,
+        splits={
+            name: Split(source_fingerprint(rows), len(rows), are_chats(rows))
+            for name, rows in splits.items()
+        },
     )
     manifest = existing_manifest(folder, wanted)
-    if manifest is not None and manifest.complete:
+    if manifest is not None and manifest.complete:  # perhaps where nothing can be written
         return manifest
-    if folder.is_file():
-        raise ConfigError(f"{folder} is a file; give a folder for the tokens")
-    lock = FileLock(folder / ".lock")
+    log.info("data: making tokens in %s, after any other process that does", folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            held = lock.acquire(timeout=0)
-        except Timeout:
-            say(f"data: waiting for another process, which makes the tokens in {folder}")
-            held = lock.acquire()
-    with held:
+        lock = FileLock(folder / ".lock").acquire()
+    with lock:
         manifest = existing_manifest(folder, wanted)
         if manifest is None:
             manifest = wanted
@@ -201,7 +188,7 @@ def tokenize(
         if not manifest.complete:
             for name, rows in splits.items():
                 chunks = Chunks(rows, tokenizer, text_column)
-                manifest = tokenize_split(folder, name, manifest, chunks, say, workers)
+                manifest = tokenize_split(folder, name, manifest, chunks, workers)
             manifest = replace(manifest, complete=True)
             manifest.write(folder)
         return manifest
@@ -209,44 +196,32 @@ def tokenize(
 
 def existing_manifest(folder: Path, wanted: Manifest) -> Manifest | None:
     """The folder's manifest, if it has one. Errors: ConfigError if it is of something else."""
-    names = os.listdir(folder) if folder.is_dir() else []
-    if MANIFEST not in names:  # it is written first; one listing, since another process may begin
-        if others := [name for name in names if not name.startswith(".")]:
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; give a folder for the tokens")
+    # One listing: another process may begin. The manifest is written first.
+    names = [path.name for path in folder.glob("[!.]*")]
+    if MANIFEST not in names:
+        if names:
             raise ConfigError(
-                f"{folder} holds other files, such as {others[0]}; give the tokens a folder of "
-                "their own"
+                f"{folder} holds other files, such as {names[0]}; give the tokens an empty folder"
             )
         return None
     manifest = read_manifest(folder)
-    if manifest.identity == wanted.identity:  # whatever it is named
-        wanted = replace(wanted, tokenizer=manifest.tokenizer)
-    for before, now in zip(origin(manifest), origin(wanted), strict=True):
-        if before != now:
+    sources = {name: replace(split, shards=()) for name, split in manifest.splits.items()}
+    begun = replace(manifest, tokenizer=wanted.tokenizer, complete=False, splits=sources)
+    for what, now in asdict(wanted).items():
+        if (before := asdict(begun)[what]) != now:
             raise ConfigError(
-                f"{folder} holds tokens of {before}, not of {now}; give another folder, or remove "
-                "this one"
+                f"{folder} holds tokens of {what} {before}, not {now}; give another folder, or "
+                "remove this one"
             )
     return manifest
 
 
-def origin(manifest: Manifest) -> list[str]:
-    """What decides the tokens, in words."""
-    sources = (
-        f"{name} {split.rows:,} rows {split.source}" for name, split in manifest.splits.items()
-    )
-    return [
-        f"the tokenizer {manifest.tokenizer} ({manifest.identity})",
-        f"the source {', '.join(sources)}",
-        f"text_column={manifest.text_column} and shard_tokens={manifest.shard_tokens}",
-    ]
-
-
 def tokenize_split(
-    folder: Path, name: str, manifest: Manifest, chunks: "Chunks", say: Say, workers: int
+    folder: Path, name: str, manifest: Manifest, chunks: "Chunks", workers: int
 ) -> Manifest:
     """Write the rows that the split's shards lack; returns the manifest that lists them."""
-    from datasets.utils import tqdm
-
     shards = manifest.splits[name].shards
     begin = shards[-1].end_row if shards else 0
     end = len(chunks.rows)
@@ -258,25 +233,22 @@ def tokenize_split(
     start = reported = time.monotonic()
     encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
     try:
-        with tqdm(desc=f"{name}: tokenizing", total=end, initial=begin, unit=" rows") as bar:
-            for chunk, batch in zip(ranges, encoded, strict=True):
-                if isinstance(batch, DataError):
-                    raise batch
-                for row, ids, learned in batch:
-                    if documents and tokens + len(ids) > manifest.shard_tokens:
-                        manifest = write_shard(folder, name, manifest, documents, row)
-                        documents = []
-                        tokens = 0
-                    documents.append((ids.astype(manifest.dtype), learned))
-                    tokens += len(ids)
-                bar.update(len(chunk))
-                now = time.monotonic()
-                if bar.disable and now - reported >= SECONDS:
-                    reported = now
-                    rate = (chunk.stop - begin) / (now - start)
-                    left = tqdm.format_interval((end - chunk.stop) / rate)
-                    done = f"data: {name}: tokenized {chunk.stop:,} of {end:,} rows"
-                    say(f"{done}, {rate:,.0f} rows/s, {left} left")
+        for chunk, batch in zip(ranges, encoded, strict=True):
+            if isinstance(batch, DataError):
+                raise batch
+            for row, ids, learned in batch:
+                if documents and tokens + len(ids) > manifest.shard_tokens:
+                    manifest = write_shard(folder, name, manifest, documents, row)
+                    documents = []
+                    tokens = 0
+                documents.append((ids.astype(manifest.dtype), learned))
+                tokens += len(ids)
+            now = time.monotonic()
+            if now - reported >= SECONDS:
+                reported = now
+                rate = (chunk.stop - begin) / (now - start)
+                done = f"tokenized {chunk.stop:,} of {end:,} rows, {rate:,.0f} rows/s"
+                log.info("data: %s: %s", name, done)
     except (RuntimeError, OSError, EOFError) as error:
         if not workers:
             raise

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start and end: banner, RUN/environment.json, closing table."""
+"""What a run prints at its start and end: banner, TensorBoard's address, closing table."""
 
 import importlib.metadata
 import inspect
@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,12 @@ VARIABLES = re.compile(  # by the beginnings of their names
 SECRET = re.compile(
     r"TOKEN|SECRET|PASS|PASSWD|CREDENTIAL|AUTH|COOKIE|PRIVATE|(^|_)KEY|KEY($|_)|JWT", re.IGNORECASE
 )
+
+PORT = 6006  # TensorBoard's own default
+
+# A colour per rank of a single run; with --logdir runs one per run, since TensorBoard's seven can't
+# tell 2 x 8 apart.
+COLOURS = r"regex:^(.+)/tensorboard/|(rank\d+)$"
 
 
 def print_banner(run: Run) -> None:
@@ -62,8 +69,6 @@ def print_banner(run: Run) -> None:
     world.say(f"model  {parameters}, {layout}, {precision}")
     world.say(f"batch  {plan.global_batch_size} samples = {batch}")
     world.say(f"data   {plan.length:,} samples to train on, {held_out}")
-    from dist_amp.telemetry.tensorboard_view import watch_line
-
     world.say(watch_line(run.folder, hasattr(run.task, "tokens")))
 
 
@@ -130,7 +135,7 @@ def report_environment(run: Run) -> None:
             f"{path} can't be written ({error.strerror}); TensorBoard's text `environment` has the "
             "same"
         )
-    run.metrics.write_first(
+    run.metrics.write_to_tensorboard(
         lambda writer: writer.add_text("environment", f"```json\n{text}\n```", run.step)
     )
 
@@ -205,9 +210,22 @@ def git_state(folder: Path) -> dict[str, Any]:
 
     Of files that git does not track, the Python files count as changed.
     """
+
+    def git(*words: str) -> str:
+        """What a git command prints. It takes no lock, so a commit at this moment succeeds."""
+        return subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *words],
+            check=True,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=GIT_SECONDS,
+            stdin=subprocess.DEVNULL,
+        ).stdout
+
     try:
-        commit = _git(folder, "rev-parse", "HEAD").strip()
-        branch, *lines = _git(folder, "status", "--porcelain", "--branch").splitlines()
+        commit = git("rev-parse", "HEAD").strip()
+        branch, *lines = git("status", "--porcelain", "--branch").splitlines()
     except (OSError, subprocess.SubprocessError):
         return {}
     files = [line[3:] for line in lines if line[:2] != "??" or line.endswith(".py")]
@@ -220,16 +238,33 @@ def git_state(folder: Path) -> dict[str, Any]:
     }
 
 
-def _git(folder: Path, *words: str) -> str:
-    """What a git command prints. It takes no lock, so that a commit at this moment succeeds."""
-    quiet = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    return subprocess.run(
-        ["git", "-C", str(folder), *words],
-        check=True,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=GIT_SECONDS,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | quiet,
-    ).stdout
+def main_tags(has_tokens: bool) -> list[str]:
+    """The charts to look at first, which are pinned."""
+    what = "tokens" if has_tokens else "items"
+    return [
+        "train/loss",
+        f"throughput/{what}_per_second",
+        "memory/peak_GiB",
+        "time/step_seconds",
+        "amp/loss_scale_log2",
+        "amp/skipped_in_interval",
+    ]
+
+
+def pinned_url(has_tokens: bool, port: int = PORT) -> str:
+    """TensorBoard's address with the main charts pinned above all others."""
+    cards = [{"plugin": "scalars", "tag": tag} for tag in main_tags(has_tokens)]
+    query = {
+        "pinnedCards": json.dumps(cards, separators=(",", ":")),
+        "runColorGroup": COLOURS,
+        "smoothing": "0",  # the default of 0.6 hides the steps of the scale and single skips
+    }
+    return f"http://localhost:{port}/?{urlencode(query, safe=':,/', quote_via=quote)}#timeseries"
+
+
+def watch_line(folder: Path, has_tokens: bool) -> str:
+    """The banner's lines on how to watch a run, alone or beside others."""
+    command = f"tensorboard --logdir {folder}/tensorboard"
+    if folder.parent.name:
+        command += f"; beside other runs: --logdir {folder.parent}"
+    return f"watch  {command}\n       {pinned_url(has_tokens)}"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dist_amp.errors import DataError, nearest_name
 from dist_amp.run import Run
-from dist_amp.supervise.stop import AgreedStop
+from dist_amp.supervise.lifecycle import Stop
 from dist_amp.task import as_scalar, call_task
 from dist_amp.telemetry.step_report import Observer, StepReport
 
@@ -44,7 +44,7 @@ class Callbacks(Observer):
     the task that look like a misspelt optional one are warned of at the start.
     """
 
-    def __init__(self, run: Run, stop: AgreedStop):
+    def __init__(self, run: Run, stop: Stop):
         for name, near in misspelt_methods(run.task).items():
             run.world.warn(
                 f"nothing calls the task's method {name}; if it is meant for {near}, rename it"
@@ -102,13 +102,14 @@ def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
                 f"the task's {name} gave {key}, but train/{key} is the run's own; give it another "
                 "name"
             )
-        if not isinstance(value, Tensor | int | float):
+        is_scalar = isinstance(value, Tensor) and value.ndim == 0
+        if not is_scalar and not isinstance(value, int | float):
             raise DataError(
                 f"the task's {name} gave {key}={value!r:.60}; give a number or a scalar tensor"
             )
         if hasattr(value, "full_tensor"):  # computed of sharded parameters, by all ranks
             value = value.full_tensor()
-        scalars[f"train/{key}"] = as_scalar(value, f"{name} gave {key}", run.world.device).detach()
+        scalars[f"train/{key}"] = as_scalar(value, run.world.device).detach()
     return scalars
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from dist_amp.distributed.process import quiet_on_closed_pipe
+from dist_amp.config.help import quiet_on_closed_pipe
 from dist_amp.distributed.signals import say_stopped
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.supervise.failure import report_failure

@@ -4,10 +4,9 @@ torch reports these by tracebacks, often on every rank but the one with the caus
 """
 
 import errno
-import math
 import re
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ from torch import Tensor
 
 from dist_amp.config.memory import (
     UNITS,
-    USABLE,
     capacity_of,
     moments_per_parameter,
     size_text,
     tensor_bytes,
 )
 from dist_amp.data import Batches
-from dist_amp.errors import DataError, Failure, context_of, first_line, in_one_line
+from dist_amp.errors import DataError, Failure, first_line, in_one_line
 from dist_amp.loading.loader import samples_text
 from dist_amp.run import Run
 from dist_amp.settings import Config
@@ -44,8 +42,6 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
-
-NEGLIGIBLE = 0.05  # of a device: smaller amounts are not mentioned
 
 
 def explain_error(error: BaseException, job: Job) -> BaseException:
@@ -74,8 +70,7 @@ def explain_disk(error: BaseException, folder: Path) -> BaseException:
 def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()) -> BaseException:
     """A DataError for a dead loader worker, an index out of range or a missing column.
 
-    splits: training and validation, to name the samples of the micro-batch that failed: the one
-    that `error_context(batch=...)` attached to the error.
+    splits: training and validation, to name the samples of the micro-batch that failed.
     """
     for reported in (error.__context__, error):  # the first of two has the signal
         if died := _WORKER_DIED.match(str(reported)):
@@ -84,7 +79,10 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
                 f"rank {rank}: loader worker (pid {died[1]}) {how}; it may have run out of memory: "
                 "lower data.workers, or check the kernel's log for what ended it"
             )
-    batch = context_of(error).get("batch")
+    batch = None
+    seen = locals_of(error)
+    if seen.keys() & {"weight_of", "loss_of", "evaluate"}:
+        batch = seen.get("batch")
     if _OUT_OF_RANGE.match(str(error)) and (samples := _samples_of(batch, splits)):
         return DataError(
             f"rank {rank}: a token id or label is out of range in {samples}: {first_line(error)}; "
@@ -106,6 +104,15 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
     return error
 
 
+def locals_of(error: BaseException) -> dict[str, Any]:
+    """The variables of run.py's and step.py's functions in the traceback, and these functions."""
+    seen: dict[str, Any] = {}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") in ("dist_amp.run", "dist_amp.step"):
+            seen |= {**frame.f_locals, frame.f_code.co_name: True}
+    return seen
+
+
 def _samples_of(batch: object, splits: Sequence[Batches]) -> str:
     """Which samples a micro-batch has, and of which split; "" if of none."""
     for split in splits:
@@ -116,59 +123,6 @@ def _samples_of(batch: object, splits: Sequence[Batches]) -> str:
 
 
 # --- out of memory
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """One rank when its memory ran out. Sizes are this rank's, in bytes; measured unless noted."""
-
-    world: World
-    when: str
-    capacity: int  # what this process may use
-    peak: int  # the most that it has used
-    requested: int  # in addition; 0 if not known
-    parameters: int = 0  # with buffers; before the first step, as they will be
-    gradients: int = 0  # as they will be
-    optimizer_state: int = 0
-    gradients_allocated: int = 0  # at that moment: in a first forward there may be none
-    strategy: str = "single"  # as resolved
-    micro_batch_size: int = 0  # 0: before the first step
-    micro_batches: int = 1  # of a rank in a step
-    global_batch_size: int = 0  # 0: accumulation_steps is set instead
-    checkpointing: str = "none"  # parallel.activation_checkpointing
-    offloaded: bool = False
-    unused: int = 0  # reserved by the allocator in fragments
-    outside_torch: int = 0  # of the device: other processes, NCCL
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.world.device.type == "cuda"
-
-    @property
-    def state(self) -> int:
-        """What the model and its training take between steps."""
-        return self.parameters + self.gradients + self.optimizer_state
-
-    @property
-    def activations(self) -> int:
-        """What a micro-batch takes at least: all the rest of the peak, and what was requested."""
-        allocated = self.parameters + self.optimizer_state + self.gradients_allocated
-        return max(self.peak - allocated, 0) + self.requested if self.micro_batch_size else 0
-
-    @property
-    def sample(self) -> float:
-        return self.activations / max(self.micro_batch_size, 1)
-
-    @property
-    def fitting_micro_batch(self) -> int:
-        """The largest that fits beside the state and divides a rank's samples of a step, or 0.
-
-        At most half of the present one, because only a part of that was measured.
-        """
-        room = max(USABLE * self.capacity - self.state, 0)
-        fits = min(self.micro_batch_size // 2, int(room / max(self.sample, 1)))
-        samples = self.micro_batch_size * self.micro_batches
-        return max((count for count in range(1, fits + 1) if samples % count == 0), default=0)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -183,155 +137,92 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def explain_memory(
     error: BaseException, config: Config, world: World, run: Run | None
 ) -> BaseException:
-    """A Failure that says which settings would fit, if memory ran out on this rank."""
+    """A Failure with what the model takes and what takes less, if memory ran out on this rank."""
     if not is_out_of_memory(error):
         return error
     try:
-        return Failure(message(shortage(error, config, world, run)))
+        capacity, unused = capacity_of(world)
+        peak = size_text(memory_use(world.device)[0])
+        takes = _model_text(error, config, world, run)
     except RuntimeError:  # the device does not answer any more
         return error
-
-
-def message(short: Shortage) -> str:
-    """All of it in one line."""
-    kind = "GPU memory" if short.on_gpu else "memory"
-    peak = size_text(short.peak)
-    used = f"used {peak}"
-    if short.requested:
-        used = f"asked for {size_text(short.requested)} more than the {peak} in use"
-    takes = "there was no model yet"
-    if short.parameters:
-        takes = (
-            f"parameters take {size_text(short.parameters)}, gradients "
-            f"{size_text(short.gradients)}, optimizer state {size_text(short.optimizer_state)}"
-        )
-    if short.micro_batch_size:
-        process = "" if short.on_gpu else " and the process itself"
-        takes += f", a micro-batch of {short.micro_batch_size}{process} at least "
-        takes += size_text(short.activations)
-        if not short.fitting_micro_batch and short.micro_batch_size > 1:
-            takes += ", so that not even half of it fits"
-    if short.outside_torch > NEGLIGIBLE * short.capacity:
-        outside = size_text(short.outside_torch)
-        takes += f", and memory outside torch (other processes, NCCL) {outside}"
-    return (
-        f"rank {short.world.rank} ran out of {kind} {short.when}: {used}, of "
-        f"{size_text(short.capacity)} available; {takes}; use {', or '.join(suggestions(short))}"
-    )
-
-
-def suggestions(short: Shortage) -> list[str]:
-    """The settings that take less memory, with their numbers, the least costly first."""
-    settings = []
-    if short.unused > short.requested > 0:
-        settings.append(
-            "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment "
-            f"({size_text(short.unused)} are reserved but fragmented)"
-        )
-    if count := short.fitting_micro_batch:
-        same = f"train.accumulation_steps={short.micro_batch_size * short.micro_batches // count}"
-        if short.global_batch_size:
-            same = f"train.global_batch_size={short.global_batch_size}"
-        settings.append(
-            f"train.micro_batch_size={count} instead of {short.micro_batch_size} (with {same} a "
-            "step stays the same)"
-        )
-    if short.micro_batch_size and short.checkpointing != "full":
-        less = "selective or full" if short.checkpointing == "none" else "full"
-        settings.append(f"parallel.activation_checkpointing={less}")
-    is_sharded = short.strategy in ("fsdp", "hsdp")
-    can_offload = is_sharded and short.on_gpu and not short.offloaded
-    if can_offload and short.state > NEGLIGIBLE * short.capacity:
-        moved = size_text(short.state)
-        settings.append(f"parallel.cpu_offload=true (which moves {moved} of each rank to the host)")
-    if not is_sharded and (ranks := ranks_needed(short)):
-        over = f" over {ranks} ranks" if ranks > short.world.world_size else ""
-        share = size_text(short.state / ranks)
-        settings.append(f"parallel.strategy=fsdp{over} ({share} of the model on each)")
-    if short.micro_batch_size < 2 or not settings:
-        more_ranks = ", or more ranks" if is_sharded else ""
-        settings.append(f"a smaller model{more_ranks}")
-    return settings
-
-
-def ranks_needed(short: Shortage) -> int:
-    """How many ranks FSDP needs, at least the present number; 0 if it does not help, or hardly."""
-    room = USABLE * short.capacity - short.sample
-    if room <= 0 or (not short.on_gpu and short.world.world_size == 1):
-        return 0
-    ranks = max(short.world.world_size, 2, math.ceil(short.state / room))
-    return ranks if short.state * (1 - 1 / ranks) > NEGLIGIBLE * short.capacity else 0
-
-
-def shortage(error: BaseException, config: Config, world: World, run: Run | None) -> Shortage:
-    """What this rank, its device and the error report."""
+    seen = locals_of(error)
     requested = 0
+    used = f"used {peak}"
     if match := _REQUESTED.search(str(error)):
         requested = int(float(match[1]) * UNITS[match[2]])
-    capacity, unused, outside_torch = capacity_of(world)
-    short = Shortage(
-        world,
-        when="before the first step",
-        capacity=capacity,
-        peak=memory_use(world.device)[0],
-        requested=requested,
-        checkpointing=str(config.parallel.activation_checkpointing),
-        offloaded=config.parallel.cpu_offload,
-        unused=unused,
-        outside_torch=outside_torch,
-    )
-    context = context_of(error)
+        used = f"asked for {size_text(requested)} more than the {peak} in use"
+    when = "before the first step"
     if run is not None:
-        return _in_a_run(short, config, run, "evaluation" in context)
-    if "parameters" not in context:
-        return short
-    # What a model of so many parameters will take, in float32; frozen ones have no gradients.
-    strategy = context["strategy"]
-    share = world.world_size if strategy in ("fsdp", "hsdp") else 1
-    gradients = 4 * context["trained"] // share
-    return replace(
-        short,
-        when=f"{short.when}, with a model of {context['parameters']:,} parameters",
-        parameters=4 * context["parameters"] // share,
-        gradients=gradients,
-        optimizer_state=moments_per_parameter(config.optim) * gradients,
-        strategy=strategy,
+        when = f"in step {run.step + 1}"
+        if "evaluate" in seen:
+            when = f"in the evaluation after step {run.step}"
+    kind = "GPU memory" if world.device.type == "cuda" else "memory"
+    settings = []
+    if unused > requested > 0:
+        settings.append(
+            "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment "
+            f"({size_text(unused)} are reserved but fragmented)"
+        )
+    settings += _smaller_settings(config, world, run, seen.get("strategy", "single"))
+    return Failure(
+        f"rank {world.rank} ran out of {kind} {when}: {used}, of {size_text(capacity)} available; "
+        f"{takes}; use {', or '.join(settings)}"
     )
 
 
-def _in_a_run(short: Shortage, config: Config, run: Run, evaluating: bool) -> Shortage:
-    """The same with what the run takes on this rank's device.
+def _model_text(error: BaseException, config: Config, world: World, run: Run | None) -> str:
+    """What the model takes: measured on this rank's device, or as it would in float32."""
+    if run is not None:
 
-    Of sharded tensors this rank's shards, which the optimizer holds even while a block is gathered.
-    """
+        def on_device(tensors: Iterable[Any]) -> int:
+            shards = [local(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+            return tensor_bytes(shard for shard in shards if shard.device == world.device)
 
-    def on_device(tensors: Iterable[Any]) -> int:
-        shards = [local(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
-        return tensor_bytes(shard for shard in shards if shard.device == run.world.device)
-
-    plan = run.data.plan
-    module = run.parallel.module
-    trained = run.parallel.parameters
-    states = [value for state in run.optimizer.state.values() for value in state.values()]
-    gradients = on_device(trained)
-    # DDP allocates its buckets at the start, and gradients are views of them.
-    allocated = gradients
-    if run.parallel.strategy != "ddp":
-        allocated = on_device(p.grad for p in trained)
-    global_batch_size = 0
-    if config.train.global_batch_size != "auto" and config.train.accumulation_steps == "auto":
-        global_batch_size = plan.global_batch_size
-    when = f"in the evaluation after step {run.step}" if evaluating else f"in step {run.step + 1}"
-    frozen = (p for p in module.parameters() if not p.requires_grad)
-    return replace(
-        short,
-        when=when,
-        parameters=on_device([*trained, *frozen, *module.buffers()]),
-        gradients=gradients,
-        optimizer_state=on_device(states),
-        gradients_allocated=allocated,
-        strategy=run.parallel.strategy,
-        micro_batch_size=plan.micro_batch_size,
-        micro_batches=plan.global_batch_size // (plan.micro_batch_size * plan.world_size),
-        global_batch_size=global_batch_size,
+        trained = run.parallel.parameters
+        # Of sharded parameters the shards, which the optimizer holds while a block is gathered.
+        frozen = [p for p in run.parallel.module.parameters() if not p.requires_grad]
+        parameters = on_device([*trained, *frozen, *run.parallel.module.buffers()])
+        gradients = on_device(trained)
+        states = run.optimizer.state.values()
+        moments = on_device(value for state in states for value in state.values())
+        count = ""
+    else:
+        seen = locals_of(error)
+        module = seen.get("module")
+        if "parallel" in seen:
+            module = seen["parallel"].module
+        if module is None:
+            return "there was no model yet"
+        share = world.world_size if seen.get("strategy") in ("fsdp", "hsdp") else 1
+        total = sum(p.numel() for p in module.parameters())
+        parameters = 4 * total // share
+        gradients = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad) // share
+        moments = moments_per_parameter(config.optim) * gradients
+        count = f"{total:,} "
+    return (
+        f"{count}parameters take {size_text(parameters)}, gradients {size_text(gradients)}, "
+        f"optimizer state {size_text(moments)}"
     )
+
+
+def _smaller_settings(config: Config, world: World, run: Run | None, strategy: str) -> list[str]:
+    """The settings that take less memory, the least costly first."""
+    settings = []
+    if run is not None:
+        strategy = run.parallel.strategy
+        size = run.data.plan.micro_batch_size
+        if size > 1:
+            settings.append(
+                f"a train.micro_batch_size below {size} (with more train.accumulation_steps)"
+            )
+        if config.parallel.activation_checkpointing != "full":
+            settings.append("parallel.activation_checkpointing=selective or full")
+    is_sharded = strategy in ("fsdp", "hsdp")
+    if is_sharded and world.device.type == "cuda" and not config.parallel.cpu_offload:
+        settings.append("parallel.cpu_offload=true")
+    if not is_sharded and world.world_size > 1:
+        settings.append("parallel.strategy=fsdp")
+    if is_sharded:
+        return [*settings, "more ranks"]
+    return [*settings, "a smaller model"]

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dist_amp.distributed.environment import attempt
-from dist_amp.distributed.process import in_time
+from dist_amp.distributed.process import attempt, in_time
+from dist_amp.distributed.process_group import shared_store
 from dist_amp.errors import Failure, in_one_line
 from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job, write_summary
-from dist_amp.world import World, in_colour
+from dist_amp.world import World
 
 
 @contextmanager
@@ -28,6 +28,8 @@ def supervised(config: Config, world: World) -> Iterator[Job]:
     closes.
     """
     job = Job(config, world)
+    if dist.is_initialized():
+        job.store = shared_store()
     explanations: list[Callable[[BaseException], BaseException]] = []
     with ExitStack() as contexts:
         contexts.callback(job.close)
@@ -39,9 +41,6 @@ def supervised(config: Config, world: World) -> Iterator[Job]:
         try:
             yield job
         except BaseException as error:
-            if job.run is not None:
-                with suppress(Exception):
-                    job.run.metrics.write_pending()
             explained = error
             from dist_amp.supervise.explain import explain_error
 
@@ -55,8 +54,6 @@ def _end_failed(error: BaseException, job: Job) -> int:
     """Print the error and write the summary, if it is the first rank's; return the exit status."""
     run = job.run
     folder = job.folder
-    if run is not None:
-        run.metrics.close_console()
     status, is_first = report_failure(error, job.world, job.store, max(job.steps_taken, 0))
     with suppress(OSError):  # the folder may not even be readable
         # A run that failed before it was built leaves the summary of an earlier one in place.
@@ -87,24 +84,24 @@ def report_failure(
     if isinstance(error, Failure):
         status = error.exit_code
         text = f"error: {error}"
-        shown = f"{in_colour('error:', 'red', sys.stderr)} {error}"
     else:
         status = 1
-        text = shown = f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip()
+        text = f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip()
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_first = _is_first_to_report(world, store)
     if is_first:
         sys.stdout.flush()
+        start = ""
         if sys.stderr.isatty():
-            shown = f"\r\033[K{shown}"  # over rank 0's progress line
-        print(shown, file=sys.stderr, flush=True)
+            start = "\r\033[K"  # over rank 0's progress line
+        print(start + text, file=sys.stderr, flush=True)
         if torchrun_file:
             extra = {"timestamp": str(int(time.time())), "step": step}
             extra["line"] = cause_of(error, rank)
             # torchrun fails on a file that a killed rank left half written.
-            unfinished = Path(f"{torchrun_file}.tmp")
-            unfinished.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-            unfinished.replace(torchrun_file)
+            temporary = Path(f"{torchrun_file}.tmp")
+            temporary.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+            temporary.replace(torchrun_file)
     elif torchrun_file:
         # torchrun shows the first rank that exits, and ends the others once that one has.
         time.sleep(10)

@@ -1,7 +1,7 @@
 """How a run starts and ends: whether it has steps left, its files, and RUN/summary.json."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +9,26 @@ import torch
 import torch.distributed as dist
 
 from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
-from dist_amp.distributed.process_group import shared_store
-from dist_amp.errors import SAVED_AND_STOPPED, NumericsError
+from dist_amp.errors import NumericsError
 from dist_amp.files import plain_json, write_durably
 from dist_amp.run import Run
 from dist_amp.settings import Config
-from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World
 
 
 @dataclass
 class Job:
-    """What is known of a run so far, to explain how it ended; set by the block that runs it."""
+    """What is known of a run so far, to explain how it ended; set by the block that runs it.
+
+    store: kept, because the process groups may be aborted; None in one process.
+    """
 
     config: Config
     world: World
     folder: Path | None = None
     run: Run | None = None
-    # Kept, because the groups may be aborted; None in one process.
-    store: dist.Store | None = field(init=False, default=None)  # type: ignore[name-defined]
-
-    def __post_init__(self) -> None:
-        if dist.is_initialized():
-            self.store = shared_store()
+    store: dist.Store | None = None  # type: ignore[name-defined]
 
     @property
     def steps_taken(self) -> int:
@@ -45,6 +41,20 @@ class Job:
             self.run.metrics.close()
 
 
+class Stop:
+    """Whether the run ends before its last step: never, unless a subclass decides it."""
+
+    agreed = False  # the same on all ranks, after the same step
+    by_task = False  # what all agreed on is the wish of the task, not a signal's
+    ended_by = ""  # which callback asked, on the ranks where one did
+    every_poll = False  # it may ask after any step
+    requested_by = ""  # the signal's name, on the ranks that got one
+
+    def poll(self, now: bool = False) -> bool:
+        """Called by all ranks after each step and between batches of an evaluation."""
+        return self.agreed
+
+
 # --- the start
 
 
@@ -52,23 +62,20 @@ def is_finished(run: Run) -> bool:
     """Whether the run has no steps left, or its task ended it; says so."""
     steps = run.config.train.steps
     summary = completed_summary(run.folder)
-    early = summary.get("cause", "") if summary.get("steps") == run.step else ""
-    if early := run.world.from_main(early):
-        run.world.say(
-            f"{run.folder} is finished: it ended after {run.step} of train.steps={steps}, because "
-            f"the task's {early}; to go on, start a new run with --run.resume {run.folder} "
+    finished = ""
+    if summary.get("cause") and summary.get("steps") == run.step:
+        finished = (
+            f"it ended after {run.step} of train.steps={steps}, because the task's "
+            f"{summary['cause']}; to go on, start a new run with --run.resume {run.folder} "
             "--run.dir NEW"
         )
-        return True
     # Without checkpoints of its own, it was to start from another run's, which has no steps left.
-    finished = run.step >= steps and (bool(summary) or not all_checkpoints(run.folder))
-    if run.world.from_main(str(finished)) != "True":
-        return False
-    run.world.say(
-        f"{run.folder} is finished: it took {run.step} of train.steps={steps}; raise train.steps "
-        "to go on"
-    )
-    return True
+    elif run.step >= steps and (summary or not all_checkpoints(run.folder)):
+        finished = f"it took {run.step} of train.steps={steps}; raise train.steps to go on"
+    finished = run.world.from_main(finished)
+    if finished:
+        run.world.say(f"{run.folder} is finished: {finished}")
+    return bool(finished)
 
 
 def open_run(run: Run) -> None:
@@ -77,9 +84,11 @@ def open_run(run: Run) -> None:
     from dist_amp.supervise.banner import print_banner
 
     print_banner(run)
-    from dist_amp.supervise.preflight import check_run
+    from dist_amp.supervise import preflight
 
-    check_run(run)
+    preflight.warn_about_small_batches(run)
+    preflight.warn_about_unread_settings(run)
+    preflight.check_free_space(run)
     if run.world.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
         for path in quarantine_after(run.folder, run.step):
@@ -89,9 +98,6 @@ def open_run(run: Run) -> None:
         (run.folder / "config.toml").write_text(run.config_text)
     metrics.open(run.folder, run.step, run.config_text)
     log_group_rates(metrics, run.optimizer)
-    from dist_amp.telemetry.tensorboard_view import add_overview
-
-    metrics.write_first(add_overview(hasattr(run.task, "tokens")))
     if run.world.device.type == "cuda" or run.config.metrics.peak_flops != "auto":
         from dist_amp.telemetry.mfu import log_mfu
 
@@ -121,20 +127,17 @@ def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
 # --- the end
 
 
-def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
-    """Write the summary, and a sample of a completed run; return the exit status.
+def close_run(run: Run, stop: Stop) -> int:
+    """Write the summary and a sample of a completed run; return the exit status.
 
-    Errors: NumericsError for a run in which no step was applied: it is not done, whatever its
-    steps.
+    Errors: NumericsError if no step was applied: such a run is not done.
     """
-    if stopped_by == "preempted":
-        return _close_preempted(run, stop.requested_by or "a signal to another rank")
     if not run.schedule.applied_steps:
         amp = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""
         raise NumericsError(
-            f"none of the {run.step} steps was applied: the gradients of each were inf or nan, and "
-            f"the model is as it was at the start; use {amp}a lower optim.lr, or more steps if the "
-            "loss scale was still falling, or check the task's loss and data"
+            f"none of the {run.step} steps was applied: the gradients of each were inf or nan; use "
+            f"{amp}a lower optim.lr, or more steps if the loss scale was still falling, or check "
+            "the task's loss and data"
         )
     early = ""
     if stop.by_task and run.step < run.config.train.steps:
@@ -147,24 +150,11 @@ def close_run(run: Run, stop: AgreedStop, stopped_by: str) -> int:
 
         show_sample(run)
     if run.world.is_main:
-        summary = write_summary(run.folder, run, stopped_by, 0, early)
+        summary = write_summary(run.folder, run, "completed", 0, early)
         from dist_amp.supervise.banner import closing_table
 
         print(closing_table(summary, run.folder), flush=True)
     return 0
-
-
-def _close_preempted(run: Run, cause: str) -> int:
-    """75 says that the run may be restarted: without a checkpoint each time from the beginning."""
-    status = 1
-    then = "checkpoint.every=off, so nothing was saved"
-    if run.config.checkpoint.every != "off":
-        status = SAVED_AND_STOPPED
-        then = f"go on with --run.dir {run.folder}"
-    if run.world.is_main:
-        write_summary(run.folder, run, "preempted", status, cause)
-    run.world.say(f"stopped after step {run.step} by {cause}; {then}")
-    return status
 
 
 def completed_summary(folder: Path) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.load import flat
 from dist_amp.config.memory import tensor_bytes
 from dist_amp.config.task_class import INJECTED, find_task
-from dist_amp.distributed.environment import LAUNCHER, attempt, environment_number
-from dist_amp.distributed.signals import die_with_parent
+from dist_amp.distributed.process import LAUNCHER, attempt, die_with_parent, environment_number
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import InUse, appears, only_process
 from dist_amp.loading.plan import shard_step
@@ -32,7 +31,7 @@ from dist_amp.run import Run
 from dist_amp.settings import Config, DataConfig, SourceConfig
 from dist_amp.world import World
 
-# Of compatibility.FREE_TO_CHANGE, the settings that may differ between machines: the others decide
+# Of settings.FREE_TO_CHANGE, the settings that may differ between machines: the others decide
 # which ranks wait for which, or how much data there is.
 PER_MACHINE = ("data.path", "data.workers")
 
@@ -74,46 +73,32 @@ def check_launch() -> None:
 
 
 def check_ranks_agree(target: str, config_text: str, world: World) -> None:
-    """Errors: ConfigError with each difference between the ranks' code, versions and settings.
+    """Errors: ConfigError with what differs from rank 0: code, versions and settings.
 
-    target: the task's class; config_text: the config as TOML. Ranks exchange a hash first, and the
-    details only if it differs. Compared are the package's files and the task's own file.
+    target: the task's class; config_text: the config as TOML. Compared are the package's files and
+    the task's own file.
     """
     if world.world_size == 1:
         return
     settings = flat(config_text)
     settings |= {key: "given" for key in PER_MACHINE if settings[key] != "off"}
-    facts = code_hashes(target) | versions() | settings
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    if len(set(world.gather_texts(digest))) == 1:
-        return
-    texts = world.gather_texts(json.dumps([platform.node(), facts]))
-    ranks = [json.loads(text) for text in texts]
-    names = dict.fromkeys(name for _, of_rank in ranks for name in of_rank)
-    differences = [text for name in names if (text := _difference(name, ranks))]
-    shown = "; ".join(differences[:8])
-    if len(differences) > 8:
-        shown += f"; and {len(differences) - 8} more"
-    raise ConfigError(
-        f"the ranks differ: {shown}; start all of them with the same code, versions and settings "
-        "(environment, config files)"
-    )
-
-
-def _difference(name: str, ranks: list[tuple[str, dict[str, Any]]]) -> str:
-    """Each value with the first rank that has it and its host; "" if all have the same value."""
-    ranks_with: dict[str, list[int]] = {}
-    for rank, (_, facts) in enumerate(ranks):
-        ranks_with.setdefault(str(facts.get(name, "absent")), []).append(rank)
-    if len(ranks_with) == 1:
-        return ""
-    texts = []
-    for value, members in ranks_with.items():
-        text = f"{value} on rank {members[0]} ({ranks[members[0]][0]})"
-        if len(members) > 1:
-            text += f" and {len(members) - 1} more"
-        texts.append(text)
-    return f"{name} is {', '.join(texts[:4])}"
+    mine: dict[str, Any] = code_hashes(target) | versions() | settings
+    expected = json.loads(world.from_main(json.dumps(mine)))
+    differences = [
+        f"{name} is {mine.get(name, 'absent')}, and {expected.get(name, 'absent')} on rank 0"
+        for name in expected | mine
+        if mine.get(name) != expected.get(name)
+    ]
+    text = "; ".join(differences[:8])
+    if text:
+        text = f"rank {world.rank} ({platform.node()}): {text}"
+    different = list(filter(None, world.gather_texts(text)))
+    if different:
+        more = f" (and {len(different) - 1} more ranks)" if len(different) > 1 else ""
+        raise ConfigError(
+            f"the ranks differ: on {different[0]}{more}; start all of them with the same code, "
+            "versions and settings (environment, config files)"
+        )
 
 
 def code_hashes(target: str) -> dict[str, str]:
@@ -191,13 +176,6 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
         yield
 
 
-def check_run(run: Run) -> None:
-    """What can be said of a run once it is built."""
-    warn_about_small_batches(run)
-    warn_about_unread_settings(run)
-    check_free_space(run)
-
-
 def check_free_space(run: Run) -> None:
     """Errors: Failure if the checkpoints of this run will not fit on the disk."""
     if run.config.checkpoint.every == "off":
@@ -214,7 +192,7 @@ def check_free_space(run: Run) -> None:
     existing = len(all_checkpoints(run.folder))
     to_come = math.ceil((run.config.train.steps - run.step) / run.config.checkpoint.every)
     needed = size * min(max(most - existing, 1), to_come)
-    problem = ""
+    problem = ""  # of rank 0: on a network disk another rank may see other checkpoints
     if run.world.is_main and needed > (free := shutil.disk_usage(run.folder).free):
         problem = (
             f"run.dir={run.folder} has {free / 2**30:.2f} GiB free, and its checkpoints need "
@@ -228,26 +206,22 @@ def check_free_space(run: Run) -> None:
 def warn_about_small_batches(run: Run) -> None:
     """Warn where batch norm meets smaller micro-batches at the end of an epoch that is reached."""
     plan = run.data.plan
+    size = plan.micro_batch_size
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    norms = [
-        name
-        for name, part in run.parallel.module.named_modules()
-        if isinstance(part, kinds) and part.training
-    ]
+    modules = run.parallel.module.named_modules()
+    norms = [name for name, part in modules if isinstance(part, kinds) and part.training]
     rest = plan.length % plan.global_batch_size
     epoch_ends = run.config.train.steps > plan.length // plan.global_batch_size
     if plan.drop_last or not (norms and rest and epoch_ends):
         return
-    smallest = plan.micro_batch_size
-    for rank in range(plan.world_size):
-        for shard in shard_step(range(rest), plan.world_size, plan.micro_batch_size, rank):
-            smallest = min(smallest, len(shard.indices))
-    if smallest < plan.micro_batch_size:
-        single = ", and a single sample may have no variance" if smallest == 1 else ""
+    ranks = range(plan.world_size)
+    shards = [shard for rank in ranks for shard in shard_step(range(rest), len(ranks), size, rank)]
+    smallest = min(len(shard.indices) for shard in shards)
+    if smallest < size:
         run.world.warn(
             f"the last step of an epoch has {rest} of {plan.global_batch_size} samples, so batch "
-            f"norm ({norms[0]}) gets micro-batches of {smallest} in place of "
-            f"{plan.micro_batch_size}{single}; use data.drop_last=true"
+            f"norm ({norms[0]}) gets micro-batches of {smallest} in place of {size}; use "
+            "data.drop_last=true"
         )
 
 

@@ -10,21 +10,21 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
-
-from dist_amp.distributed.flight_recorder import Entered, Progress
 
 # alive: nothing has failed as far as this rank knows. In answer to a failure: its collective failed
 # or timed out; it failed by itself; its training runs; it has left the run in order.
 State = Literal["alive", "waited", "failed", "runs", "left"]
 
-PLURAL = {"is": "are", "does": "do", "has": "have"}
+# Collectives per group that ranks tell each other. Assumed: a rank is no further ahead of one that
+# waits for it.
+RECENT = 8
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
@@ -43,64 +43,92 @@ class Process(NamedTuple):
             table = os.readlink("/proc/self/ns/pid")
         return cls(platform.node(), os.getpid(), f"{platform.node()} {table}")
 
-    def fields(self) -> list[str]:
-        """Its state, its parent and more, as /proc lists them after the command: proc(5)."""
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-
-    def is_in_state(self, letters: str) -> bool:
-        """Whether it is known to be: only of processes on this machine. X: dead, T: stopped."""
+    @property
+    def state_and_parent(self) -> tuple[str, str]:
+        """As proc(5) has them: T is stopped, Z and X are dead; ("", "") on another machine."""
         if self.machine != Process.this().machine or not Path("/proc/self").exists():
-            return False
+            return "", ""
         try:
-            return self.fields()[0] in letters
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return fields[0], fields[1]
         except OSError:
-            return "X" in letters
+            return "X", ""
 
     @property
     def is_dead(self) -> bool:
-        return self.is_in_state("ZX")
+        return self.state_and_parent[0] in ("Z", "X")
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+class Entered(NamedTuple):
+    """A collective: the number in its group, and what it is."""
+
+    group: str
+    number: int
+    operation: str
+
+
+class Group(NamedTuple):
+    """A process group, by torch's description, and {number: operation} of its last collectives."""
+
+    about: str
+    recent: dict[str, str]
+
+    @property
+    def last(self) -> int:
+        return int(next(reversed(self.recent)))
 
 
 @dataclass(frozen=True)
 class Report:
     """What a rank says of itself; step: how many it has taken, -1 before the run.
 
-    The rest is from the flight recorder's `Progress`. After a failure nothing is pending:
-    `waits_in` is then the last collective.
+    waits_in: its first unfinished collective; after a failure, which finishes all, the last one.
+    Under NCCL a host runs ahead of its device, and often waits.
     """
 
     state: State
     step: int = 0
-    groups: dict[str, tuple[str, list[int], Entered]] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
     waits_in: Entered | None = None
     waited_seconds: float = 0.0
-    timeout_seconds: float = math.inf
-    recent: dict[str, dict[str, str]] = field(default_factory=dict)
+    timeout_seconds: float = math.inf  # how long that one may take
     main_thread_is_in: str = ""
 
     @classmethod
-    def of(cls, state: State, step: int, progress: Progress) -> "Report":
-        waits_in = progress.waits_in
-        if waits_in is None and state == "waited":
-            waits_in = progress.latest
-        waited = progress.waited_seconds
-        timeout = progress.timeout_seconds
-        recent = dict(progress.recent)
+    def read(cls, state: State, step: int, recorded: dict[str, Any], leave_out: str) -> "Report":
+        """By a `flight_recorder.dump`. leave_out: the group of another thread, by name."""
+        entries = [entry for recorder in recorded.values() for entry in recorder.get("entries", ())]
+        entries = [e for e in entries if not e["is_p2p"] and e["process_group"][0] != leave_out]
+        groups: dict[str, Group] = {}
+        waits_in = latest = None
+        waited_seconds = 0.0
+        timeout_seconds = math.inf
+        for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
+            name, about = entry["process_group"]
+            latest = Entered(name, entry["collective_seq_id"], entry["profiling_name"])
+            recent = groups.setdefault(name, Group(about, {})).recent
+            recent[str(latest.number)] = latest.operation
+            if len(recent) > RECENT:
+                del recent[next(iter(recent))]
+            if waits_in is None and not entry["retired"] and entry["state"] != "completed":
+                waits_in = latest
+                waited_seconds = (time.time_ns() - entry["time_created_ns"]) / 1e9
+                timeout_seconds = entry.get("timeout_ms", math.inf) / 1e3
+        if state == "waited":
+            waits_in = waits_in or latest
         place = main_thread_is_in()
-        return cls(state, step, progress.groups, waits_in, waited, timeout, recent, place)
-
-    def entered(self, wait: Entered) -> int:
-        """The number of this rank's last collective in the group of another one; 0 for none."""
-        return self.groups[wait.group][2].number if wait.group in self.groups else 0
+        return cls(state, step, groups, waits_in, waited_seconds, timeout_seconds, place)
 
     @classmethod
-    def from_text(cls, text: str) -> "Report":
+    def from_text(cls, text: str) -> "Report | None":
+        """None for "", which stands for no report."""
+        if not text:
+            return None
         raw = json.loads(text)
-        for name, (about, ranks, last) in raw["groups"].items():
-            raw["groups"][name] = (about, ranks, Entered(*last))
+        raw["groups"] = {name: Group(*group) for name, group in raw["groups"].items()}
         raw["waits_in"] = Entered(*raw["waits_in"]) if raw["waits_in"] else None
         return cls(**raw)
 
@@ -114,260 +142,223 @@ Reports = Mapping[int, Report | None]  # by rank; None for one that is silent
 class Board:
     """The ranks' reports in the store, under keys that exist from the start: reading never waits.
 
-    One request reads all. `event`: what has failed, "" for nothing; `stall`: see `Heartbeat`.
+    One request reads all. beat/RANK: while nothing has failed, "TIME REPORT"; answer/RANK: in
+    answer to a failure; event: what has failed; stall: see `Heartbeat`. "" stands for nothing.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):  # type: ignore[name-defined]
         self.store = store
-        self._key = f"rank/{rank}"
-        self._keys = [f"rank/{other}" for other in range(size)]
-        self._number = 0  # of this rank's report: a rank that lives writes ever new ones
-        self._has_answered = False
-        self._lock = threading.Lock()
-        store.set(self._key, "")
+        self._rank = rank
+        self._size = size
+        keys = [f"beat/{rank}", f"answer/{rank}"]
         if rank == 0:
-            store.set("event", "")
-            store.set("stall", "")
+            keys += ["event", "stall"]
+        for key in keys:
+            store.set(key, "")
 
-    def report(self, report: Report) -> None:
-        """Replace this rank's report; an answer to a failure is kept."""
-        with self._lock:  # the main thread and the watchdog's both report
-            if report.state == "alive" and self._has_answered:
-                return
-            self._has_answered = report.state != "alive"
-            self._number += 1
-            self.store.set(self._key, f"{self._number} {report.to_text()}")
+    def announce(self, event: str) -> None:
+        """Ask every rank to answer; the first of several events stays."""
+        self.store.compare_set("event", "", event)
 
-    def texts(self) -> list[str]:
-        """Every rank's report as it stands in the store, numbered; "" before the first."""
-        return [text.decode() for text in self.store.multi_get(self._keys)]
+    def beat(self, report: Report, now: float) -> None:
+        self.store.set(f"beat/{self._rank}", f"{now} {report.to_text()}")
 
-    def text_of(self, rank: int) -> str:
-        return str(self.store.get(self._keys[rank]).decode())
+    def beats(self, ranks: Sequence[int] = ()) -> list[str]:
+        """Of these ranks, or of all."""
+        keys = [f"beat/{rank}" for rank in ranks or range(self._size)]
+        return [text.decode() for text in self.store.multi_get(keys)]
 
+    def answer(self, report: Report) -> None:
+        self.store.set(f"answer/{self._rank}", report.to_text())
 
-def parsed(text: str) -> Report | None:
-    """A report as it stands in the store; None before a rank's first."""
-    return Report.from_text(text.partition(" ")[2]) if text else None
+    def answers(self) -> dict[int, Report | None]:
+        texts = self.store.multi_get([f"answer/{rank}" for rank in range(self._size)])
+        return {rank: Report.from_text(text.decode()) for rank, text in enumerate(texts)}
 
 
 # --- who is at fault
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """silent: ranks that did not answer; hanging: those that live and keep the others waiting."""
+class Verdict(NamedTuple):
+    """silent: ranks that did not answer; hanging: those that live and keep the others waiting.
 
-    silent: list[int]
-    hanging: list[int]
+    Both are empty where a rank has failed by itself, and reports its own error.
+    """
+
+    silent: list[int] = []  # noqa: RUF012
+    hanging: list[int] = []  # noqa: RUF012
     where: str = ""  # they wait, in one line
-    by_itself: bool = False  # a rank has failed by itself, and reports its own error
 
     @property
     def at_fault(self) -> list[int]:
-        return [] if self.by_itself else sorted(self.silent + self.hanging)
+        return sorted(self.silent + self.hanging)
 
 
 def judge(reports: Reports, timed_out: bool) -> Verdict:
-    """Who is at fault, by every rank's report."""
-    answered = answers(reports)
-    silent = [rank for rank in reports if rank not in answered]
+    """Who is at fault, by every rank's report.
+
+    A rank hangs if it waits in no collective, and others are in one that it has not entered; the
+    frame it is in says nothing, since under NCCL calls return at once. Where torch records no
+    collectives, it is the one whose own does not time out.
+    """
+    answered = {rank: report for rank, report in reports.items() if report is not None}
     if any(report.state == "failed" for report in answered.values()):
-        return Verdict(silent, [], by_itself=True)
-    # A rank hangs if it waits in no collective, and others are in one that it has not entered; the
-    # frame it is in says nothing, since under NCCL calls return at once. Where torch records no
-    # collectives, it is the one whose own does not time out.
-    behind = ranks_behind(answered)
+        return Verdict()
     hanging = []
+    behind = ranks_behind(answered)
     for rank, report in answered.items():
         runs = report.state == "runs" and report.waits_in is None
         if timed_out and runs and (rank in behind or not report.groups):
             hanging.append(rank)
+    silent = [rank for rank in reports if rank not in answered]
     return Verdict(silent, hanging, where_they_wait(reports))
 
 
 def common_verdict(
     board: Board, timed_out: bool, processes: Sequence[Process], answer_seconds: float
 ) -> Verdict:
-    """The verdict of the first rank that asks, which gives the others so long to answer."""
+    """The verdict of the first rank that asks, which gives the others `answer_seconds`."""
     store = board.store
-    deadline = time.monotonic() + answer_seconds
-    pause = 0.1
-    if store.add("readers", 1) > 1:
-        while not store.check(["verdict"]) and time.monotonic() < deadline + answer_seconds:
-            time.sleep(pause)
-            pause *= 2
-        if store.check(["verdict"]):
-            return Verdict(**json.loads(store.get("verdict")))
-    while True:
-        is_last = time.monotonic() >= deadline
-        reports = {rank: parsed(text) for rank, text in enumerate(board.texts())}
-        for rank, report in reports.items():
-            if report is not None and report.state == "alive":
-                reports[rank] = None
-        if is_last or not _is_unclear(reports, timed_out, processes):
-            break
-        time.sleep(min(pause, max(deadline - time.monotonic(), 0.0)))
-        pause *= 2
-    verdict = judge(reports, timed_out)
-    store.set("verdict", json.dumps(asdict(verdict)))
+    if store.add("readers", 1) > 1 and is_true_within(
+        2 * answer_seconds, lambda: bool(store.check(["verdict"]))
+    ):
+        return Verdict(*json.loads(store.get("verdict")))
+
+    def is_clear() -> bool:
+        """Whether no answer that is still to come can change the verdict."""
+        reports = board.answers()
+        answered = [report for report in reports.values() if report is not None]
+        if any(report.state == "failed" for report in answered):
+            return True
+        if timed_out and any(report.state == "runs" and not report.groups for report in answered):
+            return False
+        return all(report or processes[rank].is_dead for rank, report in reports.items())
+
+    is_true_within(answer_seconds, is_clear)
+    verdict = judge(board.answers(), timed_out)
+    store.set("verdict", json.dumps(verdict))
     return verdict
 
 
-def _is_unclear(reports: Reports, timed_out: bool, processes: Sequence[Process]) -> bool:
-    """Whether an answer that is still to come may change the verdict."""
-    answered = answers(reports).values()
-    if any(report.state == "failed" for report in answered):
-        return False
-    if timed_out and any(report.state == "runs" and not report.groups for report in answered):
-        return True
-    return any(report is None and not processes[rank].is_dead for rank, report in reports.items())
+def is_true_within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Whether it becomes true; asked ever less often, down to once a second."""
+    deadline = time.monotonic() + seconds
+    pause = 0.1
+    while not condition():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, 1.0)
+    return True
 
 
 # --- who waits for whom
-
-
-def answers(reports: Reports) -> dict[int, Report]:
-    return {rank: report for rank, report in reports.items() if report is not None}
 
 
 def ranks_behind(answered: Mapping[int, Report]) -> set[int]:
     """The ranks that have not entered a collective of a common group that another one has."""
     furthest: Counter[str] = Counter()
     for report in answered.values():
-        for name, (_, _, last) in report.groups.items():
-            furthest[name] = max(furthest[name], last.number)
+        for name, group in report.groups.items():
+            furthest[name] = max(furthest[name], group.last)
     return {
         rank
         for rank, report in answered.items()
-        if any(last.number < furthest[name] for name, (_, _, last) in report.groups.items())
+        if any(group.last < furthest[name] for name, group in report.groups.items())
     }
 
 
-class Gathering(NamedTuple):
-    """A collective in which ranks wait for those that are missing, or entered another instead."""
-
-    wait: Entered
-    group: str
-    waiting: list[int]
-    reports: list[Report]  # of those that wait
-    in_another: dict[int, str]  # rank: the operation
-    missing: list[int]
-
-
-def gathering(reports: Reports) -> Gathering | None:
-    """Where most ranks wait, preferably for one that waits nowhere; None if nobody waits."""
-    answered = answers(reports)
-    culprits = {rank for rank in reports if rank not in answered}
-    culprits |= {rank for rank in ranks_behind(answered) if answered[rank].waits_in is None}
-    waits = dict.fromkeys(report.waits_in for report in answered.values() if report.waits_in)
-    gatherings = [_gathering(wait, reports, answered) for wait in waits if wait is not None]
-    return max(
-        gatherings,
-        key=lambda each: (not culprits.isdisjoint(each.missing), len(each.waiting)),
-        default=None,
-    )
-
-
-def _gathering(wait: Entered, reports: Reports, answered: Mapping[int, Report]) -> Gathering:
-    entered = [rank for rank, report in answered.items() if report.entered(wait) >= wait.number]
-    waiting: list[int] = []
-    in_another: dict[int, str] = {}
-    for rank in entered:
-        report = answered[rank]
-        operation = report.recent.get(wait.group, {}).get(str(wait.number), wait.operation)
-        is_in_it = report.waits_in is not None and report.waits_in[:2] == wait[:2]
-        if is_in_it and report.waits_in is not None:
-            operation = report.waits_in.operation
-        if operation != wait.operation:
-            in_another[rank] = operation
-        elif is_in_it:
-            waiting.append(rank)
-    about, members, _ = answered[waiting[0]].groups[wait.group]
-    missing = [rank for rank in members or sorted(reports) if rank not in entered]
-    group = group_text(wait.group, about)
-    of_waiting = [answered[rank] for rank in waiting]
-    return Gathering(wait, group, waiting, of_waiting, in_another, missing)
+def have_parted(reports: Reports) -> bool:
+    """Whether two ranks have entered different collectives of one number, which never meet."""
+    operations: dict[tuple[str, str], str] = {}
+    for report in reports.values():
+        for name, group in report.groups.items() if report is not None else ():
+            for number, operation in group.recent.items():
+                if operations.setdefault((name, number), operation) != operation:
+                    return True
+    return False
 
 
 # --- in one line
 
 
 def where_they_wait(reports: Reports, processes: Sequence[Process] = ()) -> str:
-    """Who waits in which collective, who has not entered it, and what those do; "" if nobody waits.
+    """In which collective most ranks wait, and what the others do; "" if nobody waits.
 
-    processes: of all ranks, to add those of the ranks that the others wait for.
+    processes: of all ranks, to add those of the others.
     """
-    gathered = gathering(reports)
-    if gathered is None:
+    waits = [report.waits_in for report in reports.values() if report and report.waits_in]
+    if not waits:
         return ""
-    waited = max(report.waited_seconds for report in gathered.reports)
-    verb, has = ("waits", "has") if len(gathered.waiting) == 1 else ("wait", "have")
-    if waited:
-        verb = f"{has} waited {waited:.0f} s"
-    wait = gathered.wait
-    who = f"{ranks_text(gathered.waiting)} of {len(reports)}"
-    parts = [f"{who} {verb} in {wait.operation} {wait.number} of {gathered.group}"]
-    states: dict[str, list[int]] = {}
-    for rank in (*gathered.in_another, *gathered.missing):
-        state = _state_of(rank, reports[rank], gathered, processes)
+    wait = Counter(waits).most_common(1)[0][0]
+    states: dict[tuple[int, str], list[int]] = {}
+    waited = 0.0
+    for rank, report in reports.items():
+        if report is not None and report.waits_in == wait:
+            waited = max(waited, report.waited_seconds)
+        state = _state_of(report, wait, processes and processes[rank])
         states.setdefault(state, []).append(rank)
-    described = list(states.items())
-    for state, ranks in described[:4]:
-        text = ranks_text(ranks)
-        if processes:
+    parts = []
+    for (order, text), ranks in sorted(states.items()):
+        line = f"{text}: {ranks_text(ranks)}"
+        if order == WAITS:
+            since = f"{waited:.0f} s " if waited else ""
+            line = f"waiting {since}{line} of {len(reports)}"
+        elif processes:
             shown = [str(processes[rank]) for rank in ranks[:2]] + ["..."] * (len(ranks) > 2)
-            text += f" ({', '.join(shown)})"
-        if len(ranks) > 1:
-            verb, _, rest = state.partition(" ")
-            state = f"{PLURAL.get(verb, verb)} {rest}"
-        parts.append(f"{text} {state}")
-    if undescribed := sum(len(ranks) for _, ranks in described[4:]):
-        parts.append(f"{undescribed} more are missing")
-    return "; ".join(parts)
+            line += f" ({', '.join(shown)})"
+        if order != ARRIVED:
+            parts.append(line)
+    return "; ".join(parts[:6])
 
 
-def _state_of(
-    rank: int, report: Report | None, gathered: Gathering, processes: Sequence[Process]
-) -> str:
-    """What a rank does instead of entering the collective."""
+# The order of the states: those that all wait for come before those that wait for them elsewhere.
+WAITS, MISSING, ELSEWHERE, ARRIVED = range(4)
+
+
+def _state_of(report: Report | None, wait: Entered, process: Any) -> tuple[int, str]:
+    """What a rank does, where most are in `wait`."""
     if report is None:
-        is_stopped = bool(processes) and processes[rank].is_in_state("Tt")
-        return "is stopped (SIGSTOP)" if is_stopped else "does not answer"
-    place = f"step {report.step + 1}" if report.step >= 0 else "the start"
+        if process and process.state_and_parent[0] in ("T", "t"):
+            return MISSING, "stopped (SIGSTOP)"
+        return MISSING, "no answer"
+    if report.waits_in == wait:
+        return WAITS, f"in {_collective_text(wait, report)}"
+    place = f"in step {report.step + 1}" if report.step >= 0 else "at the start"
     if report.main_thread_is_in:
         place += f", in {report.main_thread_is_in}"
-    wait = gathered.wait
-    if rank in gathered.in_another:
-        instead = gathered.in_another[rank]
-        return f"entered {instead} as number {wait.number} instead, and is in {place}"
+    group = report.groups.get(wait.group)
+    operation = group.recent.get(str(wait.number)) if group else None
+    if operation not in (None, wait.operation):
+        return MISSING, f"entered {operation} as number {wait.number}, {place}"
     if report.waits_in is not None:
-        about = group_text(report.waits_in.group, report.groups[report.waits_in.group][0])
-        return f"is in {report.waits_in.operation} {report.waits_in.number} of {about}, in {place}"
-    return f"has not arrived (entered {report.entered(wait)} of them), in {place}"
+        return ELSEWHERE, f"in {_collective_text(report.waits_in, report)}, {place}"
+    entered = group.last if group else 0
+    order = ARRIVED if entered >= wait.number else MISSING
+    return order, f"not arrived (entered {entered} of them), {place}"
 
 
-def group_text(name: str, about: str) -> str:
-    """about: torch's description of the group."""
+def _collective_text(entered: Entered, report: Report) -> str:
+    """`nccl:all_reduce 7 of group shards`; the report has the group."""
+    about = report.groups[entered.group].about
+    group = f"group {about}"
     if about == "default_pg":
-        return "the default group"
-    return f"group {name if about in ('', 'undefined') else about}"
+        group = "the default group"
+    elif about in ("", "undefined"):
+        group = f"group {entered.group}"
+    return f"{entered.operation} {entered.number} of {group}"
 
 
-def ranks_text(ranks: Collection[int]) -> str:
-    """`rank 7`, `ranks 0-6, 8`; at most eight ranges; of two in a row both are shown."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 7`, `ranks 0-6, 8`."""
     ranges: list[list[int]] = []
-    for rank in sorted(ranks):
-        if ranges and rank == ranges[-1][-1] + 1:
-            ranges[-1].append(rank)
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            ranges.append([rank])
-    texts = []
-    for each in ranges[:8]:
-        is_long = len(each) > 2
-        texts.append(f"{each[0]}-{each[-1]}" if is_long else ", ".join(map(str, each)))
-    if len(ranges) > 8:
-        texts.append("...")
+            ranges.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
 
 

@@ -4,23 +4,22 @@ Throughput leaves it out. It changes nothing: random numbers, buffers and modes 
 """
 
 import inspect
-import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dist_amp.config.memory import capacity_of
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.files import write_durably
 from dist_amp.run import Run
 from dist_amp.scaling.compile import as_compiled_so_far
 from dist_amp.scaling.hooks import groups_of
+from dist_amp.telemetry.metrics import memory_use
 from dist_amp.telemetry.step_report import Observer
 
 
@@ -126,24 +125,12 @@ def does_not_fit(run: Run) -> str:
     # As it is gathered.
     itemsize = run.precision.dtype.itemsize if run.precision.cast_by == "policy" else 4
     need = sum(p.numel() for p in run.parallel.module.parameters()) * itemsize
-    mine = free_bytes(run.world.device, run.world.local_world_size)
+    mine = capacity_of(run.world)[0] - memory_use(run.world.device)[1]
     free = min(row[0] for row in run.world.gather_numbers([mine]))
     if need <= free / 2:
         return ""
     sizes = f"{need / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
     return f"the whole model takes {sizes} beside its shards"
-
-
-def free_bytes(device: torch.device, ranks: int) -> float:
-    """Free memory of the device; of a host, this rank's share of what is free for all its ranks."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + unused)
-    with suppress(OSError):  # Linux's, with what the file cache would give back
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024 / ranks
-    return math.inf
 
 
 @contextmanager

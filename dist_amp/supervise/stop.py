@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from dist_amp.distributed.signals import handle_signals
+from dist_amp.errors import SAVED_AND_STOPPED
+from dist_amp.run import Run
+from dist_amp.supervise.lifecycle import Stop, write_summary
 from dist_amp.world import World
 
 # What the ranks exchange; of two the larger counts, since a run that is preempted is continued.
@@ -20,30 +23,24 @@ SECONDS_BETWEEN = 1.0
 MOST_POLLS_BETWEEN = 32  # should the steps become slower meanwhile
 
 
-class AgreedStop:
+class AgreedStop(Stop):
     """Stops all ranks after the same step when any gets a stop signal, or its task asks to end.
 
-    The signal handler only sets a flag. `poll`, called by every rank once per step, starts an
-    exchange of the flags between the hosts about once a second, and returns its result a step
-    later, because it overlaps the step. The exchange also carries each rank's seconds per poll, so
-    that all ranks start the next one at the same step.
+    The signal handler only sets a flag. `poll` starts an exchange of the flags between the hosts
+    about once a second, and reads its result at the next poll, because it overlaps the step. The
+    exchange also carries each rank's seconds per poll, so that all start the next one at the same
+    step.
     """
 
     def __init__(self, world: World):
-        self.requested_by = ""  # the first signal's name
-        self.ended_by = ""  # what of the task asked to end the run, on the ranks where it did
-        self.agreed = False  # what the last poll returned
-        self.by_task = False  # whether what the last poll returned was the task's wish
-        self.every_poll = False  # exchange at each: the task may ask to stop after any step
         self._requested_at = 0.0
         self._world = world
         self._flags = torch.zeros(2)  # what is asked for, and seconds per poll
-        self._on_host = self._flags.numpy()
-        self._within = ""
+        self._is_pending = False  # the result of an exchange is still to be read
+        self._exchange: dist.Work | None = None
         self._interval = 1
         self._polls = 0
         self._since = time.monotonic()
-        self._exchange: dist.Work | None = None
         self._handled = handle_signals(self._on_signal)
 
     def __enter__(self) -> "AgreedStop":
@@ -51,8 +48,8 @@ class AgreedStop:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._exchange is not None and error[0] is None:
-            self._exchange.wait()
+        if error[0] is None:
+            self._finish_exchange()
         self._handled.__exit__(None, None, None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -66,58 +63,64 @@ class AgreedStop:
             if self._world.is_main:  # not by print, which the signal may have interrupted
                 os.write(2, f"\n{self.requested_by}: stopping after this step\n".encode())
 
-    def poll(self, within: str = "training") -> bool:
+    def poll(self, now: bool = False) -> bool:
         """True on every rank, at the same step, after a signal to any or a task's wish.
 
-        The task's wish counts from the next poll on, on one process too: the step does not depend
-        on how many ranks. within: where the rank is; polls come at another pace elsewhere.
+        What is asked for now counts from the next poll on. now: from this one on, for places where
+        the ranks wait for each other anyway.
         """
+        self._finish_exchange()
+        self._polls += 1
+        if now or self.every_poll or self._polls >= self._interval:
+            self._start_exchange()
+        if now:
+            self._finish_exchange()
+            self._interval = 1  # what follows has another pace
+        return self.agreed
+
+    def _start_exchange(self) -> None:
+        time_now = time.monotonic()
         wish = 0.0
         if self.requested_by:
             wish = _SIGNAL
         elif self.ended_by:
             wish = _TASK
-        if self._world.control is None:
-            flag = wish if wish == _SIGNAL else float(self._on_host[0])
-            self._on_host[0] = wish
-        else:
-            flag = self._finish_exchange()
-            self._polls += 1
-            if self._within != within:
-                self._within = within
-                self._interval = 1
-            if self.every_poll or self._polls >= self._interval:
-                self._start_exchange(wish)
+        self._flags = torch.tensor([wish, (time_now - self._since) / max(self._polls, 1)])
+        self._polls = 0
+        self._since = time_now
+        self._is_pending = True
+        if self._world.control is not None:
+            self._exchange = dist.all_reduce(
+                self._flags, dist.ReduceOp.MAX, group=self._world.control, async_op=True
+            )
+
+    def _finish_exchange(self) -> None:
+        if not self._is_pending:
+            return
+        self._is_pending = False
+        if self._exchange is not None:
+            with self._world.clock.phase("communication"):
+                self._exchange.wait()
+        flag, seconds = self._flags.tolist()
         self.agreed = flag > 0
         self.by_task = flag == _TASK
-        return self.agreed
-
-    def _start_exchange(self, wish: float) -> None:
-        now = time.monotonic()
-        self._on_host[0] = wish
-        self._on_host[1] = (now - self._since) / max(self._polls, 1)
-        self._polls = 0
-        self._since = now
-        self._exchange = dist.all_reduce(
-            self._flags, dist.ReduceOp.MAX, group=self._world.control, async_op=True
-        )
-
-    def _finish_exchange(self) -> float:
-        """What is asked for, by the exchange that is under way; 0 where there is none."""
-        if self._exchange is None:
-            return 0.0
-        with self._world.clock.phase("communication"):
-            self._exchange.wait()
-        self._exchange = None
-        # No more than twice as many polls as before, because the first ones may be the fastest.
+        # At most twice as many polls as before, because the first ones may be the fastest.
         most = min(2 * self._interval, MOST_POLLS_BETWEEN)
-        seconds = max(float(self._on_host[1]), 1e-6)
-        self._interval = max(1, min(most, int(SECONDS_BETWEEN / seconds)))
-        return float(self._on_host[0])
+        self._interval = max(1, min(most, int(SECONDS_BETWEEN / max(seconds, 1e-6))))
 
-    def poll_now(self) -> bool:
-        """`poll` without a delay, for places where the ranks wait for each other anyway."""
-        self._finish_exchange()  # what it brings, the next one brings again
-        self._interval = 1
-        self.poll(self._within)
-        return self.poll(self._within)
+
+def close_preempted(run: Run, stop: Stop) -> int:
+    """Write the summary of a run that a signal stopped; return the exit status.
+
+    75 says that it may be restarted: without a checkpoint that would be from the beginning.
+    """
+    cause = stop.requested_by or "a signal to another rank"
+    status = 1
+    then = "checkpoint.every=off, so nothing was saved"
+    if run.config.checkpoint.every != "off":
+        status = SAVED_AND_STOPPED
+        then = f"go on with --run.dir {run.folder}"
+    if run.world.is_main:
+        write_summary(run.folder, run, "preempted", status, cause)
+    run.world.say(f"stopped after step {run.step} by {cause}; {then}")
+    return status

@@ -3,9 +3,9 @@
 Copy this file to train a language model on your text; set `[data]` to train this one on it.
 """
 
-import hashlib
 import logging
 import math
+import platform
 import sysconfig
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -44,7 +44,8 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
@@ -107,11 +108,10 @@ class GPT(nn.Module):
         loss_chunk: int = 1024,
         positions: Tensor | None = None,
     ) -> Tensor:
-        if positions is None:
-            mask = None
-            cos = self.cos[: tokens.shape[1]]
-            sin = self.sin[: tokens.shape[1]]
-        else:
+        mask = None
+        cos = self.cos[: tokens.shape[1]]
+        sin = self.sin[: tokens.shape[1]]
+        if positions is not None:
             mask = same_document(positions)
             cos = self.cos[positions].unsqueeze(1)  # [B, 1, T, ...]: of all heads
             sin = self.sin[positions].unsqueeze(1)
@@ -133,7 +133,9 @@ def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) ->
     def loss(x: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(head(x), targets)
 
-    pairs = zip(x.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
+    chunks_of_x = x.flatten(0, 1).split(chunk)
+    chunks_of_targets = targets.flatten().split(chunk)
+    pairs = zip(chunks_of_x, chunks_of_targets, strict=True)
     options: Any = {"use_reentrant": False, "preserve_rng_state": False}
     return torch.stack([checkpoint(loss, *pair, **options) for pair in pairs]).sum()
 
@@ -208,7 +210,8 @@ class CausalLM:
             text = None
             if source.name == "auto" and source.path == "off":
                 text = python_source(source, split)
-            return self.packing.rows(token_documents(source, split, self.tokenizer, text), split)
+            documents = token_documents(source, split, self.tokenizer, text)
+            return self.packing.rows(documents, split)
 
         return mixed(self.data, split, rows_of)
 
@@ -226,7 +229,8 @@ class CausalLM:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if self.loss_chunk == "off":
-            return cross_entropy(self.logits(model, batch), batch["labels"][:, 1:])
+            logits = self.logits(model, batch)
+            return cross_entropy(logits, batch["labels"][:, 1:])
         return self.logits(model, batch, batch["labels"][:, 1:], self.loss_chunk)
 
     def logits(self, model: nn.Module, batch: Batch, *loss: Any) -> Tensor:
@@ -258,10 +262,11 @@ class CausalLM:
         return 3 * 2 * context * (weights + attention)
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        targets = batch["labels"][:, 1:]
         values: dict[str, Any] = {}
         if self.source_names:
-            losses = cross_entropy(self.logits(model, batch), targets, "none").view_as(targets)
+            targets = batch["labels"][:, 1:]
+            logits = self.logits(model, batch)
+            losses = cross_entropy(logits, targets, "none").view_as(targets)
             source_ids = batch["source_ids"][:, 1:]
             values |= losses_by_source(losses, targets, source_ids, self.source_names)
             values["loss"] = losses.sum()
@@ -280,27 +285,24 @@ class CausalLM:
             window = text[-self.context :]
             # Of one length: each further shape takes 3 MiB of oneDNN's kernels in bf16 (measured).
             tokens = torch.tensor([window + [0] * (self.context - len(window))], device=device)
-            logits = model(tokens)[0, len(window) - 1, : self.tokenizer.vocabulary].float().cpu()
-            probabilities = torch.softmax(logits / 0.7, dim=-1)
-            text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+            logits = model(tokens)[0, len(window) - 1, : self.tokenizer.vocabulary]
+            probabilities = torch.softmax(logits.float().cpu() / 0.7, dim=-1)
+            token = torch.multinomial(probabilities, 1, generator=generator)
+            text.append(int(token))
         return self.tokenizer.decode(text)
 
 
 def python_source(config: DataConfig, split: str) -> Any:
-    """The standard library's source, about 11 MB; logs its sha256, which differs by release."""
+    """The standard library's source, about 11 MB."""
     import datasets
 
     root = Path(sysconfig.get_path("stdlib"))
-    excluded = {"test", "tests", "idle_test", "lib2to3"}
-    excluded |= {"site-packages", "dist-packages", "__pycache__"}
+    excluded = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages"}
     paths = sorted(root.rglob("*.py"))
     files = [path for path in paths if not excluded & set(path.relative_to(root).parts)]
     if split == "train":
-        source = b"".join(path.read_bytes() for path in files)
-        log.info(
-            f"data: Python's standard library, {len(files)} files, {len(source) / 1e6:.1f} MB, "
-            f"sha256 {hashlib.sha256(source).hexdigest()[:16]}"
-        )
+        version = platform.python_version()
+        log.info("data: %d files of the standard library of Python %s", len(files), version)
     names = [str(path) for path in files]
     documents = datasets.load_dataset("text", data_files=names, sample_by="document")
     return pick_split(documents, config, split)

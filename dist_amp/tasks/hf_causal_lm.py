@@ -4,7 +4,6 @@ Rows: messages; or prompt and completion; or data.text_column. With data.pack=be
 share rows, and the model is checked for cross-document attention.
 """
 
-import math
 from typing import Annotated, Any
 
 import torch
@@ -37,7 +36,7 @@ class HFCausalLM:
         data: DataConfig,
         model: str,
         length: Annotated[int, Range(low=2)] = 1024,
-        lora_rank: int = 0,
+        lora_rank: Annotated[int, Range(low=0)] = 0,
         lora_targets: str = "all-linear",
         prompt: str = "Hello",
         sample_tokens: int = 50,
@@ -51,12 +50,12 @@ class HFCausalLM:
         self.shares = TokenShares(self.source_names)
         self.prompt = prompt
         self.sample_tokens = sample_tokens
-        self.leak_checked = self.packing.pack != "best_fit"
+        self.leak_checked = False
 
     def build_model(self) -> nn.Module:
         model: Any = huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-        if self.packing.length > most:
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if most and self.packing.length > most:
             raise ConfigError(
                 f"task.args.length={self.packing.length} is more than the model's {most} positions "
                 f"(max_position_embeddings); use at most {most}"
@@ -99,9 +98,10 @@ class HFCausalLM:
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
     def train_metrics(self, run: Any, report: Any) -> Batch:
-        """Shares of padding and of what counts; also checks for cross-document attention, once."""
-        if not self.leak_checked:
-            self.leak_checked = documents_are_apart(run)
+        """Shares of padding and of what counts; the first call also checks for a leak."""
+        if self.packing.pack == "best_fit" and not self.leak_checked:
+            check_documents_are_apart(run)
+            self.leak_checked = True
         return self.shares.read(run.world)
 
     def sample(self, model: nn.Module) -> str:
@@ -119,36 +119,30 @@ def next_tokens(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     # cache.
     inputs = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
     output = model(input_ids=batch["input_ids"], **inputs, use_cache=False)
-    return output.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
+    logits = output.logits[:, :-1].float().flatten(0, 1)
+    return logits, batch["labels"][:, 1:].flatten()
 
 
-def documents_are_apart(run: Any) -> bool:
-    """Whether the model has no cross-document attention, as all ranks find it; False if unclear.
-
-    A rank that continued alone would leave the others in a sharded forward. Errors: ConfigError for
-    a model with cross-document attention.
-    """
+def check_documents_are_apart(run: Any) -> None:
+    """Errors: ConfigError, on all ranks, for a model with attention across packed documents."""
     batch = run.data.last_step[0][0]
     batch = getattr(batch, "batch", batch)  # of padding
     with run.evaluating(), run.precision.autocast():
         share = leaked_share(run.parallel.module, batch["input_ids"][:1])
-    shares = [share for (share,) in run.world.gather_numbers([share])]
-    finite = [share for share in shares if math.isfinite(share)]
-    worst = max(finite, default=0.0)
+    worst = max(share for (share,) in run.world.gather_numbers([share]))
     if worst > LEAK:
         raise ConfigError(
             "data.pack=best_fit needs a model that separates documents by position_ids: in "
             f"{type(run.parallel.module).__name__} another first document changes the second's "
             f"logits, {worst:.1g} as much as its own; use data.pack=off"
         )
-    return len(finite) == len(shares)
 
 
 def leaked_share(model: Any, input_ids: Tensor) -> float:
     """How much a row's first document changes the second's logits, over its own change.
 
-    The halves of input_ids [B, T] are taken for two documents. Not finite if the logits do not
-    tell: a head of zeros, or a run that has diverged. The training mode is for `verify`.
+    The halves of input_ids [B, T] are taken for two documents. 0 if the logits do not tell: of a
+    head of zeros, or of a run that has diverged.
     """
     half = input_ids.shape[1] // 2
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -160,4 +154,5 @@ def leaked_share(model: Any, input_ids: Tensor) -> float:
         for ids in (input_ids, changed)
     ]
     change = (logits[0] - logits[1]).abs()
-    return float(change[:, half:].max() / change[:, :half].max())
+    share = change[:, half:].max() / change[:, :half].max()
+    return float(share.nan_to_num(0, 0))

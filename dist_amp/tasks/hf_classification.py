@@ -32,7 +32,7 @@ class HFClassification:
         classes: Annotated[int, Range(low=2)],
         of: Literal["text", "image"] = "text",
         length: Annotated[int, Range(low=2)] = 512,
-        lora_rank: int = 0,
+        lora_rank: Annotated[int, Range(low=0)] = 0,
         lora_targets: str = "all-linear",
     ):
         self.data = data
@@ -77,10 +77,16 @@ class HFClassification:
                 raise ValueError(f"label {label} is not one of {known}")
         values = [row[self.data.text_column] for row in rows]
         if self.of == "text":
-            cut = {"padding": True, "truncation": True, "max_length": self.length}
-            inputs = self.processor(values, return_tensors="pt", **cut)
+            inputs = self.processor(
+                values,
+                padding=True,
+                truncation=True,
+                max_length=self.length,
+                return_tensors="pt",
+            )
         else:
-            inputs = self.processor([image.convert("RGB") for image in values], return_tensors="pt")
+            images = [image.convert("RGB") for image in values]
+            inputs = self.processor(images, return_tensors="pt")
         return {**inputs, "labels": torch.tensor(labels)}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -24,10 +24,6 @@ def model_folder(name: str) -> Path:
     """The local folder of a model, or the hub's files in the cache. Errors: DataError."""
     if Path(name).is_dir():
         return Path(name)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError(
-            f"task.args.model={name} is no folder; give a model's folder, or a name on the hub"
-        )
     stay_local_without_network()
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
@@ -36,8 +32,8 @@ def model_folder(name: str) -> Path:
         if isinstance(error, LocalEntryNotFoundError):  # whose text is about options of the library
             why = "it is not in the cache, and the hub does not answer or HF_HUB_OFFLINE is set"
         raise DataError(
-            f"task.args.model={name}: there is no such folder in {Path.cwd()}, and it could not be "
-            f"fetched from the hub: {why}; check the name and the network, or give a local folder"
+            f"task.args.model={name} is no folder in {Path.cwd()}, and can't be fetched from the "
+            f"hub: {why}; check the name and the network, or give a local folder"
         ) from error
 
 
@@ -73,8 +69,6 @@ class Lora:
     new_head: bool = False
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"lora_rank={self.rank} must be at least 1, or 0 to train all weights")
         if self.rank == 0 and self.targets != "all-linear":
             raise ValueError(
                 f"lora_targets={self.targets} needs lora_rank above 0; set it, or leave "
@@ -93,14 +87,19 @@ class Lora:
                     f"task.args.lora_targets={self.targets}: {target!r} matches no layer of "
                     f"{type(model).__name__}; its linear layers are {', '.join(names)}"
                 )
-        config = LoraConfig(
-            r=self.rank, lora_alpha=2 * self.rank, target_modules=targets or self.targets
-        )
+        head = None
         if self.new_head:
-            children = model.named_children()
-            with_weights = [name for name, child in children if list(child.parameters())]
-            head = [name for name in with_weights if name != model.base_model_prefix]
-            config.modules_to_save = head or None
+            head = [
+                name
+                for name, part in model.named_children()
+                if name != model.base_model_prefix and list(part.parameters())
+            ]
+        config = LoraConfig(
+            r=self.rank,
+            lora_alpha=2 * self.rank,
+            target_modules=targets or self.targets,
+            modules_to_save=head,
+        )
         with warnings.catch_warnings():
             # About what peft and transformers call of one another.
             warnings.simplefilter("ignore", FutureWarning)

@@ -102,7 +102,8 @@ class ImageClassification:
 
     def augment(self, sample: Batch, rng: torch.Generator) -> Batch:
         """Rotate, shift and flip by random amounts, uniform up to the limits; outside is black."""
-        angle, right, down, mirror = torch.rand(4, generator=rng).mul(2).sub(1).tolist()
+        shares = 2 * torch.rand(4, generator=rng) - 1  # of the limits
+        angle, right, down, mirror = shares.tolist()
         height, width = self.size
         turn = angle * self.rotation
         cos = math.cos(turn)

@@ -7,9 +7,10 @@ reads this rank's slices; then names, shapes and dtypes are compared, and the sl
 import copy
 import json
 import logging
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
     """Set the model's parameters and saved buffers to those of the files; every rank may call it.
 
     model: of transformers (peft may be around it) or of plain modules, sharded or whole, with
-    memory. Adapters are initialised: they are in no such file. fresh_head: what lies outside the
-    base model, and a pooler, may be missing from the files, and is then initialised; what the files
-    have of another head is left out. What is initialised depends on torch's seed alone, so it is
-    the same on every rank and at every world size. Errors: DataError for a folder without weights,
-    files that are damaged, and each name, shape or dtype that differs.
+    memory. LoRA adapters are initialised: they are in no such file. fresh_head: what lies outside
+    the base model, and a pooler, may be missing from the files, and is then initialised; what the
+    files have of another head is left out. What is initialised depends on torch's seed alone, so it
+    is the same on every rank and at every world size. Errors: DataError for a folder without
+    weights, files that are damaged, and each name, shape or dtype that differs.
     """
     folder = Path(folder)
     wrapped: Any = model
@@ -59,15 +60,29 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
         raise DataError(
             f"the weights in {folder} can't be read ({error}); fetch them again"
         ) from error
-    fresh = check_names(folder, base, targets, missing, unexpected, slices, fresh_head)
-    initialise(model, base, fresh)
+    fresh: list[str] = []
+    if fresh_head:
+        fresh, missing = split_head(base, missing, targets)
+        left_out, unexpected = split_head(base, unexpected, slices)
+        log.info(f"weights of {folder}: new: {some(fresh)}; left out: {some(left_out)}")
+    if missing or unexpected:
+        raise DataError(
+            f"the weights in {folder} are not those of {type(base).__name__.removeprefix('FSDP')}: "
+            f"missing from the files: {some(missing) or 'none'}; only in the files: "
+            f"{some(unexpected) or 'none'}; build the model that they were saved from, or use "
+            "load_pretrained(..., fresh_head=True) for a new head"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed())
+        draw_adapters(model)
+        draw_head(base, fresh, targets)
     for first, *others in targets.values():
         for other in others:  # peft's trained copy of a module
             local(other).copy_(local(first))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those of the index, or the single file. Errors: DataError if one is missing."""
+    """Those of the index, or the single file. Errors: DataError if there is neither."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
@@ -77,32 +92,19 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has no weights: neither {SINGLE} nor {INDEX}{hint}; give a model's folder"
         )
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
     except (ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{folder / INDEX} is damaged ({error}); fetch it again") from error
-    if absent := [name for name in names if not (folder / name).is_file()]:
-        raise DataError(
-            f"{folder} lacks {some(absent)}, which {INDEX} lists; fetch the model again"
-        )
-    return [folder / name for name in names]
+    return [folder / name for name in sorted(names)]
 
 
 def targets_of(base: nn.Module) -> dict[str, list[Tensor]]:
     """{name in a file: the parameters and buffers that it fills}, without adapters."""
-    adapters = tuple(prefix for prefix, _ in adapter_layers(base))
     targets: dict[str, list[Tensor]] = {}
     for name, value in base.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and not name.startswith(adapters):
+        if isinstance(value, Tensor) and ".lora_" not in name:
             targets.setdefault(WRAPPED.sub("", name), []).append(value)
     return targets
-
-
-def adapter_layers(base: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(prefix of its parameters' names, layer) for each part of each of peft's adapter layers."""
-    for name, module in base.named_modules():
-        if hasattr(module, "base_layer"):
-            for part in getattr(module, "adapter_layer_names", ()):
-                yield f"{name}.{part}", module
 
 
 def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
@@ -110,22 +112,27 @@ def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
     for name in sorted(slices.keys() & targets.keys()):
         target = targets[name][0]
         shape = slices[name].get_shape()
-        if shape != list(target.shape):
-            raise DataError(
-                f"{name} is {shape} in {folder} and {list(target.shape)} in the model; use the "
-                "config of these files: its vocabulary, sizes and number of labels"
-            )
         dtype = slices[name].get_dtype()
-        if target.is_floating_point() and not dtype.startswith(("F", "BF")):
+        is_quantized = target.is_floating_point() and not dtype.startswith(("F", "BF"))
+        if shape != list(target.shape) or is_quantized:
             raise DataError(
-                f"{name} is {dtype} in {folder} and {target.dtype} in the model; use unquantized "
-                "weights"
+                f"{name} is {dtype} {shape} in {folder} and {target.dtype} {list(target.shape)} in "
+                "the model; use the config of these files, and weights that are not quantized"
             )
+
+
+def empty_twin(base: Any) -> Any:
+    """The same model of transformers without memory, adapters and sharding."""
+    kind = type(base)
+    if isinstance(base, FSDPModule):  # which has another class, and names depend on the class
+        kind = kind.__mro__[2]
+    with torch.device("meta"):
+        return kind._from_config(copy.deepcopy(base.config))
 
 
 def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[str]]:
     """Copy what the files have into the targets: (names that are missing, names left over)."""
-    if not (hasattr(base, "base_model_prefix") and hasattr(base, "config")):
+    if not hasattr(base, "base_model_prefix"):
         for name in targets.keys() & slices.keys():
             place(slices[name][...], targets[name][0])
         missing = [name for name in targets if name not in slices]
@@ -136,11 +143,7 @@ def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[s
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    kind = type(base)
-    if isinstance(base, FSDPModule):  # which has another class, and names depend on the class
-        kind = kind.__mro__[2]
-    with torch.device("meta"):
-        twin: Any = kind._from_config(copy.deepcopy(base.config))
+    twin = empty_twin(base)
     mapping: Any = get_model_conversion_mapping(twin)
     config = LoadStateDictConfig(weight_mapping=mapping)
     present = {name: of[0].detach() for name, of in targets.items()}
@@ -171,46 +174,17 @@ def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[s
     return missing, sorted(unexpected)
 
 
-def check_names(
-    folder: Path,
-    base: nn.Module,
-    targets: Targets,
-    missing: Sequence[str],
-    unexpected: Sequence[str],
-    keys: Iterable[str],
-    fresh_head: bool,
-) -> set[int]:
-    """The tensors, by id, that are left to initialise: those of a fresh head.
-
-    Errors: DataError for names that are missing or left over.
-    """
-    fresh: list[str] = []
-    if fresh_head:
-        prefix = f"{getattr(base, 'base_model_prefix', '')}."
-        fresh, missing = split_head(missing, prefix, targets)
-        left_out, unexpected = split_head(unexpected, prefix, keys)
-        log.info(f"weights of {folder}: new: {some(fresh)}; left out: {some(left_out)}")
-    found = {"missing from the files": missing, "only in the files": unexpected}
-    parts = [f"{what}: {some(list(names))}" for what, names in found.items() if names]
-    if parts:
-        raise DataError(
-            f"the weights in {folder} are not those of {type(base).__name__.removeprefix('FSDP')}: "
-            f"{'; '.join(parts)}; build the model that they were saved from, or use "
-            "load_pretrained(..., fresh_head=True) for a new head"
-        )
-    return {id(tensor) for name in fresh for tensor in targets[name]}
-
-
 def split_head(
-    names: Sequence[str],
-    prefix: str,
-    everything: Iterable[str],
+    base: Any, names: Sequence[str], everything: Iterable[str]
 ) -> tuple[list[str], list[str]]:
     """(names of a head, the others): a pooler, and what lies outside the base model, if any."""
-    head = {name for name in names if "pooler" in name.split(".")}
-    if any(name.startswith(prefix) for name in everything):
-        head |= {name for name in names if not name.startswith(prefix)}
-    return [name for name in names if name in head], [name for name in names if name not in head]
+    prefix = f"{base.base_model_prefix}."
+    has_base = any(name.startswith(prefix) for name in everything)
+    head = []
+    for name in names:
+        if "pooler" in name.split(".") or (has_base and not name.startswith(prefix)):
+            head.append(name)
+    return head, [name for name in names if name not in head]
 
 
 def place(value: Tensor, target: Tensor) -> None:
@@ -222,47 +196,33 @@ def place(value: Tensor, target: Tensor) -> None:
     local(target).copy_(local(value))
 
 
-def initialise(model: Any, base: Any, missing: Collection[int]) -> None:
-    """Draw adapters and missing parameters, on every rank alike, and keep this rank's part."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(torch.initial_seed())
-        for layer in dict.fromkeys(layer for _, layer in adapter_layers(base)):
-            if hasattr(layer, "reset_lora_parameters"):
-                parts = [getattr(layer, part) for part in layer.adapter_layer_names]
-                with drawn_whole(inner for part in parts for inner in part.modules()):
-                    for adapter in layer.active_adapters:
-                        method = model.peft_config[adapter].init_lora_weights
-                        layer.reset_lora_parameters(adapter, method)
-        for module in base.modules():
-            if any(id(parameter) in missing for parameter in module.parameters(recurse=False)):
-                with drawn_whole([module], missing):
-                    if hasattr(base, "_init_weights"):
-                        base._init_weights(module)
-                    else:
-                        module.reset_parameters()
-
-
-@contextmanager
-def drawn_whole(
-    modules: Iterable[nn.Module],
-    only: Collection[int] | None = None,
-) -> Iterator[None]:
-    """Inside, the modules' own parameters are whole tensors on the CPU; at the end they are placed.
-
-    only: the ids of the parameters that are changed; None: all.
-    """
-    owners = [
-        (module, name, parameter, nn.Parameter(torch.full(parameter.shape, torch.nan)))
-        for module in modules
-        for name, parameter in module.named_parameters(recurse=False)
-    ]
-    for module, name, _, whole in owners:
-        setattr(module, name, whole)
-    try:
-        yield
-    finally:
-        for module, name, parameter, _ in owners:
-            setattr(module, name, parameter)
-    for _, _, parameter, whole in owners:
-        if only is None or id(parameter) in only:
+def draw_adapters(model: Any) -> None:
+    """LoRA's initial weights, as peft draws them by default. Errors: DataError for others."""
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "init_lora_weights", True) is not True:
+            raise DataError(
+                f"init_lora_weights={config.init_lora_weights} can't be drawn into shards; use the "
+                "default, True"
+            )
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            whole = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
             place(whole, parameter)
+        if ".lora_B." in name:
+            place(torch.zeros(parameter.shape), parameter)
+
+
+def draw_head(base: Any, names: Sequence[str], targets: Targets) -> None:
+    """The initial weights of modules that the files lack, whole, and then this rank's part."""
+    if not names:
+        return
+    twin = empty_twin(base).float()
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        part = twin.get_submodule(path).to_empty(device="cpu", recurse=False)
+        for value in part.parameters(recurse=False):
+            value.fill_(math.nan)  # what the model does not initialise is found later
+        twin._init_weights(part)
+        for name, value in part.named_parameters(path, recurse=False):
+            if name in names:
+                place(value, targets[name][0])

@@ -5,7 +5,7 @@ it has no batch statistics, so any number of ranks computes the same step.
 """
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -60,40 +60,27 @@ class Sinusoid:
         self.size = size
         self.crop = crop
         self.crops = crops
-        self._picture = draw(size, levels, frequencies)
+        self.picture = draw(size, levels, frequencies)
         self.model_shape = (width, hidden_layers)
 
     def build_model(self) -> nn.Module:
         return PixelNet(*self.model_shape)
 
-    def build_dataset(self, split: str) -> Any:
+    def build_dataset(self, split: str) -> list[Batch]:
         """Random crops for training; for validation, the crops that tile the picture."""
-        import datasets
-
         if split == "train":
             rng = torch.Generator().manual_seed(0)
             corners = torch.randint(self.size - self.crop + 1, (self.crops, 2), generator=rng)
         else:
-            starts = torch.arange(0, self.size - self.crop + 1, self.crop)
+            starts = torch.arange(0, self.size, self.crop)
             corners = torch.cartesian_prod(starts, starts)
-        table = datasets.Dataset.from_dict(
-            {"top": corners[:, 0].tolist(), "left": corners[:, 1].tolist()}
-        )
-        return table.with_transform(self._cut)
+        return [self.cut(top, left) for top, left in corners.tolist()]
 
-    def _cut(self, rows: dict[str, list[int]]) -> dict[str, list[Tensor]]:
-        crops = [
-            self.picture(top, left, self.crop)
-            for top, left in zip(rows["top"], rows["left"], strict=True)
-        ]
-        return {"coordinates": [c for c, _ in crops], "levels": [v for _, v in crops]}
-
-    def picture(self, top: int, left: int, extent: int) -> tuple[Tensor, Tensor]:
-        """(coordinates [2, extent, extent], levels [1, extent, extent] in 0..1) of one square."""
-        rows = slice(top, top + extent)
-        columns = slice(left, left + extent)
-        coordinates, levels = self._picture
-        return coordinates[:, rows, columns], levels[:, rows, columns]
+    def cut(self, top: int, left: int) -> Batch:
+        """The crop of the picture with this corner; it shares the picture's memory."""
+        rows = slice(top, top + self.crop)
+        columns = slice(left, left + self.crop)
+        return {name: values[:, rows, columns] for name, values in self.picture.items()}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.mse_loss(model(batch["coordinates"]).float(), batch["levels"], reduction="sum")
@@ -109,18 +96,18 @@ class Sinusoid:
 
     def sample(self, model: nn.Module) -> Tensor:
         """The target and the model's drawing, side by side: [1, H, 2 W] in 0..1."""
-        coordinates, levels = self.picture(0, 0, self.size)
         device = next(model.parameters()).device
-        rows = [
-            model(part[None].to(device))[0].float().cpu() for part in coordinates.split(64, dim=1)
-        ]
-        return torch.cat((levels, torch.cat(rows, dim=1).clamp(0, 1)), dim=2)
+        strips = self.picture["coordinates"].split(64, dim=1)  # one at a time, to save memory
+        drawn = [model(strip[None].to(device))[0].float().cpu() for strip in strips]
+        drawing = torch.cat(drawn, dim=1).clamp(0, 1)
+        return torch.cat((self.picture["levels"], drawing), dim=2)
 
 
-def draw(size: int, levels: int, frequencies: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """The whole picture: (coordinates [2, size, size] in -1..1, levels [1, size, size] in 0..1)."""
+def draw(size: int, levels: int, frequencies: tuple[float, float]) -> Batch:
+    """The picture: coordinates [2, size, size] in -1..1, levels [1, size, size] in 0..1."""
     axis = torch.linspace(-1, 1, size)
     y, x = torch.meshgrid(axis, axis, indexing="ij")
-    wave = torch.sin(math.pi * frequencies[0] * x) * torch.sin(math.pi * frequencies[1] * y)
+    across, down = frequencies
+    wave = torch.sin(math.pi * across * x) * torch.sin(math.pi * down * y)
     quantised = ((wave + 1) / 2 * (levels - 1)).round() / (levels - 1)
-    return torch.stack((x, y)), quantised[None]
+    return {"coordinates": torch.stack((x, y)), "levels": quantised[None]}

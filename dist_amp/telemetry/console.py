@@ -20,18 +20,17 @@ BAR = "step {n_fmt:>6}/{total_fmt} {percentage:3.0f}% |{bar:10}| {elapsed} eta {
 class Console(Observer):
     """Prints the log steps from first_step to last_step, on rank 0. loss_scale: at the start.
 
-    On a terminal, what is printed goes through tqdm until `close`, so that the bar stays below it.
+    On a terminal, what is printed in a with-block goes through tqdm, so the bar stays below it.
     """
 
     def __init__(self, metrics: Metrics, first_step: int, last_step: int, loss_scale: float):
         self._world = metrics.world
         self._last_step = last_step
         self._loss_scale = loss_scale
+        self._first_step = first_step
         self._opened = time.monotonic()
-        self._timed_from = (first_step, self._opened)  # the time left follows from the steps since
         self._bar: Any = None
         self._restore = ExitStack()
-        metrics.close_console = self.close  # before what must be the last thing on the screen
         if self._world.is_main and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             self._bar = tqdm(
                 total=last_step,
@@ -50,9 +49,6 @@ class Console(Observer):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Leave the bar as it is; what is printed from now on goes to the terminal itself."""
         self._restore.close()
 
@@ -66,33 +62,25 @@ class Console(Observer):
         if self._bar is not None:
             self._bar.set_postfix_str(text)
             return
-        now = time.monotonic()
         progress = f"step {row.step:>6}/{self._last_step} {row.step / self._last_step:>4.0%}"
-        first_step, since = self._timed_from
-        times = duration(now - self._opened)
-        if row.step > first_step:
-            left = (self._last_step - row.step) * (now - since) / (row.step - first_step)
+        elapsed = time.monotonic() - self._opened
+        times = duration(elapsed)
+        if row.step > self._first_step:
+            left = elapsed * (self._last_step - row.step) / (row.step - self._first_step)
             times += f" eta {duration(left)}"
-        if since == self._opened:  # the first interval, with compilation, is slower than others
-            self._timed_from = (row.step, now)
         self._world.say(f"{progress}  {times}  {text}")
 
 
 def columns(row: LogRow, loss_scale_before: float) -> list[str]:
     """One log interval, the most important first."""
     parts = []
-    skipped = int(row["skipped_in_interval"])
-    scale = row["loss_scale"]
-    scales = " -> ".join(map(power_of_two, dict.fromkeys((loss_scale_before, scale))))
-    has_scale = scale != 1 or loss_scale_before != 1
     if row["applied_in_interval"]:
         parts.append(f"loss {row.loss:.4f}")
-    if skipped and not has_scale:
+    if skipped := int(row["skipped_in_interval"]):
         parts.append(f"skipped {skipped} (gradients not finite)")
-    elif skipped:
-        parts.append(f"skipped {skipped} (fp16 overflow), scale {scales}")
-    elif has_scale:
-        parts.append(f"scale {scales}")
+    scales = dict.fromkeys((loss_scale_before, row["loss_scale"]))
+    if list(scales) != [1.0]:
+        parts.append(f"scale {' -> '.join(map(power_of_two, scales))}")
     if math.isfinite(row["grad_norm"]):
         parts.append(f"grad_norm {row['grad_norm']:.3g}")
     parts.append(f"lr {row['lr']:.2e}")

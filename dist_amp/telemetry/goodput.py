@@ -58,9 +58,10 @@ class Goodput:
         seconds = self.seconds
         wall = self.wall_seconds
         if not failed:
-            interval = self._metrics.interval
+            sums = self._metrics.interval.sums
             since = self._metrics.world.clock.so_far()
-            seconds = seconds + spent(since, interval.applied, interval.skipped)
+            applied, skipped = sums["applied_in_interval"], sums["skipped_in_interval"]
+            seconds = seconds + spent(since, applied, skipped)
         # Starting, what lies between attempts, and steps that were taken again.
         elsewhere = max(wall - float(seconds.sum()), 0.0)
         return {

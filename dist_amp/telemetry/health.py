@@ -16,7 +16,6 @@ import torch
 
 from dist_amp.telemetry.metrics import Metrics, resident_bytes
 from dist_amp.telemetry.step_report import LogRow, Observer
-from dist_amp.world import World
 
 GIB = 2**30
 # Why clocks are lower than they could be. Source: NVML API reference, nvmlClocksEventReasons. Left
@@ -31,18 +30,17 @@ THROTTLED = {
 }
 EXIT_SECONDS = 1.0  # what the run's end waits for the last reading
 
-# What follows nvmlDeviceGet, and NVML_ of each argument; of two functions the first that works.
+# What follows nvmlDeviceGet, and NVML_ of each argument.
 READINGS = {
-    "gpu/sm_clock_MHz": ["ClockInfo CLOCK_SM"],
-    "gpu/memory_clock_MHz": ["ClockInfo CLOCK_MEM"],
-    "gpu/power_W": ["PowerUsage"],  # in mW, as the limit
-    "gpu/power_limit_W": ["EnforcedPowerLimit"],
-    "gpu/temperature_C": ["Temperature TEMPERATURE_GPU", "TemperatureV TEMPERATURE_GPU"],
-    "gpu/utilisation_pct": ["UtilizationRates"],
-    # The second one before driver 535.
-    "gpu/throttled": ["CurrentClocksEventReasons", "CurrentClocksThrottleReasons"],
-    "gpu/ecc_uncorrected": ["TotalEccErrors MEMORY_ERROR_TYPE_UNCORRECTED VOLATILE_ECC"],
-    "gpu/ecc_uncorrected_lifetime": ["TotalEccErrors MEMORY_ERROR_TYPE_UNCORRECTED AGGREGATE_ECC"],
+    "gpu/sm_clock_MHz": "ClockInfo CLOCK_SM",
+    "gpu/memory_clock_MHz": "ClockInfo CLOCK_MEM",
+    "gpu/power_W": "PowerUsage",  # in mW, as the limit
+    "gpu/power_limit_W": "EnforcedPowerLimit",
+    "gpu/temperature_C": "Temperature TEMPERATURE_GPU",
+    "gpu/utilisation_pct": "UtilizationRates",
+    "gpu/throttled": "CurrentClocksEventReasons",
+    "gpu/ecc_uncorrected": "TotalEccErrors MEMORY_ERROR_TYPE_UNCORRECTED VOLATILE_ECC",
+    "gpu/ecc_uncorrected_lifetime": "TotalEccErrors MEMORY_ERROR_TYPE_UNCORRECTED AGGREGATE_ECC",
 }
 
 
@@ -55,11 +53,15 @@ class Health(Observer):
         self._gpu: Gpu | None = None
         if self._world.device.type == "cuda":
             self._gpu, problem = open_gpu(self._world.device)
-            say_problems(problem, self._world)
+            problems = [text for text in self._world.gather_texts(problem) if text]
+            if problems:
+                self._world.say(
+                    f"health {problems[0]} ({len(problems)} of {self._world.world_size} ranks)"
+                )
         self._warned: set[str] = set()
         self._thread = threading.Thread()
         # Made by the thread, taken by this one: step, tags, warnings.
-        self._reading: tuple[int, dict[str, float], list[str]] | None = None
+        self._reading: tuple[int, dict[str, float], list[str]] = (0, {}, [])
         metrics.more_tags.append(self.tags)
 
     def tags(self, row: LogRow) -> dict[str, float]:
@@ -85,26 +87,14 @@ class Health(Observer):
 
     def _take_reading(self) -> tuple[int, dict[str, float]]:
         """(step, tags); prints what is warned of for the first time."""
-        if self._reading is None:
-            return 0, {}
         step, tags, warnings = self._reading
-        self._reading = None
+        self._reading = (0, {}, [])
         for text in warnings:
             if text not in self._warned:
                 self._warned.add(text)
                 where = f"rank {self._world.rank} ({platform.node()})"
                 print(f"warning: {where}, step {step}: {text}", file=sys.stderr, flush=True)
         return step, tags
-
-
-def say_problems(problem: str, world: World) -> None:
-    """One line of rank 0 about what can't be read on some ranks; "" of a rank is no problem."""
-    texts = world.gather_texts(f"{platform.node()}: {problem}" if problem else "")
-    problems = [text for text in texts if text]
-    if len(problems) == world.world_size:
-        world.say(f"health {problems[0]}")
-    elif problems:
-        world.say(f"health {problems[0]} on {len(problems)} of {world.world_size} ranks")
 
 
 def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
@@ -128,12 +118,10 @@ def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
 
 
 def handle_of(nvml: Any, properties: Any) -> Any:
-    """NVML's handle of a torch device, by its hardware: CUDA_VISIBLE_DEVICES reorders them."""
-    for kind in ("GPU", "MIG"):
-        with suppress(AttributeError, nvml.NVMLError):  # older torch has no uuid
-            return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{properties.uuid}")
-    place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    return nvml.nvmlDeviceGetHandleByPciBusId("{:08X}:{:02X}:{:02X}.0".format(*place))
+    """NVML's handle of a torch device, by its UUID: CUDA_VISIBLE_DEVICES reorders them."""
+    with suppress(nvml.NVMLError):
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+    return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{properties.uuid}")
 
 
 class Gpu:
@@ -143,14 +131,11 @@ class Gpu:
         self._nvml = nvml
         self._handle = handle
         self._calls: dict[str, str] = {}
-        self._ecc_at_start = 0.0
-        for tag, calls in READINGS.items():
-            for call in calls:
-                with suppress(AttributeError, nvml.NVMLError):
-                    value = self._value(call)
-                    self._calls.setdefault(tag, call)
-                    if tag == "gpu/ecc_uncorrected":
-                        self._ecc_at_start = value
+        self._at_start: dict[str, float] = {}
+        for tag, call in READINGS.items():
+            with suppress(AttributeError, nvml.NVMLError):
+                self._at_start[tag] = self._value(call)
+                self._calls[tag] = call
         self.unsupported = [tag for tag in READINGS if tag not in self._calls]
 
     def _value(self, call: str) -> float:
@@ -171,8 +156,7 @@ class Gpu:
                 tags[tag] = self._value(call)
             except Exception as error:
                 self._calls = {}
-                why = f"nvmlDeviceGet{call.split()[0]} failed ({type(error).__name__}: {error})"
-                warnings.append(f"no more gpu/* tags: {why}")
+                warnings.append(f"no more gpu/* tags: {call} failed ({error})")
                 break
             if tag.endswith("_W"):
                 tags[tag] /= 1000
@@ -183,7 +167,7 @@ class Gpu:
             tags["gpu/power_capped"] = float(bool(bits & POWER_CAP))
             warnings += [f"the GPU is throttled: {name}" for name in reasons]
         if "gpu/ecc_uncorrected" in tags:
-            tags["gpu/ecc_uncorrected"] -= self._ecc_at_start
+            tags["gpu/ecc_uncorrected"] -= self._at_start["gpu/ecc_uncorrected"]
             if tags["gpu/ecc_uncorrected"] > 0:
                 text = "the GPU had uncorrected memory errors since the run's start"
                 warnings.append(f"{text}; test or replace it")

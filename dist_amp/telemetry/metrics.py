@@ -6,7 +6,6 @@ row. Nothing waits for the device.
 """
 
 import math
-import os
 import platform
 import resource
 import sys
@@ -26,12 +25,14 @@ from dist_amp.optim import Schedule
 from dist_amp.precision import Clip, Scaler
 from dist_amp.telemetry.step_report import (
     MAX_RANK_FOLDERS,
+    MEMORY,
+    RANK_METRICS,
     SUMMED,
     SUMMED_METRICS,
     LogRow,
     StepReport,
 )
-from dist_amp.telemetry.sums import Interval
+from dist_amp.telemetry.sums import SAVED, Interval
 from dist_amp.world import World
 
 if TYPE_CHECKING:  # TensorBoard takes half a second to import, and a notebook needs no files
@@ -55,20 +56,17 @@ class Metrics:
         self.hosts = world.gather_texts(platform.node())
         self.save: Future[None] | None = None  # a checkpoint's, while it is written
         self._max_norm = clip.limit if clip.by == "norm" else math.inf
-        self.interval = Interval(max_norm=self._max_norm)
-        self._tokens_seen = 0.0  # by this rank, over all attempts
+        self.interval = Interval(self._max_norm)
         # Per rank, since the start or resume.
         self._totals = np.zeros((world.world_size, len(SUMMED_METRICS)))
         self._pending: tuple[Any, ...] | None = None  # a log step's, on their way to the host
         self._jsonl: JsonlWriter | None = None
         self._tensorboard: TensorBoardWriter | None = None
         # What optional features add: tags of every rank, [ranks] each; this rank's tags, or entries
-        # of rank 0's line of metrics.jsonl; entries of summary.json, given whether the run failed;
-        # and how to end what is shown on a terminal.
+        # of rank 0's line of metrics.jsonl; entries of summary.json, given whether the run failed.
         self.more_rank_tags: dict[str, Callable[[LogRow], np.ndarray]] = {}
         self.more_tags: list[Callable[[LogRow], Mapping[str, Any]]] = []
         self.summaries: list[Callable[[bool], Mapping[str, Any]]] = []
-        self.close_console: Callable[[], object] = bool
 
     def open(self, folder: Path, first_step: int, config_text: str) -> None:
         """Start writing into the run's folder, replacing the entries of steps after first_step."""
@@ -81,7 +79,8 @@ class Metrics:
             path = folder / "tensorboard" / f"rank{world.rank:05d}"
             self._tensorboard = TensorBoardWriter(path, first_step + 1, world.warn)
         text = f"```toml\n{config_text}\n```"
-        self.write_first(lambda writer: writer.add_text("config", text, first_step))
+        if world.is_main:
+            self.write_to_tensorboard(lambda writer: writer.add_text("config", text, first_step))
         self.world.clock.restart()
 
     def unfinished(self, data: Batches) -> Tensor:
@@ -90,25 +89,22 @@ class Metrics:
         Sums and counts of the unfinished log interval, and the tokens seen since step 0. No times:
         the same steps make the same checkpoint.
         """
-        interval = self.interval
-        interval.start_copy()
-        interval.read()
-        sums = (interval.loss, interval.weight, interval.min_weight)
-        counts = (interval.applied, interval.skipped, interval.clipped)
-        tokens = self._tokens_seen + data.tokens
-        return torch.tensor([*sums, tokens, *counts], dtype=torch.float64)
+        self.interval.start_copy({})
+        self.interval.read()
+        sums = self.interval.sums | {"tokens_seen": self.interval.sums["tokens_seen"] + data.tokens}
+        return torch.tensor([sums[name] for name in SAVED], dtype=torch.float64)
 
     def resume_unfinished(self, saved: Tensor, same_world: bool) -> None:
         """Continue from every saving rank's `unfinished`: [ranks, 7] float64; 3 in older ones."""
-        unknown = [math.nan, 0, 0, 0]
-        rows = [[*row, *unknown][:7] for row in saved.tolist()]
-        mine = rows[self.world.rank if same_world else 0]
-        if not same_world:  # what is summed over the ranks at a log step, rank 0 carries
-            for column in (0, 3):
+        unknown = [math.nan, 0.0, 0.0, 0.0]
+        rows = [[*row, *unknown][: len(SAVED)] for row in saved.tolist()]
+        mine = rows[0]
+        if same_world:
+            mine = rows[self.world.rank]
+        else:  # rank 0 carries what is summed over the ranks at a log step
+            for column in (0, 3):  # loss_sum and tokens_seen
                 mine[column] = sum(row[column] for row in rows) * self.world.is_main
-        loss, weight, min_weight, self._tokens_seen, *counts = mine
-        self.interval = Interval(loss, weight, min_weight, max_norm=self._max_norm)
-        self.interval.applied, self.interval.skipped, self.interval.clipped = map(int, counts)
+        self.interval = Interval(self._max_norm, mine)
 
     def record(self, report: StepReport) -> None:
         """Record one step's results without reading them."""
@@ -130,18 +126,27 @@ class Metrics:
         interval = self.interval
         # First, so that its end has been reached once the copy below has arrived.
         lap = self.world.clock.lap()
-        interval.start_copy(
-            scaler.scale_tensor.reshape(1),
-            schedule.counters.to(device),  # float32 is exact up to 2^24, more than train.steps is
-            schedule.last_lr.to(device).reshape(1),
-            *(value.float().reshape(1) for value in of_task.values()),
-        )
-        self._tokens_seen += data.tokens
-        epoch = data.position / data.plan.length
-        seen = (self._tokens_seen, data.position, epoch)
-        on_host = (data.items, data.tokens, *seen, *memory_use(device))
+        # float32 is exact up to 2^24, more than train.steps is.
+        applied, skipped, in_a_row = schedule.counters.to(device).unbind()
+        of_device = {
+            "loss_scale": scaler.scale_tensor,
+            "applied_steps": applied,
+            "skipped_steps": skipped,
+            "skips_in_a_row": in_a_row,
+            "lr": schedule.last_lr.to(device),
+        }
+        interval.start_copy({**of_device, **of_task})
+        interval.sums["tokens_seen"] += data.tokens
+        on_host = {
+            "items": data.items,
+            "tokens": data.tokens,
+            "samples_seen": data.position,
+            "epoch": data.position / data.plan.length,
+            **dict(zip(MEMORY, memory_use(device), strict=True)),
+        }
         self._pending = (step, interval, lap, on_host, tuple(of_task))
-        self.interval = Interval(max_norm=self._max_norm)
+        self.interval = Interval(self._max_norm)
+        self.interval.sums["tokens_seen"] = interval.sums["tokens_seen"]
         data.items = 0
         data.tokens = 0
 
@@ -152,18 +157,13 @@ class Metrics:
         if pending is None:
             return None
         step, interval, lap, on_host, of_task = pending
-        of_device = interval.read()
-        first = len(of_device) - len(of_task)
-        sums = (interval.weight, interval.min_weight, interval.norm)
-        counts = (interval.steps, interval.applied, interval.skipped, interval.clipped)
+        values = interval.read() | interval.sums | lap.seconds() | on_host
         # Rides along, since a log step is one collective.
-        save_done = self.save is None or self.save.done()
-        of_step = (interval.loss, *of_device[:first], *sums, *counts)
-        seconds = lap.seconds().values()
-        row = torch.tensor([*of_step, *seconds, *on_host, save_done], dtype=torch.float64)
+        values["save_done"] = self.save is None or self.save.done()
+        row = torch.tensor([values[name] for name in RANK_METRICS], dtype=torch.float64)
         table = self.world.gather(row).numpy()
-        task_tags = dict(zip(of_task, of_device[first:], strict=True))
-        self.last = LogRow(step, table, task_tags, self.more_rank_tags)
+        tags = {tag: values[tag] for tag in of_task}
+        self.last = LogRow(step, table, tags, self.more_rank_tags)
         self._totals += table[:, SUMMED]
         return self.last
 
@@ -218,11 +218,6 @@ class Metrics:
         if self._tensorboard is not None:
             self._tensorboard.write(add)
 
-    def write_first(self, add: Callable[[Any], object]) -> None:
-        """What rank 0's TensorBoard files begin with: as `write_to_tensorboard`."""
-        if self.world.is_main and self._tensorboard is not None:
-            self._tensorboard.write_first(add)
-
     def write_text(self, tag: str, text: str, step: int) -> None:
         """This rank's preformatted text, to TensorBoard."""
         self.write_to_tensorboard(lambda writer: writer.add_text(tag, f"```\n{text}\n```", step))
@@ -242,15 +237,7 @@ class Metrics:
         table[:, SUMMED] = self._totals
         return LogRow(self.last.step, table, more_rank_tags=self.more_rank_tags).tags_of_ranks()
 
-    def write_pending(self) -> None:
-        """After a failure of one process, write metrics that were not read yet."""
-        if self.world.world_size == 1:  # other ranks may have died
-            row = self.read()
-            if row is not None:
-                self.write(row)
-
     def close(self) -> None:
-        self.close_console()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -275,9 +262,7 @@ def memory_use(device: torch.device) -> tuple[int, ...]:
 def resident_bytes() -> int:
     """Of this process's memory; 0 outside of Linux."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY)  # a tenth of the cost of opening it as text
+        pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:
         return 0
-    pages = int(os.read(file, 64).split()[1])
-    os.close(file)
-    return pages * resource.getpagesize()
+    return int(pages) * resource.getpagesize()

@@ -24,10 +24,12 @@ GLOBAL_METRICS = (
 )
 # What adds up over a run.
 SUMMED_METRICS = (*PHASES, "items", "tokens")
+MEMORY = ("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries")
 # A rank's row of metrics, in this order: slices of a table cost less than chosen columns.
 RANK_METRICS = (
     *("loss_sum", *GLOBAL_METRICS, *SUMMED_METRICS, "tokens_seen", "samples_seen", "epoch"),
-    *("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries", "save_done"),
+    *MEMORY,
+    "save_done",
 )
 
 INDEX = {name: number for number, name in enumerate(RANK_METRICS)}
@@ -36,11 +38,14 @@ SUMMED = slice(INDEX[SUMMED_METRICS[0]], INDEX[SUMMED_METRICS[-1]] + 1)
 
 # Tags of seconds per step, and of seconds per interval of what interrupts the steps.
 TIMES = {
-    "data_wait_seconds": "data",
-    "forward_seconds": "forward",
-    "backward_seconds": "backward",
-    "optimizer_seconds": "optimizer",
-    "communication_wait_seconds": "communication",
+    "step_seconds": STEP_PHASES,
+    "local_seconds": OWN_PHASES,
+    "data_wait_seconds": ("data",),
+    "forward_seconds": ("forward",),
+    "backward_seconds": ("backward",),
+    "optimizer_seconds": ("optimizer",),
+    "communication_wait_seconds": ("communication",),
+    "other_seconds": ("other", "logging"),
 }
 INTERRUPTIONS = {
     "checkpoint_stall_seconds": "checkpoint",
@@ -108,11 +113,6 @@ class LogRow:
         """Of the interval's steps, without what interrupted them, of every rank: [ranks]."""
         return self.columns(STEP_PHASES).sum(axis=1)
 
-    @cached_property
-    def local_seconds(self) -> np.ndarray:
-        """Of `seconds`, those in which a rank neither waited for others nor wrote logs: [ranks]."""
-        return self.columns(OWN_PHASES).sum(axis=1)
-
     def per_step(self, values: np.ndarray) -> np.ndarray:
         """[ranks] -> [ranks]."""
         return values / np.maximum(self.column("steps"), 1)
@@ -124,13 +124,8 @@ class LogRow:
     @cached_property
     def rank_columns(self) -> dict[str, np.ndarray]:
         """Every rank's tags: {tag: [ranks]}."""
-        seconds = {
-            "step_seconds": self.per_step(self.seconds),
-            "local_seconds": self.per_step(self.local_seconds),
-            **{tag: self.per_step(self.column(phase)) for tag, phase in TIMES.items()},
-            "other_seconds": self.per_step(self.column("other") + self.column("logging")),
-            **{tag: self.column(phase) for tag, phase in INTERRUPTIONS.items()},
-        }
+        seconds = {tag: self.per_step(self.columns(of).sum(axis=1)) for tag, of in TIMES.items()}
+        seconds |= {tag: self.column(phase) for tag, phase in INTERRUPTIONS.items()}
         tags = {
             "throughput/items_per_second": self.per_second("items"),
             "memory/peak_bytes": self.column("peak_bytes"),
@@ -178,17 +173,15 @@ class LogRow:
 
     def _spread_tags(self) -> dict[str, float]:
         """How ranks differ: min, median and max; of all times where ranks have no folders."""
-        columns = {
-            "items_per_second": self.per_second("items"),
-            "peak_bytes": self.column("peak_bytes"),
-        }
-        times = ["data_wait_seconds", "local_seconds"]
+        sources = ["throughput/items_per_second", "memory/peak_bytes"]
+        sources += ["time/data_wait_seconds", "time/local_seconds"]
         tags: dict[str, float] = {}
         if len(self.table) > MAX_RANK_FOLDERS:
-            times += [*TIMES, *INTERRUPTIONS]
-            tags["ranks/slowest_rank"] = int(self.local_seconds.argmax())
-        columns |= {tag: self.rank_columns[f"time/{tag}"] for tag in times}
-        for name, values in columns.items():
+            sources = [*sources[:2], *(f"time/{tag}" for tag in (*TIMES, *INTERRUPTIONS))]
+            tags["ranks/slowest_rank"] = int(self.rank_columns["time/local_seconds"].argmax())
+        for source in sources:
+            name = source.partition("/")[2]
+            values = self.rank_columns[source]
             tags[f"ranks/{name}_min"] = float(values.min())
             tags[f"ranks/{name}_median"] = float(np.median(values))
             tags[f"ranks/{name}_max"] = float(values.max())

@@ -1,62 +1,67 @@
 """What is added up without waiting for the device: log intervals and evaluations."""
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dist_amp.config.validate import check_scalar, check_weight
 from dist_amp.errors import DataError
-from dist_amp.task import as_scalar, check_weight
+from dist_amp.task import as_scalar
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
 MAX_STEPS_ON_DEVICE = 64  # before their results are copied to the host
 
+# What a checkpoint saves of an unfinished interval, in this order, and each one's start.
+SAVED = {
+    "loss_sum": 0.0,
+    "weight_sum": 0.0,
+    "min_weight": math.inf,
+    "tokens_seen": 0.0,  # by this rank since step 0, before this interval
+    "applied_in_interval": 0.0,
+    "skipped_in_interval": 0.0,
+    "clipped_in_interval": 0.0,  # of the applied ones, by their norm
+}
 
-@dataclass
+
 class Interval:
     """The steps since the last log step.
 
-    Sums are float64, added step by step, so they are the same wherever a checkpoint cuts them.
+    sums: of RANK_METRICS, in float64 and added step by step, so they are the same wherever a
+    checkpoint cuts them. saved: those of an interval that a checkpoint cut.
     """
 
-    loss: float = 0.0
-    weight: float = 0.0
-    min_weight: float = math.inf
-    norm: float = 0.0  # of the last step
-    steps: int = 0
-    applied: int = 0
-    skipped: int = 0
-    clipped: int = 0  # of the applied ones, by their norm
-    max_norm: float = math.inf  # above it, gradients are clipped
-    _reports: list[StepReport] = field(default_factory=list)
-    # On their way to the host: (values, when they have arrived, losses of each step).
-    _copies: list[tuple[Tensor, Any, list[int]]] = field(default_factory=list)
+    def __init__(self, max_norm: float, saved: Sequence[float] = tuple(SAVED.values())):
+        self.sums = {**dict(zip(SAVED, saved, strict=True)), "steps": 0.0, "grad_norm": 0.0}
+        self._max_norm = max_norm  # above it, gradients are clipped
+        self._reports: list[StepReport] = []
+        # On their way to the host: (values, when they have arrived, losses of each step, names of
+        # the rest).
+        self._copies: list[tuple[Tensor, Any, list[int], list[str]]] = []
 
     def add(self, report: StepReport) -> None:
         """Record a step's results without reading them."""
         self._reports.append(report)
-        self.steps += 1
         if len(self._reports) == MAX_STEPS_ON_DEVICE:
-            self.start_copy()
+            self.start_copy({})
 
-    def start_copy(self, *more: Tensor) -> None:
-        """Start copying to the host what is still on the device, and more 1-dimensional tensors.
+    def start_copy(self, more: Mapping[str, Tensor]) -> None:
+        """Start copying to the host what is still on the device, and more scalars.
 
         The values in order: losses, weight and norm of each step, each step's `applied` flag, then
-        `more`. Three operations for all steps: each has a fixed cost whatever its size.
+        `more`. Few operations for all steps: each has a fixed cost whatever its size.
         """
         reports = self._reports
         self._reports = []
-        parts = list(more)
+        parts = []
         if reports:
             floats = [x for report in reports for x in (*report.losses, report.weight, report.norm)]
-            flags = [report.applied for report in reports]
-            parts = [torch.stack(floats), torch.stack(flags), *more]
+            parts = [torch.stack(floats), torch.stack([report.applied for report in reports])]
+        if more:
+            parts.append(torch.stack([value.float() for value in more.values()]))
         if not parts:
             return
         values = torch.cat([part.float() for part in parts])
@@ -66,14 +71,15 @@ class Interval:
             values = pinned.copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._copies.append((values, arrived, [len(report.losses) for report in reports]))
+        losses_per_step = [len(report.losses) for report in reports]
+        self._copies.append((values, arrived, losses_per_step, list(more)))
 
-    def read(self) -> list[float]:
+    def read(self) -> dict[str, float]:
         """Add the copied steps to the sums, waiting for them; return the last copy's `more`."""
         copies = self._copies
         self._copies = []
-        rest: list[float] = []
-        for copied, arrived, losses_per_step in copies:
+        rest: dict[str, float] = {}
+        for copied, arrived, losses_per_step, names in copies:
             if arrived is not None:
                 arrived.synchronize()
             values = iter(copied.tolist())
@@ -83,20 +89,23 @@ class Interval:
                 steps.append((sum(losses), next(values), next(values)))
             for step in steps:
                 self._add(*step, applied=bool(next(values)))
-            rest = list(values)
+            rest = dict(zip(names, values, strict=True))
         return rest
 
     def _add(self, loss: float, weight: float, norm: float, applied: bool) -> None:
-        self.norm = norm
+        sums = self.sums
+        sums["steps"] += 1
+        sums["grad_norm"] = norm  # the last step's
         # A nan must not hide behind a smaller number.
-        self.min_weight = weight if math.isnan(weight) else min(self.min_weight, weight)
+        if math.isnan(weight) or weight < sums["min_weight"]:
+            sums["min_weight"] = weight
         if not applied:  # its loss is often not finite, and would spoil the interval's mean
-            self.skipped += 1
+            sums["skipped_in_interval"] += 1
             return
-        self.loss += loss
-        self.weight += weight
-        self.applied += 1
-        self.clipped += norm > self.max_norm
+        sums["loss_sum"] += loss
+        sums["weight_sum"] += weight
+        sums["applied_in_interval"] += 1
+        sums["clipped_in_interval"] += norm > self._max_norm
 
 
 class WeightedMeans:
@@ -115,17 +124,17 @@ class WeightedMeans:
                 f"the task's metrics() returned {type(values).__name__}; return a dict of sums, or "
                 "of pairs (sum, weight)"
             )
-        if self._sums and {*values, "loss"} != {*self._sums, "loss"}:
+        if self._sums and {*values, "loss"} != self._sums.keys():
             raise DataError(
                 f"the task's metrics() returned {', '.join(values) or 'nothing'} for one batch and "
-                f"{', '.join(self._sums)} for another; return the same names for every batch, on "
-                "every rank"
+                f"{', '.join(self._sums)} for another; return the same names for every batch"
             )
         return dict(values)
 
     def add(self, values: Mapping[str, Any], weight: float | Tensor, counts: float) -> None:
         """Add a batch's sums (of this weight) or pairs of a sum and its weight, times `counts`."""
-        weight = as_scalar(check_weight(weight), "weight() returned", self._world.device)
+        check_weight(weight)
+        weight = as_scalar(weight, self._world.device)
         for name, value in values.items():
             pair = value if isinstance(value, tuple) else (value, weight)
             if len(pair) != 2:
@@ -133,8 +142,9 @@ class WeightedMeans:
                     f"the task's metrics() gave {name} {len(pair)} values; return a sum, or a pair "
                     "(sum, weight)"
                 )
-            pair = (pair[0], check_weight(pair[1], f"metrics() gave {name} the weight"))
-            scalars = [as_scalar(x, f"metrics() gave {name}", self._world.device) for x in pair]
+            check_scalar(pair[0], f"metrics() gave {name}")
+            check_weight(pair[1], f"metrics() gave {name} the weight")
+            scalars = [as_scalar(x, self._world.device) for x in pair]
             sums = torch.stack([scalar.detach().double() for scalar in scalars])
             self._sums[name] = self._sums.get(name, 0.0) + sums * counts
 
@@ -145,16 +155,15 @@ class WeightedMeans:
         a few batches may meet no token of one source. Errors: DataError, on every rank, if ranks
         have other metrics than rank 0.
         """
-        names = list(self._sums)
+        # Ranks may have them in another order.
+        names = sorted(self._sums, key=lambda name: (name != "loss", name))
         if self._names_vary:
-            texts = self._world.gather_texts(json.dumps(names))
-            names = json.loads(texts[0])
+            texts = self._world.gather_texts(", ".join(names))
             for rank, text in enumerate(texts):
-                if set(json.loads(text)) != set(names):
+                if text != texts[0]:
                     raise DataError(
-                        f"the task's metrics() returned {', '.join(names)} on rank 0 and "
-                        f"{', '.join(json.loads(text))} on rank {rank}; return the same names on "
-                        "every rank"
+                        f"the task's metrics() returned {texts[0]} on rank 0 and {text} on rank "
+                        f"{rank}; return the same names on every rank"
                     )
         totals = self._world.sum(torch.stack([self._sums[name] for name in names])).tolist()
         return {

@@ -2,8 +2,8 @@
 
 import errno
 import json
+import math
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,7 +15,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from dist_amp.files import plain_json, write_durably
-from dist_amp.telemetry.tensorboard_view import describe_new, in_readable_units
 
 Warn = Callable[[str], object]
 
@@ -83,8 +82,6 @@ class TensorBoardWriter:
         self._has_warned = False
         self._writer: Any = None
         self._retry_at = 0.0
-        self._first: list[Callable[[Any], object]] = []  # what each file begins with
-        self._described: set[str] = set()  # tags whose unit and meaning the file has
 
     def write(self, add: Callable[[Any], object]) -> None:
         """Call `add` with torch's SummaryWriter; warns at the first failure."""
@@ -93,11 +90,15 @@ class TensorBoardWriter:
         try:
             if self._writer is not None and not os.listdir(self._path):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            add(self._open())
+            if self._writer is None:
+                self._writer = SummaryWriter(
+                    str(self._path), purge_step=self._purge_step, flush_secs=FLUSH_SECONDS
+                )
+                self._purge_step = None
+            add(self._writer)
         except OSError as error:  # also one of the writer's thread, which the next write raises
             self._writer = None
-            if not isinstance(error, FileNotFoundError):  # a folder that was removed is made anew
-                self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._retry_at = time.monotonic() + RETRY_SECONDS
             if not self._has_warned:
                 self._has_warned = True
                 self._warn(
@@ -105,34 +106,12 @@ class TensorBoardWriter:
                     "all the metrics"
                 )
 
-    def write_first(self, add: Callable[[Any], object]) -> None:
-        """`write`, now and again at the beginning of a file that replaces a lost one."""
-        self.write(add)
-        self._first.append(add)
-
     def write_scalars(self, values: Mapping[str, float], step: int) -> None:
         """All values in one event: twelve values cost 13 us, twelve add_scalar calls 60."""
         values = dict(values)
         values |= in_readable_units(values)
         entries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-
-        def add(writer: Any) -> None:
-            describe_new(entries, self._described, writer.file_writer, step)
-            writer.file_writer.add_summary(Summary(value=entries), step)
-
-        self.write(add)
-
-    def _open(self) -> Any:
-        if self._writer is None:
-            threading.excepthook = show_error_of_thread
-            self._writer = SummaryWriter(
-                str(self._path), purge_step=self._purge_step, flush_secs=FLUSH_SECONDS
-            )
-            self._purge_step = None
-            self._described.clear()
-            for add in self._first:
-                add(self._writer)
-        return self._writer
+        self.write(lambda writer: writer.file_writer.add_summary(Summary(value=entries), step))
 
     def close(self) -> None:
         if self._writer is not None:
@@ -140,8 +119,13 @@ class TensorBoardWriter:
                 self._writer.close()
 
 
-def show_error_of_thread(args: Any) -> None:
-    """TensorBoard's thread passes its OSError to the next write; Python need not print it too."""
-    is_writer = "tensorboard" in type(args.thread).__module__
-    if not (is_writer and isinstance(args.exc_value, OSError)):
-        threading.__excepthook__(args)
+def in_readable_units(values: Mapping[str, float]) -> dict[str, float]:
+    """Tags that TensorBoard gets besides `values`, and metrics.jsonl not: percent, GiB, 2^n."""
+    tags = {}
+    if "throughput/mfu" in values:
+        tags["perf/mfu_pct"] = 100 * values["throughput/mfu"]
+    if "memory/peak_bytes" in values:
+        tags["memory/peak_GiB"] = values["memory/peak_bytes"] / 2**30
+    if values.get("amp/loss_scale", 0.0) > 0:
+        tags["amp/loss_scale_log2"] = math.log2(values["amp/loss_scale"])
+    return tags

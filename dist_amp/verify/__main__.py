@@ -17,26 +17,21 @@ from typing import get_args
 import torch
 
 from dist_amp.config.load import load_config
-from dist_amp.config.native_precision import EMULATED, cpu_slowdown
+from dist_amp.config.native_precision import warn_if_emulated
 from dist_amp.distributed.process import hide_progress_bars
-from dist_amp.errors import ConfigError, first_line, nearest_name
+from dist_amp.errors import ConfigError, first_line
 from dist_amp.settings import Config, ParallelConfig, Strategy
 from dist_amp.supervise.command_line import Parser, exit_status
 from dist_amp.verify.cells import Row, compare_on_ranks
 from dist_amp.verify.compare import Verdict
-from dist_amp.verify.findings import Finding, inspect_task
+from dist_amp.verify.findings import inspect_task
 from dist_amp.verify.reference import GLOBAL_BATCH, STEPS, Reference
-from dist_amp.world import locate
+from dist_amp.world import World, locate
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 STRATEGIES = get_args(Strategy)
 
-# Seconds of a row for each second of its bound, which takes the whole batch's gradients three
-# times. Assumed from the count: a row takes them some 12 times, six steps with each optimizer. The
-# first rows correct it.
-ROW_FOR_BOUND = 4.0
-
-HEADER = "ranks  strategy  precision  gradients    bound  parameters    bound     took    left"
+HEADER = "ranks  strategy  precision  gradients    bound  parameters    bound     took"
 
 EPILOG = """\
 All other options are settings of dist_amp.train: --task.target my_file:MyTask, --run.device cpu,
@@ -85,13 +80,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="FILE",
         help="only replay a micro-batch that was not finite, from RUN/nonfinite/",
     )
-    options, rest = parser.parse_known_args(argv)
-    for word in rest:
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        near = nearest_name(name, vars(options))
-        if word.startswith("--") and "." not in name and near:
-            raise ConfigError(f"unknown option --{name}; did you mean --{near}?")
-    return options, rest
+    return parser.parse_known_args(argv)
 
 
 def world_sizes_in(text: str) -> list[int]:
@@ -123,40 +112,29 @@ def verify(
     if not any(rows_of(size, strategies, precisions) for size in sizes):
         raise ConfigError("nothing to compare: single takes --world_sizes 1, the others 2 and more")
     parameters = sum(p.numel() for p in reference.model().parameters())
-    device = reference.device.type
-    say(f"task     {config.task.target} on {device}, {parameters:,} parameters")
-    findings = [*inspect_task(reference), *ignored_settings(config)]
+    say(f"task     {config.task.target} on {reference.device.type}, {parameters:,} parameters")
+    findings = inspect_task(reference)
     for finding in findings:
         say(f"{'fail' if finding.fails else 'note'}     {finding.text}")
+    if ignored := ignored_settings(config):
+        say(f"note     ignored: {', '.join(ignored)}; the comparison uses sgd, adamw and float32")
     if any(finding.fails for finding in findings):
         why = "no way of running can compute this task's step as one process would"
         say(f"failed: {why}; fix the task first")
         return 1
-    seconds = {}  # of the last row in each precision; before the first, an estimate
-    for precision in precisions:
-        started = time.perf_counter()
-        if is_supported(reference, precision):
-            seconds[precision] = ROW_FOR_BOUND * (time.perf_counter() - started)
-    rows = {size: rows_of(size, strategies, list(seconds)) for size in sizes}
-    left = [precision for of_size in rows.values() for _, _, precision in of_size]
-    total = len(left)
-    about = in_words(sum(seconds[precision] for precision in left))
+    precisions = [precision for precision in precisions if is_supported(reference, precision)]
+    rows = {size: rows_of(size, strategies, precisions) for size in sizes}
+    rows = {size: of_size for size, of_size in rows.items() if of_size}
+    total = sum(map(len, rows.values()))
     steps = f"{STEPS} steps of {global_batch} samples with SGD and with AdamW"
-    say(f"compare  {total} combinations, each {steps}; about {about}")
-    for size, of_size in rows.items():
-        if of_size:
-            names = [", ".join(dict.fromkeys(str(row[at]) for row in of_size)) for at in (1, 2)]
-            say(f"{size:>5} {'ranks' if size > 1 else 'rank '}  {' in '.join(names)}")
-    say(f"\n{HEADER}")
+    say(f"compare  {total} combinations, each {steps}\n\n{HEADER}")
     failed = 0
     started = time.perf_counter()
     for size, of_size in rows.items():
         for row, verdicts in compare_on_ranks(size, argv, of_size, reference):
-            took = time.perf_counter() - started
-            started += took
-            seconds[row[2]] = took
-            left.remove(row[2])
-            say(table_row(row, verdicts, took, sum(seconds[precision] for precision in left)))
+            now = time.perf_counter()
+            say(table_row(row, verdicts, now - started))
+            started = now
             failed += any(verdict.cause for verdict in verdicts)
     say(
         f"\n{'failed' if failed else 'passed'}: {total - failed} of {total} compute the steps of "
@@ -169,26 +147,23 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def ignored_settings(config: Config) -> list[Finding]:
+def ignored_settings(config: Config) -> list[str]:
     """Settings whose rounding would hide errors of the step, and optimizers other than torch's."""
-    findings = []
+    default = ParallelConfig()
+    ignored = []
     for name in ("param_dtype", "reduce_dtype", "comm_dtype", "cpu_offload"):
         value = getattr(config.parallel, name)
-        default = getattr(ParallelConfig(), name)
-        if value != default:
-            findings.append((f"parallel.{name}={value}", default))
+        if value != getattr(default, name):
+            ignored.append(f"parallel.{name}={value}")
     if config.optim.name not in ("sgd", "adamw"):
-        findings.append((f"optim.name={config.optim.name}", "sgd and adamw"))
-    return [Finding(f"{given} is ignored: the comparison uses {used}") for given, used in findings]
+        ignored.append(f"optim.name={config.optim.name}")
+    return ignored
 
 
 def is_supported(reference: Reference, precision: str) -> bool:
-    """Whether plain torch can compute the task in this precision; if not, or slowly, notes it."""
+    """Whether plain torch can compute the task in this precision; if not, or slowly, says so."""
     if reference.device.type == "cpu" and precision != "fp32":
-        slowdown = cpu_slowdown(precision)
-        if slowdown >= EMULATED:
-            why = f"this CPU only emulates it ({slowdown:.0f}x slower); see --precisions"
-            say(f"note     {precision} takes long: {why}")
+        warn_if_emulated(precision, World())
     try:
         reference.bound(precision)
     except RuntimeError as error:
@@ -202,14 +177,10 @@ def is_supported(reference: Reference, precision: str) -> bool:
 def available_world_sizes(world_sizes: list[int], device: torch.device) -> list[int]:
     """The world sizes that this machine has GPUs for; all of them on a CPU."""
     gpus = torch.cuda.device_count()
-    available = []
-    for size in world_sizes:
-        if device.type == "cuda" and size > gpus:
-            why = f"there are {gpus} GPUs; use --run.device cpu for more"
-            say(f"note     {size} ranks are skipped: {why}")
-        else:
-            available.append(size)
-    return available
+    if device.type != "cuda" or world_sizes[-1] <= gpus:
+        return world_sizes
+    say(f"note     more than {gpus} ranks are skipped: that is the number of GPUs")
+    return [size for size in world_sizes if size <= gpus]
 
 
 def rows_of(size: int, strategies: Sequence[str], precisions: Sequence[str]) -> list[Row]:
@@ -222,7 +193,7 @@ def rows_of(size: int, strategies: Sequence[str], precisions: Sequence[str]) -> 
     ]
 
 
-def table_row(row: Row, verdicts: list[Verdict], seconds: float, seconds_left: float) -> str:
+def table_row(row: Row, verdicts: list[Verdict], seconds: float) -> str:
     """A row of the table with the worst of its verdicts; below it the causes of failures."""
     size, strategy, precision = row
     gradients = max(verdicts, key=lambda verdict: verdict.gradient_error)
@@ -231,20 +202,10 @@ def table_row(row: Row, verdicts: list[Verdict], seconds: float, seconds_left: f
         f"{gradients.gradient_error:>9.1e}  {gradients.gradient_bound:>7.0e}  "
         f"{updates.parameter_error:>10.1e}  {updates.parameter_bound:>7.0e}"
     ).replace("nan", "  -")
-    left = in_words(seconds_left) if seconds_left else ""
     causes = dict.fromkeys(verdict.cause for verdict in verdicts if verdict.cause)
-    text = f"{size:>5}  {strategy:<8}  {precision:<9}  {numbers}  {seconds:>5.1f} s  {left:>6}"
+    text = f"{size:>5}  {strategy:<8}  {precision:<9}  {numbers}  {seconds:>5.1f} s"
     result = "FAIL" if causes else "pass"
     return "\n".join([f"{text}  {result}", *(f"{'':7}{cause}" for cause in causes)])
-
-
-def in_words(seconds: float) -> str:
-    """A duration that is an estimate: 40 s, 12 min, 1.5 h."""
-    if seconds < 100:
-        return f"{max(10, round(seconds, -1)):.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 if __name__ == "__main__":

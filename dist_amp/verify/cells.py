@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
+from dist_amp.config.auto import batch_statistics
 from dist_amp.config.load import load_config
 from dist_amp.data import build_batches
 from dist_amp.diagnostics import consistency
@@ -129,7 +129,7 @@ def precision_of(reference: Reference, cell: Cell) -> PrecisionConfig:
     if cell.precision == "fp32":
         return replace(user, use_amp=False, cast_by="auto")
     cast_by = user.cast_by if cell.strategy in ("fsdp", "hsdp") else "auto"
-    if any(isinstance(part, _NormBase) for part in reference.model().modules()):
+    if batch_statistics(reference.model()):
         cast_by = "autocast"  # a policy would cast batch norm's weights but not its statistics
     scaler = ScalerConfig()
     if cell.precision == "fp16":
@@ -264,8 +264,6 @@ def compare_on_ranks(
     size: int, argv: Sequence[str], rows: list[Row], reference: Reference
 ) -> Iterator[tuple[Row, list[Verdict]]]:
     """Compare the rows on `size` new processes; yields each row when it is done."""
-    if not rows:
-        return
     spawn = multiprocessing.get_context("spawn")
     results: Queue[list[Verdict] | str] = spawn.Queue()
     with socket.socket() as free:
@@ -274,7 +272,7 @@ def compare_on_ranks(
     environment = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     measured = reference.measured({precision for _, _, precision in rows})
-    shared = (list(argv), rows, reference.task.eval_modules, measured, results)
+    shared = (list(argv), rows, reference.task.eval_classes, measured, results)
     ranks = []
     for rank in range(size):
         of_rank = {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
@@ -313,7 +311,7 @@ def compare_as_rank(
     environment: dict[str, str],
     argv: list[str],
     rows: list[tuple[int, Any, Any]],
-    eval_modules: frozenset[str],
+    eval_classes: frozenset[str],
     measured: dict[str, Any],
     results: "Queue[list[Verdict] | str]",
 ) -> None:
@@ -327,7 +325,7 @@ def compare_as_rank(
             # The first process has logged the data already.
             logging.getLogger("dist_amp").setLevel(logging.ERROR)
             world = QuietWorld(**vars(world))
-            reference = Reference(config, world.device, None, eval_modules, measured)
+            reference = Reference(config, world.device, None, eval_classes, measured)
             for _, strategy, precision in rows:
                 verdicts = []
                 for optimizer in ("sgd", "adamw"):

@@ -29,7 +29,7 @@ parameters: u x (3 P + 50 D) + 4 e in all precisions, since parameters and updat
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -127,7 +127,10 @@ def compare(run: Comparison) -> Verdict:
         if not cause and not error <= bound:
             cause = about_gradients(run, step, truth)
         if not cause and not update_error <= update_bound:
-            cause = about_update(run, step, ends[step], update_bound)
+            cause = (
+                f"the gradients of step {step + 1} are right, the parameters after it are not: "
+                "check clipping, learning rate, weight decay and moments"
+            )
         gradients.append((not error <= bound, error / bound, error, bound))
         update_errors.append(update_error)
     _, _, error, bound = max(gradients)
@@ -147,120 +150,33 @@ def bound_of_updates(run: Comparison, updates: Sequence[Values]) -> float:
     return UNIT_ROUNDOFF["fp32"] * roundings + 4 * max(errors)
 
 
-# ---- which known mistake gives these values ----
-
-
-def about_update(run: Comparison, step: int, end: Values, bound: float) -> str:
-    """What is wrong with a step's update, with the well-known mistake that gives it if one does."""
-    mistakes: dict[str, dict[str, Any]] = {
-        "the gradients were not clipped": {"clip_by": "off"},
-        "the optimizer's moments are lost between steps": {"remembers": False},
-        "weight decay is missing": {"decays": False},
-        "the learning rate is the next step's; it follows applied steps": {"ahead": 1},
-        "the learning rate is the step's before; it follows applied steps": {"ahead": -1},
-    }
-    why = "check unscaling, clipping, learning rate and optimizer"
-    if largest(difference(end, run.states[step].parameters)) == 0:
-        why = "none moved: the optimizer's step changes nothing"
-    for text, mistake in mistakes.items():
-        options = {"clip_by": run.cell.clip_by, **mistake}
-        values = run.reference.updates(run.cell.optimizer, states=run.states, **options)[step]
-        if largest(difference(end, values)) <= bound:
-            why = text
-    return f"the gradients of step {step + 1} are right, the parameters after it are not: {why}"
-
-
 def about_gradients(run: Comparison, step: int, truth: Values) -> str:
-    """Which step's gradients are wrong, and the well-known mistake that gives them, if one does."""
-    count = run.cell.accumulation[step]
-    plural = "es" if count > 1 else ""
-    text = f"the gradients of step {step + 1} ({count} micro-batch{plural}) are off"
-    if why := diagnose(run, step, truth):
-        text += f": {why}"
-    return text
-
-
-def diagnose(run: Comparison, step: int, truth: Values) -> str:
-    """The well-known mistake that gives exactly these gradients; "" if none does."""
+    """What is wrong with a step's gradients. truth: the right ones."""
+    accumulation = run.cell.accumulation[step]
+    micro_batches = "1 micro-batch" if accumulation == 1 else f"{accumulation} micro-batches"
+    text = f"the gradients of step {step + 1} ({micro_batches}) are off"
     gradients = run.states[step].gradients
-    tolerance = 2 * run.reference.bound(run.cell.precision)
     if not all(value.isfinite().all() for value in gradients.values()):
-        text = "they are not finite"
-        if run.cell.precision == "fp16":
-            text += ", at a loss scale at which plain autocast is"
-        return text
+        return f"{text}: they are not finite"
+    tolerance = 2 * run.reference.bound(run.cell.precision)
     products = sum((gradients[name] * value).sum() for name, value in truth.items())
     factor = float(products / sum(value.square().sum() for value in truth.values()))
     scaled_truth = {name: factor * value for name, value in truth.items()}
-    if abs(factor - 1) >= tolerance and relative_error(gradients, scaled_truth) <= tolerance:
-        return about_factor(run, step, factor, tolerance)
-    for text, values in gradients_by_mistake(run, step).items():
-        if relative_error(gradients, values) <= tolerance:
-            return text
-    return ""
-
-
-def about_factor(run: Comparison, step: int, factor: float, tolerance: float) -> str:
-    """The mistake by which all gradients are `factor` times the right ones."""
-    if run.cell.clip_by == "norm":
-        norm = math.hypot(*(value.norm().item() for value in run.states[step].gradients.values()))
-        limit = run.reference.hyperparameters.max_grad_norm
-        if math.isclose(norm, limit, rel_tol=0.01):
-            return "they were clipped before the optimizer clips them"
-        if run.cell.precision == "fp16" and norm < limit / 4 and factor < 0.1:
-            return "they were clipped before they were unscaled"
-    accumulation = run.cell.accumulation[step]
+    if not relative_error(gradients, scaled_truth) <= tolerance:
+        return (
+            f"{text}, and not by one factor: each micro-batch must be divided by the weight of all "
+            "ranks and micro-batches, and gradients summed over ranks and micro-batches"
+        )
+    text += f": all of them are {factor:.4g} times what they should be"
+    if run.cell.precision == "fp16" and factor < 0.01:
+        return f"{text}; they were clipped before they were unscaled"
     mistakes = {
         accumulation: "the division by accumulation_steps is missing",
         1 / accumulation: "they are divided by accumulation_steps twice",
         run.ranks: "they are summed over ranks, not averaged",
         1 / run.ranks: "they are divided by the number of ranks twice",
     }
-    text = f"all of them are {factor:.4g} times what they should be"
     for value, why in mistakes.items():
         if math.isclose(factor, value, rel_tol=tolerance):
             return f"{text}; {why}"
     return text
-
-
-def gradients_by_mistake(run: Comparison, step: int) -> dict[str, Values]:
-    """{mistake: the gradients that it gives in this step}."""
-    reference, ranks = run.reference, run.ranks
-    shards = run.shards(step)
-    accumulation = len(shards[0])  # fewer in the partial step at an epoch's end
-    weight = torch.zeros(ranks, accumulation, dtype=torch.float64)
-    sums: dict[tuple[int, int], Values] = {}  # of the gradients, by rank and micro-batch
-    for rank, number in torch.cartesian_prod(*map(torch.arange, weight.shape)).tolist():
-        shard = shards[rank][number]
-        of_shard = float(reference.task.weight(reference.batch(shard.indices))) * shard.counts
-        if of_shard:
-            mean, _ = reference.gradients([shard.indices], run.start(step))
-            weight[rank, number] = of_shard
-            sums[rank, number] = {name: value * of_shard for name, value in mean.items()}
-    total = weight.sum()
-    last = torch.arange(accumulation) == accumulation - 1
-    rank_0 = (torch.arange(ranks) == 0)[:, None] * ranks / total
-    # What each mistake multiplies a micro-batch's gradients by: [ranks, micro-batches].
-    factors = {
-        "each micro-batch is divided by its own weight, not by that of all ranks and "
-        "micro-batches": 1 / (ranks * accumulation * weight),
-        "each rank divides by its own weight, not by that of all ranks": 1
-        / (ranks * weight.sum(1, keepdim=True)),
-        "each round of micro-batches is divided by its own weight and not by accumulation_steps": 1
-        / weight.sum(0),
-        "each micro-batch is divided by its own weight and not by accumulation_steps": 1
-        / (ranks * weight),
-        "rank 0 used its own gradients alone; they must be summed over ranks": rank_0,
-        "only the last micro-batch counts: gradients are cleared between micro-batches": last
-        / total,
-        "only the last micro-batch is summed over ranks: no_sync must surround forward and "
-        "backward": torch.where(last, 1 / total, rank_0),
-    }
-    mixed: dict[str, Values] = {}
-    for mistake, factor in factors.items():
-        factor = factor.expand_as(weight)
-        mixed[mistake] = {
-            name: torch.stack([float(factor[at]) * part[name] for at, part in sums.items()]).sum(0)
-            for name in run.states[step].gradients
-        }
-    return mixed

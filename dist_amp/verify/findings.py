@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
-from dist_amp.precision import to_float32
+from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import build_module
 from dist_amp.task import as_scalar
 from dist_amp.verify.reference import Reference, Values, gradients_of
@@ -49,7 +49,7 @@ class Trace:
 
 
 def inspect_task(reference: Reference) -> list[Finding]:
-    """Check the task; sets `reference.task.eval_modules` to what is compared in evaluation mode."""
+    """Check the task; sets `reference.task.eval_classes` to what is compared in evaluation mode."""
     findings = _notes(reference)
     samples = reference.step_samples[0][:SAMPLES]
     batch = reference.batch(samples)
@@ -153,15 +153,9 @@ def _notes(reference: Reference) -> list[Finding]:
     modules = reference.model().named_modules()
     labels = [_label(name, module) for name, module in modules if isinstance(module, _DropoutNd)]
     if labels:
-        findings.append(Finding(f"{_shortened(labels)}: dropout is off for the comparison"))
+        text = f"{labels[0]} ({len(labels)} such): dropout is off for the comparison"
+        findings.append(Finding(text))
     return findings
-
-
-def _shortened(labels: list[str]) -> str:
-    text = ", ".join(labels[:3])
-    if len(labels) > 3:
-        text += f" and {len(labels) - 3} more"
-    return text
 
 
 def _random(reference: Reference, batch: Any) -> list[Finding]:
@@ -201,7 +195,7 @@ def _sums(reference: Reference, indices: list[int]) -> list[Finding]:
         )
         findings.append(Finding(text, fails=True))
     weights = [reference.task.weight(batch) for batch in batches]
-    weight, *parts = [as_scalar(x, "weight() returned", reference.device) for x in weights]
+    weight, *parts = [as_scalar(x, reference.device) for x in weights]
     total = torch.stack(parts).sum()
     if not torch.isclose(weight, total, rtol=1e-6):
         text = (
@@ -216,15 +210,11 @@ def _compare_in_evaluation_mode(reference: Reference, where: str, why: str) -> F
     """Put all modules of the class of the one labelled `where` into evaluation mode; it fails if
     they are already.
     """
-    modules = {
-        _label(name, part): (name, type(part)) for name, part in reference.model().named_modules()
-    }
-    _, kind = modules.get(where, ("", None))
-    same_class = {label: name for label, (name, cls) in modules.items() if cls is kind}
-    if set(same_class.values()) <= reference.task.eval_modules:
+    kind = where.rpartition(" ")[2].strip("()")
+    if where == LOSS or kind in reference.task.eval_classes:
         return Finding(f"{where}: {why}, in evaluation mode too; it can't be compared", fails=True)
-    reference.task.eval_modules |= set(same_class.values())
-    return Finding(f"{_shortened([*same_class])}: {why}; compared in evaluation mode")
+    reference.task.eval_classes |= {kind}
+    return Finding(f"{where}: {why}; every {kind} is compared in evaluation mode")
 
 
 def _half_loss(reference: Reference, batch: Any) -> list[Finding]:
@@ -379,21 +369,18 @@ def _cause_of_leak(where: str, model: nn.Module, arguments: dict[str, Any]) -> s
     """The likely cause, and its fix, of a leak that begins in the module of this label."""
     mask = arguments.get("attention_mask")
     default = getattr(getattr(model, "config", None), "use_cache", False)
-    if "attention" not in where.lower():
-        return (
-            "it mixes tokens without regard to position_ids; use data.pack=off, or a module that "
-            "takes them"
-        )
-    if isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()):
-        return (
-            "the model is called with an attention_mask of ones, and then takes a row for one "
-            "document; leave attention_mask out"
-        )
-    if arguments.get("use_cache", default):
-        return (
-            "the model is called with use_cache at its default, true, and with a cache it takes a "
-            "row for one document; call it with use_cache=False"
-        )
+    if "attention" in where.lower():
+        if isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()):
+            return (
+                "the model is called with an attention_mask of ones, and then takes a row for one "
+                "document; leave attention_mask out"
+            )
+        if arguments.get("use_cache", default):
+            return (
+                "the model is called with use_cache at its default, true, and with a cache it "
+                "takes a row for one document; call it with use_cache=False"
+            )
     return (
-        "its mask does not tell documents by position_ids; use data.pack=off, or another attention"
+        "it mixes tokens without regard to position_ids; use data.pack=off, or a module that takes "
+        "them"
     )

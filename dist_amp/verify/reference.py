@@ -62,16 +62,17 @@ class State:
 class RepeatableTask:
     """The user's task with `length` samples that are the same on every reading, without dropout.
 
-    eval_modules: names of modules that stay in evaluation mode. infinite_loss: for this rank.
+    eval_classes: names of the classes whose modules are in evaluation mode. infinite_loss: for this
+    rank.
     """
 
-    def __init__(self, task: Task, device: torch.device, length: int, eval_modules: frozenset[str]):
+    def __init__(self, task: Task, device: torch.device, length: int, eval_classes: frozenset[str]):
         self._task = task
         self._device = device
         self._dataset: Any = None
         self._needed = length
         self.length = length
-        self.eval_modules = eval_modules
+        self.eval_classes = eval_classes
         self.infinite_loss = False
         self.left_out = [f"{name}()" for name in NOT_COMPARED if hasattr(task, name)]
 
@@ -85,10 +86,10 @@ class RepeatableTask:
         model = self._task.build_model()
         if not any(part.training for part in model.modules()):
             model.train()
-        for name, module in model.named_modules():
+        for module in model.modules():
             if isinstance(module, _DropoutNd):
                 module.p = 0.0
-            if name in self.eval_modules:
+            if type(module).__name__ in self.eval_classes:
                 module.eval()
         return model
 
@@ -137,7 +138,7 @@ class Reference:
         config: Config,
         device: torch.device,
         task: Task | None = None,
-        eval_modules: frozenset[str] = frozenset(),
+        eval_classes: frozenset[str] = frozenset(),
         measured: Mapping[str, Any] = {},
         global_batch: int = GLOBAL_BATCH,
     ):
@@ -146,10 +147,9 @@ class Reference:
         self.device = device
         self.global_batch = global_batch
         self._bounds: dict[str, float] = {}
-        self._models: dict[str, nn.Module] = {}
         vars(self).update(measured)  # fills the cached properties
         task = task or build_task(config.task, config.data)
-        self.task = RepeatableTask(task, device, STEPS * self.global_batch, eval_modules)
+        self.task = RepeatableTask(task, device, STEPS * self.global_batch, eval_classes)
 
     def measured(self, precisions: Iterable[str]) -> dict[str, Any]:
         """What is measured on the task for these precisions, and must be the same on all ranks."""
@@ -168,20 +168,6 @@ class Reference:
     def initial(self) -> Values:
         """The initial parameters that train."""
         return {name: p.detach() for name, p in self.model().named_parameters() if p.requires_grad}
-
-    def _model_at(self, values: Values | None, precision: str) -> nn.Module:
-        """The model with these parameters and buffers (None: initial ones), until the next call."""
-        if values is None:
-            return self.model(precision)
-        if precision not in self._models:  # building one takes longer than copying values into it
-            self._models[precision] = self.model(precision)
-        model = self._models[precision]
-        model.zero_grad(set_to_none=True)
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        with torch.no_grad():
-            for name, value in values.items():
-                tensors[name].copy_(value)
-        return model
 
     def batch(self, indices: Sequence[int]) -> Any:
         collate = getattr(self.task, "collate", default_collate)
@@ -251,9 +237,7 @@ class Reference:
             parts = [part.tolist() for part in samples.chunk(12)]
             bound, error = self.bound_at(precision, parts)
             if not error <= LARGEST_BOUND:
-                raise RuntimeError(
-                    f"its gradients are off by {error:.1g} of the largest, in one process too"
-                )
+                raise RuntimeError(f"its gradients are off by {error:.1g}, in one process too")
             self._bounds[precision] = bound
         return self._bounds[precision]
 
@@ -281,7 +265,8 @@ class Reference:
         values: parameters and buffers; None: the initial ones. Also returns the number of results
         that one part's forward and backward round.
         """
-        model = self._model_at(values, precision)
+        model = self.model(precision)
+        model.load_state_dict({**model.state_dict(), **(values or {})})
         if scale is None:
             scale = self.init_scale if precision == "fp16" else 1.0
         batches = [self.batch(part) for part in parts]
@@ -304,14 +289,10 @@ class Reference:
         clip_by: str,
         states: Sequence[State],
         dtype: torch.dtype = torch.float64,
-        remembers: bool = True,
-        decays: bool = True,
-        ahead: int = 0,
     ) -> list[Values]:
         """The parameters after one textbook step from each of the states.
 
-        The optimizer's state is plain torch's. Deliberate mistakes: remembers=False loses it before
-        each step, decays=False the weight decay; `ahead` takes a later step's learning rate.
+        The optimizer's state is plain torch's.
         """
         scaled = self.hyperparameters
         config = self.optim_config(optimizer_name)
@@ -319,16 +300,16 @@ class Reference:
             name: nn.Parameter(value.to(dtype, copy=True))
             for name, value in states[0].parameters.items()
         }
-        decay = scaled.weight_decay if decays else 0.0
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in trained.values() if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in trained.values() if p.ndim >= 2]},
             {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
+        options: dict[str, Any] = {"lr": 1.0, "weight_decay": config.weight_decay}
         optimizer: torch.optim.Optimizer
         if optimizer_name == "sgd":
-            optimizer = torch.optim.SGD(groups, lr=1.0, momentum=config.momentum)
+            optimizer = torch.optim.SGD(groups, momentum=config.momentum, **options)
         else:
-            optimizer = torch.optim.AdamW(groups, lr=1.0, betas=config.betas, eps=scaled.eps)
+            optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, **options)
         after: list[Values] = []
         for step, state in enumerate(states):
             for name, p in trained.items():
@@ -339,9 +320,7 @@ class Reference:
             if clip_by == "value":
                 nn.utils.clip_grad_value_(trained.values(), scaled.max_grad_value)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step + ahead, STEPS)
-            if not remembers:
-                optimizer.state.clear()
+                group["lr"] = learning_rate(config, step, STEPS)
             optimizer.step()
             after.append({name: p.detach().clone() for name, p in trained.items()})
         return after

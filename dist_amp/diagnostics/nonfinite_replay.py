@@ -1,0 +1,200 @@
+"""Replay of skipped steps: report the module that caused an inf or nan, and keep the micro-batch.
+
+At a log step after a skip, all ranks fetch that step's micro-batches again and run them with hooks
+at a loss scale of 1: an overflow caused by fp16's scale alone is part of the scaler's normal cycle
+and is not reported. The micro-batch is kept in RUN/nonfinite for `python -m dist_amp.verify
+--replay FILE`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils._pytree import tree_map_only
+
+from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite, unpadded
+from dist_amp.distributed.process import random_state, set_random_state
+from dist_amp.run import Run
+from dist_amp.step import weight_of
+from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
+
+MAX_FILES = 8  # kept in a run's folder
+MAX_WEIGHT_BYTES = 2**30  # above it a file is kept without the weights
+MAX_REPLAYS = 3  # of an interval in fp16, where the loss scale alone explains most skips
+
+
+class NonfiniteReplay(Observer):
+    """Replays on all ranks, and reads the device, only in intervals with a skip; or, with
+    debug.nonfinite=step, reads each step's outcome and replays with the parameters as they were.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.faults: list[NonFinite] = []
+        self._at_each_step = run.config.debug.nonfinite == "step"
+        # (step, position of the data before it, whether it was applied) since the last log step
+        self._notes: list[tuple[int, int, Tensor]] = []
+        self._position = run.data.position
+        self._skipped = int(run.schedule.skipped_steps)
+        self._reported: set[tuple[str, str, int]] = set()
+        self._folder = run.folder / "nonfinite"
+        self._random: dict[str, Tensor] | None = None  # before the step, if each is watched
+        if self._at_each_step:
+            self._random = random_state(run.world.device)
+
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        if self._at_each_step:
+            if not report.applied.item():
+                self._replay(self.run.step, self._position)
+            self._random = random_state(self.run.world.device)
+        else:
+            self._notes.append((self.run.step, self._position, report.applied))
+        self._position = self.run.data.position
+
+    def on_log(self, row: LogRow) -> None:
+        """Replay the interval's skipped steps, until one is not finite at a loss scale of 1."""
+        notes = [note for note in self._notes if note[0] <= row.step]
+        self._notes = self._notes[len(notes) :]
+        before = self._skipped
+        self._skipped = int(row["skipped_steps"])
+        if self._skipped == before or not notes:
+            return
+        applied = torch.stack([note[2] for note in notes]).tolist()
+        skipped = [note for note, good in zip(notes, applied, strict=True) if not good]
+        for step, position, _ in skipped[:MAX_REPLAYS]:
+            if self._replay(step, position) or not self.run.scaler.scales:
+                return
+
+    def where(self, row: LogRow) -> str:
+        """Where the uninterrupted skips up to this log step began, to end an error with."""
+        since = row.step - int(row["skips_in_a_row"]) + 1
+        for fault in self.faults:
+            if fault.step >= since:
+                return f"; first: step {fault.step}, {fault.where}"
+        return ""
+
+    def _replay(self, step: int, position: int) -> bool:
+        """Replay a step on all ranks and report its first inf or nan; return whether it has one."""
+        world = self.run.world
+        with world.clock.hold("diagnostics"):
+            with self.run.parallel.no_side_effects():
+                text, kept = self._replay_micro_batches(step, position)
+            results = world.gather_texts(text)
+            faults = [NonFinite.from_json(text) for text in results if text.startswith("{")]
+            if not faults:
+                self._warn_nothing_found(step, results)
+                return False
+            # Only the rank that holds a sharded parameter's bad part sees it; the others blame the
+            # module's forward.
+            first = min(faults, key=lambda fault: (fault.phase != "parameters", fault.rank))
+            others = [fault.rank for fault in faults if fault is not first]
+            self._report(replace(first, other_ranks=others), kept)
+        return True
+
+    def _replay_micro_batches(self, step: int, position: int) -> tuple[str, dict[str, Any]]:
+        """(this rank's first fault as JSON, or why its replay failed; what replaying it takes).
+
+        Every rank runs all of its micro-batches: sharded models need all ranks in each forward.
+        """
+        run = self.run
+        device = run.world.device
+        fetched = run.data.at(position)
+        if self._random is not None:
+            set_random_state(self._random, device)
+        weight = run.world.sum(weight_of(run.task, [batch for batch, _ in fetched], device))
+        share = run.world.world_size / weight
+        text = ""
+        kept: dict[str, Any] = {}
+        for number, (batch, samples) in enumerate(fetched):
+            random = random_state(device)
+            fault = None
+            try:
+                with run.parallel.gradient_sync(True):
+                    module = run.parallel.module
+                    fault = find_nonfinite(run.task, module, batch, share, run.precision)
+            except Exception as error:
+                if run.parallel.sharded:
+                    raise  # the other ranks are in a collective of this forward
+                text = text or f"{type(error).__name__}: {error}"
+            run.optimizer.zero_grad(set_to_none=True)
+            if fault is not None and not kept:
+                at: dict[str, Any] = {"step": step, "rank": run.world.rank, "micro_batch": number}
+                text = json.dumps(asdict(replace(fault, **at, samples=list(samples))))
+                kept = {"batch": batch, "share": share.item(), "random": random}
+        return text, kept
+
+    def _warn_nothing_found(self, step: int, results: list[str]) -> None:
+        warn = self.run.world.warn
+        failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]
+        if failures:
+            warn(f"step {step} was skipped, and replaying it failed on {'; '.join(failures)}")
+        elif not self.run.scaler.scales:  # in fp16 the scale was too high, its normal cycle
+            warn(
+                f"step {step} was skipped, but its replay is finite: the cause was a random "
+                "augmentation or dropout, only the gradients' norm overflowed, or the parameters "
+                "have changed since, which debug.nonfinite=step prevents"
+            )
+
+    def _report(self, fault: NonFinite, kept: dict[str, Any]) -> None:
+        """To reports.jsonl each time; to the console once per module, phase and rank."""
+        world = self.run.world
+        self.faults.append(fault)
+        files = MAX_FILES
+        # Stepping a run in a script or a notebook writes no files: it has no folder.
+        if world.is_main and self.run.folder.is_dir():
+            self._folder.mkdir(exist_ok=True)
+            with (self._folder / "reports.jsonl").open("a") as file:
+                file.write(json.dumps(asdict(fault)) + "\n")
+            files = len(list(self._folder.glob("*.pt")))
+        key = (fault.module, fault.phase, fault.rank)
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        text = f"step {fault.step} was skipped: on {fault}"
+        if int(world.from_main(str(files))) < MAX_FILES:
+            text += "; " + world.gather_texts(self._keep(fault, kept))[fault.rank]
+        world.warn(text)
+
+    def _keep(self, fault: NonFinite, kept: dict[str, Any]) -> str:
+        """Write the file, on the rank of the micro-batch; return where. Every rank calls it."""
+        run = self.run
+        weights = None
+        parameters = run.parallel.module.parameters()
+        if sum(p.numel() * p.element_size() for p in parameters) <= MAX_WEIGHT_BYTES:
+            options = StateDictOptions(full_state_dict=True)
+            weights = get_model_state_dict(run.model, options=options)
+        if fault.rank != run.world.rank:
+            return ""
+        path = self._folder / f"step_{fault.step:08d}_rank{fault.rank:05d}.pt"
+        content = {
+            "dist_amp": "nonfinite",
+            "report": json.dumps(asdict(fault)),
+            **kept,
+            "batch": on_host(unpadded(kept["batch"])),
+            "config": run.config_text,
+            "weights": on_host(weights),
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(content, path)
+        except Exception as error:
+            # A full disk, or a batch that can't be pickled, must not end the run.
+            path.unlink(missing_ok=True)
+            return f"it could not be kept: {error}"
+        return f"kept in {path}; python -m dist_amp.verify --replay {path}"
+
+
+def on_host(values: Any) -> Any:
+    """Copies in host memory; without a copy, a view would be saved with all of its storage.
+
+    Mappings become plain dicts: their classes could not be unpickled safely.
+    """
+    if isinstance(values, Mapping):
+        return {key: on_host(part) for key, part in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(map(on_host, values))
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), values)
