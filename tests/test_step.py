@@ -348,7 +348,7 @@ class LossElsewhere(Tiny):
     [
         (VectorLoss, "shape [8]"),
         (HalfLoss, "torch.bfloat16"),
-        (DetachedLoss, "without a gradient"),
+        (DetachedLoss, "requires_grad=False"),
         (LossElsewhere, "on meta"),
     ],
 )

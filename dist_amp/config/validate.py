@@ -181,11 +181,12 @@ def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor
 
     what: such as "weight(batch) returned".
     """
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
+        return
     shown = f"a {type(value).__name__}"
     if isinstance(value, Tensor):
         shown = f"a tensor of shape {list(value.shape)}"
-    if not isinstance(value, Real) and (not isinstance(value, Tensor) or value.ndim):
-        raise DataError(f"the task's {what} {shown}, not {rule}")
+    raise DataError(f"the task's {what} {shown}, not {rule}")
 
 
 def check_weight(weight: Any, what: str = "weight(batch) returned") -> None:
@@ -198,13 +199,13 @@ def check_weight(weight: Any, what: str = "weight(batch) returned") -> None:
 
 def check_loss(loss: Any, device: torch.device) -> None:
     """Errors: DataError unless it is a float32 scalar with a gradient on the device."""
-    what = type(loss).__name__
+    is_scalar = isinstance(loss, Tensor) and loss.ndim == 0 and loss.dtype == torch.float32
+    if is_scalar and loss.device == device and loss.requires_grad:
+        return
+    what = type(loss).__name__  # only now: a text per micro-batch would cost 4 us
     if isinstance(loss, Tensor):
         what = f"{loss.dtype} of shape {list(loss.shape)} on {loss.device}"
-        if loss.ndim == 0 and loss.dtype == torch.float32 and loss.device == device:
-            if loss.requires_grad:
-                return
-            what += " without a gradient"
+        what += f" with requires_grad={loss.requires_grad}"
     raise DataError(
         f"the task's loss_sum returned {what}, not a float32 scalar on {device} with a gradient; "
         "sum over all elements, and compute the loss in float32, as in `logits.float()`"
