@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,10 @@ def tokenize_split(
     documents: list[tuple[Array, Array]] = []  # of the shard in progress
     tokens = 0
     start = reported = time.monotonic()
-    encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
+    loading = ExitStack()
     try:
+        encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
+        loading.callback(close)
         for chunk, batch in zip(ranges, encoded, strict=True):
             if isinstance(batch, DataError):
                 raise batch
@@ -247,15 +250,13 @@ def tokenize_split(
             if now - reported >= SECONDS:
                 reported = now
                 rate = (chunk.stop - begin) / (now - start)
-                done = f"tokenized {chunk.stop:,} of {end:,} rows, {rate:,.0f} rows/s"
-                log.info("data: %s: %s", name, done)
+                log.info(f"data: {name}: tokenized {chunk.stop:,} of {end:,} rows, {rate:,.0f}/s")
     except (RuntimeError, OSError, EOFError) as error:
         if not workers:
             raise
-        message = "a worker has died, perhaps for lack of memory; use fewer workers"
-        raise Failure(message) from error
+        raise Failure("a worker has died, perhaps for lack of memory; use fewer workers") from error
     finally:
-        close()
+        loading.close()
     if not documents:  # a shard ends before a document, so there was none
         raise DataError(
             f"none of the {end:,} rows of the {name} split has anything to learn; check that their "
