@@ -1,5 +1,6 @@
 """Rows to files of tokens: what is written, interruptions, several processes, and bad inputs."""
 
+import errno
 import json
 import os
 import pickle
@@ -273,6 +274,15 @@ def test_a_worker_that_dies_before_all_have_started_is_reported(tmp_path, monkey
     monkeypatch.setattr(loader, "_start_worker", lambda started, worker: os._exit(1))
     said = "a worker has died, perhaps for lack of memory; use fewer workers"
     assert message_of(1, write, tmp_path, texts(), workers=2) == said
+
+
+def test_a_full_disk_is_not_taken_for_a_dead_worker(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokens, "write_shard", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        write(tmp_path, texts(), workers=2)
 
 
 @pytest.mark.bad_input("`tokenize --out` with a folder of other tokens, or of other files")

@@ -28,13 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from dist_amp.distributed.process import LAUNCHER
-from dist_amp.errors import (
-    SAVED_AND_STOPPED,
-    ConfigError,
-    DataError,
-    Failure,
-    NumericsError,
-)
+from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, NumericsError
 
 SECONDS_TO_AGAIN = 1.0  # assumed: two SIGINT in less are one Ctrl-C, sent to the launcher twice
 

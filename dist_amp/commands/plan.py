@@ -23,13 +23,7 @@ import torch
 from torch import nn
 
 from dist_amp.commands.estimates import Memory, Setup, checkpoint_bytes, memory_of, of_a_step
-from dist_amp.config.auto import (
-    SHARDED,
-    accumulation_steps,
-    pick_cast,
-    pick_strategy,
-    replicas_of,
-)
+from dist_amp.config.auto import SHARDED, accumulation_steps, pick_cast, pick_strategy, replicas_of
 from dist_amp.config.load import load_config
 from dist_amp.config.memory import USABLE, auto_strategy, capacity_of, size_text
 from dist_amp.config.task_class import build_task

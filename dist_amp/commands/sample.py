@@ -19,13 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
-from dist_amp.commands.export import (
-    MODEL,
-    build_model,
-    find_checkpoint,
-    load_trained,
-    model_parser,
-)
+from dist_amp.commands.export import MODEL, build_model, find_checkpoint, load_trained, model_parser
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError, Failure

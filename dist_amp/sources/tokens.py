@@ -5,8 +5,8 @@ from rows as they are read.
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -232,13 +232,8 @@ def tokenize_split(
     documents: list[tuple[Array, Array]] = []  # of the shard in progress
     tokens = 0
     start = reported = time.monotonic()
-    loading = ExitStack()
-    try:
-        encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
-        loading.callback(close)
+    with closing(encoded_chunks(chunks, ranges, workers)) as encoded:
         for chunk, batch in zip(ranges, encoded, strict=True):
-            if isinstance(batch, DataError):
-                raise batch
             for row, ids, learned in batch:
                 if documents and tokens + len(ids) > manifest.shard_tokens:
                     manifest = write_shard(folder, name, manifest, documents, row)
@@ -250,19 +245,34 @@ def tokenize_split(
             if now - reported >= SECONDS:
                 reported = now
                 rate = (chunk.stop - begin) / (now - start)
-                log.info(f"data: {name}: tokenized {chunk.stop:,} of {end:,} rows, {rate:,.0f}/s")
-    except (RuntimeError, OSError, EOFError) as error:
-        if not workers:
-            raise
-        raise Failure("a worker has died, perhaps for lack of memory; use fewer workers") from error
-    finally:
-        loading.close()
+                done = f"tokenized {chunk.stop:,} of {end:,} rows, {rate:,.0f} rows/s"
+                log.info("data: %s: %s", name, done)
     if not documents:  # a shard ends before a document, so there was none
         raise DataError(
             f"none of the {end:,} rows of the {name} split has anything to learn; check that their "
             "texts, answers or completions are not empty"
         )
     return write_shard(folder, name, manifest, documents, end)
+
+
+def encoded_chunks(
+    chunks: "Chunks", ranges: Sequence[range], workers: int
+) -> Generator[list[tuple[int, Array, Array]], None, None]:
+    """chunks[range] of each, in order. Errors: DataError of a row; Failure for a dead worker."""
+    try:
+        encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
+        try:
+            for batch in encoded:
+                if isinstance(batch, DataError):
+                    raise batch
+                yield batch
+        finally:
+            close()
+    except (RuntimeError, OSError, EOFError) as error:
+        if not workers:
+            raise
+        message = "a worker has died, perhaps for lack of memory; use fewer workers"
+        raise Failure(message) from error
 
 
 class Chunks(RowEncoder):
