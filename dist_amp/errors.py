@@ -25,7 +25,7 @@ class DataError(Failure):
 
 
 class NumericsError(Failure):
-    """Training can't go on: its numbers are not finite, or not the same on all ranks."""
+    """Training can't continue: its numbers are not finite, or not the same on all ranks."""
 
     exit_code = 70
 

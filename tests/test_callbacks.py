@@ -107,7 +107,7 @@ def test_callbacks_are_called_on_every_rank_and_one_that_says_stop_ends_the_run(
     before = rows_of(tmp_path)
     again = started(launch, *words)[0]
     finished = f"run is finished: it ended after 8 of train.steps=12, because the task's {cause};"
-    assert f"{finished} to go on, st" in again
+    assert f"{finished} to continue, st" in again
     assert (rows_of(tmp_path), summary_of(tmp_path)) == (before, summary)
 
 

@@ -201,7 +201,9 @@ def test_a_finished_run_says_so_and_a_longer_one_continues(launch, tmp_path):
     check_finished_run(tmp_path / "run", launch(0, *words, "4"), 1)
     again = launch(0, *words, "4")
     assert again.returncode == 0
-    assert "run is finished: it took 4 of train.steps=4; raise train.steps to go on" in again.stdout
+    assert (
+        "run is finished: it took 4 of train.steps=4; raise train.steps to continue" in again.stdout
+    )
     assert launch(0, *words, "5").returncode == 0
     summary = summary_of(tmp_path / "run")
     assert (summary["steps"], summary["resumed_from_step"]) == (5, 4)

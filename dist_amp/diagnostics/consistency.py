@@ -195,7 +195,7 @@ def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
     if not samples or run.world.world_size == 1:
         return
     rows = run.world.gather(torch.stack(samples)).tolist()
-    # Few distinct batches, as of small data, coincide now and then.
+    # Few distinct batches, as with little data, coincide now and then.
     kinds = len({value for row in rows for value in row})
     by_chance = math.comb(len(rows), 2) * float(kinds) ** -len(samples)
     pair = _equal_pair({rank: tuple(row) for rank, row in enumerate(rows)})

@@ -66,12 +66,12 @@ def is_finished(run: Run) -> bool:
     if summary.get("cause") and summary.get("steps") == run.step:
         finished = (
             f"it ended after {run.step} of train.steps={steps}, because the task's "
-            f"{summary['cause']}; to go on, start a new run with --run.resume {run.folder} "
+            f"{summary['cause']}; to continue, start a new run with --run.resume {run.folder} "
             "--run.dir NEW"
         )
     # Without checkpoints of its own, it was to start from another run's, which has no steps left.
     elif run.step >= steps and (summary or not all_checkpoints(run.folder)):
-        finished = f"it took {run.step} of train.steps={steps}; raise train.steps to go on"
+        finished = f"it took {run.step} of train.steps={steps}; raise train.steps to continue"
     finished = run.world.from_main(finished)
     if finished:
         run.world.say(f"{run.folder} is finished: {finished}")

@@ -119,7 +119,7 @@ def close_preempted(run: Run, stop: Stop) -> int:
     then = "checkpoint.every=off, so nothing was saved"
     if run.config.checkpoint.every != "off":
         status = SAVED_AND_STOPPED
-        then = f"go on with --run.dir {run.folder}"
+        then = f"continue with --run.dir {run.folder}"
     if run.world.is_main:
         write_summary(run.folder, run, "preempted", status, cause)
     run.world.say(f"stopped after step {run.step} by {cause}; {then}")

@@ -253,7 +253,7 @@ def _to_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def leaks(reference: Reference, rows: int) -> list[Finding]:
-    """For a task whose batches have position_ids: whether documents in a row see one another.
+    """For a task whose batches have position_ids: whether attention crosses the documents in a row.
 
     The gradient of a document's loss by another's embeddings is exactly 0 where attention masks the
     other, because what is masked has a weight of exactly 0. Takes the first `rows` samples that
