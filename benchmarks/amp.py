@@ -116,7 +116,7 @@ def measure(bench: Bench, experiment: Experiment, result: dict[str, Any]) -> Non
         words += experiment.smaller.split()
     words += ["--parallel.strategy", "single", "--run.device", device.type]
     config = load_config(words, bench.options.environ)
-    task: Any = build_task(config.task, config.data)
+    task: Any = build_task(config)
     task.build_dataset = cache(task.build_dataset)  # for all precisions
 
     def build(name: str) -> Run:

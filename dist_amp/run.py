@@ -90,7 +90,7 @@ def build_run(
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     micro_batches = accumulation_steps(config.train, world.world_size)
     folder = run_folder(config.run, world)
-    task = build_task(config.task, config.data) if task is None else task
+    task = build_task(config) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere
     precision, parallel = build_model(config, task, world, resumes)

@@ -29,6 +29,9 @@ No base class and no registry: `Task` only writes the methods down. Optional met
                             optim.lr), "weight_decay" if they differ
     optimizer(groups, lr)   a torch optimizer of these groups; its learning rates are set each step
     schedule(step)          the factor of optim.lr after `step` applied steps, warm-up included
+    state_dict(), load_state_dict(state)
+                            what the task keeps beside the model, such as a queue or a teacher:
+                            each rank's is saved with the checkpoint
     on_step(run, report), on_evaluation(run, values), train_metrics(run, report)
                             called by the main job: see supervise/callbacks.py
 
@@ -36,17 +39,26 @@ A constructor parameter called `data` gets the `[data]` section; every other one
 `--task.args.NAME VALUE`.
 """
 
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from dist_amp.config.validate import check_dataset, check_model
 from dist_amp.distributed.process import hide_progress_bars
 from dist_amp.errors import Failure, in_one_line
 from dist_amp.world import World
+
+
+PLAIN = (str, bytes, int, float, bool, type(None))
+# What a checkpoint has of an optimizer, and what the scaler sets for its step.
+SAVED_OF_OPTIMIZER = ("state", "param_groups", "grad_scale", "found_inf")
 
 
 class Task(Protocol):
@@ -108,3 +120,43 @@ def build_split(task: Task, split: Literal["train", "validation"], world: World)
         world.wait_long()
     check_dataset(dataset, split)
     return dataset
+
+
+def kept_by(owner: Any, module: nn.Module) -> dict[str, list[Any]]:
+    """{attribute: the tensors, numbers, texts and states of generators in it}, without the model's.
+
+    Objects of classes of the owner's file are looked into. Of an optimizer, what a checkpoint has
+    is left out.
+    """
+    attributes = dict(vars(owner))
+    elsewhere = [*module.parameters(), *module.buffers()]
+    if isinstance(owner, Optimizer):
+        elsewhere += tree_leaves(list(owner.state.values()))
+        for name in SAVED_OF_OPTIMIZER:
+            attributes.pop(name, None)
+    known = {id(tensor) for tensor in elsewhere if isinstance(tensor, Tensor)}
+    return {
+        name: [leaf for leaf in leaves_of(value, type(owner)) if id(leaf) not in known]
+        for name, value in attributes.items()
+    }
+
+
+def leaves_of(value: Any, owner: type) -> Iterator[Any]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, (Tensor, *PLAIN)):
+            yield leaf
+        elif isinstance(leaf, nn.Module):
+            yield from leaf.parameters()
+            yield from leaf.buffers()
+        elif isinstance(leaf, Optimizer):
+            yield from tree_leaves(list(leaf.state.values()))
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            yield torch.from_numpy(leaf)
+        elif isinstance(leaf, torch.Generator):
+            yield leaf.get_state().numpy().tobytes()
+        elif isinstance(leaf, np.random.Generator):
+            yield str(leaf.bit_generator.state)
+        elif isinstance(leaf, random.Random):
+            yield str(leaf.getstate())
+        elif type(leaf).__module__ == owner.__module__ and hasattr(leaf, "__dict__"):
+            yield from leaves_of(vars(leaf), owner)

@@ -110,7 +110,7 @@ def draws(tmp_path, monkeypatch):
 def loaded(out, target, words=""):
     """As in the three lines of the command's docstring."""
     config = load_config(["--task.target", target, *words.split()], environ={})
-    model = build_task(config.task, config.data).build_model()
+    model = build_task(config).build_model()
     load_model(model, out / "model.safetensors")
     return model
 
@@ -168,7 +168,7 @@ def test_integer_buffers_stay_and_what_is_drawn_and_not_saved_is_drawn_as_in_the
     assert tensors["calls"] == torch.tensor(2**40 + 1)
     assert {tensors[name].dtype for name in ("scale", "layer.weight")} == {torch.bfloat16}
     config = load_config([f"--config={checkpoint / CONFIG}"])
-    model = build_model(build_task(config.task, config.data), config)
+    model = build_model(build_task(config), config)
     assert load_weights(model, checkpoint) == 2
     with torch.no_grad():
         assert torch.equal(model(inputs_for(None)), answer)

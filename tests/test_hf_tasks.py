@@ -3,6 +3,7 @@
 import logging
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -247,7 +248,7 @@ def test_settings_of_adapters_that_fit_no_adapter(folder):
     target = "dist_amp.tasks.hf_causal_lm:HFCausalLM"
     task = TaskConfig(target, {"model": str(folder), "lora_targets": "q_proj"})
     with pytest.raises(ConfigError, match="lora_targets=q_proj needs lora_rank above 0; set it"):
-        build_task(task, DataConfig())
+        build_task(replace(load_config([], environ={}), task=task))
     words = ["--task.target", target, "--task.args.model", str(folder)]
     with pytest.raises(ConfigError, match="task.args.lora_rank=-1 .*must be at least 0"):
         load_config([*words, "--task.args.lora_rank", "-1"], environ={})

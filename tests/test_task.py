@@ -50,7 +50,7 @@ def task_file(folder, parameters="", body="pass", head="", name="mine.py"):
 
 def build(target, *argv):
     config = load_config(["--task.target", target, *map(str, argv)], {})
-    return build_task(config.task, config.data)
+    return build_task(config)
 
 
 def refusal(call, *args, status=64):
@@ -319,7 +319,7 @@ def test_a_width_that_the_heads_do_not_divide_is_rejected():
 def test_gpt_124m_has_the_parameters_that_its_file_names():
     config = load_config(["--config", str(GPT_124M)], {})
     with torch.device("meta"):
-        model = build_task(config.task, config.data).build_model()
+        model = build_task(config).build_model()
     parameters = sum(p.numel() for p in model.parameters())
     assert 120e6 <= parameters <= 128e6
     assert f"{parameters:,} parameters" in GPT_124M.read_text()

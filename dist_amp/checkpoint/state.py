@@ -47,6 +47,10 @@ def take_snapshot(run: Run) -> Snapshot:
     state["interval"] = run.world.gather(run.metrics.unfinished(run.data))
     if run.frozen is not None:
         run.frozen.shorten(state)
+    if hasattr(run.task, "state_dict"):
+        from dist_amp.checkpoint.task_state import packed_state
+
+        state["task"] = {str(run.world.rank): packed_state(run.task)}
     manifest = Manifest(
         step=run.step,
         samples=run.data.position,
@@ -102,6 +106,10 @@ def read_state(run: Run, reader: Reader) -> dict[str, Any]:
 
         expect_checksums(state, run.parallel.module, metadata, reader.folder)
     check_fit(reader.folder, manifest, metadata, state, group_sizes(run))
+    if hasattr(run.task, "state_dict"):
+        from dist_amp.checkpoint.task_state import expected_state
+
+        state["task"] = expected_state(metadata.state_dict_metadata, run.world.rank)
     read_into(state, reader, run.world)
     if run.frozen is not None and "frozen" in state:
         run.frozen.check(state["frozen"], reader.folder)
@@ -118,6 +126,10 @@ def set_state(run: Run, manifest: Manifest, state: dict[str, Any]) -> None:
     for name, extra in run.extra_states.items():
         if name not in state:
             run.world.say(extra.start(manifest.step))
+    if "task" in state:
+        from dist_amp.checkpoint.task_state import load_state
+
+        load_state(run.task, state["task"], manifest.world_size, run.world)
     run.schedule.load_counters(state["counters"])
     if "scaler" in state:
         run.scaler.load_state_dict(state["scaler"])

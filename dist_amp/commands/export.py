@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError("--merge is for --format hf; add --format hf")
     checkpoint = find_checkpoint(options.path)
     config = load_config([f"--config={checkpoint / CONFIG}", *settings])
-    task: Any = build_task(config.task, config.data)
+    task: Any = build_task(config)
     model: Any = build_model(task, config)
     step, weights = load_trained(model, checkpoint, options.weights)
     if options.merge:

@@ -169,8 +169,7 @@ def make_plan(
     if not device_memory and (device.type == "cpu" or torch.cuda.is_available()):
         device_memory = capacity_of(world)[0]
     micro_batches = accumulation_steps(config.train, world_size)
-    task = build_task(config.task, config.data)
-    seed_all(config.run.seed)
+    task = build_task(config)
     module = build_module(task, config, world)
     blocks = blocks_of(task, module)
     facts = {

@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> None:
         folder = find_checkpoint(folder, accepted)
     config = load_config([f"--config={folder / CONFIG}", *settings])
     device = locate(config.run).device
-    task: Any = build_task(config.task, config.data)
+    task: Any = build_task(config)
     if not hasattr(task, "sample"):
         raise ConfigError(
             f"task.target={config.task.target} has no sample(model); add one that returns text or "

@@ -10,8 +10,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, first_line
-from dist_amp.settings import TaskConfig
+from dist_amp.settings import Config
 
 SIGNATURES = {
     "build_model": "build_model(self) -> nn.Module",
@@ -123,15 +124,23 @@ def type_of(default: Any) -> Any:
     return type(default)
 
 
-def build_task(config: TaskConfig, data: Any) -> Any:
-    """Construct the task with its arguments, and with the data section if it asks for it."""
-    cls = find_task(config.target)
-    args: Mapping[str, Any] = config.args
+def build_task(config: Config) -> Any:
+    """Construct the task with its arguments, and with the data section if it asks for it.
+
+    It draws the same random numbers on every rank, and build_model after it those of the seed.
+    """
+    cls = find_task(config.task.target)
+    args: Mapping[str, Any] = config.task.args
     if is_dataclass(args):
         args = {item.name: getattr(args, item.name) for item in fields(args)}
     if INJECTED in inspect.signature(cls).parameters:
-        args = {**args, INJECTED: data}
+        args = {**args, INJECTED: config.data}
+    seed_all(config.run.seed)
     try:
-        return cls(**args)
+        task = cls(**args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"task.target={config.target} rejects its task.args: {error}") from error
+        raise ConfigError(
+            f"task.target={config.task.target} rejects its task.args: {error}"
+        ) from error
+    seed_all(config.run.seed)
+    return task

@@ -79,6 +79,9 @@ def check_start(run: Run) -> None:
             f"the training + validation datasets have different lengths on the ranks ({counts}); "
             "build_dataset must return the full dataset on every rank, dist_amp shards it"
         )
+    from dist_amp.checkpoint.task_state import check_kept
+
+    check_kept(run)
     check_state(run)
 
 

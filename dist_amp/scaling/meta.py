@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.scaling.float32 import to_float32
-from dist_amp.task import Task, built_model
+from dist_amp.task import Task, built_model, kept_by
 from dist_amp.world import World, local
 
 SHOWN = 5  # names in an error
@@ -180,6 +180,9 @@ def built_on_meta(task: Task, device: torch.device) -> tuple[nn.Module | None, s
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             return module, f"the buffer {name} is computed from parameters"
+    for name, leaves in kept_by(task, module).items():
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            return module, f"the task keeps parameters beside the model, in its attribute {name}"
     now = random_state(device)
     if not all(torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start):
         return module, (

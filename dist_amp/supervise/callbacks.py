@@ -28,7 +28,7 @@ from dist_amp.telemetry.step_report import Observer, StepReport
 
 OPTIONAL = """
     collate augment blocks units tokens flops_per_item metrics load export sample groups optimizer
-    schedule on_step on_evaluation train_metrics
+    schedule on_step on_evaluation train_metrics state_dict load_state_dict
 """.split()
 
 # Finds sheduler and metric; a helper such as tokenize or load_files is further from any name.

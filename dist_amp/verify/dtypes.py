@@ -120,7 +120,7 @@ def dtype_report(
     task: an object to use in place of `task.target`. Errors: those of `run.build_run`.
     """
     world = world or locate(config.run)
-    task = task or build_task(config.task, config.data)
+    task = task or build_task(config)
     seed_all(config.run.seed)
     model = build_whole(task, world.device, frozen_too=not config.precision.use_amp)
     batches = build_batches(

@@ -148,7 +148,7 @@ class Reference:
         self.global_batch = global_batch
         self._bounds: dict[str, float] = {}
         vars(self).update(measured)  # fills the cached properties
-        task = task or build_task(config.task, config.data)
+        task = task or build_task(config)
         self.task = RepeatableTask(task, device, STEPS * self.global_batch, eval_classes)
 
     def measured(self, precisions: Iterable[str]) -> dict[str, Any]:

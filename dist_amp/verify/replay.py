@@ -37,11 +37,10 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     config = _config_of(kept["config"], path, argv)
     world = locate(config.run)
     try:
-        task = build_task(config.task, config.data)
+        task = build_task(config)
     except ConfigError as error:
         fix = "start where the run was, or give --task.target"
         raise ConfigError(f"{path} needs its task: {error}; {fix}") from error
-    seed_all(config.run.seed)
     model = build_whole(task, torch.device("cpu"), frozen_too=not config.precision.use_amp)
     loaded = _set_weights(model, kept["weights"], path)
     world.say(f"replaying step {report.step} of {path} with {loaded}")

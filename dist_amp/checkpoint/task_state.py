@@ -1,0 +1,163 @@
+"""What a task, or its optimizer, keeps outside the model: saved where it says how, or warned of.
+
+A task with state_dict() and load_state_dict(state) is saved by them, each rank's state with the
+checkpoint. Without them, an attribute that has changed since the start is lost on a resume.
+"""
+
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_amp.errors import ConfigError, DataError, in_one_line
+from dist_amp.run import Run
+from dist_amp.scaling.frozen import checksum
+from dist_amp.task import call_task, kept_by
+from dist_amp.world import World, local
+
+METHODS = ("state_dict", "load_state_dict")
+
+FIXES = {
+    "the task": "give the task state_dict() and load_state_dict(state)",
+    "the optimizer": "keep it in optimizer.state",
+}
+
+SAMPLED_ELEMENTS = 2**16  # of a tensor, spread over it, that are compared
+
+
+# ---- a task that says what to save ----
+
+
+def packed_state(task: Any) -> Tensor:
+    """task.state_dict() as [bytes] uint8. Errors: DataError for what a load would not accept."""
+    file = io.BytesIO()
+    torch.save(call_task(DataError, "state_dict()", task.state_dict), file)
+    content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    unpacked(content)
+    return content
+
+
+def unpacked(content: Tensor) -> Any:
+    """The state that `packed_state` packed; nothing in it is executed."""
+    try:
+        return torch.load(io.BytesIO(content.numpy().tobytes()), "cpu", weights_only=True)
+    except Exception as error:
+        raise DataError(
+            f"the task's state_dict() can't be read back: {in_one_line(error)}; let it hold "
+            "tensors, numbers, texts, and lists and dicts of these"
+        ) from error
+
+
+def expected_state(metadata: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """{name: room for the state} that this rank's task takes of those in a checkpoint's metadata.
+
+    At another world size that of the rank modulo theirs; none from a checkpoint without.
+    """
+    saved = [name for name in metadata if name.startswith("task.")]
+    if not saved:
+        return {}
+    name = str(rank % len(saved))
+    return {name: torch.empty(metadata[f"task.{name}"].size, dtype=torch.uint8)}
+
+
+def load_state(task: Any, states: Mapping[str, Tensor], saved_ranks: int, world: World) -> None:
+    """Give the task what `expected_state` names, once it is read."""
+    if not states:
+        world.warn("the checkpoint has no state of the task; it starts with its first values")
+        return
+    if saved_ranks != world.world_size:
+        world.warn(
+            f"the checkpoint has a state of the task for each of {saved_ranks} ranks: rank r of "
+            f"{world.world_size} takes that of rank r mod {saved_ranks}"
+        )
+    (content,) = states.values()
+    call_task(DataError, "load_state_dict(state)", task.load_state_dict, unpacked(content))
+
+
+# ---- what changes unsaved ----
+
+
+class Unsaved:
+    """Warns of what a task without state_dict, and an optimizer, keep where no checkpoint looks."""
+
+    def __init__(self, run: Run):
+        """Errors: ConfigError for a task that has only one of state_dict and load_state_dict."""
+        self._run = run
+        methods = [name for name in METHODS if hasattr(run.task, name)]
+        if len(methods) == 1:
+            raise ConfigError(
+                f"the task has {methods[0]}, but not both of state_dict() and "
+                "load_state_dict(state), which save and restore what it keeps; add the other"
+            )
+        self._owners: dict[str, Any] = {"the optimizer": run.optimizer}
+        if not methods:
+            self._owners["the task"] = run.task
+        self._digests = self._current()
+
+    def warn_of_changes(self) -> None:
+        """Name the attributes that have changed, once each."""
+        now = self._current()
+        for owner, before in self._digests.items():
+            changed = [name for name in now[owner] if now[owner][name] != before.get(name)]
+            if changed:
+                self._run.world.warn(
+                    f"{owner} keeps {', '.join(changed)}, which changed and is in no checkpoint: a "
+                    f"resumed run would begin with the first value; {FIXES[owner]}, unless it is "
+                    "made anew from what is saved"
+                )
+        self._digests = {owner: before | now[owner] for owner, before in self._digests.items()}
+
+    def _current(self) -> dict[str, dict[str, list[Any]]]:
+        module = self._run.parallel.module
+        return {
+            name: {
+                attribute: [digest(leaf) for leaf in leaves]
+                for attribute, leaves in kept_by(owner, module).items()
+            }
+            for name, owner in self._owners.items()
+        }
+
+
+def digest(leaf: Any) -> Any:
+    """A value that tells whether a leaf has changed; of a large tensor some elements count."""
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+        return repr(leaf)
+    flat = local(leaf.detach()).reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return list(leaf.shape), checksum(flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)]).item()
+
+
+# ---- what must be equal at the start ----
+
+
+def check_kept(run: Run) -> None:
+    """Warn of what is never trained. Errors: DataError for a tensor that differs between ranks."""
+    kept = kept_by(run.task, run.parallel.module)
+    digests = {}
+    for name, leaves in kept.items():
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        digests[name] = [digest(tensor) for tensor in tensors]
+        trained = sum(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in tensors)
+        if trained:
+            run.world.warn(untrained_text(name, trained))
+    texts = run.world.gather_texts(json.dumps(digests))
+    for rank, text in enumerate(texts):
+        for name, value in json.loads(text).items():
+            if value != json.loads(texts[0]).get(name):
+                raise DataError(
+                    f"the task's attribute {name} is not the same on ranks 0 and {rank}; draw it "
+                    "with a fixed seed, or from the generators of torch, NumPy and Python, which "
+                    "have the same seed on every rank in its constructor and build_model"
+                )
+
+
+def untrained_text(name: str, count: int) -> str:
+    return (
+        f"the task's attribute {name} holds {count} trained parameters that are not in the model, "
+        "so nothing trains them: put them into the module that build_model returns, or set "
+        "requires_grad=False"
+    )
