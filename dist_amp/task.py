@@ -55,7 +55,6 @@ from dist_amp.distributed.process import hide_progress_bars
 from dist_amp.errors import Failure, in_one_line
 from dist_amp.world import World
 
-
 PLAIN = (str, bytes, int, float, bool, type(None))
 # What a checkpoint has of an optimizer, and what the scaler sets for its step.
 SAVED_OF_OPTIMIZER = ("state", "param_groups", "grad_scale", "found_inf")

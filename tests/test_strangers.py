@@ -17,6 +17,8 @@ from dist_amp.scaling import hooks
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.hooks import BlockCalls
 from dist_amp.step import evaluate, train_step
+from dist_amp.supervise.callbacks import Callbacks
+from dist_amp.supervise.lifecycle import Stop
 from dist_amp.world import World
 
 
@@ -508,3 +510,117 @@ def metrics_of(world):
 def test_metrics_gets_the_module_without_ddps_wrapper():
     one, two = on_ranks(2, metrics_of)
     assert one == two
+
+
+# ---- what only one process allows ----
+
+
+class HookedParameter(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0][0].weight.register_hook(lambda gradient: gradient * 2)
+        return model
+
+
+def first_weight_after(world, task, strategy, steps=2, more=()):
+    words = ["--use_amp", "false", "--data.shuffle", "false", "--parallel.strategy", strategy]
+    size = 8 // world.world_size
+    run = make_run(world, task(), *words, "--train.micro_batch_size", size, *more)
+    take_steps(run, steps)
+    return parameters_of(run)
+
+
+def test_a_hook_on_a_parameter_works_under_ddp():
+    alone = first_weight_after(World(), HookedParameter, "single")
+    without = first_weight_after(World(), Tiny, "single")
+    assert not torch.equal(alone["0.0.weight"], without["0.0.weight"])
+    for parameters in on_ranks(2, first_weight_after, HookedParameter, "ddp"):
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order, which two steps of Adam add up.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
+
+
+@pytest.mark.bad_input("a hook on a parameter, from build_model, under fsdp")
+def test_a_hook_on_a_parameter_that_sharding_would_lose_is_refused_by_name():
+    with pytest.raises(RankFailed, match="the parameter 0.0.weight has a hook from build_model, "):
+        on_ranks(2, first_weight_after, HookedParameter, "fsdp")
+
+
+class Momentum(nn.Module):
+    """A student, and a teacher that follows it in each forward, by one of two ways to write."""
+
+    def __init__(self, through_data):
+        super().__init__()
+        self.student = nn.Linear(8, 1)
+        self.teacher = nn.Linear(8, 1).requires_grad_(False)
+        self.through_data = through_data
+
+    @torch.no_grad()
+    def follow(self):
+        pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+        for old, new in pairs:
+            if self.through_data:
+                old.data = old.data * 0.9 + new.data * 0.1
+            else:
+                old.mul_(0.9).add_(new, alpha=0.1)
+
+    def forward(self, x):
+        if self.training:
+            self.follow()
+        return self.student(x) - self.teacher(x).detach()
+
+
+class FollowsInForward(Tiny):
+    def __init__(self, through_data: bool = False):
+        super().__init__()
+        self.through_data = through_data
+
+    def build_model(self):
+        return Momentum(self.through_data)
+
+
+class FollowsInForwardByData(FollowsInForward):
+    def __init__(self):
+        super().__init__(through_data=True)
+
+
+@pytest.mark.bad_input("a teacher that the forward changes, under fsdp")
+@pytest.mark.parametrize("task", [FollowsInForward, FollowsInForwardByData])
+def test_a_teacher_that_moves_in_forward_moves_under_ddp_and_is_refused_under_fsdp(task):
+    alone = first_weight_after(World(), task, "single")
+    for parameters in on_ranks(2, first_weight_after, task, "ddp"):
+        # Rounding of float32 sums in another order, which two steps of Adam add up.
+        torch.testing.assert_close(
+            parameters["teacher.weight"], alone["teacher.weight"], rtol=0, atol=2e-6
+        )
+    with pytest.raises(RankFailed, match="forward changes its parameter teacher.weight, which is"):
+        on_ranks(2, first_weight_after, task, "fsdp")
+
+
+class Freezes(Tiny):
+    def on_step(self, run, report):
+        next(run.model.parameters()).requires_grad_(False)
+
+
+def freeze(world, strategy):
+    run = make_run(world, Freezes(), "--parallel.strategy", strategy, "--use_amp", "false")
+    (report,) = take_steps(run, 1)
+    Callbacks(run, Stop()).after_step(report, [])
+
+
+@pytest.mark.bad_input("a parameter that is frozen while training")
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_freezing_while_training_is_refused_with_what_to_do(ranks, strategy):
+    with pytest.raises(RankFailed, match="the parameter 0.0.weight was frozen after step 1, which"):
+        on_ranks(ranks, freeze, strategy)
+
+
+class Lazy(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1))
+
+
+@pytest.mark.bad_input("a model with lazy layers")
+def test_a_lazy_layer_is_refused_by_name():
+    with pytest.raises(DataError, match="the parameter 0.weight of the task's model has no shape"):
+        make_run(World(), Lazy())

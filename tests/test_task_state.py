@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import RankFailed, on_ranks
 from test_checkpoint import settings
-from tiny import Tiny, make_run, take_steps, whole
+from tiny import Tiny, make_run, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.saver import Saver, save

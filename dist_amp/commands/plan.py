@@ -28,7 +28,6 @@ from dist_amp.config.load import load_config
 from dist_amp.config.memory import USABLE, auto_strategy, capacity_of, size_text
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_length, check_parallel
-from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure, first_line, in_one_line
 from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard

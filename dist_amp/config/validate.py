@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from dist_amp.config.auto import SHARDED, batch_statistics, replicas_of
@@ -88,8 +89,14 @@ def check_sharded(config: ParallelConfig, precision: PrecisionConfig, module: nn
 
 
 def check_shardable(strategy: Strategy, module: nn.Module) -> None:
-    """Reject a parameter that FSDP2 can't shard: a scalar, or not contiguous."""
+    """Reject a parameter that FSDP2 can't shard: a scalar, not contiguous, or with a hook."""
     for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"the parameter {name} has a hook from build_model, and {strategy} would lose it "
+                "with the parameter that it replaces; register it on the module, whose hooks stay, "
+                "or use parallel.strategy=ddp"
+            )
         what = ""
         if parameter.ndim == 0:
             what = "a scalar; give it the shape [1]"
@@ -156,12 +163,18 @@ def check_length(length: int, micro_batch_size: int, accumulation_steps: int, wo
 
 
 def check_model(module: Any) -> None:
-    """Errors: DataError for what is no module, has nothing to train or complex parameters."""
+    """Errors: DataError for what is no module, or has nothing to train, complex or lazy parts."""
     if not isinstance(module, nn.Module):
         raise DataError(
             f"the task's build_model returned {type(module).__name__}; return the model, an "
             "nn.Module"
         )
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise DataError(
+                f"the parameter {name} of the task's model has no shape before its first forward; "
+                "call the model once in build_model, or give the layer its input size"
+            )
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise DataError(

@@ -4,6 +4,7 @@ Some have private names. Without those, the waits count as forward and backward,
 unused parameters itself.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -29,6 +30,9 @@ MISSING = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)
 # Methods of FSDP2's parameter groups that gather parameters, wait for them, reduce gradients, and
 # wait for those. Measured: 2 us a step for each unit.
 WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+
+# Long enough for a teacher, which equals the model at first, to move.
+CHECKED_FORWARDS = 16
 
 ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
@@ -128,7 +132,9 @@ def hook_units(
 
 
 def groups_of(unit: Any) -> list[Any]:
-    """The parameter groups of an FSDP2 unit: one at most before torch 2.13."""
+    """The parameter groups of an FSDP2 unit: one at most before torch 2.13; private names."""
+    if not hasattr(unit, "_get_fsdp_state"):
+        return []
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -140,7 +146,7 @@ def groups_of(unit: Any) -> list[Any]:
 def fsdp_groups(model: Any) -> list[Any]:
     """All parameter groups of an FSDP2 model; none if torch's private names have changed."""
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    return [g for unit in units if hasattr(unit, "_get_fsdp_state") for g in groups_of(unit)]
+    return [group for unit in units for group in groups_of(unit)]
 
 
 def time_gathers(model: Any, clock: PhaseClock) -> None:
@@ -178,6 +184,7 @@ class BlockCalls:
         self._missing: set[nn.Module] = set()
         self._called: list[nn.Module] = []  # until their backward
         self._in_forward = False  # false while a block is recomputed
+        self._checked_forwards = 0
         model.register_forward_pre_hook(self._begin)
         # First, so that the hooks of an output's gradient come before FSDP2's.
         model.register_forward_hook(self._end, prepend=True)
@@ -192,6 +199,7 @@ class BlockCalls:
     def _note(self, block: nn.Module, inputs: Any, output: Any) -> None:
         if self._in_forward:
             self._missing.discard(block)
+            self._refuse_writes(block)
             if trained := trained_tensors(output):
                 self._called.append(block)
                 self._watch(block, trained)
@@ -202,6 +210,8 @@ class BlockCalls:
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
         self._in_forward = False
+        self._refuse_writes(model)
+        self._checked_forwards += 1
         if self._missing:
             name = next(name for block, name in self._names.items() if block in self._missing)
             raise DataError(
@@ -212,6 +222,18 @@ class BlockCalls:
             )
         for tensor in trained_tensors(output):
             tensor.register_hook(self._begin_backward)
+
+    def _refuse_writes(self, unit: nn.Module) -> None:
+        """FSDP2 drops a gathered parameter, and with it what the forward has written to it."""
+        if self._checked_forwards < CHECKED_FORWARDS:
+            for parameter in [p for group in groups_of(unit) for p in group.fsdp_params]:
+                if is_written(parameter.unsharded_param, parameter.sharded_param):
+                    raise DataError(
+                        f"rank {self._rank}: the model's forward changes its parameter "
+                        f"{parameter._param_fqn}, which is lost under FSDP2, since only a gathered "
+                        "copy is changed; change it in on_step(run, report), or use "
+                        "parallel.strategy=ddp"
+                    )
 
     def _begin_backward(self, gradient: Tensor) -> None:
         call_after_backward(self._leave_rest)
@@ -266,6 +288,16 @@ class ReduceEveryBlock(BlockCalls):
         for group in groups_of(block):
             group.pre_backward(True)
             group.post_backward()
+
+
+@torch.no_grad()
+def is_written(whole: Tensor, sharded: Any) -> bool:
+    """Whether a gathered parameter has other values than the shard that this rank gave."""
+    shard = sharded.to_local()
+    mesh = sharded.device_mesh
+    rows = math.ceil(len(whole) / mesh.size(-1))
+    begin = rows * mesh.get_local_rank(mesh_dim=-1)
+    return not torch.equal(whole[begin : begin + len(shard)], shard.to(whole.device, whole.dtype))
 
 
 def trained_tensors(output: Any) -> list[Tensor]:

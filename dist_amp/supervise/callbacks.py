@@ -63,6 +63,7 @@ class Callbacks(Observer):
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if self._on_step is not None:
             self._act_on("on_step(run, report)", self._on_step, report)
+            refuse_frozen(self._run)
 
     def after_evaluation(self) -> None:
         if self._on_evaluation is not None:
@@ -80,6 +81,19 @@ class Callbacks(Observer):
             )
         if not self._stop.ended_by:
             self._stop.ended_by = f'{name} returned "stop" on rank {self._run.world.rank}{when}'
+
+
+def refuse_frozen(run: Run) -> None:
+    """Errors: DataError for a parameter that is trained and no longer requires a gradient."""
+    if all(p.requires_grad for p in run.parallel.parameters):
+        return
+    trained = set(run.parallel.parameters)
+    parameters = run.parallel.module.named_parameters()
+    frozen = [name for name, p in parameters if p in trained and not p.requires_grad]
+    raise DataError(
+        f"the parameter {frozen[0]} was frozen after step {run.step}, which its momentum and weight decay would "
+        "ignore; freeze it in build_model, in a new run from an export of this one's weights"
+    )
 
 
 def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:

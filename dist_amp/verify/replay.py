@@ -14,7 +14,7 @@ from dist_amp.checkpoint.weights import load_weights
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
-from dist_amp.distributed.process import seed_all, set_random_state
+from dist_amp.distributed.process import set_random_state
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.nested import to_device
 from dist_amp.precision import build_precision
