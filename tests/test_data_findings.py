@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import time
 from contextlib import nullcontext, redirect_stderr
@@ -152,21 +153,49 @@ def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak(value):
         (["train.txt", "testament.txt", "training_notes.txt"], {"train": 3}),
         (["training-0.csv", "testing-0.csv"], {"train": 1, "test": 1}),
         (["train_a.txt", "validation1.txt"], {"train": 1, "validation": 1}),
+        (["wiki.train.txt", "wiki.valid.txt"], {"train": 1, "validation": 1}),
+        (["en_train.csv", "de_train.csv", "EN_TEST.csv"], {"train": 2, "test": 1}),
+        (["train.txt", "valid.txt", "LICENSE.txt", "vocab.txt"], {"train": 1, "validation": 1}),
+        (["LICENSE.txt"], {"train": 1}),
+        (["test.csv"], {"train": 1}),  # what was asked for
+        (["test_io.py", "io.py", "val.py"], {"train": 3}),
+        (["train/test.csv", "dev/train.csv"], {"train": 1, "validation": 1}),
+        (["car/1.png", "train/1.png"], {"train": 2}),  # classes
     ],
 )
 def test_only_a_whole_word_names_a_split(names, splits, tmp_path):
     for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text\nsome\n")
     found = find_files(DataConfig(path=str(tmp_path)))
     assert {split: len(paths) for split, paths in found.splits.items()} == splits
 
 
 @pytest.mark.bad_input("a folder in which one file names no split, and others do")
-def test_a_file_that_names_no_split_beside_others_that_do_is_refused(tmp_path):
-    for name in ("train", "test", "extra"):
-        write_texts(tmp_path / f"{name}.jsonl", ["a", "b"])
-    said = message_of(65, load_rows, DataConfig(path=str(tmp_path)), "train")
-    assert "extra.jsonl names no split, though " in said
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train.jsonl", "test.jsonl", "extra.jsonl"],
+        ["train.txt", "valid.txt", "test.txt", "extra.txt"],
+        ["wiki.test.txt", "extra.txt"],
+        ["train/1.png", "val/1.png", "extra/1.png"],
+    ],
+)
+def test_a_file_that_names_no_split_beside_others_that_do_is_refused(names, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    said = message_of(65, find_files, DataConfig(path=str(tmp_path)))
+    assert re.search(r"extra\S+ names no split, though \S+(test|val)", said)
+
+
+@pytest.mark.bad_input("a folder with files to hold out, and none to train on")
+def test_a_folder_without_files_to_train_on_is_refused(tmp_path):
+    for name in ("dev.jsonl", "test.jsonl"):
+        write_texts(tmp_path / name, ["a", "b"])
+    said = message_of(65, find_files, DataConfig(path=str(tmp_path)))
+    assert "dev.jsonl" in said
+    assert "test.jsonl are to hold out, and none is to train on; name one of them train" in said
 
 
 @pytest.mark.bad_input("a symbolic link to data that leads nowhere")

@@ -34,7 +34,12 @@ MARKS = {
     "tokens.json": "tokens",
 }
 TOKENS_INDEX = "documents.bin"
-SPLIT_NAME = re.compile(r"(train|test|valid|val|dev)(?:ing|ation)?(?![a-z])")
+# A word of its own, as in wiki.train.txt or en_test-00.jsonl.
+SPLIT_NAME = re.compile(r"(?:^|(?<=[._-]))(train|test|valid|val|dev)(?:ing|ation)?(?=[._\-\d]|$)")
+COMPANION = re.compile(
+    r"(licen[cs]e|readme|notice|copying|citation|changelog|requirements|vocab|merges|config|"
+    r"tokenizer|tokenizer_config|special_tokens_map|dataset_infos|metadata)\."
+)
 HIDDEN = re.compile(r"(^|/)\.[^/]")
 Sizes = dict[str, int | None]  # of files by their paths; None where a server does not tell
 
@@ -176,33 +181,44 @@ def format_of(path: str) -> str:
 
 
 def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
-    """{split: paths} if each names its split, as train/0.csv or train-0.csv; else {"train": paths}.
+    """{split: paths} if each names its split, as train/0.csv or en_train.csv; else all to train on.
 
-    Errors: DataError for a file that names none beside others that do, but for texts and images.
+    Left out is what comes with a data set, such as a licence. Errors: DataError for a file that
+    names no split beside others that name one to hold out, and where none is to train on.
     """
-    top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
+    data = [path for path in paths if not COMPANION.match(posixpath.basename(path).lower())]
+    data = data or paths
+    for path in sorted(set(paths) - set(data)):
+        log.info("data: %s comes with the data, and is left out", path)
+    top = posixpath.commonpath([posixpath.dirname(path) for path in data])
     splits: dict[str, list[str]] = {}
-    for path in paths:
-        folder, slash, _ = posixpath.relpath(path, top or ".").partition("/")
-        match = SPLIT_NAME.fullmatch(folder) if slash else None
-        if format_ != "images":  # a picture's own name says nothing of its split
-            match = match or SPLIT_NAME.match(posixpath.basename(path))
-        split = match[1] if match else ""
-        if split in ("valid", "val", "dev"):
-            split = "validation"
-        splits.setdefault(split, []).append(path)
+    for path in data:
+        splits.setdefault(split_of(posixpath.relpath(path, top or "."), format_), []).append(path)
     unnamed = splits.pop("", [])
-    if "train" not in splits:
-        return {"train": paths}
-    if not unnamed:
-        return splits
-    others = [path for name, inside in splits.items() if name != "train" for path in inside]
-    if others and format_ not in ("text", "images"):
+    held_out = [path for name, inside in splits.items() if name != "train" for path in inside]
+    if unnamed and held_out:
         raise DataError(
-            f"{unnamed[0]} names no split, though {others[0]} does, which would be trained on; "
-            "rename it, or name the files in data.path"
+            f"{unnamed[0]} names no split, though {held_out[0]} does, which would be trained on; "
+            "rename it, move it elsewhere, or name the files in data.path"
         )
-    return {"train": paths}
+    if "train" not in splits and len(splits) > 1:
+        raise DataError(
+            f"files such as {', '.join(inside[0] for inside in splits.values())} are to hold out, "
+            "and none is to train on; name one of them train, or name the files in data.path"
+        )
+    return splits if held_out and "train" in splits else {"train": data}
+
+
+def split_of(path: str, format_: str) -> str:
+    """The split that a relative path names by its first folder or its file's name; or ""."""
+    folder, slash, _ = path.lower().partition("/")
+    match = SPLIT_NAME.fullmatch(folder) if slash else None
+    # The names of pictures and of programs, such as test_io.py, say nothing of a split.
+    if format_ != "images" and not path.endswith((".py", ".md")):
+        match = match or SPLIT_NAME.search(posixpath.basename(path).lower())
+    if match is None:
+        return ""
+    return "validation" if match[1] in ("valid", "val", "dev") else match[1]
 
 
 def stay_local_without_network() -> None:
