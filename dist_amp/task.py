@@ -44,7 +44,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -149,11 +148,11 @@ def leaves_of(value: Any, owner: type) -> Iterator[Any]:
             yield from leaf.buffers()
         elif isinstance(leaf, Optimizer):
             yield from tree_leaves(list(leaf.state.values()))
-        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            yield torch.from_numpy(leaf)
+        elif hasattr(leaf, "__array_interface__") and leaf.dtype.kind in "biufc":
+            yield torch.as_tensor(leaf)
         elif isinstance(leaf, torch.Generator):
             yield leaf.get_state().numpy().tobytes()
-        elif isinstance(leaf, np.random.Generator):
+        elif hasattr(leaf, "bit_generator"):  # of NumPy
             yield str(leaf.bit_generator.state)
         elif isinstance(leaf, random.Random):
             yield str(leaf.getstate())

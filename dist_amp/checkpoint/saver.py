@@ -52,9 +52,11 @@ class Saver(Observer):
         # per shard of any rank (measured for 64 to 1,024 ranks).
         self._planner = DefaultSavePlanner(enable_plan_caching=True)
         self._planner._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
+
         from dist_amp.checkpoint.task_state import Unsaved
 
         self._unsaved = Unsaved(run)
+
         self._background: Any = None
         if run.config.checkpoint.async_save:
             from dist_amp.checkpoint.background import Background

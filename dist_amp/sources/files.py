@@ -34,7 +34,7 @@ MARKS = {
     "tokens.json": "tokens",
 }
 TOKENS_INDEX = "documents.bin"
-# A word of its own, as in wiki.train.txt or en_test-00.jsonl.
+# A whole word, as in wiki.train.txt or en_test-00.jsonl.
 SPLIT_NAME = re.compile(r"(?:^|(?<=[._-]))(train|test|valid|val|dev)(?:ing|ation)?(?=[._\-\d]|$)")
 COMPANION = re.compile(
     r"(licen[cs]e|readme|notice|copying|citation|changelog|requirements|vocab|merges|config|"

@@ -92,7 +92,8 @@ def refuse_frozen(run: Run) -> None:
     frozen = [name for name, p in parameters if p in trained and not p.requires_grad]
     raise DataError(
         f"the parameter {frozen[0]} was frozen after step {run.step}, which its momentum and "
-        "weight decay would ignore; freeze it in build_model, in a new run from an export of this one's weights"
+        "weight decay would ignore; freeze it in build_model, in a new run from an export of this "
+        "one's weights"
     )
 
 
