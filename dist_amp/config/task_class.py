@@ -125,22 +125,16 @@ def type_of(default: Any) -> Any:
 
 
 def build_task(config: Config) -> Any:
-    """Construct the task with its arguments, and with the data section if it asks for it.
-
-    It draws the same random numbers on every rank, and build_model after it those of the seed.
-    """
-    cls = find_task(config.task.target)
+    """Construct the task with its arguments, and with the data section if it asks for it."""
+    target = config.task.target
+    cls = find_task(target)
     args: Mapping[str, Any] = config.task.args
     if is_dataclass(args):
         args = {item.name: getattr(args, item.name) for item in fields(args)}
     if INJECTED in inspect.signature(cls).parameters:
         args = {**args, INJECTED: config.data}
-    seed_all(config.run.seed)
+    seed_all(config.run.seed)  # a constructor draws the same numbers on every rank
     try:
-        task = cls(**args)
+        return cls(**args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"task.target={config.task.target} rejects its task.args: {error}"
-        ) from error
-    seed_all(config.run.seed)
-    return task
+        raise ConfigError(f"task.target={target} rejects its task.args: {error}") from error

@@ -14,7 +14,7 @@ from dist_amp.checkpoint.weights import load_weights
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
-from dist_amp.distributed.process import set_random_state
+from dist_amp.distributed.process import seed_all, set_random_state
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.nested import to_device
 from dist_amp.precision import build_precision
@@ -41,6 +41,7 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     except ConfigError as error:
         fix = "start where the run was, or give --task.target"
         raise ConfigError(f"{path} needs its task: {error}; {fix}") from error
+    seed_all(config.run.seed)
     model = build_whole(task, torch.device("cpu"), frozen_too=not config.precision.use_amp)
     loaded = _set_weights(model, kept["weights"], path)
     world.say(f"replaying step {report.step} of {path} with {loaded}")
