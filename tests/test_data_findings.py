@@ -128,12 +128,12 @@ def test_whether_documents_leak_is_decided_by_what_all_ranks_found(shares, leak,
         precision=SimpleNamespace(autocast=nullcontext),
         evaluating=nullcontext,
     )
-    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids: shares[0])
+    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, flash: shares[0])
     if leak:
-        said = message_of(64, hf_causal_lm.check_documents_are_apart, run)
+        said = message_of(64, hf_causal_lm.check_documents_are_apart, run, False)
         assert said.endswith("0.5 as much as its own; use data.pack=off")
     else:
-        hf_causal_lm.check_documents_are_apart(run)
+        hf_causal_lm.check_documents_are_apart(run, False)
 
 
 @pytest.mark.parametrize("value", [0.0, NAN])
@@ -145,6 +145,81 @@ def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak(value):
         return SimpleNamespace(logits=torch.full((*input_ids.shape, 7), value))
 
     assert leaked_share(same, torch.arange(8)[None]) == 0
+
+
+class FlashAttention:
+    """torch's attention with the two calls of the flash-attention library that training uses."""
+
+    @staticmethod
+    def attend(q, k, v):  # [B, T, heads, width]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def attend_within(self, q, k, v, cu_seqlens_q, cu_seqlens_k):  # [tokens, heads, width]
+        sizes = cu_seqlens_q.diff().tolist()
+        documents = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        return torch.cat([self.attend(*(x[None] for x in one))[0] for one in documents])
+
+    def functions(self, implementation):
+        no_options = lambda **options: {}  # noqa: E731
+        return (self.attend, self.attend_within, None, None, None), (no_options, no_options)
+
+
+def flash_model(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    utils = transformers.modeling_flash_attention_utils
+    monkeypatch.setattr(utils, "lazy_import_flash_attention", FlashAttention().functions)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_flash_attention_keeps_documents_apart_in_batches_of_any_size(rows, monkeypatch):
+    from dist_amp.tasks.hf_causal_lm import LEAK, leaked_share
+
+    model = flash_model(monkeypatch)
+    input_ids = torch.randint(64, (rows, 16))
+    assert leaked_share(model, input_ids, flash=True) <= LEAK
+
+
+def test_a_leak_that_only_batches_of_several_rows_have_is_found(monkeypatch):
+    from dist_amp.tasks.hf_causal_lm import leaked_share
+
+    model = flash_model(monkeypatch)
+    assert leaked_share(model, torch.randint(64, (2, 16)), flash=False) > 0.01
+
+
+def test_rounding_that_float32_does_not_have_is_no_leak(monkeypatch):
+    pytest.importorskip("transformers")
+    from dist_amp.tasks import hf_causal_lm
+
+    shares = [0.5, 0.0]  # in bf16, then in float32
+    run = run_of_shares(shares)
+    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, flash: shares.pop(0))
+    hf_causal_lm.check_documents_are_apart(run, False)
+    assert not shares
+
+
+def test_the_loss_of_packed_rows_is_the_same_with_flash_attention(monkeypatch):
+    from dist_amp.tasks.hf_causal_lm import document_bounds, next_tokens
+
+    model = flash_model(monkeypatch)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]])
+    input_ids = torch.randint(64, (2, 8))
+    batch = {"input_ids": input_ids, "labels": input_ids, "position_ids": positions}
+    flash = next_tokens(model, {**batch, **document_bounds(positions)})[0]
+    model.config._attn_implementation = "sdpa"
+    # Another order of sums in float32.
+    torch.testing.assert_close(flash, next_tokens(model, batch)[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Rows: messages; or prompt and completion; or data.text_column. With data.pack=be
 share rows, and the model is checked for cross-document attention.
 """
 
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import torch
@@ -25,6 +26,8 @@ from dist_amp.tasks.pretrained import load_pretrained
 # GPT-2, Gemma 3 and Mixtral; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) where it leaks.
 # Measured on tiny ones; float32 rounds by 1e-7, should a kernel's sums depend on other tokens.
 LEAK = 1e-5
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+PASSED = ("attention_mask", "position_ids", *BOUNDS)
 Batch = dict[str, Any]
 
 
@@ -51,6 +54,7 @@ class HFCausalLM:
         self.prompt = prompt
         self.sample_tokens = sample_tokens
         self.leak_checked = False
+        self.flash = False
 
     def build_model(self) -> nn.Module:
         model: Any = huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
@@ -60,6 +64,7 @@ class HFCausalLM:
                 f"task.args.length={self.packing.length} is more than the model's {most} positions "
                 f"(max_position_embeddings); use at most {most}"
             )
+        self.flash = "flash" in str(model.config._attn_implementation)
         return model  # type: ignore[no-any-return]
 
     def load(self, model: nn.Module) -> None:
@@ -77,7 +82,10 @@ class HFCausalLM:
 
     def collate(self, samples: list[Batch]) -> dict[str, Any]:
         pad_id = self.tokenizer.pad_token_id or 0
-        return self.packing.collate(samples, pad_id, attention_mask=self.packing.pack == "off")
+        batch = self.packing.collate(samples, pad_id, attention_mask=self.packing.pack == "off")
+        if self.flash and "position_ids" in batch:
+            batch |= document_bounds(batch["position_ids"])
+        return batch
 
     def weight(self, batch: Batch) -> int:
         return batch["counted"]  # type: ignore[no-any-return]
@@ -100,7 +108,7 @@ class HFCausalLM:
     def train_metrics(self, run: Any, report: Any) -> Batch:
         """Shares of padding and of what counts; the first call also checks for a leak."""
         if self.packing.pack == "best_fit" and not self.leak_checked:
-            check_documents_are_apart(run)
+            check_documents_are_apart(run, self.flash)
             self.leak_checked = True
         return self.shares.read(run.world)
 
@@ -117,40 +125,55 @@ def next_tokens(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
     # transformers recognises packed documents by positions that restart, but not with a mask or a
     # cache.
-    inputs = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
+    inputs = {name: batch[name] for name in PASSED if name in batch}
     output = model(input_ids=batch["input_ids"], **inputs, use_cache=False)
     logits = output.logits[:, :-1].float().flatten(0, 1)
     return logits, batch["labels"][:, 1:].flatten()
 
 
-def check_documents_are_apart(run: Any) -> None:
+def document_bounds(position_ids: Tensor) -> Batch:
+    """Where documents begin in the flattened batch, [documents + 1] int32, and their longest.
+
+    Flash attention takes them: from position_ids [B, T] transformers finds documents only if B is 1.
+    """
+    starts = (position_ids.flatten() == 0).nonzero().flatten()
+    bounds = torch.cat((starts, starts.new_tensor([position_ids.numel()]))).int()
+    length = position_ids.shape[1]
+    return dict(zip(BOUNDS, (bounds, bounds, length, length), strict=True))
+
+
+def check_documents_are_apart(run: Any, flash: bool) -> None:
     """Errors: ConfigError, on all ranks, for a model with attention across packed documents."""
     batch = run.data.last_step[0][0]
     batch = getattr(batch, "batch", batch)  # of padding
-    with run.evaluating(), run.precision.autocast():
-        share = leaked_share(run.parallel.module, batch["input_ids"][:1])
-    worst = max(share for (share,) in run.world.gather_numbers([share]))
-    if worst > LEAK:
-        raise ConfigError(
-            "data.pack=best_fit needs a model that separates documents by position_ids: in "
-            f"{type(run.parallel.module).__name__} another first document changes the second's "
-            f"logits, {worst:.1g} as much as its own; use data.pack=off"
-        )
+    # Float32 decides: in lower precision experts round by how many tokens they get.
+    for precision in (run.precision.autocast, nullcontext):
+        with run.evaluating(), precision():
+            share = leaked_share(run.parallel.module, batch["input_ids"], flash)
+        worst = max(share for (share,) in run.world.gather_numbers([share]))
+        if worst <= LEAK:
+            return
+    raise ConfigError(
+        "data.pack=best_fit needs a model that separates documents by position_ids: in "
+        f"{type(run.parallel.module).__name__} another first document changes the second's "
+        f"logits, {worst:.1g} as much as its own; use data.pack=off"
+    )
 
 
-def leaked_share(model: Any, input_ids: Tensor) -> float:
-    """How much a row's first document changes the second's logits, over its own change.
+def leaked_share(model: Any, input_ids: Tensor, flash: bool = False) -> float:
+    """How much the rows' first documents change the second ones' logits, over their own change.
 
-    The halves of input_ids [B, T] are taken for two documents. 0 if the logits do not tell: of a
-    head of zeros, or of a run that has diverged.
+    The halves of each row of input_ids [B, T] are taken for two documents. 0 if the logits do not
+    tell: of a head of zeros, or of a run that has diverged.
     """
     half = input_ids.shape[1] // 2
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     positions = torch.where(positions < half, positions, positions - half).expand_as(input_ids)
     others = torch.where(input_ids > 0, input_ids - 1, 1)  # ids that the vocabulary has
     changed = torch.cat((others[:, :half], input_ids[:, half:]), dim=1)
+    inputs = {"position_ids": positions, **(document_bounds(positions) if flash else {})}
     logits = [
-        model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        model(input_ids=ids, **inputs, use_cache=False).logits.float()
         for ids in (input_ids, changed)
     ]
     change = (logits[0] - logits[1]).abs()
