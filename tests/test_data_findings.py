@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from test_bad_inputs import message_of
 from tiny import Tiny, make_run
@@ -113,6 +114,17 @@ def test_text_labels_of_a_parquet_view_are_refused_with_what_to_use(tmp_path):
 NAN = float("nan")
 
 
+def packed_run(gather_numbers):
+    """What the check of packed documents needs of a run."""
+    return SimpleNamespace(
+        world=SimpleNamespace(gather_numbers=gather_numbers),
+        data=SimpleNamespace(last_step=[({"input_ids": torch.zeros(1, 8)}, (0,))]),
+        parallel=SimpleNamespace(module=None),
+        precision=SimpleNamespace(autocast=nullcontext),
+        evaluating=nullcontext,
+    )
+
+
 @pytest.mark.parametrize(
     ("shares", "leak"), [([0.0, 0.0], False), ([0.0, 0.5], True), ([0.5, 0.0], True)]
 )
@@ -120,14 +132,7 @@ def test_whether_documents_leak_is_decided_by_what_all_ranks_found(shares, leak,
     pytest.importorskip("transformers")
     from dist_amp.tasks import hf_causal_lm
 
-    gathered = [[share] for share in shares]
-    run = SimpleNamespace(
-        world=SimpleNamespace(gather_numbers=lambda numbers: gathered),
-        data=SimpleNamespace(last_step=[({"input_ids": torch.zeros(1, 8)}, (0,))]),
-        parallel=SimpleNamespace(module=None),
-        precision=SimpleNamespace(autocast=nullcontext),
-        evaluating=nullcontext,
-    )
+    run = packed_run(lambda numbers: [[share] for share in shares])
     monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, flash: shares[0])
     if leak:
         said = message_of(64, hf_causal_lm.check_documents_are_apart, run, False)
@@ -153,7 +158,8 @@ class FlashAttention:
     @staticmethod
     def attend(q, k, v):  # [B, T, heads, width]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
 
     def attend_within(self, q, k, v, cu_seqlens_q, cu_seqlens_k):  # [tokens, heads, width]
         sizes = cu_seqlens_q.diff().tolist()
@@ -203,7 +209,7 @@ def test_rounding_that_float32_does_not_have_is_no_leak(monkeypatch):
     from dist_amp.tasks import hf_causal_lm
 
     shares = [0.5, 0.0]  # in bf16, then in float32
-    run = run_of_shares(shares)
+    run = packed_run(lambda numbers: [numbers])
     monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, flash: shares.pop(0))
     hf_causal_lm.check_documents_are_apart(run, False)
     assert not shares

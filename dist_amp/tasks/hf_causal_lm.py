@@ -134,7 +134,7 @@ def next_tokens(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 def document_bounds(position_ids: Tensor) -> Batch:
     """Where documents begin in the flattened batch, [documents + 1] int32, and their longest.
 
-    Flash attention takes them: from position_ids [B, T] transformers finds documents only if B is 1.
+    Flash attention takes them: from position_ids [B, T] transformers finds documents only at B = 1.
     """
     starts = (position_ids.flatten() == 0).nonzero().flatten()
     bounds = torch.cat((starts, starts.new_tensor([position_ids.numel()]))).int()
