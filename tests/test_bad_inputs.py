@@ -366,6 +366,12 @@ def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
 def test_each_of_torchs_messages_about_a_dead_worker_is_recognised(said, how):
     error = str(explain(RuntimeError(said), 2))
     assert error.startswith(f"rank 2: loader worker {how}; it may have run out of memory")
+    ended = "DataLoader worker (pid(s) 7) exited unexpectedly with exit code 9. Details are lost"
+    error = str(explain(RuntimeError(ended), 2))
+    assert error.startswith(
+        "rank 2: loader worker (pid 7) exited unexpectedly with exit code 9; the "
+    )
+    assert "memory" not in error
     other = RuntimeError("DataLoader timed out")
     assert explain(other, 2) is other
 

@@ -255,13 +255,24 @@ def test_a_sample_that_fails_does_not_undo_a_finished_training(launch, tmp_path)
     assert summary_of(tmp_path / "run")["stopped_by"] == "completed"
 
 
-def test_a_last_interval_that_is_not_finite_is_told_of_and_ends_no_run(launch, tmp_path):
+@pytest.mark.bad_input("a run whose last steps were all skipped")
+def test_a_run_whose_last_steps_were_all_skipped_is_saved_and_ends_with_status_70(launch, tmp_path):
     words = ["--task.target", "tiny:LaterNan", "--train.steps", "3", "--run.dir", "run"]
     done = launch(0, *TINY, *words)
+    assert done.returncode == 70
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: the last 2 of 3 steps were skipped: their gradients were inf")
+    assert "done:" not in done.stdout
+    assert (tmp_path / "run/checkpoints/step_00000003").is_dir()
+    assert summary_of(tmp_path / "run")["exit_code"] == 70
+
+
+def test_a_single_skip_at_the_end_as_of_a_growing_loss_scale_ends_no_run(launch, tmp_path):
+    words = ["--task.target", "tiny:LaterNan", "--train.steps", "2", "--run.dir", "run"]
+    done = launch(0, *TINY, *words)
     assert done.returncode == 0, done.stderr
-    assert "done: 3 steps (1 applied, 2 skipped), loss nan" in done.stdout
-    assert summary_of(tmp_path / "run")["final_loss"] == "nan"
-    assert losses(tmp_path / "run")[3] == "nan"
+    assert "done: 2 steps (1 applied, 1 skipped)" in done.stdout
+    assert "skipped), loss nan" not in done.stdout
 
 
 @pytest.mark.bad_input("a run in which every step was skipped")
@@ -272,7 +283,7 @@ def test_a_run_in_which_no_step_was_applied_is_not_done_also_when_it_is_started_
     for _ in range(2):
         done = launch(0, *words)
         assert done.returncode == 70
-        said = "error: none of the 3 steps was applied: the gradients"
+        said = "error: the last 3 of 3 steps were skipped: their gradients"
         assert said in done.stderr.splitlines()[-1]
         assert "done:" not in done.stdout
         summary = summary_of(tmp_path / "run")

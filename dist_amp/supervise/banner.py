@@ -3,6 +3,7 @@
 import importlib.metadata
 import inspect
 import json
+import math
 import os
 import platform
 import re
@@ -107,7 +108,8 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
     # Missing if a resumed run only had to evaluate, and its metrics.jsonl is lost.
     if "final_loss" in summary:
         result += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
-        result += f", loss {float(summary['final_loss']):.4f}"
+    if math.isfinite(loss := float(summary.get("final_loss", math.nan))):
+        result += f", loss {loss:.4f}"
     for name, value in summary["evaluation"].items():
         result += f", held-out {name} {value:.4f}"
     if "goodput" in summary:

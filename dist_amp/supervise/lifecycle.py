@@ -130,14 +130,15 @@ def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
 def close_run(run: Run, stop: Stop) -> int:
     """Write the summary and a sample of a completed run; return the exit status.
 
-    Errors: NumericsError if no step was applied: such a run is not done.
+    Errors: NumericsError if its last steps were skipped; but a growing loss scale may cost one.
     """
-    if not run.schedule.applied_steps:
+    applied, _, in_a_row = run.schedule.counters.tolist()
+    if in_a_row > 1 or not applied:
         amp = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""
         raise NumericsError(
-            f"none of the {run.step} steps was applied: the gradients of each were inf or nan; use "
-            f"{amp}a lower optim.lr, or more steps if the loss scale was still falling, or check "
-            "the task's loss and data"
+            f"the last {in_a_row} of {run.step} steps were skipped: their gradients were inf or "
+            f"nan; use {amp}a lower optim.lr, or more steps if the loss scale was still falling, "
+            "or check the task's loss and data"
         )
     early = ""
     if stop.by_task and run.step < run.config.train.steps:
