@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from chaos import children, is_there
 from forked import ROOT, Launch
 from ranks import on_ranks
+from tiny import Tiny, make_run
+
+from dist_amp.supervise.lifecycle import bound_evaluation
+from dist_amp.world import World
 
 TINY = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "2", "--metrics.log_every", "1"]
 
@@ -288,6 +293,39 @@ def test_a_run_in_which_no_step_was_applied_is_not_done_also_when_it_is_started_
         assert "done:" not in done.stdout
         summary = summary_of(tmp_path / "run")
         assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 70)
+
+
+def test_by_default_an_evaluation_takes_a_part_of_the_samples_the_same_after_a_resume(
+    launch, tmp_path
+):
+    words = [*TINY, "--task.args.samples", "1000", "--train.micro_batch_size", "2"]
+    for steps in (2, 4):
+        done = launch(0, *words, "--train.steps", steps, "--run.dir", "run")
+        assert done.returncode == 0, done.stderr
+        said = "eval   32 of the 1,000 samples held out, the same each time, in about a tenth"
+        assert done.stdout.count(said) == 1
+    settings = tomllib.loads((tmp_path / "run/config.toml").read_text())
+    assert settings["eval"]["batches"] == 16
+
+
+def evaluated_samples(world, micro_batches):
+    """What an evaluation reads, after the main job has bounded it."""
+    words = ["--train.micro_batch_size", 2, "--train.accumulation_steps", micro_batches]
+    run = make_run(world, Tiny(samples=5000), *words, "--eval.every", 50, "--train.steps", 400)
+    bound_evaluation(run, run.validation)
+    seen = []
+    for _ in run.validation.one_epoch(run.config.eval.batches):
+        seen += [index for _, indices in run.validation.last_step for index in indices]
+    return seen
+
+
+def test_the_samples_of_a_bounded_evaluation_depend_on_no_world_size_and_are_spread():
+    alone = sorted(evaluated_samples(World(), 4))
+    assert len(set(alone)) == len(alone) == round(0.1 * 3 * 50 * 4 * 2)
+    assert min(alone) < 500
+    assert max(alone) > 4500
+    of_ranks = on_ranks(2, evaluated_samples, 2)
+    assert sorted(of_ranks[0] + of_ranks[1]) == alone
 
 
 def main_with_a_group(world, folder):
