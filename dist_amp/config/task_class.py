@@ -57,6 +57,8 @@ def _import(module_name: str, target: str) -> Any:
     name = module_name
     folder = str(Path.cwd())
     if module_name.endswith(".py"):
+        if not path.is_file():
+            raise ConfigError(f"task.target={target}: there is no file {path}; check the path")
         name = path.stem
         folder = str(path.parent.resolve())
     if folder not in sys.path:
