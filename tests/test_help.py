@@ -126,15 +126,22 @@ try dist_amp tr
 try dist_amp train --optim.wa
 try dist_amp launch --optim.wa
 try dist_amp train --run.device ""
+try dist_amp train --run.d
+try dist_amp train --config comp
+try dist_amp train --run.dir comp
 """
 
 
 @pytest.mark.slow  # 5 to 15 s: tyro reads the settings of every command
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not there")
-def test_bash_completes_commands_and_settings(monkeypatch, capsys, tmp_path):
+def test_bash_completes_commands_settings_and_paths_and_offers_no_help_as_a_value(
+    monkeypatch, capsys, tmp_path
+):
     assert run(monkeypatch, "--completion", "bash") == 0
     (tmp_path / "completion").write_text(capsys.readouterr().out)
     command = ["bash", "-c", COMPLETE, "-", tmp_path / "completion"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    of_run = "--run.dir --run.deterministic --run.device"
     expected = ["train", "--optim.warmup_steps", "--optim.warmup_steps", "auto cpu cuda"]
+    expected += [of_run, "completion", "completion"]
     assert done.stdout.splitlines() == expected, done.stderr

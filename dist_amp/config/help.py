@@ -1,7 +1,9 @@
 """What --help, --print_config and shell completion print."""
 
+import ast
 import io
 import os
+import re
 import select
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,7 +129,25 @@ def completion(commands: Mapping[str, type], prog: str, shell: str) -> str:
             config=TYRO[:1],
             args=["--tyro-print-completion", shell],
         )
-    return text.getvalue()
+    return mended(text.getvalue())
+
+
+def mended(script: str) -> str:
+    """tyro's script with paths after --config, and meanings of one line each.
+
+    A shell would offer each further line as a value.
+    """
+    found = re.search(r"(?m)^COMPLETION_SPEC = (.*)$", script)
+    if found is None:  # another release of tyro
+        return script
+    spec = ast.literal_eval(found[1])
+    for command in spec["subcommands"].values():
+        for option in command["options"]:
+            option["description"] = " ".join(option["description"].split())
+            if "--config" in option["flags"]:
+                option["type"] = "path"
+    script = script.replace(found[1], repr(spec))
+    return script.replace("complete -F", "complete -o filenames -F")  # folders end with a slash
 
 
 def command_line_of(schema: type, meaning: str) -> type:
