@@ -37,6 +37,9 @@ from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, raise_on
 
 if __name__ == "__main__":
     exit_on_signals()  # before torch's imports, which take seconds
+    if not {"-h", "--help"} & {*sys.argv}:
+        text = "launch checks the settings, then starts the ranks: some 10 s until they have torch"
+        print(text, file=sys.stderr, flush=True)
 
 import torch
 from torch.distributed import DistError

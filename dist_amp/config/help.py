@@ -2,12 +2,9 @@
 
 import ast
 import io
-import os
 import re
-import select
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -16,6 +13,7 @@ import tyro
 
 from dist_amp.config.load import collect, load_config, schema, source_names, target_in, to_toml
 from dist_amp.config.task_class import find_task
+from dist_amp.distributed.signals import quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
 
 EXAMPLES = """\
@@ -154,24 +152,6 @@ def command_line_of(schema: type, meaning: str) -> type:
     """The arguments of a command that takes settings, for `completion`."""
     shown = [*OPTIONS, *_fields_of(schema)]
     return make_dataclass("Settings", shown, namespace={"__doc__": meaning})
-
-
-@contextmanager
-def quiet_on_closed_pipe() -> Iterator[None]:
-    """End with status 1 and no traceback once nobody reads the output, as in `--help | head -3`."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout.fileno(), 0)
-        if not any(events & select.POLLERR for _, events in output.poll(0)):
-            raise  # of another pipe
-        # The interpreter flushes once more at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
 
 
 def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from dist_amp.config.help import quiet_on_closed_pipe
-from dist_amp.distributed.signals import say_stopped
+from dist_amp.distributed.signals import after_imports, quiet_on_closed_pipe, say_stopped
 from dist_amp.errors import ConfigError, Failure, nearest_name
 from dist_amp.supervise.failure import report_failure
 
@@ -48,6 +47,7 @@ def exit_status(
 
     when: the end of the line that says that a signal stopped it.
     """
+    after_imports()
     try:
         with quiet_on_closed_pipe():
             return run(sys.argv[1:] if argv is None else argv) or 0

@@ -244,13 +244,12 @@ def rank_entry(run: Run, rank: int, tags: dict[str, float]) -> dict[str, Any]:
     """One rank's entry of summary.json."""
     entry = {
         "rank": rank,
-        "host": "",
+        # Before a resume there may have been more ranks.
+        "host": "".join(run.metrics.hosts[rank : rank + 1]),
         "peak_memory_bytes": int(tags["memory/peak_bytes"]),
         "items_per_second": tags["throughput/items_per_second"],
         "tokens_per_second": tags.get("throughput/tokens_per_second", 0.0),
     }
-    if rank < len(run.metrics.hosts):  # before a resume there may have been more ranks
-        entry["host"] = run.metrics.hosts[rank]
     if "throughput/mfu" in tags:
         entry["mfu"] = tags["throughput/mfu"]
     return entry
