@@ -24,6 +24,7 @@ COMMANDS = {
     "tokenize": "pre-tokenize a dataset into memory-mapped files",
     "export": "write a checkpoint's model as one safetensors file",
     "sample": "generate a sample from a trained model",
+    "board": "show a run, or a folder of runs, in TensorBoard with the main charts pinned",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
 }
@@ -40,7 +41,9 @@ def main() -> int:
     """The command; returns the exit status."""
     name, *rest = sys.argv[1:] or ["--help"]
     commands = {
-        command: what for command, what in COMMANDS.items() if find_spec(f"dist_amp.{command}")
+        command: what
+        for command, what in COMMANDS.items()
+        if command == "board" or find_spec(f"dist_amp.{command}")
     }
     if name in ("-h", "--help"):
         width = max(map(len, commands))
@@ -69,6 +72,10 @@ def main() -> int:
     try:
         if name in WITH_SETTINGS and "RANK" not in os.environ:
             check_early(rest, has_options=name != "train")
+        if name == "board":
+            from dist_amp.supervise.banner import board
+
+            board(rest)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -87,7 +87,7 @@ def for_value(words: Sequence[str], rule: str, default: Any) -> str:
 
     rule: such as "one of bf16, fp16". default: the setting's.
     """
-    choices = set(re.findall(r"[\w-]+", rule)) - NO_CHOICES
+    choices = set(re.findall(r"\b[A-Za-z][\w-]*", rule)) - NO_CHOICES
     if words and (near := nearest_name(words[0].lower(), choices)):
         return f"; did you mean {near}?"
     for at in range(1, len(words)):

@@ -248,6 +248,7 @@ def rank_entry(run: Run, rank: int, tags: dict[str, float]) -> dict[str, Any]:
         "host": "".join(run.metrics.hosts[rank : rank + 1]),
         "peak_memory_bytes": int(tags["memory/peak_bytes"]),
         "items_per_second": tags["throughput/items_per_second"],
+        "local_seconds": tags.get("time/local_seconds", 0.0),
         "tokens_per_second": tags.get("throughput/tokens_per_second", 0.0),
     }
     if "throughput/mfu" in tags:
