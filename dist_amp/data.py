@@ -61,6 +61,7 @@ class Batches:
         self.fetch = Fetch(dataset, task, split)
         self.split = split
         self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
+        self.on_evaluate: Callable[[int, int], Any] = lambda done, steps: None
         self._clock = clock or PhaseClock()
         self._count_tokens: Callable[[Any], int] = lambda batch: 0
         if split == "training" and hasattr(task, "tokens"):
@@ -105,15 +106,16 @@ class Batches:
             raise DataError(f"rank {self.plan.rank}: {batch}")
         return batch
 
-    def one_epoch(self, limit: int | Literal["all"]) -> Iterator[list[Any]]:
+    def one_epoch(self, limit: int | Literal["auto", "all"]) -> Iterator[list[Any]]:
         """The first epoch's steps, at most `limit`, in the same order each time: for evaluation."""
         steps = math.ceil(self.plan.length / self.plan.global_batch_size)
-        if limit != "all":
+        if isinstance(limit, int):
             steps = min(limit, steps)
         self.position = 0
         self._open(steps)
         try:
-            for _ in range(steps):
+            for done in range(steps):
+                self.on_evaluate(done, steps)
                 yield next(self)
             self.last_step = []
         finally:

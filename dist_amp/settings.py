@@ -287,8 +287,8 @@ class OptimConfig:
 class EvalConfig:
     every: Count | Literal["off"] = 100
     """Steps between evaluations; there is also one at the end."""
-    batches: Count | Literal["all"] = "all"
-    """Micro-batches per rank in an evaluation."""
+    batches: Count | Literal["auto", "all"] = "auto"
+    """Micro-batches per rank in an evaluation; auto: at least 16, in about a tenth of the time."""
 
 
 @dataclass(frozen=True)

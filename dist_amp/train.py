@@ -30,7 +30,10 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
     from dist_amp.telemetry.console import Console
 
     scale = run.scaler.scale_tensor.item()
-    observers.append(Console(run.metrics, run.step, run.config.train.steps, scale))
+    console = Console(run.metrics, run.step, run.config.train.steps, scale)
+    observers.append(console)
+    if run.validation is not None:
+        run.validation.on_evaluate = console.on_evaluate
     # Before the others, which assume that all ranks skipped the same steps.
     from dist_amp.diagnostics.consistency import Consistency
 
@@ -193,8 +196,7 @@ def run_job(config: Config, job: Job, contexts: ExitStack) -> int:
     from dist_amp.supervise.preflight import check_ranks_agree
 
     check_ranks_agree(config.task.target, to_toml(config), world)
-    folder = run_folder(config.run, world)
-    job.folder = folder
+    job.folder = folder = run_folder(config.run, world)
     config = replace(config, run=replace(config.run, dir=str(folder)))
     from dist_amp.supervise.preflight import make_folder, only_live_run
 

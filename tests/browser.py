@@ -69,7 +69,7 @@ def browser(width=1500, height=1000):
 
 
 def open_pinned(page, port, has_tokens=True):
-    """Open the address of the `watch` line, and wait until its six charts are drawn."""
+    """Open the address that `dist_amp board` prints, and wait until its six charts are drawn."""
     page.goto(pinned_url(has_tokens, port))
     page.locator(f"{PINNED} line-chart canvas").nth(5).wait_for()
     if page.get_by_label("Close side pane").count():

@@ -11,9 +11,12 @@ import socket
 import threading
 
 import bad_inputs
+import datasets
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from tiny import Rows, Tiny, make_run, take_steps
 from torch import nn
 
@@ -22,6 +25,8 @@ from dist_amp.config.load import load_config
 from dist_amp.distributed import rendezvous as meeting
 from dist_amp.distributed.rendezvous import rendezvous
 from dist_amp.errors import DataError, Failure
+from dist_amp.loading.loader import Fetch
+from dist_amp.loading.plan import Shard
 from dist_amp.settings import RunConfig
 from dist_amp.sources import files as documents
 from dist_amp.sources.load import load_split
@@ -225,12 +230,51 @@ def test_a_sample_to_validate_on_is_named_with_its_split():
     assert "sample 17 of the validation split could not be read" in message
 
 
+def explain_batch(samples, dataset=()):
+    """What is said of samples 4, 5, ... that make no batch."""
+    fetch = Fetch(dataset, object(), "training")
+    return fetch._odd_column(samples, range(4, 4 + len(samples)))
+
+
+@pytest.mark.bad_input("samples with a column that is missing, None, or of another type or length")
+def test_the_column_that_makes_no_batch_is_named_with_its_row_in_the_file():
+    assert (
+        explain_batch([{"a": 1, "b": 2}, {"a": 1}]) == "b is missing in sample 5, int in sample 4: "
+    )
+    assert explain_batch([{"a": [1]}, {"a": [1, 2]}]).startswith(
+        "a is list [2] in sample 5, list [1]"
+    )
+    assert explain_batch([{"a": None}]).startswith("a is NoneType in sample 4")
+    assert explain_batch([{"a": 1}, {"a": 2}]) == explain_batch([1, 2]) == ""
+    rows = datasets.Dataset.from_dict({"a": range(20)}).select([*range(19, -1, -1)])
+    rows = rows.train_test_split(test_size=2, seed=0)["train"]
+    said = f"a is missing in sample 5 (row {rows[5]['a']} of the data), int in sample 4 (row "
+    assert explain_batch([{"a": 1}, {}], rows).startswith(said)
+
+
+@pytest.mark.bad_input("an image file that is cut off")
+def test_an_image_that_can_not_be_read_names_its_file(tmp_path):
+    path = tmp_path / "cut.png"
+    Image.fromarray(numpy.zeros((64, 64, 3), numpy.uint8)).save(path)
+    path.write_bytes(path.read_bytes()[:60])
+
+    class Pictures(Rows):
+        def __getitem__(self, index):
+            image = Image.open(path)
+            image.load()
+
+    fetch = Fetch(Pictures(x=torch.zeros(9)), object(), "training")
+    assert f"could not be read: {path}: OSError: " in str(fetch[Shard((3,))])
+
+
 @pytest.mark.bad_input("samples that can't be collated into a batch")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_that_do_not_make_a_batch_are_named(workers):
     message = what_reading_says(ReadsFrom(Ragged), "--data.workers", workers)
-    said = "samples 16, 17, 18, 19 of the training split do not make one batch: RuntimeError: "
-    assert said in message
+    said = "samples 16, 17, 18, 19 of the training split do not make one batch: "
+    assert re.search(
+        said + r"x is Tensor \[\d+\] in sample \d+, Tensor \[8\] in sample 16: Runt", message
+    )
     assert message.endswith("the same keys, shapes and types, or the task a collate(samples)")
 
 
@@ -366,6 +410,12 @@ def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
 def test_each_of_torchs_messages_about_a_dead_worker_is_recognised(said, how):
     error = str(explain(RuntimeError(said), 2))
     assert error.startswith(f"rank 2: loader worker {how}; it may have run out of memory")
+    ended = "DataLoader worker (pid(s) 7) exited unexpectedly with exit code 9. Details are lost"
+    error = str(explain(RuntimeError(ended), 2))
+    assert error.startswith(
+        "rank 2: loader worker (pid 7) exited unexpectedly with exit code 9; the "
+    )
+    assert "memory" not in error
     other = RuntimeError("DataLoader timed out")
     assert explain(other, 2) is other
 

@@ -54,7 +54,7 @@ def test_the_watch_lines_address_opens_six_pinned_charts_with_a_line_of_each_ran
         for title, chart in charts.items():  # equal values hide one another; memory's never do
             seen = [shows(chart, colour) for colour in colours.values()]
             assert all(seen) if title == "memory/peak_GiB" else any(seen), title
-        for title in ("throughput/tokens_per_second", "memory/peak_GiB", "time/step_seconds"):
+        for title in ("throughput/tokens_per_second", "memory/peak_GiB", "time/local_seconds"):
             table = page.locator(f"{PINNED}:has(.tag[title='{title}'])").inner_text()
             assert all(rank in table for rank in RANKS), title
 

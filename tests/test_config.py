@@ -177,6 +177,7 @@ def test_every_shipped_config_loads():
 def test_an_unknown_key_names_its_source_and_the_nearest_right_one(tmp_path):
     path = written(tmp_path, "[optim]\nlrr = 1")
     assert_says(refusal("--config", path), "optim.lrr", f"in {path}", "did you mean optim.lr?")
+    assert_says(refusal("--config", path), f"in {path}, line 2;")
     message = refusal(DIST_AMP_TRAIN__STEP="1")
     assert_says(message, "train.step ", "DIST_AMP_TRAIN__STEP", "did you mean train.steps?")
     message = refusal("--train.micro_batchsize", "1")
@@ -196,10 +197,76 @@ def test_an_unknown_key_names_its_source_and_the_nearest_right_one(tmp_path):
         ("task.args.widht", "task.args.width"),
         ("optim-lr", "optim.lr"),
         ("OPTIM.LR", "optim.lr"),
+        ("optim.lerning_rate", "optim.lr"),
+        ("train.max_step", "train.steps"),
     ],
 )
 def test_for_a_misplaced_or_misspelt_key_the_right_one_is_suggested(wrong, right):
     assert_says(refusal(f"--{wrong}", "1"), f"did you mean {right}?")
+
+
+@pytest.mark.bad_input("a launcher's option for the main job (`--nproc-per-node`)")
+def test_a_launchers_option_is_said_to_be_one():
+    message = refusal("--nproc-per-node", "4")
+    assert_says(message, "unknown key nproc_per_node", "option of torchrun and of dist_amp launch")
+
+
+@pytest.mark.bad_input("a key without its dashes on the command line")
+@pytest.mark.parametrize("words", ["train.steps 5", "train.steps=5"])
+def test_for_a_key_without_dashes_the_whole_argument_is_suggested(words):
+    assert_says(refusal(*words.split()), "belongs to no key; write --train.steps=5")
+    assert_says(
+        refusal("--optim.lr", "1", *words.split()), "must be a number; write --train.steps=5"
+    )
+
+
+@pytest.mark.bad_input("a choice that is misspelt")
+@pytest.mark.parametrize(
+    ("key", "value", "right"),
+    [
+        ("precision.dtype", "bfloat16", "bf16"),
+        ("parallel.strategy", "fsdp2", "fsdp"),
+        ("precision.use_amp", "False.", "false"),
+        ("eval.every", "of", "off"),
+    ],
+)
+def test_for_a_misspelt_choice_the_nearest_is_suggested(key, value, right):
+    message = refusal(f"--{key}", value)
+    assert_says(message, f"{key}={value} on the command line", f"; did you mean {right}?")
+
+
+@pytest.mark.bad_input("a number in quotes in a file")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[train]\n\n# so\nsteps = "2"\n', "train.steps=2 in {}, line 4 must be a whole number, "),
+        (
+            '[optim]\nbetas = ["0.9", "0.95"]',
+            "optim.betas=0.9 0.95 in {}, line 2 must be a number, ",
+        ),
+        (
+            'precision.use_amp = "true"',
+            "precision.use_amp=true in {}, line 1 must be true or false, ",
+        ),
+        (
+            '[eval]\n"every" = "5"',
+            "eval.every=5 in {}, line 2 must be a whole number, without quotes",
+        ),
+    ],
+)
+def test_a_number_in_quotes_is_refused_with_its_line(tmp_path, text, said):
+    path = written(tmp_path, text)
+    message = refusal("--config", path)
+    assert_says(message, said.format(path), "without quotes")
+
+
+def test_the_line_of_a_key_in_an_inline_table_or_after_a_longer_text_is_found(tmp_path):
+    path = written(tmp_path, "[precision]\ntf32 = true\nscaler = { init_scale = 0.5 }")
+    assert_says(
+        refusal("--config", path), f"precision.scaler.init_scale=0.5 in {path}, line 3 must"
+    )
+    text = '[task.args]\nprompt = """\nsteps\n"""\n[ train ]\nsteps = 0'
+    assert_says(refusal("--config", written(tmp_path, text)), "line 6 must be at least 1")
 
 
 @pytest.mark.bad_input("a setting of an earlier release")
@@ -229,7 +296,7 @@ def test_a_word_that_is_no_key_or_a_value_in_place_of_a_section_is_rejected(tmp_
     assert_says(refusal("--zzz", "1"), "unknown key zzz", "--help")
     path = written(tmp_path, "[precision]\nscaler = 1")
     assert_says(refusal("--config", path), "precision.scaler", path)
-    assert_says(refusal("optim.lr", "1"), "'optim.lr'", "--section.key")
+    assert_says(refusal("optim_lr", "1"), "'optim_lr'", "--section.key")
 
 
 @pytest.mark.bad_input("required key missing")
@@ -299,7 +366,7 @@ def test_a_wrong_type_names_key_value_source_and_what_is_expected(key, value, ex
 
 def test_a_wrong_type_in_a_file_or_in_the_environment_names_the_source(tmp_path):
     path = written(tmp_path, "[optim]\nlr = true")
-    assert refusal("--config", path) == f"optim.lr=True in {path} must be a number"
+    assert refusal("--config", path) == f"optim.lr=True in {path}, line 2 must be a number"
     message = refusal(DIST_AMP_RUN__SEED="x")
     assert message == "run.seed=x in the environment as DIST_AMP_RUN__SEED must be a whole number"
 
@@ -310,7 +377,9 @@ def test_too_few_or_too_many_values_are_rejected():
     assert_says(refusal("--train.steps", "5", "6"), "train.steps=5 6", "a whole number")
     for words in ("0.9", "0.9 0.95 0.99"):
         message = refusal("--optim.betas", *words.split())
-        assert_says(message, f"optim.betas={words}", "2 values, separated by spaces")
+        assert_says(
+            message, f"optim.betas={words}", "2 values, separated by spaces, as in 0.9 0.95"
+        )
 
 
 @pytest.mark.bad_input("a number out of range (lr, steps, accumulation, betas, ratios)")

@@ -35,25 +35,25 @@ def row(step=5, ranks=2, **values):
 
 
 def test_a_log_interval_in_columns():
-    usual = ["loss 1.5000", "grad_norm 0.5", "lr 1.00e-03", "items/s 20", "peak 1 MiB"]
+    usual = ["loss 1.5000", "items/s 20", "peak 1 MiB", "grad_norm 0.5", "lr 1.00e-03"]
     assert columns(row(), 1.0) == usual
-    assert columns(row(tokens=100.0), 1.0) == [*usual[:-1], "tokens/s 200", usual[-1]]
-    assert columns(row(loss_scale=2.0**16), 2.0**16)[1] == "scale 2^16"
-    assert columns(row(loss_scale=2.0**17), 2.0**16)[1] == "scale 2^16 -> 2^17"
+    with_tokens = ["loss 1.5000", "tokens/s 200", *usual[2:], "items/s 20"]
+    assert columns(row(tokens=100.0), 1.0) == with_tokens
+    assert columns(row(loss_scale=2.0**16), 2.0**16)[3] == "scale 2^16"
+    assert columns(row(loss_scale=2.0**17), 2.0**16)[3] == "scale 2^16 -> 2^17"
     assert power_of_two(3.0) == "3"
 
 
 def test_skipped_steps_are_shown_with_the_reason_and_the_scale_and_no_nan():
     none = {"applied_in_interval": 0.0, "loss_sum": 0.0, "weight_sum": 0.0, "grad_norm": np.nan}
     skipped = row(**none, skipped_in_interval=5.0, loss_scale=2.0**35)
-    assert columns(skipped, 2.0**40)[:2] == [
-        "skipped 5 (gradients not finite)",
-        "scale 2^40 -> 2^35",
-    ]
+    assert columns(skipped, 2.0**40)[0] == "skipped 5 (gradients not finite)"
+    assert "scale 2^40 -> 2^35" in columns(skipped, 2.0**40)
     assert "nan" not in " ".join(columns(skipped, 2.0**40))
     some = row(applied_in_interval=3.0, skipped_in_interval=2.0, loss_scale=2.0**38)
-    expected = ["loss 1.5000", "skipped 2 (gradients not finite)", "scale 2^40 -> 2^38"]
+    expected = ["loss 1.5000", "skipped 2 (gradients not finite)", "items/s 20"]
     assert columns(some, 2.0**40)[:3] == expected
+    assert "scale 2^40 -> 2^38" in columns(some, 2.0**40)
     bf16 = row(applied_in_interval=4.0, skipped_in_interval=1.0, grad_norm=np.inf)
     assert columns(bf16, 1.0)[:2] == ["loss 1.5000", "skipped 1 (gradients not finite)"]
 
@@ -74,6 +74,22 @@ def test_a_line_in_a_pipe_has_elapsed_and_remaining_time(capsys, monkeypatch):
     assert first.startswith("step      0/20   0%  0:00  loss"), "no step has been timed yet"
     assert second.startswith("step      5/20  25%  0:40 eta 2:00  loss 1.5000")
     assert third.startswith("step     10/20  50%  0:50 eta 0:50")
+
+
+def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(consoles.time, "monotonic", lambda: now[0])
+    console = Console(Metrics(World(), Clip("off", math.inf)), 0, 20, 1.0)
+    for seconds in (0.1, 1.0):  # a quick one is silent
+        for done in range(100):
+            console.on_evaluate(done, 100)
+            now[0] += seconds
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluation: batch 10 of 100, 0:10 eta 1:30",
+        "evaluation: batch 20 of 100, 0:20 eta 1:20",
+        "evaluation: batch 40 of 100, 0:40 eta 1:00",
+        "evaluation: batch 80 of 100, 1:20 eta 0:20",
+    ]
 
 
 class Terminal(io.StringIO):
@@ -103,17 +119,18 @@ def on_a_terminal(folder, width, *words):
 
 def test_on_a_terminal_one_bar_is_updated_and_what_is_printed_stays_above_it(tmp_path):
     words = ("--train.steps", 6, "--metrics.log_every", 2, "--eval.every", 3)
-    status, text = on_a_terminal(tmp_path, 70, *words)
+    status, text = on_a_terminal(tmp_path, 80, *words)
     assert status == 0, text
     drawn = [part for part in re.split(r"[\r\n]+", text) if part.startswith("step ")]
     assert any("6/6 100%" in part for part in drawn)
-    assert max(map(len, drawn)) <= 70
+    assert max(map(len, drawn)) <= 80
+    assert all(name in drawn[-1] for name in ("loss ", "items/s ", "peak "))
     lines = text.replace("\r\n", "\n").split("\n")
     screen = [line.rstrip().split("\r")[-1].rstrip() for line in lines]  # what is left of each line
     assert [line.split()[1] for line in screen if line.startswith("eval ")] == ["3", "6"]
-    (bar,) = [number for number, line in enumerate(screen) if line.startswith("step ")]
-    assert screen[bar + 1 :], "the last one is left, above the summary"
-    assert any(line.startswith("done: 6 steps") for line in screen[bar:])
+    steps = [line.split()[1] for line in screen if line.startswith("step ")]
+    assert steps == ["2/6", "4/6", "6/6", "6/6"], "the history, and the bar that is left below it"
+    assert any(line.startswith("done: 6 steps") for line in screen)
 
 
 def test_on_a_terminal_an_error_is_the_last_thing_on_the_screen(tmp_path):

@@ -180,12 +180,13 @@ class Returns(Tiny):
     ("task", "said"),
     [
         (EmptyDataset(), "the training dataset is empty"),
+        (Tiny(samples=1), "has 1 sample, fewer than one global batch of 24 = micro_batch_size"),
         (Tiny(samples=20), "has 20 samples, fewer than one global batch of 24 = micro_batch_size"),
         (Returns(iter(range(9))), "('train') returned a range_iterator, not samples by number;"),
         (Returns("a text"), "returned a str, not samples by number; return a map-style"),
         (Returns({"train": [1]}), "returned a dict, not samples by number; return a map-style"),
     ],
-    ids=["empty", "small", "stream", "text", "dict"],
+    ids=["empty", "one", "small", "stream", "text", "dict"],
 )
 def test_a_dataset_that_can_not_be_trained_on_is_refused(task, said):
     with pytest.raises(DataError) as error:

@@ -86,7 +86,7 @@ def test_steps_that_are_taken_again_count_once(launch):
     assert summary["goodput"] == pytest.approx(share, abs=1e-3)
     assert min(in_all["evaluation"], in_all["checkpoint"], in_all["elsewhere"]) > 0
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("goodput ")]
-    assert line.endswith("in applied steps")
+    assert line.endswith(" in applied steps, then most in starting, ending and pauses")
 
 
 def test_after_a_failure_the_summary_asks_the_device_for_nothing(tmp_path, monkeypatch):

@@ -176,7 +176,7 @@ def test_a_disk_too_small_for_the_checkpoints_to_come_is_refused_with_both_sizes
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     check_free_space(run)
     disk.free -= 1
-    said = r"0.00 GiB free, .*4 of .* 0 exist.; free some, or lower"
+    said = r"has .* free, and its checkpoints need .*B? \(4 of .* at most, 0 exist\); free some"
     with pytest.raises(Failure, match=said) as error:
         check_free_space(run)
     assert error.value.exit_code == 1

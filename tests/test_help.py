@@ -1,6 +1,7 @@
 """What the commands say of themselves: --help of each, in a pipe; --version, completion."""
 
 import importlib
+import os
 import pkgutil
 import re
 import shutil
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import ROOT
 
 import dist_amp
 from benchmarks.__main__ import BENCHES
@@ -108,6 +110,81 @@ def test_a_command_whose_module_is_missing_is_neither_listed_nor_started(monkeyp
     assert "there is no command nothing" in capsys.readouterr().err
 
 
+WITHOUT_TORCH = """
+import sys
+from dist_amp.commands.__main__ import main
+
+sys.argv = ["dist_amp", *sys.argv[1:]]
+status = main()
+assert "torch" not in sys.modules
+sys.exit(status)
+"""
+
+
+@pytest.mark.bad_input("a wrong setting of any command: said before torch is imported")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", ""),
+        ("trian", "there is no command trian; did you mean train?"),
+        ("train --learning_rate 3", "unknown key learning_rate on the command line; did you mean "),
+        (
+            "train --task.args.x 1 --train.steps five",
+            "train.steps=five on the command line must",
+        ),
+        (
+            "launch --nproc-per-node 2 --standalone --train.stepz 4",
+            "unknown key train.stepz on",
+        ),
+        (
+            "launch --optim.lr x --nnodes 2 -m mine",
+            "optim.lr=x on the command line must be a number",
+        ),
+        (
+            "launch --nnodes 2 --config nowhere.toml",
+            "--config nowhere.toml: No such file or direct",
+        ),
+        (
+            "plan --world_size 8 --eval.every of",
+            "eval.every=of on the command line must be a whol",
+        ),
+    ],
+)
+def test_nothing_and_every_mistake_that_needs_no_task_are_answered_without_torch(words, said):
+    command = [sys.executable, "-c", WITHOUT_TORCH, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if said:
+        assert done.returncode == 64, done.stderr
+        assert done.stderr.startswith(f"error: {said}")
+        assert done.stderr.count("\n") == 1
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("usage: dist_amp COMMAND")
+
+
+def test_what_only_the_task_or_the_command_can_know_is_left_to_them():
+    words = "--widht 3 --task.args.no such --run.dir runs/a"
+    commands.check_early(words.split(), has_options=False)
+    words = "RUN --json --run.dir a --nproc-per-node 4 --device_memory_GiB=3.5 -m mine --a.b c"
+    commands.check_early(words.split(), has_options=True)
+    commands.check_early(["--optim.nope", "--help"], has_options=False)
+
+
+@pytest.mark.bad_input("Ctrl-C during the imports")
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_ctrl_c_during_the_imports_is_one_line(command, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    words = [sys.executable, "-m", "dist_amp", command, "--train.steps", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environ)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "error: stopped by SIGINT before any rank had started"
+    if command == "launch":
+        assert lines[0].startswith("launch checks the settings, then starts the ranks")
+    assert len(lines) == 1 + (command == "launch")
+
+
 @pytest.mark.bad_input("`dist_amp --completion` with another shell")
 def test_a_shell_that_can_not_be_completed_is_refused(monkeypatch, capsys):
     assert run(monkeypatch, "--completion", "cmd") == 64
@@ -126,15 +203,22 @@ try dist_amp tr
 try dist_amp train --optim.wa
 try dist_amp launch --optim.wa
 try dist_amp train --run.device ""
+try dist_amp train --run.d
+try dist_amp train --config comp
+try dist_amp train --run.dir comp
 """
 
 
 @pytest.mark.slow  # 5 to 15 s: tyro reads the settings of every command
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not there")
-def test_bash_completes_commands_and_settings(monkeypatch, capsys, tmp_path):
+def test_bash_completes_commands_settings_and_paths_and_offers_no_help_as_a_value(
+    monkeypatch, capsys, tmp_path
+):
     assert run(monkeypatch, "--completion", "bash") == 0
     (tmp_path / "completion").write_text(capsys.readouterr().out)
     command = ["bash", "-c", COMPLETE, "-", tmp_path / "completion"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    of_run = "--run.dir --run.deterministic --run.device"
     expected = ["train", "--optim.warmup_steps", "--optim.warmup_steps", "auto cpu cuda"]
+    expected += [of_run, "completion", "completion"]
     assert done.stdout.splitlines() == expected, done.stderr

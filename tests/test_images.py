@@ -16,7 +16,7 @@ from dist_amp.data import Batches
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.plan import Plan
 from dist_amp.settings import DataConfig
-from dist_amp.sources.labelled_images import LabelledImages
+from dist_amp.sources.labelled_images import LabelledImages, opened
 from dist_amp.step import evaluate
 from dist_amp.tasks.image_classification import ImageClassification
 from dist_amp.verify.cells import check_cell
@@ -268,12 +268,25 @@ def test_a_size_or_number_of_classes_that_is_too_small_is_refused_with_the_least
 @pytest.mark.bad_input(
     "`task.args.classes=auto` with labels that do not name their classes, or only one"
 )
-@pytest.mark.parametrize("labels", [[3, 7] * 5, [2.5, 1.5] * 5, ["cat"] * 10])
+@pytest.mark.parametrize("labels", [[3, 7] * 5, [2.5, 1.5] * 5])
 def test_labels_that_name_no_classes_ask_for_their_number(labels, tmp_path):
     task = ImageClassification(parquet(tmp_path / "x.parquet", [picture()] * 10, labels))
-    text = "task.args.classes=auto, and the column label names [01] classes; set task"
+    text = "task.args.classes=auto, and the column label names no classes; set task"
     with pytest.raises(DataError, match=text):
         task.build_model()
+    task = ImageClassification(parquet(tmp_path / "y.parquet", [picture()] * 10, ["cat"] * 10))
+    text = "the column label names one class, 'cat', so there is nothing to tell apart; add rows of"
+    with pytest.raises(DataError, match=text):
+        task.build_model()
+
+
+@pytest.mark.bad_input("an image in a table that is cut off, or is not there")
+@pytest.mark.parametrize("value", [None, encoded(picture())[:40]])
+def test_an_image_of_a_table_is_named_by_its_path(value):
+    with pytest.raises(
+        ValueError, match=r"the image pictures/cat.png (is NoneType|can't be decod)"
+    ):
+        opened({"bytes": value, "path": "pictures/cat.png"})
 
 
 @pytest.mark.bad_input("the digits without scikit-learn")

@@ -1,6 +1,7 @@
 """Out of memory: one line with what was requested, what takes how much, and what would fit."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -88,18 +89,20 @@ def explanation(call, config, run=None):
 def test_what_did_not_fit_is_named():
     config = load_config([], environ={})
     text = explanation(lambda: make_run(World(), TooLarge()), config)
-    assert "ran out of memory before the first step: asked for 976.56 KiB more than the " in text
+    said = (
+        r"ran out of memory before the first step \(test_memory.py, line \d+\): asked for 976.56 "
+    )
+    assert re.search(said, text)
     state = "; 1,000,000 parameters take 3.81 MiB, gradients 3.81 MiB, "
     state += "optimizer state 7.63 MiB; use a smaller model"
     assert state in text
     text = explanation(out_of_memory, config)
-    assert "before the first step: asked for 976.56 KiB more than the " in text
     assert text.endswith("there was no model yet; use a smaller model")
     run = make_run(World(), Tiny(), "--eval.every", 1)
     run.step = 7
     run.task.loss_sum = out_of_memory
     text = explanation(lambda: evaluate(run), run.config, run)
-    assert "ran out of memory in the evaluation after step 7: asked" in text
+    assert "ran out of memory in the evaluation after step 7 (test_memory.py, line " in text
 
 
 def test_a_cause_that_a_compiler_wrapped_is_recognised():
@@ -123,11 +126,19 @@ def test_a_step_that_asks_for_too_much_ends_in_one_line_with_status_1(
     assert main(words.split()) == 1
     text = capsys.readouterr().err
     assert text.count("\n") == 1
-    said = "error: rank 0 ran out of memory in step 1: asked for 3,725,290.30 GiB more than the "
-    assert text.startswith(said)
+    line = Greedy.loss_sum.__code__.co_firstlineno + 1
+    said = f"error: rank 0 ran out of memory in step 1 (test_memory.py, line {line}): asked for "
+    assert text.startswith(f"{said}3,725,290.30 GiB more than the ")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
     assert summary["cause"] == text[len("error: ") : -1]
+
+
+def test_numpys_lack_of_memory_is_recognised_and_without_a_traceback_no_line_is_named():
+    run = make_run(World(), Tiny())
+    error = MemoryError("Unable to allocate 7.00 GiB for an array with shape (1, 2)")
+    text = str(explain_memory(error, run.config, World(), run))
+    assert "ran out of memory in step 1: asked for 7.00 GiB more than the " in text
 
 
 @pytest.mark.slow
@@ -145,6 +156,6 @@ def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_
     done = launch.each(2, "--task.target", "wide:Wide", "--run.dir", "run")
     assert [rank.returncode for rank in done] == [1, 1]
     (line,) = [text for rank in done for text in rank.stderr.splitlines() if "error: " in text[:7]]
-    said = "error: rank 1 ran out of memory in step 1: asked for 512.00 MiB more than the "
+    said = "error: rank 1 ran out of memory in step 1 (wide.py, line 7): asked for 512.00 MiB more "
     assert line.startswith(said)
     assert ", of 8.00 GiB available; " in line

@@ -90,7 +90,7 @@ def test_mfu_is_items_per_second_times_the_tasks_flops_over_the_peak_of_each_ran
         assert ended["mfu"] == pytest.approx(ended["items_per_second"] * seconds, rel=1e-12)
     assert summary["mfu"] == (summary["ranks"][0]["mfu"] + summary["ranks"][1]["mfu"]) / 2
     mean = (rows[0]["throughput/mfu"] + rows[1]["throughput/mfu"]) / 2
-    assert f"  mfu {100 * mean:.3g} %  peak" in line
+    assert f" MiB  mfu {100 * mean:.3g} %  " in line
     table = closing_table(summary, tmp_path).splitlines()
     assert table[0].endswith("        mfu")
     assert table[1].endswith(f" {100 * summary['ranks'][0]['mfu']:.3g} %")

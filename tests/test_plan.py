@@ -420,6 +420,7 @@ class ReadingSGD(Tiny):
         ("--optim.rl 1", "unknown key optim.rl"),
         ("--world_size 3 --train.global_batch_size 16", "of micro_batch_size 8 x 3 ranks"),
         ("--world_size 4 --parallel.strategy hsdp --parallel.replicas 3", "does not divide 4 ra"),
+        ("--worldsize 8", "unknown option --worldsize; did you mean --world_size?"),
     ],
 )
 def test_a_wrong_plan_is_one_line_with_status_64(capsys, words, message):

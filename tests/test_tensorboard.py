@@ -19,11 +19,14 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny import Tiny, make_run, take_steps
 
 from dist_amp.diagnostics.numerics import Numerics
+from dist_amp.errors import ConfigError
 from dist_amp.step import evaluate
 from dist_amp.supervise.banner import (
+    board,
     code_folder,
     environment,
     git_state,
+    main_tags,
     pinned_url,
     this_rank,
     variables,
@@ -131,6 +134,34 @@ def test_the_address_pins_six_charts_that_a_run_has(folder, has_tokens):
     assert groups[2] == groups[3] != groups[4], "several runs: a colour per run"
 
 
+def test_the_local_time_that_shows_a_slow_rank_is_pinned_and_samples_are_the_first_texts(folder):
+    assert "time/local_seconds" in main_tags(has_tokens=True)
+    texts = sorted(["sample", "slow_ranks", *events_of(folder).Tags()["tensors"]])
+    assert texts[:2] == ["sample", "slow_ranks"]
+    assert len(texts) > 2
+
+
+def test_board_prints_the_address_of_the_main_charts_and_becomes_tensorboard(
+    folder, monkeypatch, capsys
+):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words[3:]))
+    board([str(folder), "--port", "7000"])
+    board([str(folder.parent)])
+    assert started == [
+        ["--logdir", str(folder / "tensorboard"), "--port", "7000"],
+        ["--logdir", str(folder.parent), "--port", "6006"],
+    ]
+    assert capsys.readouterr().out.split() == [pinned_url(True, 7000), pinned_url(True)]
+
+
+@pytest.mark.bad_input("`dist_amp board` of a folder without a run")
+@pytest.mark.parametrize("words", [[], ["nowhere"]])
+def test_board_of_no_run_is_refused(words):
+    with pytest.raises(ConfigError, match=r"there is no run; give the folder of a run, or"):
+        board(words)
+
+
 @pytest.mark.bad_input("a TensorBoard folder that can't be made")
 def test_a_folder_that_can_not_be_made_is_one_warning_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(writers, "RETRY_SECONDS", 0.0)
@@ -225,9 +256,11 @@ def test_an_environment_that_can_not_be_written_is_a_warning(tmp_path, capsys):
     run = make_run(World(), Tiny(), "--run.dir", tmp_path)
     open_run(run)
     run.metrics.close()
-    said = "environment.json can't be written (Is a directory); TensorBoard's text `environment`"
+    said = (
+        "environment.json can't be written (Is a directory); TensorBoard's text `start/environment`"
+    )
     assert said in capsys.readouterr().err
-    texts = {"config/text_summary", "environment/text_summary"}
+    texts = {"start/config/text_summary", "start/environment/text_summary"}
     assert texts <= set(events_of(tmp_path).Tags()["tensors"])
 
 
@@ -236,7 +269,7 @@ def test_what_starts_tensorboard_here_listens_on_this_machine_alone():
     files += [*ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.*"), *ROOT.glob("dist_amp/**/*.py")]
     lines = [(path, line) for path in files for line in path.read_text().splitlines()]
     starts = [found for found in lines if re.search("tensorboard,? --", found[1])]
-    assert len(starts) > 3
+    assert len(starts) > 2
     assert not [line for _, line in starts if "bind_all" in line]
     opened = {path.name: path.read_text() for path, line in starts if "--host" in line}
     assert set(opened) == {"Dockerfile", "docker-compose.yml"}, "containers publish a port"

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from chaos import children, is_there
 from forked import ROOT, Launch
 from ranks import on_ranks
+from tiny import Tiny, make_run
+
+from dist_amp.supervise.lifecycle import bound_evaluation
+from dist_amp.world import World
 
 TINY = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "2", "--metrics.log_every", "1"]
 
@@ -255,13 +260,24 @@ def test_a_sample_that_fails_does_not_undo_a_finished_training(launch, tmp_path)
     assert summary_of(tmp_path / "run")["stopped_by"] == "completed"
 
 
-def test_a_last_interval_that_is_not_finite_is_told_of_and_ends_no_run(launch, tmp_path):
+@pytest.mark.bad_input("a run whose last steps were all skipped")
+def test_a_run_whose_last_steps_were_all_skipped_is_saved_and_ends_with_status_70(launch, tmp_path):
     words = ["--task.target", "tiny:LaterNan", "--train.steps", "3", "--run.dir", "run"]
     done = launch(0, *TINY, *words)
+    assert done.returncode == 70
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: the last 2 of 3 steps were skipped: their gradients were inf")
+    assert "done:" not in done.stdout
+    assert (tmp_path / "run/checkpoints/step_00000003").is_dir()
+    assert summary_of(tmp_path / "run")["exit_code"] == 70
+
+
+def test_a_single_skip_at_the_end_as_of_a_growing_loss_scale_ends_no_run(launch, tmp_path):
+    words = ["--task.target", "tiny:LaterNan", "--train.steps", "2", "--run.dir", "run"]
+    done = launch(0, *TINY, *words)
     assert done.returncode == 0, done.stderr
-    assert "done: 3 steps (1 applied, 2 skipped), loss nan" in done.stdout
-    assert summary_of(tmp_path / "run")["final_loss"] == "nan"
-    assert losses(tmp_path / "run")[3] == "nan"
+    assert "done: 2 steps (1 applied, 1 skipped)" in done.stdout
+    assert "skipped), loss nan" not in done.stdout
 
 
 @pytest.mark.bad_input("a run in which every step was skipped")
@@ -272,11 +288,57 @@ def test_a_run_in_which_no_step_was_applied_is_not_done_also_when_it_is_started_
     for _ in range(2):
         done = launch(0, *words)
         assert done.returncode == 70
-        said = "error: none of the 3 steps was applied: the gradients"
+        said = "error: the last 3 of 3 steps were skipped: their gradients"
         assert said in done.stderr.splitlines()[-1]
         assert "done:" not in done.stdout
         summary = summary_of(tmp_path / "run")
         assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 70)
+
+
+def test_by_default_an_evaluation_takes_a_part_of_the_samples_the_same_after_a_resume(
+    launch, tmp_path
+):
+    words = [*TINY, "--task.args.samples", "1000", "--train.micro_batch_size", "2"]
+    for steps in (2, 4):
+        done = launch(0, *words, "--train.steps", steps, "--run.dir", "run")
+        assert done.returncode == 0, done.stderr
+        said = "eval   32 of the 1,000 samples held out, the same each time, in about a tenth"
+        assert done.stdout.count(said) == 1
+    settings = tomllib.loads((tmp_path / "run/config.toml").read_text())
+    assert settings["eval"]["batches"] == 16
+
+
+def test_the_summary_has_each_ranks_local_time_of_all_steps_and_the_table_too(launch, tmp_path):
+    words = [*TINY, "--train.steps", "4", "--eval.every", "off", "--run.dir", "run"]
+    for rank in (done := launch.each(2, *words)):
+        assert rank.returncode == 0, rank.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for rank, entry in enumerate(summary_of(tmp_path / "run")["ranks"]):
+        mean = sum(row["ranks"][rank]["time/local_seconds"] for row in rows) / len(rows)
+        # The lines are rounded to 0.1 us.
+        assert entry["local_seconds"] == pytest.approx(mean, abs=2e-7)
+    assert any("local s/step" in line for line in done[0].stdout.splitlines())
+    assert "watch  dist_amp board run\n" in done[0].stdout
+
+
+def evaluated_samples(world, micro_batches):
+    """What an evaluation reads, after the main job has bounded it."""
+    words = ["--train.micro_batch_size", 2, "--train.accumulation_steps", micro_batches]
+    run = make_run(world, Tiny(samples=5000), *words, "--eval.every", 50, "--train.steps", 400)
+    bound_evaluation(run, run.validation)
+    seen = []
+    for _ in run.validation.one_epoch(run.config.eval.batches):
+        seen += [index for _, indices in run.validation.last_step for index in indices]
+    return seen
+
+
+def test_the_samples_of_a_bounded_evaluation_depend_on_no_world_size_and_are_spread():
+    alone = sorted(evaluated_samples(World(), 4))
+    assert len(set(alone)) == len(alone) == round(0.1 * 3 * 50 * 4 * 2)
+    assert min(alone) < 500
+    assert max(alone) > 4500
+    of_ranks = on_ranks(2, evaluated_samples, 2)
+    assert sorted(of_ranks[0] + of_ranks[1]) == alone
 
 
 def main_with_a_group(world, folder):

@@ -1,14 +1,19 @@
 """dist_amp COMMAND ...: the same as python -m dist_amp.COMMAND."""
 
+import os
+import re
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import make_dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 
 from dist_amp import __version__
-from dist_amp.errors import nearest_name
+from dist_amp.config.load import collect, schema, source_names
+from dist_amp.config.parse import build
+from dist_amp.distributed.signals import exit_on_signals, quiet_on_closed_pipe
+from dist_amp.errors import ConfigError, nearest_name
 
 COMMANDS = {
     "train": "train a task in this process, or as a rank under torchrun",
@@ -19,6 +24,7 @@ COMMANDS = {
     "tokenize": "pre-tokenize a dataset into memory-mapped files",
     "export": "write a checkpoint's model as one safetensors file",
     "sample": "generate a sample from a trained model",
+    "board": "show a run, or a folder of runs, in TensorBoard with the main charts pinned",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
 }
@@ -35,12 +41,11 @@ def main() -> int:
     """The command; returns the exit status."""
     name, *rest = sys.argv[1:] or ["--help"]
     commands = {
-        command: what for command, what in COMMANDS.items() if find_spec(f"dist_amp.{command}")
+        command: what
+        for command, what in COMMANDS.items()
+        if command == "board" or find_spec(f"dist_amp.{command}")
     }
     if name in ("-h", "--help"):
-        # Imports torch, which takes seconds.
-        from dist_amp.config.help import quiet_on_closed_pipe
-
         width = max(map(len, commands))
         with quiet_on_closed_pipe():
             print("usage: dist_amp COMMAND [ARGUMENTS]   (or python -m dist_amp.COMMAND)\n")
@@ -63,14 +68,50 @@ def main() -> int:
             hint = f"did you mean {near}?"
         print(f"error: there is no command {name}; {hint}", file=sys.stderr)
         return 64
+    exit_on_signals()  # for the time of the imports
+    try:
+        if name in WITH_SETTINGS and "RANK" not in os.environ:
+            check_early(rest, has_options=name != "train")
+        if name == "board":
+            from dist_amp.supervise.banner import board
+
+            board(rest)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     sys.argv = [f"dist_amp {name}", *rest]
     runpy.run_module(f"dist_amp.{name}", run_name="__main__", alter_sys=True)
     return 0
 
 
+def check_early(words: Sequence[str], has_options: bool) -> None:
+    """Check what needs neither the task nor torch, whose import takes seconds.
+
+    has_options: words without a dot, and before the first key, are the command's. Errors:
+    ConfigError.
+    """
+    if any(word.replace("-", "_") in ("_h", "__help", "__print_config") for word in words):
+        return
+    if has_options:
+        starts = [at for at, word in enumerate(words) if re.match(r"--(config|.*\.)", word)]
+        ends = [at for at, word in enumerate(words) if word.startswith(("-m", "--module"))]
+        words = words[min(starts, default=len(words)) : min(ends, default=len(words))]
+    settings = collect(words)
+    settings = {
+        key: setting
+        for key, setting in settings.items()
+        if not key.startswith("task.args.") and ("." in key or not has_options)
+    }
+    try:
+        build(schema(object, source_names(settings)), settings)
+    except ConfigError as error:
+        if not str(error).endswith("--help lists every key"):  # it may be the task's
+            raise
+
+
 def print_completion(commands: Mapping[str, str], shell: str) -> None:
     """A script that completes commands and settings."""
-    from dist_amp.config.help import command_line_of, completion, quiet_on_closed_pipe
+    from dist_amp.config.help import command_line_of, completion
     from dist_amp.config.load import load_config
 
     settings = type(load_config([], {}))

@@ -239,7 +239,7 @@ def after_signal(name: str, exit_codes: Sequence[int | None]) -> tuple[int, str]
         if killed:
             how = f"ranks ended by {', '.join(sorted(killed))}"
         early = f"stopped by {name} before all ranks had saved and left ({how})"
-        return 1, f"{early}; the last checkpoint is intact"
+        return 1, f"{early}; checkpoints written before are intact"
     statuses = [code for code in exit_codes if code] or [0]
     if SAVED_AND_STOPPED in statuses:
         return max(set(statuses), key=statuses.count), ""

@@ -37,6 +37,9 @@ from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, raise_on
 
 if __name__ == "__main__":
     exit_on_signals()  # before torch's imports, which take seconds
+    if not {"-h", "--help"} & {*sys.argv}:
+        text = "launch checks the settings, then starts the ranks: some 10 s until they have torch"
+        print(text, file=sys.stderr, flush=True)
 
 import torch
 from torch.distributed import DistError
@@ -57,8 +60,8 @@ from dist_amp.config.help import show_if_asked
 from dist_amp.config.load import collect, load_config, target_in
 from dist_amp.config.parse import Setting
 from dist_amp.distributed.gpu_checks import check_gpus_are_used
-from dist_amp.errors import ConfigError, Failure, first_line, in_one_line, nearest_name
-from dist_amp.supervise.command_line import exit_status
+from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
+from dist_amp.supervise.command_line import check_unknown, exit_status
 
 TRAIN = "dist_amp.train"
 OTHER_LAUNCHERS = "-n -np --gpus --ngpus --num-gpus --num_gpus --nproc".split()  # for the ranks
@@ -128,7 +131,10 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
         name = (error.argument_name or "").partition("/")[0]
         raise ConfigError(f"{name}: {error.message}; see torchrun --help") from None
     words = [word for word in words if word != "--"]  # torchrun allows it before the module
-    check_unknown(words, [name for action in parser._actions for name in action.option_strings])
+    for name in names[:end]:
+        if name in OTHER_LAUNCHERS:
+            raise ConfigError(f"unknown option {name}; did you mean --nproc-per-node?")
+    check_unknown(words, parser._option_string_actions)
     if end == len(argv):
         return options, TRAIN, words
     _, _, module = argv[end].partition("=")
@@ -138,19 +144,6 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
             raise ConfigError(f"{argv[end]}: expected one argument; see torchrun --help")
         module = after.pop(0)
     return options, module, words + after
-
-
-def check_unknown(words: Sequence[str], known: Sequence[str]) -> None:
-    """Errors: ConfigError for what is almost an option, or another launcher's."""
-    for word in words:
-        name = word.partition("=")[0]
-        near = ""
-        if name in OTHER_LAUNCHERS:
-            near = "--nproc-per-node"
-        elif name.startswith("--") and "." not in name:
-            near = nearest_name(name, known, 0.8)
-        if near:
-            raise ConfigError(f"unknown option {name}; did you mean {near}?")
 
 
 def check_options(options: Namespace) -> None:

@@ -1,11 +1,10 @@
 """What --help, --print_config and shell completion print."""
 
+import ast
 import io
-import os
-import select
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -14,6 +13,7 @@ import tyro
 
 from dist_amp.config.load import collect, load_config, schema, source_names, target_in, to_toml
 from dist_amp.config.task_class import find_task
+from dist_amp.distributed.signals import quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
 
 EXAMPLES = """\
@@ -127,31 +127,31 @@ def completion(commands: Mapping[str, type], prog: str, shell: str) -> str:
             config=TYRO[:1],
             args=["--tyro-print-completion", shell],
         )
-    return text.getvalue()
+    return mended(text.getvalue())
+
+
+def mended(script: str) -> str:
+    """tyro's script with paths after --config, and meanings of one line each.
+
+    A shell would offer each further line as a value.
+    """
+    found = re.search(r"(?m)^COMPLETION_SPEC = (.*)$", script)
+    if found is None:  # another release of tyro
+        return script
+    spec = ast.literal_eval(found[1])
+    for command in spec["subcommands"].values():
+        for option in command["options"]:
+            option["description"] = " ".join(option["description"].split())
+            if "--config" in option["flags"]:
+                option["type"] = "path"
+    script = script.replace(found[1], repr(spec))
+    return script.replace("complete -F", "complete -o filenames -F")  # folders end with a slash
 
 
 def command_line_of(schema: type, meaning: str) -> type:
     """The arguments of a command that takes settings, for `completion`."""
     shown = [*OPTIONS, *_fields_of(schema)]
     return make_dataclass("Settings", shown, namespace={"__doc__": meaning})
-
-
-@contextmanager
-def quiet_on_closed_pipe() -> Iterator[None]:
-    """End with status 1 and no traceback once nobody reads the output, as in `--help | head -3`."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout.fileno(), 0)
-        if not any(events & select.POLLERR for _, events in output.poll(0)):
-            raise  # of another pipe
-        # The interpreter flushes once more at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
 
 
 def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dist_amp.config.parse import Setting, Settings, build
+from dist_amp.config.parse import Setting, Settings, build, word_of
 from dist_amp.config.task_class import args_dataclass, find_task
 from dist_amp.errors import ConfigError
 from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
@@ -131,9 +131,10 @@ def _from_command_line(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         elif given:
             given[-1][1].append(word)
         else:
-            raise ConfigError(
-                f"{word!r} on the command line belongs to no key; write --section.key {word}"
-            )
+            from dist_amp.config.suggestions import with_dashes
+
+            hint = with_dashes(argv) or f"write --section.key {word}"
+            raise ConfigError(f"{word!r} on the command line belongs to no key; {hint}")
     settings, paths = {}, []
     for key, words in given:
         if key != "config":
@@ -148,7 +149,8 @@ def _from_command_line(argv: Sequence[str]) -> tuple[Settings, list[str]]:
 def _from_file(path: str) -> Settings:
     try:
         # With a line break, so that an error in the last line has a line number too.
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8") + "\n")
+        text = Path(path).read_text(encoding="utf-8") + "\n"
+        table = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(
             f"--config {path}: {error.strerror or error}; give the path of a TOML file"
@@ -158,5 +160,7 @@ def _from_file(path: str) -> Settings:
     settings = {}
     for key, value in leaves(table):
         values = value if isinstance(value, list) else [value]
-        settings[key] = Setting(tuple(map(str, values)), f"in {path}")
-    return settings
+        settings[key] = Setting(tuple(map(word_of, values)), f"in {path}")
+    from dist_amp.config.suggestions import with_lines
+
+    return with_lines(settings, text)

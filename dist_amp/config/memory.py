@@ -53,7 +53,7 @@ def auto_strategy(module: nn.Module, world: World, memory: int) -> Strategy:
     if memory and need > memory / 2:
         strategy = "fsdp"
         why = f"do not {why}"
-    state = f"weights, gradients and moments ({need / 2**30:.2f} GiB)"
+    state = f"weights, gradients and moments ({size_text(need)})"
     world.say(f"parallel.strategy=auto: {strategy}, because {state} {why}")
     return strategy
 

@@ -25,6 +25,17 @@ NAMES: dict[Any, Mapping[str, Any]] = {
 }
 
 
+class Quoted(str):
+    """A text in quotes, as in TOML: it is no number."""
+
+
+def word_of(value: Any) -> str:
+    """A value of a TOML file as a word."""
+    if isinstance(value, str):
+        return Quoted(value)
+    return str(value)
+
+
 @dataclass(frozen=True)
 class Setting:
     """One key's value as text, one word per element, and where it was set."""
@@ -79,13 +90,16 @@ def _instance(schema: type[T], settings: Settings, prefix: str = "") -> T:
         if is_dataclass(hint):
             values[item.name] = _instance(hint, settings, f"{key}.")  # type: ignore[arg-type]
         elif key in settings:
-            values[item.name] = _converted(key, hint, settings[key])
+            default = item.default
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
+            values[item.name] = _converted(key, hint, settings[key], default)
         elif item.default is MISSING and item.default_factory is MISSING:
             raise ConfigError(f"{key} is required and not set; add --{key} VALUE")
     return schema(**values)
 
 
-def _converted(key: str, hint: Any, setting: Setting) -> Any:
+def _converted(key: str, hint: Any, setting: Setting, default: Any) -> Any:
     words: Sequence[str] = setting.words
     if setting.unsplit and _holds_a_list(hint):
         words = words[0].split()
@@ -93,7 +107,11 @@ def _converted(key: str, hint: Any, setting: Setting) -> Any:
         return value_of(hint, words)
     except (WrongType, OutOfRange) as error:
         shown = " ".join(setting.words) or "(nothing)"
-        raise ConfigError(f"{key}={shown} {setting.source} must be {error}") from None
+        more = ""
+        from dist_amp.config.suggestions import for_value
+
+        more = for_value(setting.words, str(error), default)
+        raise ConfigError(f"{key}={shown} {setting.source} must be {error}{more}") from None
 
 
 def _holds_a_list(hint: Any) -> bool:
@@ -153,6 +171,8 @@ def _scalar(kind: Any, choices: Sequence[Any], words: Sequence[str]) -> Any:
         expected = f"one of {', '.join(names)}"
     if len(words) != 1 or (names and words[0] not in names):
         raise WrongType(expected)
+    if kind in (int, float, bool) and isinstance(words[0], Quoted):
+        raise WrongType(f"{expected}, without quotes")
     if names:
         return names[words[0]]
     try:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dist_amp.errors import nearest_name
@@ -36,6 +35,15 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "train.accumulation_steps",
 }
 
+# Of torchrun, which are often given to the main job.
+OF_LAUNCHERS = """
+    nproc nproc_per_node nnodes node_rank num_gpus gpus max_restarts master_addr master_port
+    rdzv_backend rdzv_endpoint rdzv_id standalone
+""".split()
+
+# The words around the choices in "a whole number or auto", "one of bf16, fp16".
+NO_CHOICES = set("a whole number one of or and text at least most above below finite".split())
+
 
 def suggestion(key: str, known: Sequence[str]) -> str:
     """The end of the error for an unknown key: the removed or similar setting, else where to look.
@@ -44,11 +52,13 @@ def suggestion(key: str, known: Sequence[str]) -> str:
     """
     if removed := REMOVED.get(_of_single_source(key)):
         return f" is no longer a setting: {removed}"
+    if key in OF_LAUNCHERS:
+        return ": it is an option of torchrun and of dist_amp launch, which starts the ranks"
     section, _, name = key.lower().rpartition(".")
     siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
     namesakes = [other for other in known if other.rpartition(".")[2] == name]
-    if name in ELSEWHERE:
-        near = ELSEWHERE[name]
+    if alias := nearest_name(name, ELSEWHERE, 0.8):
+        near = ELSEWHERE[alias]
     elif sibling := nearest_name(name, siblings):
         near = f"{section}.{sibling}"
     elif len(namesakes) == 1:
@@ -62,11 +72,61 @@ def suggestion(key: str, known: Sequence[str]) -> str:
     return "; --help lists every key"
 
 
+def with_dashes(words: Sequence[str]) -> str:
+    """What to write for a key without dashes at the beginning of these words; "" for no key."""
+    key, equals, value = words[0].partition("=")
+    if not re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)+", key) or key.endswith(".py"):
+        return ""
+    if not equals:
+        value = "".join(words[1:2]) or "VALUE"
+    return f"write --{key}={value}"
+
+
+def for_value(words: Sequence[str], rule: str, default: Any) -> str:
+    """The end of the error for a wrong value: the nearest choice, a key without dashes, an example.
+
+    rule: such as "one of bf16, fp16". default: the setting's.
+    """
+    choices = set(re.findall(r"\b[A-Za-z][\w-]*", rule)) - NO_CHOICES
+    if words and (near := nearest_name(words[0].lower(), choices)):
+        return f"; did you mean {near}?"
+    for at in range(1, len(words)):
+        if hint := with_dashes(words[at:]):
+            return f"; {hint}"
+    if isinstance(default, list | tuple) and default:
+        return f", as in {' '.join(map(str, default))}"
+    return ""
+
+
+def with_lines(settings: dict[str, Any], toml: str) -> dict[str, Any]:
+    """The settings of a file, each with its line in its source."""
+    lines: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(toml.splitlines(), start=1):
+        if header := re.match(r"\s*\[([^\[\]]+)\]", line):
+            section = f"{plain(header[1])}."
+        elif assigned := re.match(r"([^=#\[]+)=", line):
+            lines.setdefault(section + plain(assigned[1]), number)
+    located = {}
+    for key, setting in settings.items():
+        name = key
+        while name not in lines and "." in name:  # it is in an inline table
+            name = name.rpartition(".")[0]
+        source = f"{setting.source}, line {lines.get(name, '?')}"
+        located[key] = replace(setting, source=source)
+    return located
+
+
+def plain(name: str) -> str:
+    """A key as TOML may write it, without spaces and quotes."""
+    return re.sub(r"[\s\"']", "", name)
+
+
 def up_to_date(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, with renamed values; removed keys of a run's own config.toml are left out."""
     kept = {}
     for key, setting in settings.items():
-        is_of_a_run = Path(setting.source.removeprefix("in ")).name == "config.toml"
+        is_of_a_run = re.search(r"(^in |/)config\.toml, line", setting.source)
         if is_of_a_run and _of_single_source(key) in REMOVED:
             continue
         kept[key] = setting

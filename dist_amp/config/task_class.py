@@ -10,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.settings import Config
 
@@ -57,6 +56,8 @@ def _import(module_name: str, target: str) -> Any:
     name = module_name
     folder = str(Path.cwd())
     if module_name.endswith(".py"):
+        if not path.is_file():
+            raise ConfigError(f"task.target={target}: there is no file {path}; check the path")
         name = path.stem
         folder = str(path.parent.resolve())
     if folder not in sys.path:
@@ -133,6 +134,8 @@ def build_task(config: Config) -> Any:
         args = {item.name: getattr(args, item.name) for item in fields(args)}
     if INJECTED in inspect.signature(cls).parameters:
         args = {**args, INJECTED: config.data}
+    from dist_amp.distributed.process import seed_all  # torch: settings are checked without it
+
     seed_all(config.run.seed)  # a constructor draws the same numbers on every rank
     try:
         return cls(**args)

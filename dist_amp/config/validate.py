@@ -155,8 +155,11 @@ def check_length(length: int, micro_batch_size: int, accumulation_steps: int, wo
         )
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     if length < global_batch_size:
+        samples = f"{length} samples"
+        if length == 1:
+            samples = "1 sample"
         raise DataError(
-            f"the training dataset has {length} samples, fewer than one global batch of "
+            f"the training dataset has {samples}, fewer than one global batch of "
             f"{global_batch_size} = micro_batch_size {micro_batch_size} x {world.world_size} ranks "
             f"x accumulation_steps {accumulation_steps}; use more data or a smaller batch"
         )

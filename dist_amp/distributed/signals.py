@@ -1,6 +1,7 @@
 """Which signals stop a run, and how processes handle them. Without torch, which takes seconds."""
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -55,6 +56,35 @@ def say_stopped(name: str, when: str) -> int:
     """Print the line; returns the exit status."""
     print(f"error: stopped by {name or 'SIGINT'}{when}", file=sys.stderr, flush=True)
     return 1
+
+
+def after_imports() -> None:
+    """From here on a signal is an exception again, or ends the process."""
+    usual: dict[int, Handler] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    for number, handler in usual.items():
+        if signal.getsignal(number) is _exit:
+            signal.signal(number, handler)
+
+
+@contextmanager
+def quiet_on_closed_pipe() -> Iterator[None]:
+    """End with status 1 and no traceback once nobody reads the output, as in `--help | head -3`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not any(events & select.POLLERR for _, events in output.poll(0)):
+            raise  # of another pipe
+        # The interpreter flushes once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

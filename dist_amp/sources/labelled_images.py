@@ -100,13 +100,21 @@ class LabelledImages:
 
 def opened(value: Any) -> Image.Image:
     """A picture: the column's value, or what its bytes encode. Errors: ValueError."""
+    path = ""
     if isinstance(value, Mapping):  # as Parquet stores it
+        path = value.get("path") or ""
         value = value.get("bytes")
     if isinstance(value, bytes):
-        value = ImageOps.exif_transpose(Image.open(io.BytesIO(value)))
+        try:
+            value = Image.open(io.BytesIO(value))
+            value.load()
+        except OSError as error:
+            raise ValueError(f"the image {path} can't be decoded: {error}") from error
+        value = ImageOps.exif_transpose(value)
     if not isinstance(value, Image.Image):
         raise ValueError(
-            f"the image is {type(value).__name__}; store encoded pictures, as datasets.Image() does"
+            f"the image {path} is {type(value).__name__}; store encoded pictures, as "
+            "datasets.Image() does"
         )
     if value.mode.startswith(("I", "F")):
         mode = f"the image has pixels of mode {value.mode}"

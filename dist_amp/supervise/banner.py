@@ -3,16 +3,18 @@
 import importlib.metadata
 import inspect
 import json
+import math
 import os
 import platform
 import re
 import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 import dist_amp
 from dist_amp.distributed.gpu_checks import driver_branch
+from dist_amp.errors import ConfigError
 from dist_amp.files import write_durably
 from dist_amp.run import Run
 
@@ -69,7 +72,7 @@ def print_banner(run: Run) -> None:
     world.say(f"model  {parameters}, {layout}, {precision}")
     world.say(f"batch  {plan.global_batch_size} samples = {batch}")
     world.say(f"data   {plan.length:,} samples to train on, {held_out}")
-    world.say(watch_line(run.folder, hasattr(run.task, "tokens")))
+    world.say(watch_line(run.folder))
 
 
 def first_step_of(run: Run) -> str:
@@ -89,7 +92,7 @@ def first_step_of(run: Run) -> str:
 def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
     """Each rank's throughput and memory, the result, and the run's folder."""
     shows_tokens = any(rank["tokens_per_second"] for rank in summary["ranks"])
-    header = f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'items/s':>10}"
+    header = f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'local s/step':>13} {'items/s':>10}"
     if shows_tokens:
         header += f" {'tokens/s':>12}"
     if "mfu" in summary:
@@ -97,7 +100,8 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
     rows = [header]
     for rank in summary["ranks"]:
         row = f"{rank['rank']:>4}  {rank['host']:<20} "
-        row += f"{rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB {rank['items_per_second']:>10,.1f}"
+        row += f"{rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB {rank['local_seconds']:>13.3g}"
+        row += f" {rank['items_per_second']:>10,.1f}"
         if shows_tokens:
             row += f" {rank['tokens_per_second']:>12,.0f}"
         if "mfu" in summary:
@@ -107,14 +111,18 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
     # Missing if a resumed run only had to evaluate, and its metrics.jsonl is lost.
     if "final_loss" in summary:
         result += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
-        result += f", loss {float(summary['final_loss']):.4f}"
+    if math.isfinite(loss := float(summary.get("final_loss", math.nan))):
+        result += f", loss {loss:.4f}"
     for name, value in summary["evaluation"].items():
         result += f", held-out {name} {value:.4f}"
     if "goodput" in summary:
         applied = timedelta(seconds=round(summary["spent_seconds"]["applied_steps"]))
         wall = timedelta(seconds=round(summary["wall_seconds"]))
         share = f"{100 * summary['goodput']:.0f} %"
-        rows.append(f"goodput {share}: {applied} of {wall} in applied steps")
+        rest = {k: v for k, v in summary["spent_seconds"].items() if k != "applied_steps"}
+        most = max(rest, key=lambda kind: rest[kind]).replace("_", " ")
+        most = most.replace("elsewhere", "starting, ending and pauses")
+        rows.append(f"goodput {share}: {applied} of {wall} in applied steps, then most in {most}")
     return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])
 
 
@@ -132,12 +140,10 @@ def report_environment(run: Run) -> None:
         write_durably(path, text + "\n")
     except OSError as error:
         run.world.warn(
-            f"{path} can't be written ({error.strerror}); TensorBoard's text `environment` has the "
-            "same"
+            f"{path} can't be written ({error.strerror}); TensorBoard's text `start/environment` "
+            "has the same"
         )
-    run.metrics.write_to_tensorboard(
-        lambda writer: writer.add_text("environment", f"```json\n{text}\n```", run.step)
-    )
+    run.metrics.write_text("start/environment", text, run.step)
 
 
 def environment(run: Run, ranks: list[dict[str, str]]) -> dict[str, Any]:
@@ -245,13 +251,13 @@ def main_tags(has_tokens: bool) -> list[str]:
         "train/loss",
         f"throughput/{what}_per_second",
         "memory/peak_GiB",
-        "time/step_seconds",
+        "time/local_seconds",
         "amp/loss_scale_log2",
         "amp/skipped_in_interval",
     ]
 
 
-def pinned_url(has_tokens: bool, port: int = PORT) -> str:
+def pinned_url(has_tokens: bool, port: int | str = PORT) -> str:
     """TensorBoard's address with the main charts pinned above all others."""
     cards = [{"plugin": "scalars", "tag": tag} for tag in main_tags(has_tokens)]
     query = {
@@ -262,9 +268,34 @@ def pinned_url(has_tokens: bool, port: int = PORT) -> str:
     return f"http://localhost:{port}/?{urlencode(query, safe=':,/', quote_via=quote)}#timeseries"
 
 
-def watch_line(folder: Path, has_tokens: bool) -> str:
-    """The banner's lines on how to watch a run, alone or beside others."""
-    command = f"tensorboard --logdir {folder}/tensorboard"
+def watch_line(folder: Path) -> str:
+    """The banner's line on how to watch a run, alone or beside others."""
+    command = f"dist_amp board {folder}"
     if folder.parent.name:
-        command += f"; beside other runs: --logdir {folder.parent}"
-    return f"watch  {command}\n       {pinned_url(has_tokens)}"
+        command += f"; beside other runs: dist_amp board {folder.parent}"
+    return f"watch  {command}"
+
+
+def board(words: Sequence[str]) -> NoReturn:
+    """Become TensorBoard of a run or a folder of runs, after printing the address of its main
+    charts. words: the folder, then TensorBoard's options. Errors: ConfigError.
+    """
+    folder = Path("".join(words[:1]))
+    logs = folder / "tensorboard"
+    has_tokens = False
+    for path in (folder / "metrics.jsonl", *folder.glob("*/metrics.jsonl")):
+        if path.exists():
+            has_tokens = has_tokens or "throughput/tokens_per_second" in path.read_text()
+    if not logs.is_dir():
+        logs = folder
+        if not words or not any(folder.glob("*/tensorboard")):
+            raise ConfigError(
+                f"dist_amp board {' '.join(words)}: there is no run; give the folder of a run, or "
+                "of several"
+            )
+    options = list(words[1:])
+    if "--port" not in options:
+        options += ["--port", str(PORT)]
+    print(pinned_url(has_tokens, options[options.index("--port") + 1]), flush=True)
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), *options]
+    os.execv(sys.executable, command)

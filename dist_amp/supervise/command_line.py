@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
-from dist_amp.config.help import quiet_on_closed_pipe
-from dist_amp.distributed.signals import say_stopped
-from dist_amp.errors import ConfigError, Failure
+from dist_amp.distributed.signals import after_imports, quiet_on_closed_pipe, say_stopped
+from dist_amp.errors import ConfigError, Failure, nearest_name
 from dist_amp.supervise.failure import report_failure
 
 
@@ -23,6 +22,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Errors: ConfigError for what is almost an option; the rest may be settings."""
+        options, words = super().parse_known_args(args, namespace)
+        check_unknown(words, self._option_string_actions)
+        return options, words
+
+
+def check_unknown(words: Sequence[str], known: Iterable[str]) -> None:
+    """Errors: ConfigError for what is almost an option."""
+    for word in words:
+        name = word.partition("=")[0]
+        near = ""
+        if name.startswith("--") and "." not in name:
+            near = nearest_name(name, known, 0.8)
+        if near:
+            raise ConfigError(f"unknown option {name}; did you mean {near}?")
+
 
 def exit_status(
     run: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None, when: str = ""
@@ -31,6 +47,7 @@ def exit_status(
 
     when: the end of the line that says that a signal stopped it.
     """
+    after_imports()
     try:
         with quiet_on_closed_pipe():
             return run(sys.argv[1:] if argv is None else argv) or 0

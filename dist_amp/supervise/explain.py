@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import dist_amp
 from dist_amp.config.memory import (
     UNITS,
     capacity_of,
@@ -41,7 +42,8 @@ _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 )
 
-_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
+# torch's and numpy's words.
+_REQUESTED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 
 
 def explain_error(error: BaseException, job: Job) -> BaseException:
@@ -75,10 +77,10 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
     for reported in (error.__context__, error):  # the first of two has the signal
         if died := _WORKER_DIED.match(str(reported)):
             how = died[2].replace("is killed", "was killed").strip()
-            return DataError(
-                f"rank {rank}: loader worker (pid {died[1]}) {how}; it may have run out of memory: "
-                "lower data.workers, or check the kernel's log for what ended it"
-            )
+            advice = "it may have run out of memory: lower data.workers, or check the kernel's log"
+            if "exit code" in how:
+                advice = "the dataset's or the task's code ended it; data.workers=0 shows where"
+            return DataError(f"rank {rank}: loader worker (pid {died[1]}) {how}; {advice}")
     batch = None
     seen = locals_of(error)
     if seen.keys() & {"weight_of", "loss_of", "evaluate"}:
@@ -128,7 +130,9 @@ def _samples_of(batch: object, splits: Sequence[Batches]) -> str:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error or a cause is a lack of memory: compilers wrap the errors that they get."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if _OUT_OF_MEMORY.search(str(error)):
             return True
         error = error.__cause__
     return False
@@ -157,6 +161,7 @@ def explain_memory(
         when = f"in step {run.step + 1}"
         if "evaluate" in seen:
             when = f"in the evaluation after step {run.step}"
+    when += _users_line(error)
     kind = "GPU memory" if world.device.type == "cuda" else "memory"
     settings = []
     if unused > requested > 0:
@@ -169,6 +174,17 @@ def explain_memory(
         f"rank {world.rank} ran out of {kind} {when}: {used}, of {size_text(capacity)} available; "
         f"{takes}; use {', or '.join(settings)}"
     )
+
+
+def _users_line(error: BaseException) -> str:
+    """Such as " (my_task.py, line 12)"; "" where neither the task nor its model was called."""
+    ours = str(Path(dist_amp.__file__).parent)
+    places = traceback.extract_tb(error.__traceback__)
+    outside = [each for each in places if "-packages" not in each.filename]
+    theirs = [each for each in outside if not each.filename.startswith(ours)]
+    if not theirs:
+        return ""
+    return f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})"
 
 
 def _model_text(error: BaseException, config: Config, world: World, run: Run | None) -> str:

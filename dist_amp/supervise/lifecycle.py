@@ -1,7 +1,7 @@
 """How a run starts and ends: whether it has steps left, its files, and RUN/summary.json."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,16 @@ import torch
 import torch.distributed as dist
 
 from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
+from dist_amp.data import Batches
 from dist_amp.errors import NumericsError
 from dist_amp.files import plain_json, write_durably
+from dist_amp.loading.plan import shuffled_order
 from dist_amp.run import Run
 from dist_amp.settings import Config
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World
+
+FEWEST_EVALUATED = 16  # micro-batches per rank: fewer would be too noisy a loss
 
 
 @dataclass
@@ -84,6 +88,8 @@ def open_run(run: Run) -> None:
     from dist_amp.supervise.banner import print_banner
 
     print_banner(run)
+    if run.validation is not None and run.config.eval.batches == "auto":
+        bound_evaluation(run, run.validation)
     from dist_amp.supervise import preflight
 
     preflight.warn_about_small_batches(run)
@@ -112,6 +118,30 @@ def open_run(run: Run) -> None:
     report_environment(run)
 
 
+def bound_evaluation(run: Run, validation: Batches) -> None:
+    """Resolve eval.batches=auto, so that evaluations take a tenth of the time; says so.
+
+    By counts alone, hence alike on all ranks and after a resume: a forward takes a third of a
+    micro-batch's forward and backward (assumed). What is left out is chosen at random, once:
+    datasets may be sorted by class.
+    """
+    config = run.config
+    plan = validation.plan
+    per_step = run.data.plan.global_batch_size / plan.global_batch_size  # micro-batches
+    steps = min(float(config.eval.every), config.train.steps)
+    batches = max(FEWEST_EVALUATED, int(0.1 * 3 * steps * per_step))
+    samples = batches * plan.global_batch_size
+    if samples >= plan.length:
+        return
+    run.config = replace(config, eval=replace(config.eval, batches=batches))
+    if not hasattr(validation.fetch.dataset, "shuffled"):  # which would read Parquet at random
+        validation.plan = replace(plan, order=shuffled_order(plan.length))
+    run.world.say(
+        f"eval   {samples:,} of the {plan.length:,} samples held out, the same each time, in about "
+        "a tenth of the run's time; --eval.batches all takes all of them"
+    )
+
+
 def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
     """Log the learning rate of each parameter group, where they differ."""
     groups = optimizer.param_groups
@@ -130,14 +160,14 @@ def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
 def close_run(run: Run, stop: Stop) -> int:
     """Write the summary and a sample of a completed run; return the exit status.
 
-    Errors: NumericsError if no step was applied: such a run is not done.
+    Errors: NumericsError if its last steps were skipped; but a growing loss scale may cost one.
     """
-    if not run.schedule.applied_steps:
+    if (in_a_row := int(run.schedule.skips_in_a_row)) > 1 or not run.schedule.applied_steps:
         amp = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""
         raise NumericsError(
-            f"none of the {run.step} steps was applied: the gradients of each were inf or nan; use "
-            f"{amp}a lower optim.lr, or more steps if the loss scale was still falling, or check "
-            "the task's loss and data"
+            f"the last {in_a_row} of {run.step} steps were skipped: their gradients were inf or "
+            f"nan; use {amp}a lower optim.lr, or more steps if the loss scale was still falling, "
+            "or check the task's loss and data"
         )
     early = ""
     if stop.by_task and run.step < run.config.train.steps:
@@ -196,8 +226,7 @@ def summary_of(run: Run, failed: bool) -> dict[str, Any]:
         summary |= entries(failed)
     if ranks and all("mfu" in rank for rank in ranks):
         summary["mfu"] = sum(rank["mfu"] for rank in ranks) / len(ranks)
-    logged = metrics.last_logged
-    if logged:
+    if logged := metrics.last_logged:
         skipped = logged["amp/skipped_steps"]
         applied = logged["step"] - skipped
         if not failed:
@@ -215,13 +244,13 @@ def rank_entry(run: Run, rank: int, tags: dict[str, float]) -> dict[str, Any]:
     """One rank's entry of summary.json."""
     entry = {
         "rank": rank,
-        "host": "",
+        # Before a resume there may have been more ranks.
+        "host": "".join(run.metrics.hosts[rank : rank + 1]),
         "peak_memory_bytes": int(tags["memory/peak_bytes"]),
         "items_per_second": tags["throughput/items_per_second"],
+        "local_seconds": tags.get("time/local_seconds", 0.0),
         "tokens_per_second": tags.get("throughput/tokens_per_second", 0.0),
     }
-    if rank < len(run.metrics.hosts):  # before a resume there may have been more ranks
-        entry["host"] = run.metrics.hosts[rank]
     if "throughput/mfu" in tags:
         entry["mfu"] = tags["throughput/mfu"]
     return entry

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.load import flat
-from dist_amp.config.memory import tensor_bytes
+from dist_amp.config.memory import size_text, tensor_bytes
 from dist_amp.config.task_class import INJECTED, find_task
 from dist_amp.distributed.process import LAUNCHER, attempt, die_with_parent, environment_number
 from dist_amp.errors import ConfigError, Failure
@@ -195,9 +195,9 @@ def check_free_space(run: Run) -> None:
     problem = ""  # of rank 0: on a network disk another rank may see other checkpoints
     if run.world.is_main and needed > (free := shutil.disk_usage(run.folder).free):
         problem = (
-            f"run.dir={run.folder} has {free / 2**30:.2f} GiB free, and its checkpoints need "
-            f"{needed / 2**30:.2f} GiB ({most} of {size / 2**30:.2f} GiB at most, {existing} "
-            "exist); free some, or lower checkpoint.keep"
+            f"run.dir={run.folder} has {size_text(free)} free, and its checkpoints need "
+            f"{size_text(needed)} ({most} of {size_text(size)} at most, {existing} exist); free "
+            "some, or lower checkpoint.keep"
         )
     if problem := run.world.from_main(problem):
         raise Failure(problem)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dist_amp.config.memory import capacity_of
+from dist_amp.config.memory import capacity_of, size_text
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.files import write_durably
@@ -129,7 +129,7 @@ def does_not_fit(run: Run) -> str:
     free = min(row[0] for row in run.world.gather_numbers([mine]))
     if need <= free / 2:
         return ""
-    sizes = f"{need / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
+    sizes = f"{size_text(need)}, and {size_text(free)} are free"
     return f"the whole model takes {sizes} beside its shards"
 
 

@@ -45,7 +45,7 @@ NAMED_IN_FIRST_STEP = 1 / 2
 
 # What has failed, and what the ranks at fault did. CLOSED: a connection, as that of a dead rank.
 CLOSED, TIMED_OUT, LOST, SILENT, FAILED = "closed", "timed out", "lost", "silent", "failed"
-DIED = "died without an error: it was killed, perhaps for memory; its machine's log may say why"
+DIED = "died without an error: it was killed, or its code ended it; its machine's log may say why"
 FAULTS = {
     CLOSED: DIED,
     LOST: DIED,

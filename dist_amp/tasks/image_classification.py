@@ -81,10 +81,15 @@ class ImageClassification:
         """How many there are. Errors: DataError if neither task.args.classes nor the data say."""
         if self.given_classes != "auto":
             return self.given_classes
-        if len(self.names) < 2:
+        if len(self.names) == 1:
             raise DataError(
-                f"task.args.classes=auto, and the column {self.columns[1]} names {len(self.names)} "
-                "classes; set task.args.classes to how many there are, at least 2"
+                f"the column {self.columns[1]} names one class, {self.names[0]!r}, so there is "
+                "nothing to tell apart; add rows of another class, or set task.args.classes"
+            )
+        if not self.names:
+            raise DataError(
+                f"task.args.classes=auto, and the column {self.columns[1]} names no classes; set "
+                "task.args.classes to how many there are, at least 2"
             )
         return len(self.names)
 

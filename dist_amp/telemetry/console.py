@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,12 @@ from tqdm.contrib import DummyTqdmFile
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 
-BAR = "step {n_fmt:>6}/{total_fmt} {percentage:3.0f}% |{bar:10}| {elapsed} eta {remaining}{postfix}"
+BAR = "step {n_fmt:>6}/{total_fmt} {percentage:3.0f}%  {elapsed} eta {remaining}{postfix}"
+# Between two signs of life of an evaluation: on a terminal; in a log at first, then twice as long
+# each time.
+SECONDS_ON_A_TERMINAL = 0.5
+SECONDS_IN_A_LOG = 10.0
+LINES = 10  # of a run's history that stay on a terminal, besides the evaluations
 
 
 class Console(Observer):
@@ -28,10 +34,15 @@ class Console(Observer):
         self._last_step = last_step
         self._loss_scale = loss_scale
         self._first_step = first_step
+        self._tenth = first_step * LINES // last_step
         self._opened = time.monotonic()
+        self._evaluation_began = self._next_sign = 0.0
+        self._patience = SECONDS_IN_A_LOG
+        self._text = ""
         self._bar: Any = None
         self._restore = ExitStack()
         if self._world.is_main and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            self._patience = SECONDS_ON_A_TERMINAL
             self._bar = tqdm(
                 total=last_step,
                 initial=first_step,
@@ -57,18 +68,46 @@ class Console(Observer):
             self._bar.update()
 
     def on_log(self, row: LogRow) -> None:
-        text = "  ".join(columns(row, self._loss_scale))
+        self._text = "  ".join(columns(row, self._loss_scale))
         self._loss_scale = row["loss_scale"]
         if self._bar is not None:
-            self._bar.set_postfix_str(text)
-            return
+            self._bar.set_postfix_str(self._text)
+            tenth = row.step * LINES // self._last_step
+            if tenth == self._tenth:
+                return
+            self._tenth = tenth
         progress = f"step {row.step:>6}/{self._last_step} {row.step / self._last_step:>4.0%}"
         elapsed = time.monotonic() - self._opened
         times = duration(elapsed)
         if row.step > self._first_step:
             left = elapsed * (self._last_step - row.step) / (row.step - self._first_step)
             times += f" eta {duration(left)}"
-        self._world.say(f"{progress}  {times}  {text}")
+        line = f"{progress}  {times}  {self._text}"
+        if self._bar is not None:
+            line = line[: shutil.get_terminal_size().columns - 1]
+        self._world.say(line)
+
+    def on_evaluate(self, done: int, steps: int) -> None:
+        """Show how far an evaluation is, before each of its `steps` batches."""
+        now = time.monotonic()
+        if not done:
+            self._evaluation_began = now
+            self._next_sign = now + self._patience
+        if now < self._next_sign:
+            return
+        seconds = now - self._evaluation_began
+        left = duration(seconds * (steps - done) / max(done, 1))
+        text = f"evaluation: batch {done} of {steps}, {duration(seconds)} eta {left}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+            self._next_sign = now + self._patience
+            return
+        self._world.say(text)
+        self._next_sign = now + seconds
+
+    def after_evaluation(self) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._text)
 
 
 def columns(row: LogRow, loss_scale_before: float) -> list[str]:
@@ -78,18 +117,19 @@ def columns(row: LogRow, loss_scale_before: float) -> list[str]:
         parts.append(f"loss {row.loss:.4f}")
     if skipped := int(row["skipped_in_interval"]):
         parts.append(f"skipped {skipped} (gradients not finite)")
+    what = "tokens" if row.has_tokens else "items"
+    parts.append(f"{what}/s {row.per_second(what).sum():,.0f}")
+    parts.append(f"peak {row.column('peak_bytes').max() / 2**20:,.0f} MiB")
+    if "throughput/mfu" in row.rank_columns:
+        parts.append(f"mfu {100 * row.rank_columns['throughput/mfu'].mean():.3g} %")
     scales = dict.fromkeys((loss_scale_before, row["loss_scale"]))
     if list(scales) != [1.0]:
         parts.append(f"scale {' -> '.join(map(power_of_two, scales))}")
     if math.isfinite(row["grad_norm"]):
         parts.append(f"grad_norm {row['grad_norm']:.3g}")
     parts.append(f"lr {row['lr']:.2e}")
-    parts.append(f"items/s {row.per_second('items').sum():,.0f}")
     if row.has_tokens:
-        parts.append(f"tokens/s {row.per_second('tokens').sum():,.0f}")
-    if "throughput/mfu" in row.rank_columns:
-        parts.append(f"mfu {100 * row.rank_columns['throughput/mfu'].mean():.3g} %")
-    parts.append(f"peak {row.column('peak_bytes').max() / 2**20:,.0f} MiB")
+        parts.append(f"items/s {row.per_second('items').sum():,.0f}")
     return parts
 
 

@@ -78,9 +78,8 @@ class Metrics:
         if world.is_main or world.world_size <= MAX_RANK_FOLDERS:
             path = folder / "tensorboard" / f"rank{world.rank:05d}"
             self._tensorboard = TensorBoardWriter(path, first_step + 1, world.warn)
-        text = f"```toml\n{config_text}\n```"
         if world.is_main:
-            self.write_to_tensorboard(lambda writer: writer.add_text("config", text, first_step))
+            self.write_text("start/config", config_text, first_step)
         self.world.clock.restart()
 
     def unfinished(self, data: Batches) -> Tensor:

@@ -20,10 +20,10 @@ MAX_RANK_FOLDERS = 64
 GLOBAL_METRICS = (
     *("loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr"),
     *("weight_sum", "min_weight", "grad_norm"),
-    *("steps", "applied_in_interval", "skipped_in_interval", "clipped_in_interval"),
+    *("applied_in_interval", "skipped_in_interval", "clipped_in_interval"),
 )
 # What adds up over a run.
-SUMMED_METRICS = (*PHASES, "items", "tokens")
+SUMMED_METRICS = (*PHASES, "steps", "items", "tokens")
 MEMORY = ("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries")
 # A rank's row of metrics, in this order: slices of a table cost less than chosen columns.
 RANK_METRICS = (
