@@ -21,7 +21,8 @@ from dist_amp.world import World
 class Job:
     """What is known of a run so far, to explain how it ended; set by the block that runs it.
 
-    store: kept, because the process groups may be aborted; None in one process.
+    store: kept, because the process groups may be aborted; None in one process. status: of a
+    failure that has been reported; None before.
     """
 
     config: Config
@@ -29,6 +30,7 @@ class Job:
     folder: Path | None = None
     run: Run | None = None
     store: dist.Store | None = None  # type: ignore[name-defined]
+    status: int | None = None
 
     @property
     def steps_taken(self) -> int:
