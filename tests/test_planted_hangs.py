@@ -93,7 +93,9 @@ def words_of(folder, *words, timeout=TIMEOUT):
 
 
 def check_hang(launch, where, rank, words):
-    ends = launch.each(2, *words_of(launch.folder, *words), PLANT=f"{where}:{rank}:hangs")
+    ends = launch.each(
+        2, *words_of(launch.folder, *words), timeout=60, PLANT=f"{where}:{rank}:hangs"
+    )
     hangs, other = ends[rank], ends[1 - rank]
     assert hangs.returncode == 1, hangs.stderr[-3000:]
     said = hangs.stderr + other.stderr

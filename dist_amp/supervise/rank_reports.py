@@ -27,7 +27,7 @@ State = Literal["alive", "waited", "failed", "runs", "left"]
 # waits for it.
 RECENT = 8
 
-POLLING = re.compile("pt_|NCCL|cuda")  # names of threads
+POLLING = re.compile("pt_|gloo|NCCL|cuda")  # names of threads
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
@@ -372,7 +372,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def busy_seconds() -> float:
     """Processor seconds of this process and its children, but of this thread and torch's own.
 
-    Those of torch and NCCL poll, and the store's serves the other ranks: none shows that the rank
+    Those of torch, gloo and NCCL poll, and the store's serves the other ranks: none shows that the rank
     works. Where the kernel does not tell them apart, all count, so that every rank seems to work.
     """
     nanoseconds = 0
