@@ -372,8 +372,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def busy_seconds() -> float:
     """Processor seconds of this process and its children, but of this thread and torch's own.
 
-    Those of torch, gloo and NCCL poll, and the store's serves the other ranks: none shows that the rank
-    works. Where the kernel does not tell them apart, all count, so that every rank seems to work.
+    Those of torch, gloo and NCCL poll, and the store's serves the other ranks: none shows that the
+    rank works. Where the kernel does not tell them apart, all count: every rank seems to work.
     """
     nanoseconds = 0
     try:
