@@ -66,7 +66,7 @@ FAULTS = {
 }
 
 COLLECTIVE_ERROR = re.compile(
-    "gloo|NCCL|Timed out|Connection closed by peer|Connection reset by peer|Broken pipe"
+    "gloo|NCCL|Timed out|Application timeout|Connection closed by peer|Connection reset by peer|Broken pipe"
 )
 
 
@@ -362,7 +362,7 @@ class Watchdog:
         is_collective = is_collective and COLLECTIVE_ERROR.search(str(error)) is not None
         event = FAILED
         if is_collective:
-            event = TIMED_OUT if "imed out" in str(error) else CLOSED
+            event = TIMED_OUT if re.search("imed out|timeout", str(error)) else CLOSED
         short = textwrap.shorten(first_line(error), 200, placeholder=" ...")
         try:
             verdict = in_time(3 * self._answer_seconds, lambda: self._ask(event))
