@@ -66,7 +66,8 @@ FAULTS = {
 }
 
 COLLECTIVE_ERROR = re.compile(
-    "gloo|NCCL|Timed out|Application timeout|Connection closed by peer|Connection reset by peer|Broken pipe"
+    "gloo|NCCL|Timed out|Application timeout|Connection closed by peer|Connection reset by peer|"
+    "Broken pipe"
 )
 
 
