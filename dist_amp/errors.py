@@ -14,6 +14,10 @@ class Failure(Exception):
     exit_code = 1
 
 
+class Transient(Failure):
+    """A rank is dead, hangs or can't be reached: a restart may succeed."""
+
+
 class ConfigError(Failure):
     exit_code = 64
 

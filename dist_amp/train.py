@@ -21,7 +21,6 @@ from dist_amp.step import evaluate, train_step
 from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.lifecycle import Job, Stop, close_run, is_finished, open_run
 from dist_amp.telemetry.step_report import Observer, StepReport
-from dist_amp.world import start
 
 
 def observers_of(run: Run, stop: Stop) -> list[Observer]:
@@ -178,11 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from dist_amp.supervise.preflight import check_launch
 
         check_launch()
-        with (
-            start(config.run) as world,
-            supervised(config, world) as job,
-            ExitStack() as contexts,
-        ):
+        with supervised(config) as job, ExitStack() as contexts:
             return run_job(config, job, contexts)
     except Failure as error:  # before this process joined the others
         return report_failure(error, None)[0]

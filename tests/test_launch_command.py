@@ -357,11 +357,35 @@ def test_a_rank_that_is_killed_is_restarted_as_often_as_allowed_and_named():
 
 @pytest.mark.parametrize(
     ("status", "step", "restarted"),
-    [(64, 0, False), (75, 9, False), (65, 0, False), (65, 9, True)],  # a disk may come back
+    [
+        (64, 0, False),
+        (75, 9, False),
+        (70, 9, False),
+        (65, 0, False),
+        (65, 9, True),  # a disk may come back
+        (1, 0, False),  # an exception of the task, a folder in use or read-only
+        (1, 9, True),
+    ],
 )
 def test_a_mistake_or_an_agreed_stop_is_not_restarted(status, step, restarted):
     text = "" if status == 75 else "error: text"
     assert Restarts(3)(failure(status, text, step), 3) is restarted
+
+
+def test_a_run_that_resumed_and_fails_before_its_first_step_is_not_restarted():
+    found = failure(1, "rank 1: ValueError: x", step=500)
+    found[1].message["extraInfo"]["at_start"] = True
+    assert not Restarts(3)(found, 3)
+    restarts = Restarts(3)
+    assert restarts(failure(-9), 3)
+    assert restarts(found, 2), "what the killed rank left may be the cause"
+
+
+def test_ranks_that_lose_another_one_at_the_start_are_restarted_as_often_as_allowed():
+    found = failure(1, "error: rank 0 died without an error")
+    found[1].message["extraInfo"]["transient"] = True
+    restarts = Restarts(3)
+    assert all(restarts(found, left) for left in (3, 2, 1))
 
 
 @pytest.mark.bad_input("ranks that did not save after a signal to the launcher, or had not started")
@@ -404,8 +428,8 @@ def test_what_torchrun_fails_with_is_one_line(error, said):
 
 @pytest.mark.bad_input("an error that comes again after a restart, with no step between")
 def test_an_error_that_comes_twice_ends_the_run_with_the_ranks_status_and_a_last_line(ranks):
-    done = ranks("killed", "fails:3:70:ValueError: x", "fails:3:70:ValueError: x", "never")
-    assert done.returncode == 70
+    done = ranks("killed", "fails:3:65:ValueError: x", "fails:3:65:ValueError: x", "never")
+    assert done.returncode == 65
     first, *others = done.stderr.splitlines()
     assert first.startswith("restart 1 of 3: rank 1 (process ")
     again = "not restarted: the same error came twice with no step between (after step 3)"

@@ -46,7 +46,7 @@ class Background:
                 outcome.set_exception(error)
 
         # Not a thread pool: Python joins its threads at exit, even after a crash.
-        Thread(target=work, daemon=True).start()
+        Thread(target=work, name="checkpoint writer", daemon=True).start()
         return outcome
 
 

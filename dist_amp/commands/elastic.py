@@ -33,6 +33,7 @@ from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, 
 SECONDS_TO_AGAIN = 1.0  # assumed: two SIGINT in less are one Ctrl-C, sent to the launcher twice
 
 KINDS = (Failure, ConfigError, DataError, NumericsError)
+FAILS_AGAIN = (ConfigError.exit_code, NumericsError.exit_code, SAVED_AND_STOPPED)
 KNOWN = {0, SAVED_AND_STOPPED, *(kind.exit_code for kind in KINDS)}
 
 Failures = Mapping[int, ProcessFailure]  # by rank, of this machine, when the agent looked
@@ -141,7 +142,8 @@ class Ended(NamedTuple):
     """The rank that explains a failure.
 
     text: what it reported, "" for nothing; step: how many steps it had taken; line: the text in one
-    line, if it is of this project.
+    line, if it is of this project; at_start: its process had taken none; transient: another rank is
+    the cause.
     """
 
     rank: int
@@ -150,6 +152,8 @@ class Ended(NamedTuple):
     text: str = ""
     step: int = 0
     line: str = ""
+    at_start: bool = False
+    transient: bool = False
 
     @property
     def cause(self) -> str:
@@ -184,7 +188,9 @@ def who_explains(failures: Failures) -> Ended:
             text = str(failure.message.get("message", ""))
             extra: dict[str, Any] = failure.message.get("extraInfo", {})
             step = int(extra.get("step", 0))
-            end = end._replace(text=text, step=step, line=str(extra.get("line", "")))
+            at_start = bool(extra.get("at_start", step == 0))
+            transient = bool(extra.get("transient"))
+            end = Ended(*end[:3], text, step, str(extra.get("line", "")), at_start, transient)
         ends.append(end)
     return next((end for end in ends if end.text), ends[0])
 
@@ -198,8 +204,8 @@ def signal_name(number: int) -> str:
 
 @dataclass
 class Restarts:
-    """Decides on restarts, of which there are `most`: none after a wrong setting, wrong data at the
-    start, a stop, or the same error twice.
+    """Decides on restarts, of which there are `most`: none after a wrong setting, wrong numbers, a
+    stop, an error before the first step, or the same error twice.
     """
 
     most: int
@@ -210,12 +216,14 @@ class Restarts:
         ended = who_explains(failures)
         before = self.last
         self.last = ended
-        at_the_start = before is None and ended.step == 0 and ended.exit_code == DataError.exit_code
-        if at_the_start or ended.exit_code in (ConfigError.exit_code, SAVED_AND_STOPPED):
+        reports_itself = bool(ended.text) and not ended.transient
+        # After a restart it may be what the failure before it has left, as of a disk.
+        is_first = before is None and ended.at_start and reports_itself
+        if is_first or ended.exit_code in FAILS_AGAIN:
             return False
         if not left:
             return True
-        if before and ended.text and ended.plain == before.plain and ended.step <= before.step:
+        if before and reports_itself and ended.plain == before.plain and ended.step <= before.step:
             again = "the same error came twice with no step between"
             self.why_not = f"; not restarted: {again} (after step {ended.step})"
             return False

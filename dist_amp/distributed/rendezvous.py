@@ -11,7 +11,7 @@ from functools import partial
 import torch.distributed as dist
 
 from dist_amp.distributed.process import environment_number, in_time
-from dist_amp.errors import ConfigError, Failure, first_line
+from dist_amp.errors import ConfigError, Transient, first_line
 
 # Open files besides gloo's sockets: libraries, loader workers' pipes, TensorBoard, a checkpoint's
 # shards. Measured for two ranks on the CPU: 18, and 7 per loader worker. Assumed: a GPU and NCCL's
@@ -22,8 +22,8 @@ OTHER_FILES = 200
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
     """Connect to the store at MASTER_ADDR and MASTER_PORT, and wait until every rank has.
 
-    Errors: ConfigError for a missing variable; Failure with the address, or with the ranks that did
-    not join, neither of which torch's own rendezvous names.
+    Errors: ConfigError for a missing variable; Transient with the address, or with the ranks that
+    did not join, neither of which torch's own rendezvous names.
     """
     host = os.environ.get("MASTER_ADDR", "")
     port = environment_number("MASTER_PORT", 0)
@@ -46,15 +46,15 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
         try:
             missing = [other for other in range(world_size) if not store.check([joined(other)])]
         except RuntimeError:
-            raise Failure(left) from error
+            raise Transient(left) from error
         if missing:  # else the last one joined just now
-            raise Failure(
+            raise Transient(
                 f"{_ranks_have(missing, world_size)} not joined at {within}; start it, or check "
                 "its machine"
             ) from error
     for other, size in enumerate(map(int, store.multi_get(everyone))):
         if size != world_size:
-            raise Failure(
+            raise Transient(
                 f"rank {rank} was started with WORLD_SIZE={world_size}, but rank {other} at the "
                 f"same rendezvous {host}:{port} with {size}; start all nodes with the same number "
                 "of nodes and processes"
@@ -87,9 +87,9 @@ def _connected(
     except (RuntimeError, TimeoutError) as error:
         host, port = address
         if "EADDRINUSE" in str(error):
-            raise Failure(f"MASTER_PORT={port} on {host} is in use; choose another") from error
+            raise Transient(f"MASTER_PORT={port} on {host} is in use; choose another") from error
         why = first_line(error) or "the listener there does not answer"
-        raise Failure(
+        raise Transient(
             f"no rank 0 at {within} ({why}); MASTER_ADDR and MASTER_PORT must be those of rank 0"
         ) from error
 
@@ -117,7 +117,7 @@ def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> No
         except OSError as error:
             if time.monotonic() >= deadline:
                 why = error.strerror or "no answer"
-                raise Failure(
+                raise Transient(
                     f"no rank 0 at {within} ({why}); start it, or set MASTER_ADDR and MASTER_PORT "
                     "to its address"
                 ) from error

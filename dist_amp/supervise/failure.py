@@ -13,33 +13,36 @@ import torch.distributed as dist
 
 from dist_amp.distributed.process import attempt, in_time
 from dist_amp.distributed.process_group import shared_store
-from dist_amp.errors import Failure, in_one_line
+from dist_amp.errors import Failure, Transient, in_one_line
 from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job, write_summary
-from dist_amp.world import World
+from dist_amp.world import World, start
 
 
 @contextmanager
-def supervised(config: Config, world: World) -> Iterator[Job]:
-    """Report whatever ends the block, and close the run.
+def supervised(config: Config) -> Iterator[Job]:
+    """Join the other ranks, report whatever ends the block, and close the run.
 
-    Errors: SystemExit with the exit status, so that `world.start` around it does not wait for the
-    other ranks. The failure is reported here, because this needs the store that `world.start`
-    closes.
+    Errors: SystemExit with the exit status, so that `world.start` does not wait for the other
+    ranks. The failure is reported within it, because this needs the store that it closes.
     """
-    job = Job(config, world)
-    if dist.is_initialized():
-        job.store = shared_store()
     explanations: list[Callable[[BaseException], BaseException]] = []
-    with ExitStack() as contexts:
+    with ExitStack() as last, start(config.run) as world, ExitStack() as contexts:
+        job = Job(config, world)
+        if dist.is_initialized():
+            job.store = shared_store()
         contexts.callback(job.close)
         if world.world_size > 1:
             from dist_amp.supervise.watchdog import Watchdog
 
             watchdog = Watchdog(job, end=lambda error: _end_failed(error, job))
+            last.callback(watchdog.has_ended.set)
+            contexts.callback(watchdog.time_the_end)
             explanations.append(contexts.enter_context(watchdog).explain)
         try:
             yield job
+            job.close()
+            world.barrier()  # while a rank that does not arrive can be named
         except BaseException as error:
             explained = error
             from dist_amp.supervise.explain import explain_error
@@ -47,14 +50,17 @@ def supervised(config: Config, world: World) -> Iterator[Job]:
             explained = explain_error(explained, job)
             for explain in explanations:
                 explained = explain(explained)
-            raise SystemExit(_end_failed(explained, job)) from error
+            job.status = _end_failed(explained, job)
+            raise SystemExit(job.status) from error
 
 
 def _end_failed(error: BaseException, job: Job) -> int:
     """Print the error and write the summary, if it is the first rank's; return the exit status."""
     run = job.run
     folder = job.folder
-    status, is_first = report_failure(error, job.world, job.store, max(job.steps_taken, 0))
+    step = max(job.steps_taken, 0)
+    at_start = run is None or step == (run.resumed_from_step or 0)
+    status, is_first = report_failure(error, job.world, job.store, step, at_start)
     with suppress(OSError):  # the folder may not even be readable
         # A run that failed before it was built leaves the summary of an earlier one in place.
         keeps = run is None and folder is not None and (folder / "summary.json").exists()
@@ -73,12 +79,13 @@ def report_failure(
     world: World | None,
     store: dist.Store | None = None,  # type: ignore[name-defined]
     step: int = 0,
+    at_start: bool = True,
 ) -> tuple[int, bool]:
     """Print the error, unless another rank has printed its own: (exit status, was it the first).
 
     A `Failure` gets its one line, anything else its traceback. world, store: None before the ranks
-    are connected. step: how many were taken; the launcher restarts nothing that fails again without
-    a step between.
+    are connected. step: how many were taken; at_start: none of them by this process. The launcher
+    restarts nothing that fails again without a step between, or before the first one.
     """
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     if isinstance(error, Failure):
@@ -96,8 +103,8 @@ def report_failure(
             start = "\r\033[K"  # over rank 0's progress line
         print(start + text, file=sys.stderr, flush=True)
         if torchrun_file:
-            extra = {"timestamp": str(int(time.time())), "step": step}
-            extra["line"] = cause_of(error, rank)
+            extra = {"timestamp": str(int(time.time())), "step": step, "at_start": at_start}
+            extra |= {"line": cause_of(error, rank), "transient": isinstance(error, Transient)}
             # torchrun fails on a file that a killed rank left half written.
             temporary = Path(f"{torchrun_file}.tmp")
             temporary.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

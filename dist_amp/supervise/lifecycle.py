@@ -25,7 +25,8 @@ FEWEST_EVALUATED = 16  # micro-batches per rank: fewer would be too noisy a loss
 class Job:
     """What is known of a run so far, to explain how it ended; set by the block that runs it.
 
-    store: kept, because the process groups may be aborted; None in one process.
+    store: kept, because the process groups may be aborted; None in one process. status: of a
+    failure that has been reported; None before.
     """
 
     config: Config
@@ -33,6 +34,7 @@ class Job:
     folder: Path | None = None
     run: Run | None = None
     store: dist.Store | None = None  # type: ignore[name-defined]
+    status: int | None = None
 
     @property
     def steps_taken(self) -> int:

@@ -11,37 +11,47 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from dist_amp.distributed import flight_recorder
 from dist_amp.distributed.process import in_time
-from dist_amp.errors import Failure, first_line
+from dist_amp.distributed.process_group import A_DAY
+from dist_amp.errors import Transient, first_line
 from dist_amp.supervise.lifecycle import Job
 from dist_amp.supervise.rank_reports import (
     Board,
     Process,
     Report,
+    Reports,
     State,
     Verdict,
+    busy_seconds,
     common_verdict,
     have_parted,
     is_true_within,
+    main_thread_is_in,
     ranks_behind,
     where_they_wait,
 )
 
 ANSWER_SECONDS = 5.0  # how long to wait for the other ranks' reports after a collective has failed
+REPORT_SECONDS = 15.0  # how long a rank may take to report; one that is not the first waits 10 s
 POLL_SECONDS = 1.0  # how often a rank asks whether anything has happened
 BEAT_SECONDS = 5.0  # how often it reports
 
-# Shares of a collective's timeout, which is run.timeout_seconds, or a day where a rank may take
-# long: 15 s of 300 s until a rank that waits compares the reports; 60 s until a missing one is
-# named, which is at most one line per minute for a rank that is slow in every step; 150 s in a
-# process's first step, which compiles, tunes kernels and fills caches. All assumed.
+# Shares of run.timeout_seconds: 15 s of 300 s until a rank that waits compares the reports; 60 s
+# until a missing one is named, which is at most one line per minute for a rank that is slow in
+# every step; 150 s until the end of a process's first step, which compiles, tunes kernels and fills
+# caches. All assumed.
 COMPARED = 1 / 20
 NAMED = 1 / 5
 NAMED_IN_FIRST_STEP = 1 / 2
+
+# A rank does nothing if it uses less of a processor than this. Assumed: polling ten times a second
+# takes less, and reading or writing at 1 MB/s more.
+IDLE_SHARE = 1 / 1000
 
 # What has failed, and what the ranks at fault did. CLOSED: a connection, as that of a dead rank.
 CLOSED, TIMED_OUT, LOST, SILENT, FAILED = "closed", "timed out", "lost", "silent", "failed"
@@ -56,7 +66,8 @@ FAULTS = {
 }
 
 COLLECTIVE_ERROR = re.compile(
-    "gloo|NCCL|Timed out|Connection closed by peer|Connection reset by peer|Broken pipe"
+    "gloo|NCCL|Timed out|Application timeout|Connection closed by peer|Connection reset by peer|"
+    "Broken pipe"
 )
 
 
@@ -65,8 +76,10 @@ class Heartbeat:
 
     A dead rank is noticed by its neighbour on the machine, a silent one by its neighbour among all.
     A rank that has waited for long compares all reports: if one is missing, it prints a line, and
-    every rank writes its threads' stacks. Nothing ends: a slow rank may yet arrive. The store's
-    `stall` is "RANK" of the one that compares, "RANK LINE" once it has printed the line.
+    every rank writes its threads' stacks. Nothing ends yet: a slow rank may arrive, and where one
+    may take long (a dataset, a checkpoint), the collective's timeout is a day. But a rank that the
+    others wait for, and that does nothing for run.timeout_seconds, hangs. The store's `stall` is
+    "RANK" of the one that compares, "RANK LINE" once it has printed the line.
     """
 
     def __init__(
@@ -87,13 +100,15 @@ class Heartbeat:
         self._beat_at = time.monotonic() - self._period
         self._step = -1
         self._has_stepped = False
+        self._busy_seconds = 0.0
+        self._idle_since = self._beat_at
         self._beats: dict[int, tuple[str, float]] = {}  # of other ranks, and since when
         self._waits: Report | None = None  # while this rank compares: how it waited then
         self._named_since = 0.0  # since when the others waited for a rank that this one named
         self._written = ""  # the line with which this rank's stacks were written
 
     def poll(self, stall: str) -> tuple[str, int]:
-        """About once a second: LOST or SILENT, and the rank; else ("", 0)."""
+        """About once a second: LOST, SILENT or TIMED_OUT, and the rank; else ("", 0)."""
         self._write_stacks(stall.partition(" ")[2])
         for rank in self._same_machine:
             if self._processes[rank].is_dead:
@@ -101,17 +116,23 @@ class Heartbeat:
         now = time.monotonic()
         if now - self._beat_at < self._period:
             return "", 0
+        step = self._job.steps_taken
+        busy_before, self._busy_seconds = self._busy_seconds, busy_seconds()
+        least = IDLE_SHARE * (now - self._beat_at)
+        if step != self._step or abs(self._busy_seconds - busy_before) > least:
+            self._idle_since = now
         if now - self._beat_at > 3 * self._period:
             self._beats.clear()  # this process was stopped, and the others may have been too
+            self._idle_since = now
         self._beat_at = now
-        step = self._job.steps_taken
         report = Report("alive", step)
         if step == self._step:  # reading torch's records is too slow for every beat
-            report = self._report()
+            report = replace(self._report(), idle_seconds=now - self._idle_since)
         self._has_stepped |= 0 <= self._step < step
         self._step = step
         self._board.beat(report, now)
-        self._compare(report, stall, now)
+        for rank in self._compare(report, stall, now):
+            return TIMED_OUT, rank
         for rank in self._neighbours:
             (text,) = self._board.beats([rank])
             if self._silent_seconds(rank, text, now) > 0.8 * self._timeout:
@@ -133,31 +154,43 @@ class Heartbeat:
         self._beats[rank] = (text, since)
         return now - since
 
-    def _compare(self, report: Report, stall: str, now: float) -> None:
+    def _compare(self, report: Report, stall: str, now: float) -> list[int]:
+        """The ranks that hang, by the reports of all, if it is this rank that compares them."""
         reader, _, line = stall.partition(" ")
         rank = str(self._rank)
         store = self._board.store
-        if reader == rank and self._waits and report.waits_in != self._waits.waits_in:
+        if not reader and report.waited_seconds >= COMPARED * self._timeout:
+            self._waits = report
+            store.compare_set("stall", "", rank)
+        if reader != rank:
+            return []
+        if self._waits and report.waits_in != self._waits.waits_in:
             self.close()
             store.compare_set("stall", stall, "")
-        elif reader == rank and not line and (line := self._line(now)):
+            return []
+        reports: dict[int, Report | None] = {}
+        for other, text in enumerate(self._board.beats()):
+            is_silent = self._silent_seconds(other, text, now) > 3 * self._period
+            reports[other] = None if is_silent else Report.from_text(text.partition(" ")[2])
+        if not line and (line := self._line(reports)):
             store.compare_set("stall", stall, f"{rank} {line}")
             self._named_since = now - report.waited_seconds
             print(f"warning: {line}", file=sys.stderr, flush=True)
-        elif not reader and report.waited_seconds >= COMPARED * report.timeout_seconds:
-            self._waits = report
-            store.compare_set("stall", "", rank)
+        if report.waited_seconds < self._timeout:
+            return []
+        answered = {rank: report for rank, report in reports.items() if report is not None}
+        return [
+            rank
+            for rank in ranks_behind(answered)
+            if not answered[rank].waits_in and answered[rank].idle_seconds >= self._timeout
+        ]
 
-    def _line(self, now: float) -> str:
+    def _line(self, reports: Reports) -> str:
         """Who waits in what and who is missing; "" if nobody is, or not for long enough."""
-        reports: dict[int, Report | None] = {}
-        for rank, text in enumerate(self._board.beats()):
-            is_silent = self._silent_seconds(rank, text, now) > 3 * self._period
-            reports[rank] = None if is_silent else Report.from_text(text.partition(" ")[2])
         answered = {rank: report for rank, report in reports.items() if report is not None}
         share = NAMED if self._has_stepped else NAMED_IN_FIRST_STEP
         is_late = any(
-            report.waited_seconds >= share * report.timeout_seconds for report in answered.values()
+            report.waited_seconds >= share * self._timeout for report in answered.values()
         )
         is_missing = len(answered) < len(reports) or bool(ranks_behind(answered))
         # Two collectives of one number never meet, so that there is nothing to wait for.
@@ -166,7 +199,10 @@ class Heartbeat:
         stacks = ""
         if self._job.folder is not None:
             stacks = f"; stacks of all ranks in {self._job.folder / 'stacks'}"
-        ends = f"the run ends if this lasts for run.timeout_seconds={self._timeout:g}"
+        what = "this lasts"
+        if self._waits and self._waits.timeout_seconds >= A_DAY.total_seconds():
+            what = "a missing rank does nothing"  # it may work for longer
+        ends = f"the run ends if {what} for run.timeout_seconds={self._timeout:g}"
         return f"{where_they_wait(reports, self._processes)}{stacks}; {ends}"
 
     def _write_stacks(self, line: str) -> None:
@@ -190,6 +226,7 @@ class Watchdog:
     collectives on a GPU that do not end: under NCCL no error ever comes. It ends the process, with
     its stacks printed if it is the one that hangs, else once the main thread has had the time to
     end by itself. end(error): reports the error, from the thread, and returns the exit status.
+    has_ended: to be set once the process has left its groups, which `time_the_end` waits for.
     """
 
     def __init__(self, job: Job, end: Callable[[BaseException], int]):
@@ -201,6 +238,7 @@ class Watchdog:
         self._answer_seconds = min(ANSWER_SECONDS, self._timeout / 4)
         self._failed = threading.Event()
         self._closed = threading.Event()
+        self.has_ended = threading.Event()
         self._unfinished: dict[str, tuple[str, float]] = {}  # see _blocked_on_gpu
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
         store = dist.PrefixStore(prefix, job.store)  # type: ignore[attr-defined, arg-type]
@@ -225,6 +263,17 @@ class Watchdog:
             with suppress(Exception):  # the store is dead, or does not answer
                 in_time(self._answer_seconds, lambda: self._board.answer(Report("left")))
         self._thread.join(self._answer_seconds)
+
+    def time_the_end(self) -> None:
+        """End this process if it does not leave its groups within run.timeout_seconds."""
+
+        def wait() -> None:
+            if not self.has_ended.wait(self._timeout):
+                where = main_thread_is_in()
+                error = Transient(f"rank {self._name(self._rank)} hangs at its end, in {where}")
+                self._end_hanging(error)
+
+        threading.Thread(target=wait, daemon=True).start()
 
     # --- the thread
 
@@ -271,20 +320,31 @@ class Watchdog:
                 hangs = self._rank in verdict.hanging
             except Exception:  # the store was on a rank that has ended meanwhile
                 hangs = event == TIMED_OUT and self._report("runs").waits_in is None
+                verdict = Verdict(hanging=[self._rank] * hangs)
+        error = Transient(self._text(verdict, event))
         if hangs:
             if not self._ends_within(0.0):
-                print(f"error: rank {self._rank} hangs; its stacks:", file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(all_threads=True)
-                os._exit(1)
+                self._end_hanging(error)
             return
         # The main thread gets an error in most cases: a peer that ends closes its connections.
         seconds = self._answer_seconds if verdict.at_fault else min(30.0, self._timeout / 2)
-        if self._ends_within(seconds):
-            return
-        status = 1
+        if not self._ends_within(seconds):
+            self._end_by(error)
+
+    def _end_hanging(self, error: Transient) -> None:
+        print(f"error: rank {self._rank} hangs; its stacks:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        self._end_by(error)
+
+    def _end_by(self, error: Transient) -> None:
+        """Report the error, if none has been, and end the process, even if its disk hangs."""
+        status = self._job.status or 1
         try:
-            status = self._end(Failure(self._text(verdict, event)))
+            if self._job.status is None:
+                status = in_time(REPORT_SECONDS, lambda: self._end(error))
         finally:
+            if self._rank == 0:  # the others still read from the store
+                time.sleep(self._answer_seconds)
             os._exit(status)
 
     def _ends_within(self, seconds: float) -> bool:
@@ -303,7 +363,7 @@ class Watchdog:
         is_collective = is_collective and COLLECTIVE_ERROR.search(str(error)) is not None
         event = FAILED
         if is_collective:
-            event = TIMED_OUT if "imed out" in str(error) else CLOSED
+            event = TIMED_OUT if re.search("imed out|timeout", str(error)) else CLOSED
         short = textwrap.shorten(first_line(error), 200, placeholder=" ...")
         try:
             verdict = in_time(3 * self._answer_seconds, lambda: self._ask(event))
@@ -312,12 +372,17 @@ class Watchdog:
                 return error
             # It reaches neither the other ranks nor the store, and can't know why.
             store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            return Failure(
+            return Transient(
                 f"rank {self._name(0)} and the store on its machine at {store} do not answer: it "
                 "is stopped, its machine is down, or the network to it is (rank "
                 f"{self._name(self._rank)} got: {short})"
             )
         except Exception:  # the store died with its host
+            if is_collective:
+                return Transient(
+                    f"rank {self._name(0)} or its launcher died (rank "
+                    f"{self._name(self._rank)} got: {short})"
+                )
             return error
         if not verdict.at_fault:
             if verdict.where:
@@ -328,7 +393,7 @@ class Watchdog:
             # The store may end with this process: let the ranks that hang print their stacks.
             hanging = [self._processes[rank] for rank in verdict.hanging]
             is_true_within(self._answer_seconds, lambda: all(each.is_dead for each in hanging))
-        return Failure(f"{self._text(verdict, event)} (rank {self._rank} got: {short})")
+        return Transient(f"{self._text(verdict, event)} (rank {self._rank} got: {short})")
 
     def _ask(self, event: str) -> Verdict:
         if event == FAILED:
@@ -353,10 +418,16 @@ class Watchdog:
         return common_verdict(self._board, is_timeout, self._processes, self._answer_seconds)
 
     def _report(self, state: State) -> Report:
-        """What the main thread does, of which the writer's group says nothing."""
+        """What the main thread does, or the one that saves while the main thread waits for it."""
+        run = self._job.run
         writer = self._job.world.background
-        leave_out = writer.group_name if writer is not None else ""
-        return Report.read(state, self._job.steps_taken, flight_recorder.dump(), leave_out)
+        leave_out = ""
+        if run is not None and run.metrics.save is not None and writer is not None:
+            leave_out = writer.group_name
+        report = Report.read(state, self._job.steps_taken, flight_recorder.dump(), leave_out)
+        if not leave_out and (place := main_thread_is_in("checkpoint writer")):
+            report = replace(report, main_thread_is_in=place)
+        return report
 
     def _answer(self, state: State) -> None:
         """Answer a failure, and write what the flight recorder has into the run's folder."""
