@@ -26,7 +26,8 @@ def main(run: Run) -> None:
         run.metrics.record(report)
         spent += timed(run.world, partial(tripwires.after_step, report, micro_batches))
         if run.step % run.config.metrics.log_every == 0:
-            row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
+            run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
+            row = run.metrics.read()
             spent += timed(run.world, partial(tripwires.on_log, row))
         if run.step == run.config.train.steps:
             break

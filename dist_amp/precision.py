@@ -96,9 +96,7 @@ class Scaler(torch.amp.GradScaler):
         self, config: ScalerConfig, scales: bool, device: torch.device, state_device: torch.device
     ):
         """state_device: where parameters and optimizer state are: the host under CPU offload."""
-        init_scale = 1.0
-        if scales:
-            init_scale = config.init_scale
+        init_scale = config.init_scale if scales else 1.0
         super().__init__(
             device.type,
             init_scale,

@@ -72,18 +72,15 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
             if stop is not None and stop():
                 return {}
             for batch in micro_batches:
-                content = batch
-                counts = 1.0
-                if isinstance(batch, Padding):
-                    content = batch.batch
-                    counts = 0.0
+                padding = isinstance(batch, Padding)
+                content = batch.batch if padding else batch
                 with run.precision.autocast():
                     values = {}
                     if metrics is not None:
                         values = means.checked(metrics(run.parallel.module, content))
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
-                    means.add(values, run.task.weight(content), counts)
+                    means.add(values, run.task.weight(content), 0.0 if padding else 1.0)
     return means.over_all_ranks()
 
 
@@ -114,9 +111,7 @@ def weight_of(task: Task, micro_batches: Sequence[Any], device: torch.device) ->
 def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> Tensor:
     """The loss sum of a micro-batch, checked without a host read; padding gives 0 times a loss."""
     padding = isinstance(batch, Padding)
-    content = batch
-    if padding:
-        content = batch.batch
+    content = batch.batch if padding else batch
     try:
         loss = task.loss_sum(model, content)
         check_loss(loss, device)

@@ -435,7 +435,7 @@ def test_a_number_out_of_range_names_key_value_source_and_range(key, value, rule
 @pytest.mark.bad_input("batch sizes that do not multiply out")
 def test_batch_sizes_that_do_not_multiply_out_are_named_with_values_that_would():
     message = refused(accumulation_steps, TrainConfig(micro_batch_size=8, global_batch_size=100), 8)
-    parts = ["train.global_batch_size=100", "micro_batch_size 8 x 8 ranks = 64"]
+    parts = ["train.global_batch_size=100", "micro_batch_size 8 x world size 8 = 64"]
     assert_says(message, *parts, "use global_batch_size=128")
     config = TrainConfig(micro_batch_size=8, global_batch_size=512, accumulation_steps=3)
     message = refused(accumulation_steps, config, 8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from test_step import HostReads
-from tiny import Rows, Tiny, make_run
+from tiny import Rows, Tiny, log_row, make_run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -541,7 +541,7 @@ def reads_of_consistency_checks(world):
         batch = next(run.data)
         report = train_step(run, batch)
         run.metrics.record(report)
-        row = run.metrics.log(run.step, run.schedule, run.scaler, run.data)
+        row = log_row(run)
         with HostReads() as ordinary:
             checks.after_step(report, batch)
         with HostReads() as logging:

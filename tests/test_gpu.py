@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, TESTS
 from test_peaks import Counted
 from test_profiling import steps_of
-from tiny import Tiny, log, make_run, parameters_of, take_steps
+from tiny import Tiny, log, log_row, make_run, parameters_of, take_steps
 
 from benchmarks.gpu import SAME_LOSS
 from benchmarks.gpu import main as gpu_bench
@@ -160,7 +160,7 @@ def test_log_steps_wait_for_nothing_and_their_time_is_the_devices(tmp_path):
     row = run.metrics.read()
     assert row["applied_steps"] == 23
     assert row["seconds"] > 0
-    expected = run.metrics.log(23, run.schedule, run.scaler, run.data)
+    expected = log_row(run)
     assert expected["lr"] == row["lr"]
 
 

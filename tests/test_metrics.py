@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import NothingCounts, Overflow, Tiny, log, make_run, take_steps
+from tiny import NothingCounts, Overflow, Tiny, log, log_row, make_run, take_steps
 
 from dist_amp.clock import OWN_PHASES, STEP_PHASES
 from dist_amp.diagnostics.limits import Limits
@@ -195,7 +195,7 @@ def test_a_total_weight_that_is_0_or_no_number_is_named(weight):
 def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
     run = make_run(World(), Tiny(), "--train.max_skips_in_a_row", 3)
     run.schedule.counters[:] = torch.tensor([5, 4, 3])
-    row = run.metrics.log(8, run.schedule, run.scaler, run.data)
+    row = log_row(run)
     said = r"3 steps in a row .*max_skips_in_a_row=3; try a lower optim.lr"
     with pytest.raises(NumericsError, match=said) as error:
         Limits(run).on_log(row)
@@ -272,14 +272,36 @@ def test_a_removed_tensorboard_folder_is_made_anew_and_nothing_else_is_lost(
     assert said in capsys.readouterr().err
 
 
+def logged_row(step):
+    """What a resume reads of a line of a log step."""
+    return {"step": step, "train/loss": 1.0 * step, "amp/skipped_steps": 0, "ranks": []}
+
+
 def test_a_resume_after_a_kill_keeps_the_complete_lines_of_steps_not_taken_again(tmp_path):
-    whole = [json.dumps({"step": step, "train/loss": 1.0 * step}) for step in range(1, 8)]
+    rows = [logged_row(step) for step in range(1, 8)]
+    whole = [json.dumps(row) for row in rows]
     (tmp_path / "metrics.jsonl").write_text("\n".join(whole) + '\n{"step": 8, "train')
     metrics = make_run(World(), Tiny()).metrics
     metrics.open(tmp_path, 5, "")
     metrics.close()
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole[:5]
-    assert metrics.last_logged == {"step": 5, "train/loss": 5.0}
+    assert metrics.last_logged == rows[4]
+
+
+@pytest.mark.bad_input("a damaged metrics.jsonl at a resume")
+@pytest.mark.parametrize(
+    "damaged",
+    [b"12", b"[1]", b'"text"', b"null", b"{}", b'{"step": "2"}', b'{"st\xff": 2}', b"[" * 10**5],
+    ids=lambda damaged: damaged[:12].decode(errors="replace"),
+)
+def test_a_resume_removes_unreadable_lines_and_counts_them(damaged, tmp_path, capsys):
+    whole = [json.dumps(logged_row(step)).encode() for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([whole[0], damaged, whole[1]]) + b"\n")
+    metrics = make_run(World(), Tiny()).metrics
+    metrics.open(tmp_path, 2, "")
+    metrics.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == whole
+    assert "had unreadable lines, which are removed: 1" in capsys.readouterr().err
 
 
 def test_metrics_that_are_read_later_are_those_of_their_log_step():

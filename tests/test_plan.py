@@ -418,7 +418,7 @@ class ReadingSGD(Tiny):
         ("--device_memory_GiB -1", "--device_memory_GiB=-1 at least 0"),
         ("--world_size many", "argument --world_size/--world-size: invalid int value: 'many'"),
         ("--optim.rl 1", "unknown key optim.rl"),
-        ("--world_size 3 --train.global_batch_size 16", "of micro_batch_size 8 x 3 ranks"),
+        ("--world_size 3 --train.global_batch_size 16", "of micro_batch_size 8 x world size 3"),
         ("--world_size 4 --parallel.strategy hsdp --parallel.replicas 3", "does not divide 4 ra"),
         ("--worldsize 8", "unknown option --worldsize; did you mean --world_size?"),
     ],

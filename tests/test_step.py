@@ -14,6 +14,7 @@ from tiny import (
     Tiny,
     VectorLoss,
     log,
+    log_row,
     make_run,
     moments_of,
     parameters_of,
@@ -257,7 +258,7 @@ def host_reads(world, words):
     with HostReads() as ordinary:
         run.metrics.record(train_step(run, batches))
     with HostReads() as logging:
-        run.metrics.log(3, run.schedule, run.scaler, run.data)
+        log_row(run)
     return ordinary.count, logging.count
 
 
@@ -381,10 +382,10 @@ def test_contradicting_batch_sizes_are_refused_with_the_arithmetic():
     with pytest.raises(ConfigError) as error:
         accumulation_steps(config, 8)
     assert str(error.value) == (
-        "train.global_batch_size=512 is not micro_batch_size 8 x 8 ranks x accumulation_steps 3 = "
-        "192; use accumulation_steps=8"
+        "train.global_batch_size=512 is not micro_batch_size 8 x world size 8 x accumulation_steps "
+        "3 = 192; use accumulation_steps=8"
     )
-    expected = "not a multiple of micro_batch_size 8 x 1 rank = 8; use global_batch_size=16"
+    expected = "not a multiple of micro_batch_size 8 x world size 1 = 8; use global_batch_size=16"
     with pytest.raises(ConfigError, match=expected):
         accumulation_steps(TrainConfig(micro_batch_size=8, global_batch_size=20), 1)
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.saver import save
+from dist_amp.checkpoint.state import load
 from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.scaling import hooks
@@ -618,6 +619,51 @@ def test_freezing_while_training_is_refused_with_what_to_do(ranks, strategy):
 class Lazy(Tiny):
     def build_model(self):
         return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1))
+
+
+class Compiled(Tiny):
+    def build_model(self):
+        return torch.compile(super().build_model(), backend="eager")
+
+
+@pytest.mark.bad_input("a model that build_model has compiled")
+def test_a_compiled_model_is_refused_with_the_setting_that_compiles():
+    with pytest.raises(DataError, match="returned a compiled model; .* compile.blocks=true"):
+        make_run(World(), Compiled())
+
+
+class TwoNames(nn.Module):
+    """A model whose parts can all be reached by two names."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.encoder = model
+        self.teacher_of = model
+
+    def forward(self, x):
+        return self.teacher_of(x)
+
+
+class Shared(Tiny):
+    def build_model(self):
+        return TwoNames(super().build_model())
+
+
+def resume_shared(world, strategy, folder):
+    words = ["--run.dir", folder, "--parallel.strategy", strategy]
+    run = make_run(world, Shared(), *words)
+    take_steps(run, 2)
+    checkpoint = save(run)
+    resumed = make_run(world, Shared(), *words)
+    load(resumed, checkpoint)
+    expected = parameters_of(run)
+    for name, value in parameters_of(resumed).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_with_two_names_for_a_module_resumes(strategy, tmp_path):
+    on_ranks(2, resume_shared, strategy, str(tmp_path))
 
 
 @pytest.mark.bad_input("a model with lazy layers")

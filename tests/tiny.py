@@ -164,8 +164,9 @@ def take_steps(run, steps):
 
 
 def log_row(run):
-    """The interval's figures of all ranks."""
-    return run.metrics.log(run.step, run.schedule, run.scaler, run.data)
+    """The interval's figures of all ranks, read at once."""
+    run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
+    return run.metrics.read()
 
 
 def log(run):

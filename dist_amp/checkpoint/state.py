@@ -118,11 +118,11 @@ def read_state(run: Run, reader: Reader) -> dict[str, Any]:
 
 def set_state(run: Run, manifest: Manifest, state: dict[str, Any]) -> None:
     options = StateDictOptions(strict="frozen" not in state)
-    set_model_state_dict(run.model, state["model"], options=options)
+    set_model_state_dict(run.parallel.module, state["model"], options=options)
     if state["optimizer"]:
-        groups = get_optimizer_state_dict(run.model, run.optimizer)["param_groups"]
+        groups = get_optimizer_state_dict(run.parallel.module, run.optimizer)["param_groups"]
         moments: dict[str, Any] = {"state": state["optimizer"], "param_groups": groups}
-        set_optimizer_state_dict(run.model, run.optimizer, moments, options=options)
+        set_optimizer_state_dict(run.parallel.module, run.optimizer, moments, options=options)
     for name, extra in run.extra_states.items():
         if name not in state:
             run.world.say(extra.start(manifest.step))
@@ -160,7 +160,7 @@ def state_of(run: Run, with_moments: bool = False) -> dict[str, Any]:
     if with_moments and not has_moments:
         run.optimizer.state.clear()  # of empty entries, by which torch would take it for filled
     if has_moments or with_moments:
-        optimizer = get_optimizer_state_dict(run.model, run.optimizer)["state"]
+        optimizer = get_optimizer_state_dict(run.parallel.module, run.optimizer)["state"]
     # This rank's own; the model's entries are averaged over ranks when they are saved.
     statistics = batch_statistics(run.parallel.module)
     of_rank = {
@@ -168,7 +168,7 @@ def state_of(run: Run, with_moments: bool = False) -> dict[str, Any]:
         "statistics": {name: value.clone() for name, value in statistics.items()},
     }
     return {
-        "model": get_model_state_dict(run.model),
+        "model": get_model_state_dict(run.parallel.module),
         "optimizer": optimizer,  # without the groups' hyperparameters, which come from the config
         "counters": run.schedule.counters,
         "scaler": run.scaler.state_dict(),

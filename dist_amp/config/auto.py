@@ -85,21 +85,18 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
             return 1
         return config.accumulation_steps
     wanted, rest = divmod(config.global_batch_size, per_round)
-    ranks = "1 rank"
-    if world_size > 1:
-        ranks = f"{world_size} ranks"
     if rest:
         near = max(1, round(config.global_batch_size / per_round)) * per_round
         raise ConfigError(
             f"train.global_batch_size={config.global_batch_size} is not a multiple of "
-            f"micro_batch_size {config.micro_batch_size} x {ranks} = {per_round}; use "
-            f"global_batch_size={near}"
+            f"micro_batch_size {config.micro_batch_size} x world size {world_size} = {per_round}; "
+            f"use global_batch_size={near}"
         )
     if config.accumulation_steps not in ("auto", wanted):
         product = per_round * config.accumulation_steps
         raise ConfigError(
             f"train.global_batch_size={config.global_batch_size} is not micro_batch_size "
-            f"{config.micro_batch_size} x {ranks} x accumulation_steps {config.accumulation_steps} "
-            f"= {product}; use accumulation_steps={wanted}"
+            f"{config.micro_batch_size} x world size {world_size} x accumulation_steps "
+            f"{config.accumulation_steps} = {product}; use accumulation_steps={wanted}"
         )
     return wanted

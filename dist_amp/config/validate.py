@@ -172,6 +172,11 @@ def check_model(module: Any) -> None:
             f"the task's build_model returned {type(module).__name__}; return the model, an "
             "nn.Module"
         )
+    if hasattr(module, "_orig_mod"):
+        raise DataError(
+            "the task's build_model returned a compiled model; return the model as it is, and set "
+            "compile.blocks=true"
+        )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise DataError(

@@ -44,9 +44,7 @@ def attempt() -> int:
 def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
     """This process's (rank, local_rank, world_size, local_world_size, device)."""
     rank, world_size = _rank_and_world_size()
-    gpus = 0
-    if config.device != "cpu":
-        gpus = torch.cuda.device_count()
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device != "cpu" and not gpus:
         from dist_amp.distributed.gpu_checks import check_gpus_are_used
 

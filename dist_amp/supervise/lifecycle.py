@@ -164,7 +164,8 @@ def close_run(run: Run, stop: Stop) -> int:
 
     Errors: NumericsError if its last steps were skipped; but a growing loss scale may cost one.
     """
-    if (in_a_row := int(run.schedule.skips_in_a_row)) > 1 or not run.schedule.applied_steps:
+    in_a_row = int(run.schedule.skips_in_a_row)
+    if in_a_row > 1 or not run.schedule.applied_steps:
         amp = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""
         raise NumericsError(
             f"the last {in_a_row} of {run.step} steps were skipped: their gradients were inf or "
@@ -247,7 +248,7 @@ def rank_entry(run: Run, rank: int, tags: dict[str, float]) -> dict[str, Any]:
     entry = {
         "rank": rank,
         # Before a resume there may have been more ranks.
-        "host": "".join(run.metrics.hosts[rank : rank + 1]),
+        "host": dict(enumerate(run.metrics.hosts)).get(rank, ""),
         "peak_memory_bytes": int(tags["memory/peak_bytes"]),
         "items_per_second": tags["throughput/items_per_second"],
         "local_seconds": tags.get("time/local_seconds", 0.0),

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -97,10 +98,8 @@ class Metrics:
         """Continue from every saving rank's `unfinished`: [ranks, 7] float64; 3 in older ones."""
         unknown = [math.nan, 0.0, 0.0, 0.0]
         rows = [[*row, *unknown][: len(SAVED)] for row in saved.tolist()]
-        mine = rows[0]
-        if same_world:
-            mine = rows[self.world.rank]
-        else:  # rank 0 carries what is summed over the ranks at a log step
+        mine = rows[self.world.rank if same_world else 0]
+        if not same_world:  # rank 0 carries what is summed over the ranks at a log step
             for column in (0, 3):  # loss_sum and tokens_seen
                 mine[column] = sum(row[column] for row in rows) * self.world.is_main
         self.interval = Interval(self._max_norm, mine)
@@ -165,13 +164,6 @@ class Metrics:
         self.last = LogRow(step, table, tags, self.more_rank_tags)
         self._totals += table[:, SUMMED]
         return self.last
-
-    def log(self, step: int, schedule: Schedule, scaler: Scaler, data: Batches) -> LogRow:
-        """The metrics of the interval up to now, of all ranks, read at once."""
-        self.begin(step, schedule, scaler, data)
-        row = self.read()
-        assert row is not None
-        return row
 
     def write(self, row: LogRow) -> None:
         """Write a row to TensorBoard and metrics.jsonl."""
@@ -260,8 +252,6 @@ def memory_use(device: torch.device) -> tuple[int, ...]:
 
 def resident_bytes() -> int:
     """Of this process's memory; 0 outside of Linux."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return 0
-    return int(pages) * resource.getpagesize()
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0

@@ -20,6 +20,7 @@ Warn = Callable[[str], object]
 
 # TensorBoard looks every 5 s; torch's default of 120 would leave the charts of a new run empty.
 FLUSH_SECONDS = 10
+OF_LOG_STEP = {"train/loss", "amp/skipped_steps", "ranks"}
 RETRY_SECONDS = 10.0  # each try makes a file and a thread
 
 
@@ -27,7 +28,7 @@ class JsonlWriter:
     """metrics.jsonl: a line per logged step; what can't be written is kept and written later."""
 
     def __init__(self, path: Path, step: int, warn: Warn = warnings.warn):
-        """Drop the lines of steps after `step`, which are taken again, and an incomplete last line.
+        """Drop the lines of steps after `step`, which are taken again, and unreadable ones.
 
         At step 0 all existing lines are moved to metrics_before.jsonl: their run has lost its
         checkpoints.
@@ -43,16 +44,21 @@ class JsonlWriter:
             warn(f"{path.parent} had metrics but no checkpoint: they are kept in {before}")
             return
         kept = []
-        for line in path.read_text().splitlines():
+        unreadable = 0
+        for line in path.read_bytes().splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+                is_kept = row["step"] <= step
+            except (ValueError, LookupError, TypeError, RecursionError):
+                unreadable += 1
                 continue
-            if row["step"] <= step:
-                kept.append(f"{line}\n")
-                if "train/loss" in row:
+            if is_kept:
+                kept.append(line + b"\n")
+                if row.keys() >= OF_LOG_STEP:
                     self.last = row
-        write_durably(path, "".join(kept))  # a kill in between must not lose the log
+        if unreadable:
+            warn(f"{path} had unreadable lines, which are removed: {unreadable}")
+        write_durably(path, b"".join(kept))  # a kill in between must not lose the log
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a line, after what could not be written before; warns at the first failure."""
@@ -79,7 +85,6 @@ class TensorBoardWriter:
         # Events from this step on are hidden: their steps are taken again.
         self._purge_step: int | None = first_step
         self._warn = warn
-        self._has_warned = False
         self._writer: Any = None
         self._retry_at = 0.0
 
@@ -99,12 +104,11 @@ class TensorBoardWriter:
         except OSError as error:  # also one of the writer's thread, which the next write raises
             self._writer = None
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            if not self._has_warned:
-                self._has_warned = True
-                self._warn(
-                    f"{self._path} can't be written ({error.strerror}); metrics.jsonl will have "
-                    "all the metrics"
-                )
+            self._warn(
+                f"{self._path} can't be written ({error.strerror}); metrics.jsonl will have all "
+                "the metrics"
+            )
+            self._warn = lambda text: None  # once
 
     def write_scalars(self, values: Mapping[str, float], step: int) -> None:
         """All values in one event: twelve values cost 13 us, twelve add_scalar calls 60."""
