@@ -216,16 +216,18 @@ def test_rounding_that_float32_does_not_have_is_no_leak(monkeypatch):
 
 
 def test_the_loss_of_packed_rows_is_the_same_with_flash_attention(monkeypatch):
-    from dist_amp.tasks.hf_causal_lm import document_bounds, next_tokens
+    from dist_amp.tasks.hf_causal_lm import document_bounds, forward, next_tokens
 
     model = flash_model(monkeypatch)
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]])
     input_ids = torch.randint(64, (2, 8))
     batch = {"input_ids": input_ids, "labels": input_ids, "position_ids": positions}
-    flash = next_tokens(model, {**batch, **document_bounds(positions)})[0]
+    packed = {**batch, **document_bounds(positions)}
+    flash, _ = next_tokens(forward(model, packed), batch)
     model.config._attn_implementation = "sdpa"
     # Another order of sums in float32.
-    torch.testing.assert_close(flash, next_tokens(model, batch)[0], rtol=1e-5, atol=1e-6)
+    expected, _ = next_tokens(forward(model, batch), batch)
+    torch.testing.assert_close(flash, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

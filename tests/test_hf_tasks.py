@@ -104,6 +104,45 @@ def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(folder)
     torch.testing.assert_close(together / task.weight(batch), theirs)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_a_mixtures_auxiliary_loss_is_added_as_transformers_does_and_weighted(name, tmp_path):
+    make_tokenizer(make_model(tmp_path, name))
+    task = causal(tmp_path, chats())
+    model = build_whole(task, CPU)
+    assert model.training
+    batch = task.collate([task.build_dataset("train")[number] for number in range(4)])
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    theirs = model(**tensors, output_router_logits=True)
+    assert theirs.aux_loss > 0
+    torch.testing.assert_close(task.loss_sum(model, batch) / task.weight(batch), theirs.loss)
+    without = model(**tensors)
+    torch.testing.assert_close(
+        task.loss_sum(model.eval(), batch) / task.weight(batch), without.loss
+    )
+
+
+def mixture_step(world, folder, strategy, checkpointing):
+    words = ["--train.global_batch_size", 4, "--train.micro_batch_size", 4 // world.world_size]
+    words += ["--parallel.strategy", strategy, "--optim.lr", 0.05, "--optim.name", "sgd"]
+    words += ["--parallel.activation_checkpointing", checkpointing]
+    run = make_run(world, causal(folder, chats()), *QUICK, *words)
+    (report,) = take_steps(run, 1)
+    return world.sum(report.loss_sum) / report.weight, report.norm, parameters_of(run)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_mixtures_auxiliary_loss_is_trained_alike_when_sharded_and_recomputed(
+    checkpointing, tmp_path
+):
+    make_tokenizer(make_model(tmp_path, "mixtral"))
+    expected = on_ranks(2, mixture_step, tmp_path, "ddp", "none")
+    for one, other in zip(
+        expected, on_ranks(2, mixture_step, tmp_path, "fsdp", checkpointing), strict=True
+    ):
+        # Sums in another order, of float32.
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.bad_input("rows of which nothing can be learned within `task.args.length`")
 def test_long_samples_are_cut_and_those_without_anything_to_learn_are_left_out(folder):
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "abcdefgh", "completion": "i"}] * 4

@@ -55,6 +55,7 @@ class HFCausalLM:
         self.sample_tokens = sample_tokens
         self.leak_checked = False
         self.flash = False
+        self.balance = 0.0  # the coefficient of a mixture's auxiliary loss
 
     def build_model(self) -> nn.Module:
         model: Any = huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
@@ -64,6 +65,7 @@ class HFCausalLM:
                 f"task.args.length={self.packing.length} is more than the model's {most} positions "
                 f"(max_position_embeddings); use at most {most}"
             )
+        self.balance = getattr(model, "router_aux_loss_coef", 0.0)
         self.flash = "flash" in str(model.config._attn_implementation)
         return model  # type: ignore[no-any-return]
 
@@ -94,10 +96,15 @@ class HFCausalLM:
         return self.shares.count(batch)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(*next_tokens(model, batch), reduction="sum")
+        if not self.balance or not model.training:
+            return F.cross_entropy(*next_tokens(forward(model, batch), batch), reduction="sum")
+        output = forward(model, batch, output_router_logits=True)
+        loss = F.cross_entropy(*next_tokens(output, batch), reduction="sum")
+        balance = torch.as_tensor(output.aux_loss).float()  # a number if there are no experts
+        return loss + self.balance * self.weight(batch) * balance
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        logits, labels = next_tokens(model, batch)
+        logits, labels = next_tokens(forward(model, batch), batch)
         losses = F.cross_entropy(logits, labels, reduction="none")
         values = {"loss": losses.sum(), "accuracy": logits.argmax(1).eq(labels).sum()}
         if not self.source_names:
@@ -121,12 +128,16 @@ class HFCausalLM:
         self.tokenizer.save_pretrained(folder)
 
 
-def next_tokens(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
+def forward(model: Any, batch: Batch, **options: Any) -> Any:
+    """The model's output for a batch."""
     # transformers recognises packed documents by positions that restart, but not with a mask or a
     # cache.
     inputs = {name: batch[name] for name in PASSED if name in batch}
-    output = model(input_ids=batch["input_ids"], **inputs, use_cache=False)
+    return model(input_ids=batch["input_ids"], **inputs, use_cache=False, **options)
+
+
+def next_tokens(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
     logits = output.logits[:, :-1].float().flatten(0, 1)
     return logits, batch["labels"][:, 1:].flatten()
 
