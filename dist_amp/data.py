@@ -68,9 +68,9 @@ class Batches:
             self._count_tokens = task.tokens
         self._workers = workers
         self._pin_memory = device.type == "cuda"
-        self._to_device: Callable[[Any], Any] = partial(to_device, device=device)
+        self.to_device: Callable[[Any], Any] = partial(to_device, device=device)
         if device.type == "cuda":
-            self._to_device = CopyStream(device)
+            self.to_device = CopyStream(device)
         self._batches: Iterator[Any] | None = None
         self._steps: Iterator[tuple[int, list[Shard]]] = iter(())
 
@@ -88,7 +88,7 @@ class Batches:
                 self.items += len(shard.indices)
                 self.tokens += self._count_tokens(batch)
         self.position = position
-        self.last_step = indexed(self._to_device(batches), shards)
+        self.last_step = indexed(self.to_device(batches), shards)
         return [batch for batch, _ in self.last_step]
 
     def _receive(self) -> Any:
@@ -132,7 +132,7 @@ class Batches:
             if self._workers:
                 seed_all(shard.seed)  # as the worker did
             batches.append(self._checked(self.fetch[shard]))
-        return indexed(self._to_device(batches), shards)
+        return indexed(self.to_device(batches), shards)
 
     def _open(self, limit: int | None) -> None:
         """Start loading from `position`, for at most `limit` steps."""

@@ -283,6 +283,58 @@ def test_experts_that_no_sample_chose_are_named_and_said_to_be_harmless():
     assert warning.endswith("For a mixture's experts that no sample chose yet, nothing is wrong")
 
 
+class Mean(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) / self.weight(batch)
+
+
+class FixedSize(Mean):
+    """Takes batches of one size alone, and says how often its model was called."""
+
+    def loss_sum(self, model, batch):
+        assert len(batch["x"]) == 2
+        return super().loss_sum(model, batch)
+
+
+@pytest.mark.bad_input("a loss_sum that returns a mean")
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_loss_that_is_a_mean_is_named_before_the_first_step(ranks, strategy):
+    for warnings in on_ranks(ranks, watched_steps, Mean(), strategy, 1):
+        assert len(warnings) == 1
+        assert "for each of them twice, though weight(batch) grows from 2 to 4" in warnings[0]
+        assert "it seems to be a mean; return the sum" in warnings[0]
+
+
+@pytest.mark.parametrize("task", [Tiny(), Tiny(uneven=True), Mixture(), FixedSize()])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_a_sum_is_not_taken_for_a_mean_nor_is_a_task_of_one_batch_size(task, ranks, strategy):
+    for warnings in on_ranks(ranks, watched_steps, task, strategy, 2):
+        assert not warnings
+
+
+def steps_with_dropout(world, observed):
+    run = make_run(world, Dropped(), "--train.micro_batch_size", 2)
+    observer = FirstSteps(run)
+    for _ in range(3):
+        micro_batches = next(run.data)
+        if observed:
+            observer.before_step(micro_batches)
+        train_step(run, micro_batches)
+    return parameters_of(run)
+
+
+class Dropped(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Dropout(0.5), super().build_model())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_looking_for_a_mean_changes_nothing_in_the_run(ranks):
+    plain = on_ranks(ranks, steps_with_dropout, False)
+    for one, other in zip(plain, on_ranks(ranks, steps_with_dropout, True), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 class Still(torch.optim.SGD):
     """An optimizer that leaves its parameters alone."""
 

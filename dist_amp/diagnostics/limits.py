@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dist_amp.errors import DataError, NumericsError
+from dist_amp.loading.plan import Shard
 from dist_amp.parallel import norms_of
 from dist_amp.run import Run
 from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
@@ -59,7 +61,7 @@ class Limits(Observer):
 
 
 class FirstSteps(Observer):
-    """Checks that the parameters move, and that each of them gets a gradient.
+    """Checks that the loss is a sum, the parameters move, and each of them gets a gradient.
 
     Reads the device once after each step until one is applied, and once after WATCHED_STEPS.
     """
@@ -78,6 +80,8 @@ class FirstSteps(Observer):
         self._hook.remove()
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
+        if self._run.step == 0:
+            warn_of_mean(self._run)
         if not self._moved:
             self._before = [part.clone() for part in self._sampled()]
 
@@ -143,4 +147,36 @@ class FirstSteps(Observer):
             f"{listed} got no gradient in {WATCHED_STEPS} steps: it counts as zero, and weight "
             "decay shrinks them; use them in the loss, or set requires_grad=False. For a mixture's "
             "experts that no sample chose yet, nothing is wrong"
+        )
+
+
+def warn_of_mean(run: Run) -> None:
+    """Warn if loss_sum does not grow with the samples, by giving it those of a micro-batch twice.
+
+    Every rank calls it. In evaluation mode, and not compiled: for twice the samples torch.compile
+    would make kernels of any size, which are slower.
+    """
+    _, indices = run.data.last_step[0]
+    values = []
+    with (
+        run.parallel.no_side_effects(),
+        torch.compiler.set_stance("force_eager"),
+        run.evaluating(),
+        suppress(Exception),  # of a task that can't take twice the samples
+    ):
+        for samples in (indices, indices + indices):
+            batch = run.data.to_device(run.data.fetch[Shard(samples)])
+            with run.precision.autocast():
+                loss = run.task.loss_sum(run.model, batch)
+            values.append((float(loss), float(run.task.weight(batch))))
+    if len(values) < 2:
+        return
+    (loss_of_one, weight_of_one), (loss_of_two, weight_of_two) = values
+    grows = abs(loss_of_two - loss_of_one) > 0.25 * abs(loss_of_one)
+    if not grows and loss_of_one and weight_of_two > 1.5 * weight_of_one:
+        run.world.warn(
+            f"loss_sum returns {loss_of_one:.4g} for {len(indices)} samples and {loss_of_two:.4g} "
+            f"for each of them twice, though weight(batch) grows from {weight_of_one:g} to "
+            f"{weight_of_two:g}: it seems to be a mean; return the sum, as with reduction='sum', "
+            "or the mean times the weight"
         )
