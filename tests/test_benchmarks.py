@@ -52,7 +52,7 @@ def in_this_process():
         (["overhaed"], 64, "there is no bench 'overhaed'; did you mean overhead?"),
         (["overhead", "--rounds", "5"], 64, "--rounds: 5 must be at least 6"),
         (["amp", "gtp"], 64, "there is no experiment 'gtp'; use sinusoid or gpt"),
-        (["amp", "gpt", "--runds", "3"], 64, "--runds 3 is no option, and gpt has its own"),
+        (["amp", "gpt", "--runds", "3"], 64, "unknown option --runds; did you mean --rounds?"),
         (["amp", "--smoke", "--task.target", "tiny:Tine"], 64, "there is no class Tine in tiny"),
         (
             ["amp", "--smoke", "--task.target", "tiny:Tiny", "--train.micro_batch_size", "65"],

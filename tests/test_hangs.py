@@ -184,8 +184,8 @@ from tiny import Tiny
 class Blocked(Tiny):
     taken = 0
     def loss_sum(self, model, batch):
-        Blocked.taken += 1
-        if Blocked.taken == 5:
+        self.taken += 1
+        if self.taken == 5:
             if os.environ["RANK"] == "1":
                 {fate}
             while True:  # as in a launch while the GPU's queue is full: no error ever comes
@@ -474,10 +474,10 @@ def sleep_in_the_forward():
 class Task(Tiny):
     taken = 0
     def loss_sum(self, model, batch):
-        Task.taken += 1
-        if Task.taken == 5:
+        self.taken += 1
+        if self.taken == 5:
             {first} if os.environ["RANK"] == "0" else {second}
-        if Task.taken == 6 and os.environ["RANK"] == "1":
+        if self.taken == 6 and os.environ["RANK"] == "1":
             {then}
         return super().loss_sum(model, batch)
 """

@@ -247,7 +247,8 @@ def test_a_mixture_is_printed_as_it_is_read_and_help_shows_the_keys_of_a_source(
 def test_an_unknown_key_of_a_source_names_the_nearest_right_one(mine):
     mine.write_text(TOML.replace("weight", "wieght"))
     assert message_of(64, config_of, "--config", mine) == (
-        f"unknown key data.sources.wiki.wieght in {mine}; did you mean data.sources.wiki.weight?"
+        f"unknown key data.sources.wiki.wieght in {mine}, line 4; did you mean "
+        "data.sources.wiki.weight?"
     )
     said = "unknown key data.sources.wiki on the command line; did you mean data.sources.wiki."
     assert message_of(64, config_of, "--data.sources.wiki", "w.jsonl").startswith(said)

@@ -298,7 +298,7 @@ class FixedSize(Mean):
 
 @pytest.mark.bad_input("a loss_sum that returns a mean")
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_a_loss_that_is_a_mean_is_named_before_the_first_step(ranks, strategy):
+def test_a_loss_that_is_a_mean_is_named_after_the_first_step(ranks, strategy):
     for warnings in on_ranks(ranks, watched_steps, Mean(), strategy, 1):
         assert len(warnings) == 1
         assert "for each of them twice, though weight(batch) grows from 2 to 4" in warnings[0]
@@ -312,26 +312,34 @@ def test_a_sum_is_not_taken_for_a_mean_nor_is_a_task_of_one_batch_size(task, ran
         assert not warnings
 
 
-def steps_with_dropout(world, observed):
-    run = make_run(world, Dropped(), "--train.micro_batch_size", 2)
+class Counting(Tiny):
+    """Its loss depends on how often it was called."""
+
+    def build_model(self):
+        self.calls = 0
+        return nn.Sequential(nn.Dropout(0.5), super().build_model())
+
+    def loss_sum(self, model, batch):
+        self.calls += 1
+        return super().loss_sum(model, batch) * self.calls
+
+
+def observed_steps(world, observed):
+    run = make_run(world, Counting(), "--train.micro_batch_size", 2)
     observer = FirstSteps(run)
     for _ in range(3):
         micro_batches = next(run.data)
+        observer.before_step(micro_batches)
+        report = train_step(run, micro_batches)
         if observed:
-            observer.before_step(micro_batches)
-        train_step(run, micro_batches)
+            observer.after_step(report, micro_batches)
     return parameters_of(run)
-
-
-class Dropped(Tiny):
-    def build_model(self):
-        return nn.Sequential(nn.Dropout(0.5), super().build_model())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_looking_for_a_mean_changes_nothing_in_the_run(ranks):
-    plain = on_ranks(ranks, steps_with_dropout, False)
-    for one, other in zip(plain, on_ranks(ranks, steps_with_dropout, True), strict=True):
+    plain = on_ranks(ranks, observed_steps, False)
+    for one, other in zip(plain, on_ranks(ranks, observed_steps, True), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -1,5 +1,6 @@
 """When to stop a run that can't learn, and what to warn of in its first steps."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -80,12 +81,12 @@ class FirstSteps(Observer):
         self._hook.remove()
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
-        if self._run.step == 0:
-            warn_of_mean(self._run)
         if not self._moved:
             self._before = [part.clone() for part in self._sampled()]
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        if self._run.step == 1:
+            warn_of_mean(self._run)
         if not self._moved:
             self._check_moved(report)
         if self._run.step == self._last_step:
@@ -154,8 +155,12 @@ def warn_of_mean(run: Run) -> None:
     """Warn if loss_sum does not grow with the samples, by giving it those of a micro-batch twice.
 
     Every rank calls it. In evaluation mode, and not compiled: for twice the samples torch.compile
-    would make kernels of any size, which are slower.
+    would make kernels of any size, which are slower. Tasks with a state_dict are left out, since a
+    loss may change what they keep; of others a copy counts its calls.
     """
+    if hasattr(run.task, "state_dict"):
+        return
+    task = copy.copy(run.task)
     _, indices = run.data.last_step[0]
     values = []
     with (
@@ -167,8 +172,8 @@ def warn_of_mean(run: Run) -> None:
         for samples in (indices, indices + indices):
             batch = run.data.to_device(run.data.fetch[Shard(samples)])
             with run.precision.autocast():
-                loss = run.task.loss_sum(run.model, batch)
-            values.append((float(loss), float(run.task.weight(batch))))
+                loss = task.loss_sum(run.model, batch)
+            values.append((float(loss), float(task.weight(batch))))
     if len(values) < 2:
         return
     (loss_of_one, weight_of_one), (loss_of_two, weight_of_two) = values

@@ -263,14 +263,21 @@ def is_true_within(seconds: float, condition: Callable[[], bool]) -> bool:
 def ranks_behind(answered: Mapping[int, Report]) -> set[int]:
     """The ranks that have not entered a collective of a common group that another one has."""
     furthest: Counter[str] = Counter()
+    of_all_ranks = set()
     for report in answered.values():
         for name, group in report.groups.items():
             furthest[name] = max(furthest[name], group.last)
-    return {
-        rank
-        for rank, report in answered.items()
-        if any(group.last < furthest[name] for name, group in report.groups.items())
-    }
+            if group.about == "default_pg":
+                of_all_ranks.add(name)
+    behind = set()
+    for rank, report in answered.items():
+        for name, last in furthest.items():
+            mine = report.groups.get(name)
+            # Without a record it is no member, or has entered none.
+            is_member = mine is not None or name in of_all_ranks
+            if is_member and (mine.last if mine else 0) < last:
+                behind.add(rank)
+    return behind
 
 
 def have_parted(reports: Reports) -> bool:

@@ -320,7 +320,8 @@ class Watchdog:
                 hangs = self._rank in verdict.hanging
             except Exception:  # the store was on a rank that has ended meanwhile
                 hangs = event == TIMED_OUT and self._report("runs").waits_in is None
-                verdict = Verdict(hanging=[self._rank] * hangs)
+                if hangs:
+                    verdict = Verdict(hanging=[self._rank], where=f"in {main_thread_is_in()}")
         error = Transient(self._text(verdict, event))
         if hangs:
             if not self._ends_within(0.0):
