@@ -148,6 +148,8 @@ sys.exit(status)
             "plan --world_size 8 --eval.every of",
             "eval.every=of on the command line must be a whol",
         ),
+        ("plan --worldsize 8", "unknown option --worldsize; did you mean --world_size?"),
+        ("export RUN --outt=x", "unknown option --outt; did you mean --out?"),
     ],
 )
 def test_nothing_and_every_mistake_that_needs_no_task_are_answered_without_torch(words, said):
@@ -160,6 +162,16 @@ def test_nothing_and_every_mistake_that_needs_no_task_are_answered_without_torch
     else:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("usage: dist_amp COMMAND")
+
+
+@pytest.mark.parametrize("name", commands.OPTIONS)
+def test_the_options_that_are_checked_early_are_those_of_the_command(name, capsys):
+    module = importlib.import_module(f"dist_amp.{name}")
+    if name == "verify":
+        module = importlib.import_module("dist_amp.verify.__main__")
+    assert module.main(["--help"]) == 0
+    options = set(re.findall(r"^  (?:-h, )?(--\w+)", capsys.readouterr().out, re.MULTILINE))
+    assert options == {"--help", *commands.OPTIONS[name].split()}
 
 
 def test_what_only_the_task_or_the_command_can_know_is_left_to_them():

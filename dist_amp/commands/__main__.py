@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from dist_amp import __version__
 from dist_amp.config.load import collect, schema, source_names
 from dist_amp.config.parse import build
+from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.signals import exit_on_signals, quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
 
@@ -27,6 +28,16 @@ COMMANDS = {
     "board": "show a run, or a folder of runs, in TensorBoard with the main charts pinned",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
+}
+# What they take beside settings; a test compares. Those of launch are torchrun's.
+OPTIONS = {
+    "verify": "--world_sizes --strategies --precisions --dtypes --replay",
+    "plan": "--world_size --device_memory_GiB --json",
+    "tokenize": "--out --check --workers --shard_tokens",
+    "export": "--out --dtype --format --merge --weights",
+    "sample": "--weights",
+    "doctor": "--json --device",
+    "follow": "--to --project --once",
 }
 WITH_SETTINGS = "train launch verify plan tokenize export sample".split()  # those of dist_amp.train
 SHELLS = ("bash", "zsh", "fish")
@@ -72,6 +83,7 @@ def main() -> int:
     try:
         if name in WITH_SETTINGS and "RANK" not in os.environ:
             check_early(rest, has_options=name != "train")
+        check_unknown(rest, OPTIONS.get(name, "").split())
         if name == "board":
             from dist_amp.supervise.banner import board
 

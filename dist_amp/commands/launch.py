@@ -59,9 +59,10 @@ from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.help import show_if_asked
 from dist_amp.config.load import collect, load_config, target_in
 from dist_amp.config.parse import Setting
+from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.gpu_checks import check_gpus_are_used
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
-from dist_amp.supervise.command_line import check_unknown, exit_status
+from dist_amp.supervise.command_line import exit_status
 
 TRAIN = "dist_amp.train"
 OTHER_LAUNCHERS = "-n -np --gpus --ngpus --num-gpus --num_gpus --nproc".split()  # for the ranks

@@ -1,11 +1,11 @@
 """What an unknown key may be meant for, and what became of the settings of earlier releases."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dist_amp.errors import nearest_name
+from dist_amp.errors import ConfigError, nearest_name
 
 # Removed settings, and what to do now.
 REMOVED = {
@@ -70,6 +70,17 @@ def suggestion(key: str, known: Sequence[str]) -> str:
     if near:
         return f"; did you mean {near}?"
     return "; --help lists every key"
+
+
+def check_unknown(words: Sequence[str], known: Iterable[str]) -> None:
+    """Errors: ConfigError for what is almost an option."""
+    for word in words:
+        name = word.partition("=")[0]
+        is_known = name in known or f"--{name[2:].replace('-', '_')}" in known
+        if not name.startswith("--") or "." in name or is_known:
+            continue
+        if near := nearest_name(name, known, 0.8):
+            raise ConfigError(f"unknown option {name}; did you mean {near}?")
 
 
 def with_dashes(words: Sequence[str]) -> str:

@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.signals import after_imports, quiet_on_closed_pipe, say_stopped
-from dist_amp.errors import ConfigError, Failure, nearest_name
+from dist_amp.errors import ConfigError, Failure
 from dist_amp.supervise.failure import report_failure
 
 
@@ -27,17 +28,6 @@ class Parser(argparse.ArgumentParser):
         options, words = super().parse_known_args(args, namespace)
         check_unknown(words, self._option_string_actions)
         return options, words
-
-
-def check_unknown(words: Sequence[str], known: Iterable[str]) -> None:
-    """Errors: ConfigError for what is almost an option."""
-    for word in words:
-        name = word.partition("=")[0]
-        near = ""
-        if name.startswith("--") and "." not in name:
-            near = nearest_name(name, known, 0.8)
-        if near:
-            raise ConfigError(f"unknown option {name}; did you mean {near}?")
 
 
 def exit_status(
