@@ -134,8 +134,6 @@ def evaluation_is_due(run: Run) -> bool:
 def run_evaluation(run: Run, stop: Stop, observers: Sequence[Observer]) -> None:
     """Evaluate and write the values. If it is interrupted, a resumed run repeats it."""
     with run.world.clock.hold("evaluation"):
-        for observer in observers:
-            observer.before_evaluation()
         rewind = run.parallel.restore_point()
         values = evaluate(run, stop.poll)
         if stop.agreed:

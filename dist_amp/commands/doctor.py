@@ -15,6 +15,7 @@ warning is none.
 import importlib
 import json
 import os
+import platform
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -40,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Make all checks and show them."""
-    from dist_amp.commands.doctor_checks import fail, machine_checks
-    from dist_amp.commands.doctor_ranks import merged, ranks_checks
+    from dist_amp.commands.doctor_checks import Check, fail, machine_checks, merge, ranks_checks
     from dist_amp.errors import Failure, first_line
     from dist_amp.settings import RunConfig
     from dist_amp.supervise.command_line import Parser
@@ -66,7 +66,10 @@ def run(argv: Sequence[str]) -> int:
     shows = os.environ.get("RANK") == "0"
     try:
         with start(RunConfig(device=options.device, timeout_seconds=JOIN_SECONDS)) as world:
-            checks = [*merged(checks, world), *ranks_checks(world)]
+            mine = json.dumps([platform.node(), [asdict(check) for check in checks]])
+            machines = [json.loads(text) for text in world.gather_texts(mine)]
+            checks = merge([(host, [Check(**each) for each in one]) for host, one in machines if one])
+            checks += ranks_checks(world)
     except Exception as error:
         shows = is_first_here  # rank 0 may not be there
         why = str(error)

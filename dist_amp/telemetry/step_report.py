@@ -213,8 +213,5 @@ class Observer:
     def on_log(self, row: LogRow) -> None:
         """Given the metrics of a log interval, of all ranks; at the log step or one step later."""
 
-    def before_evaluation(self) -> None:
-        """Before an evaluation, which changes nothing in the run."""
-
     def after_evaluation(self) -> None:
         """After an evaluation, which averaged the batch statistics over the ranks."""
