@@ -68,8 +68,8 @@ def run(argv: Sequence[str]) -> int:
         with start(RunConfig(device=options.device, timeout_seconds=JOIN_SECONDS)) as world:
             mine = json.dumps([platform.node(), [asdict(check) for check in checks]])
             machines = [json.loads(text) for text in world.gather_texts(mine)]
-            checks = merge([(host, [Check(**each) for each in one]) for host, one in machines if one])
-            checks += ranks_checks(world)
+            found = [(host, [Check(**each) for each in one]) for host, one in machines if one]
+            checks = [*merge(found), *ranks_checks(world)]
     except Exception as error:
         shows = is_first_here  # rank 0 may not be there
         why = str(error)

@@ -120,11 +120,11 @@ def completion(
 
     commands: {name: its help}; with_settings: those that take the settings of dist_amp.train.
     """
-    arguments = dict.fromkeys(with_settings, [*OPTIONS, *_fields_of(type(load_config([], {})))])
-    schemas = {
-        name: make_dataclass("Settings", arguments.get(name, []), namespace={"__doc__": meaning})
-        for name, meaning in commands.items()
-    }
+    settings = [*OPTIONS, *_fields_of(type(load_config([], {})))]
+    schemas = {}
+    for name, meaning in commands.items():
+        shown = settings * (name in with_settings)
+        schemas[name] = make_dataclass("Settings", shown, namespace={"__doc__": meaning})
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
