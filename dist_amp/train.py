@@ -167,9 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status. An existing process group is used and kept."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        from dist_amp.config.help import show_if_asked
+        if {"-h", "--help", "--print_config", "--print-config"} & {*argv}:
+            from dist_amp.config.help import show_if_asked
 
-        if show_if_asked(argv, "python -m dist_amp.train", __doc__):
+            show_if_asked(argv, "python -m dist_amp.train", __doc__)
             return 0
         config = load_config(argv)
         from dist_amp.supervise.preflight import check_launch

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from dist_amp.clock import wait_for_device
 from dist_amp.config.load import load_config, to_toml
-from dist_amp.config.native_precision import CAPABILITY, EMULATED, cpu_slowdown
+from dist_amp.config.native_precision import CAPABILITY, EMULATED, cpu_slowdown, support
 from dist_amp.distributed.gpu_checks import (
     OLDEST_DRIVER,
     check_architecture,
@@ -213,13 +213,7 @@ def precisions() -> Iterator[Check]:
     kinds = kinds_of_gpus()
     for name, numbers in kinds.items():
         capability = torch.cuda.get_device_capability(numbers[0])
-        words = {}
-        for dtype, (native, works) in CAPABILITY.items():
-            words[dtype] = "none"
-            if capability >= native or torch.version.hip:
-                words[dtype] = "native"
-            elif capability >= works:
-                words[dtype] = "emulated"
+        words = {dtype: support(dtype, capability) for dtype in CAPABILITY}
         text = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
         if words["bf16"] == "native":
             yield ok("precision", text)

@@ -121,7 +121,7 @@ def completion(
     commands: {name: its help}; with_settings: those that take the settings of dist_amp.train.
     """
     settings = [*OPTIONS, *_fields_of(type(load_config([], {})))]
-    schemas = {}
+    schemas: dict[str, Any] = {}
     for name, meaning in commands.items():
         shown = settings * (name in with_settings)
         schemas[name] = make_dataclass("Settings", shown, namespace={"__doc__": meaning})
