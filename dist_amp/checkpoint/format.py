@@ -141,7 +141,6 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def hash_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The manifest's entries for these files."""
     return {path.name: entry_of(path) for path in paths}
 
 

@@ -37,7 +37,6 @@ completes commands and settings from then on; also zsh and fish."""
 
 
 def main() -> int:
-    """The command; returns the exit status."""
     name, *rest = sys.argv[1:] or ["--help"]
     commands = {
         command: what

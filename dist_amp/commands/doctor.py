@@ -27,7 +27,6 @@ JOIN_SECONDS = 60.0  # how long a rank may take to start; assumed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
     try:  # here, since a package that is missing or broken is a finding
         for package in PACKAGES:
             importlib.import_module(package)
@@ -40,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Make all checks and show them."""
     from dist_amp.commands.doctor_checks import Check, fail, machine_checks, merge, ranks_checks
     from dist_amp.errors import Failure, first_line
     from dist_amp.settings import RunConfig

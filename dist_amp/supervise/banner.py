@@ -48,7 +48,6 @@ COLOURS = r"regex:^(.+)/tensorboard/|(rank\d+)$"
 
 
 def print_banner(run: Run) -> None:
-    """Print what is about to run."""
     world = run.world
     plan = run.data.plan
     total = sum(p.numel() for p in run.parallel.module.parameters())

@@ -241,7 +241,6 @@ def summary_of(run: Run, failed: bool) -> dict[str, Any]:
 
 
 def rank_entry(run: Run, rank: int, tags: dict[str, float]) -> dict[str, Any]:
-    """One rank's entry of summary.json."""
     entry = {
         "rank": rank,
         # Before a resume there may have been more ranks.

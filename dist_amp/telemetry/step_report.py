@@ -105,7 +105,6 @@ class LogRow:
 
     @cached_property
     def has_tokens(self) -> bool:
-        """Whether the task counts tokens."""
         return self.total("tokens") > 0
 
     @cached_property
