@@ -30,7 +30,6 @@ class PhaseClock:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was measured."""
         self._phase = "other"
         self._held = False
         self._lap = Lap(self._now())

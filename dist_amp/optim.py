@@ -71,7 +71,7 @@ def build_optimizer(
     """
     groups = parameter_groups(model, config)
     if hasattr(task, "groups"):
-        from dist_amp.optimizers.groups import task_groups
+        from dist_amp.optimizers.groups import check_keys, task_groups
 
         groups = task_groups(task, model, config)
     if hasattr(task, "optimizer"):
@@ -81,8 +81,6 @@ def build_optimizer(
     else:
         optimizer = named_optimizer(config, [dict(group) for group in groups])
     if hasattr(task, "groups"):
-        from dist_amp.optimizers.groups import check_keys
-
         check_keys(groups, optimizer)
     if config.fused and not takes_grad_scale(optimizer):
         say(

@@ -63,6 +63,8 @@ class Parallel:
     gradient_sync: Callable[[bool], AbstractContextManager[Any]]
     state_device: torch.device  # of parameters and moments: the device, unless offloaded
     replicas: int = 1  # ranks that hold the same gradient
+    # Whether each part that FSDP2 gathers at once is sharded again after its forward.
+    reshards: dict[Any, bool] = field(default_factory=dict)
     parameters: list[nn.Parameter] = field(init=False)  # those that are trained
 
     def __post_init__(self) -> None:
@@ -262,11 +264,11 @@ def _shard(
     from dist_amp.scaling.meta import placement
 
     place = placement(module, world)
+    # The last one's backward comes first: gathering it again at once would be a waste.
+    reshards: dict[Any, bool] = {unit: unit is not units[-1] for unit in units}
     for unit in units:
         place(unit)
-        # The last one's backward comes first: gathering it again at once would be a waste.
-        reshards = unit is not units[-1]
-        fully_shard(unit, reshard_after_forward=reshards, mp_policy=policy, **options)
+        fully_shard(unit, reshard_after_forward=reshards[unit], mp_policy=policy, **options)
     place(module)
     # Only the model's output is float32 again: the loss is summed in it.
     policy = replace(policy, output_dtype=torch.float32)
@@ -283,6 +285,7 @@ def _shard(
     from dist_amp.scaling.hooks import MixedDtypes
 
     context = MixedDtypes(world.rank)
+    reshards[model] = False
 
     def gradient_sync(on: bool) -> AbstractContextManager[None]:
         model.set_is_last_backward(on)
@@ -292,4 +295,6 @@ def _shard(
             model.set_requires_all_reduce(on)
         return context
 
-    return Parallel(strategy, module, module, world, gradient_sync, state_device, replicas)
+    return Parallel(
+        strategy, module, module, world, gradient_sync, state_device, replicas, reshards
+    )

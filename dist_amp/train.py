@@ -14,31 +14,33 @@ from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.checkpoint.state import load
 from dist_amp.config.load import load_config, to_toml
+from dist_amp.diagnostics.consistency import Consistency
+from dist_amp.diagnostics.limits import FirstSteps, Limits
+from dist_amp.diagnostics.slow_ranks import SlowRanks
 from dist_amp.errors import Failure
 from dist_amp.run import Run, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
+from dist_amp.supervise.callbacks import Callbacks, train_metrics
 from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.lifecycle import Job, Stop, close_run, is_finished, open_run
+from dist_amp.supervise.preflight import check_launch, check_ranks_agree, make_folder, only_live_run
+from dist_amp.supervise.stop import AgreedStop, close_preempted
+from dist_amp.telemetry.console import Console
+from dist_amp.telemetry.health import Health
 from dist_amp.telemetry.step_report import Observer, StepReport
 
 
 def observers_of(run: Run, stop: Stop) -> list[Observer]:
     """What watches the run from beside the loop, in order."""
     observers: list[Observer] = []
-    from dist_amp.telemetry.console import Console
-
     scale = run.scaler.scale_tensor.item()
     console = Console(run.metrics, run.step, run.config.train.steps, scale)
     observers.append(console)
     if run.validation is not None:
         run.validation.on_evaluate = console.on_evaluate
     # Before the others, which assume that all ranks skipped the same steps.
-    from dist_amp.diagnostics.consistency import Consistency
-
     observers.append(Consistency(run))
-    from dist_amp.diagnostics.limits import FirstSteps, Limits
-
     limits = Limits(run)
     if run.config.debug.nonfinite != "off":
         from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
@@ -55,18 +57,12 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
         from dist_amp.diagnostics.profiling import Profile
 
         observers.append(Profile(run))
-    from dist_amp.diagnostics.slow_ranks import SlowRanks
-
     observers.append(SlowRanks(run))
-    from dist_amp.telemetry.health import Health
-
     observers.append(Health(run.metrics))
     if hasattr(run.task, "sample"):
         from dist_amp.supervise.sampling import Sampling
 
         observers.append(Sampling(run))
-    from dist_amp.supervise.callbacks import Callbacks
-
     observers.append(Callbacks(run, stop))
     return observers
 
@@ -134,8 +130,6 @@ def evaluation_is_due(run: Run) -> bool:
 def run_evaluation(run: Run, stop: Stop, observers: Sequence[Observer]) -> None:
     """Evaluate and write the values. If it is interrupted, a resumed run repeats it."""
     with run.world.clock.hold("evaluation"):
-        for observer in observers:
-            observer.before_evaluation()
         rewind = run.parallel.restore_point()
         values = evaluate(run, stop.poll)
         if stop.agreed:
@@ -151,8 +145,6 @@ def begin_metrics(run: Run, report: StepReport) -> None:
     """Start copying the metrics of a log step to the host."""
     of_task = {}
     if hasattr(run.task, "train_metrics"):
-        from dist_amp.supervise.callbacks import train_metrics
-
         of_task = train_metrics(run, report)
     run.metrics.begin(run.step, run.schedule, run.scaler, run.data, of_task)
 
@@ -169,13 +161,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status. An existing process group is used and kept."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        from dist_amp.config.help import show_if_asked
+        if {"-h", "--help", "--print_config", "--print-config"} & {*argv}:
+            from dist_amp.config.help import show_if_asked
 
-        if show_if_asked(argv, "python -m dist_amp.train", __doc__):
+            show_if_asked(argv, "python -m dist_amp.train", __doc__)
             return 0
         config = load_config(argv)
-        from dist_amp.supervise.preflight import check_launch
-
         check_launch()
         with supervised(config) as job, ExitStack() as contexts:
             return run_job(config, job, contexts)
@@ -188,23 +179,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_job(config: Config, job: Job, contexts: ExitStack) -> int:
     """Build the run, train it and leave its summary; return the exit status."""
     world = job.world
-    from dist_amp.supervise.preflight import check_ranks_agree
-
     check_ranks_agree(config.task.target, to_toml(config), world)
     job.folder = folder = run_folder(config.run, world)
     config = replace(config, run=replace(config.run, dir=str(folder)))
-    from dist_amp.supervise.preflight import make_folder, only_live_run
-
     make_folder(folder, config, world)
     contexts.enter_context(only_live_run(folder, world))
     if config.debug.profile != "off":
         from dist_amp.diagnostics.profiling import memory_history
 
         contexts.enter_context(memory_history(folder, world))
-    stop = Stop()
     # From here on a signal stops the run after a step; one that comes earlier, before the first.
-    from dist_amp.supervise.stop import AgreedStop
-
     stop = contexts.enter_context(AgreedStop(world))
     checkpoint = checkpoint_to_resume(config, folder, world)
     run = build_run(config, world, resumes=checkpoint is not None)
@@ -216,8 +200,6 @@ def run_job(config: Config, job: Job, contexts: ExitStack) -> int:
     open_run(run)
     train(run, stop)
     if stop.agreed and not stop.by_task:
-        from dist_amp.supervise.stop import close_preempted
-
         return close_preempted(run, stop)
     return close_run(run, stop)
 

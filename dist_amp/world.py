@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_amp.clock import PhaseClock
 from dist_amp.distributed.process import configure_logging, place_of
@@ -23,7 +23,8 @@ from dist_amp.distributed.process_group import (
     A_DAY,
     abort_process_groups,
     join,
-    make_mesh,
+    set_timeout,
+    timeout_of,
     without_timeout,
 )
 from dist_amp.settings import RunConfig
@@ -116,7 +117,10 @@ class World:
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """All ranks in a grid; made once per shape, since its groups cost threads and sockets."""
         if (shape, names) not in self._meshes:
-            self._meshes[shape, names] = make_mesh(self.device.type, shape, names)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            for group in mesh.get_all_groups():  # torch gives them 10 minutes
+                set_timeout(group, timeout_of(dist.group.WORLD))
+            self._meshes[shape, names] = mesh
         return self._meshes[shape, names]
 
     def wait_long(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from forked import Forked, finish
 
-from dist_amp.commands import doctor, doctor_checks, doctor_ranks
+from dist_amp.commands import doctor, doctor_checks
 from dist_amp.commands.doctor_checks import fail, ok, warn
 
 usage = namedtuple("usage", "total used free")
@@ -248,7 +248,7 @@ def test_what_is_ok_everywhere_is_said_once_and_what_fails_on_some_machines_with
     gpus = [ok("gpu", "4 x A"), ok("gpu", "4 x B")]
     small = warn("/dev/shm", "0.06 GiB", "raise it")
     old = fail("torch", "2.0")
-    found = doctor_ranks.merge(
+    found = doctor_checks.merge(
         [
             ("a", [*gpus, old, ok("/dev/shm", "9 GiB")]),
             ("b", [*gpus, old, small]),
@@ -282,9 +282,9 @@ def test_ranks_that_do_not_find_one_another_are_a_failed_check(capsys, monkeypat
 
 def test_a_rank_whose_products_are_slow_is_named_with_its_host_and_factor():
     hosts = ["a"] * 4 + ["b"] * 4
-    even = doctor_ranks.judge_rates([1.0, 0.9, 1.1, 0.95] * 2, hosts, "bfloat16")
+    even = doctor_checks.judge_rates([1.0, 0.9, 1.1, 0.95] * 2, hosts, "bfloat16")
     assert even.status == "ok"
-    check = doctor_ranks.judge_rates([1.0] * 6 + [0.5, 1.0], hosts, "bfloat16")
+    check = doctor_checks.judge_rates([1.0] * 6 + [0.5, 1.0], hosts, "bfloat16")
     assert check.status == "warn"
     assert check.found.endswith(": rank 6 on b is 2.0x slower")
 
@@ -293,8 +293,8 @@ def test_a_rank_whose_products_are_slow_is_named_with_its_host_and_factor():
 def test_a_slow_link_is_named_among_those_of_its_kind():
     hosts = ["a", "a", "b", "b", "c", "c"]  # the links to 0, 2 and 4 cross machines
     rates = "100 GB/s in a machine, 10 GB/s between machines from each rank to the next (medians)"
-    assert doctor_ranks.judge_links([10.0, 100.0] * 3, hosts) == ok("links", rates)
-    check = doctor_ranks.judge_links([10.0, 100.0, 2.0, 100.0, 10.0, 100.0], hosts)
+    assert doctor_checks.judge_links([10.0, 100.0] * 3, hosts) == ok("links", rates)
+    check = doctor_checks.judge_links([10.0, 100.0, 2.0, 100.0, 10.0, 100.0], hosts)
     assert check.status == "warn"
     assert check.found == f"{rates}: rank 1 on a to rank 2 on b is 5.0x slower"
 

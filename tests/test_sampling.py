@@ -111,22 +111,6 @@ def test_a_run_with_samples_ends_bit_identical_to_one_without(ranks, strategy):
     assert on_ranks(ranks, with_and_without, strategy) == [True] * ranks
 
 
-def unknown_reshard(world):
-    """The sample, where torch does not say how a unit reshards."""
-    old, sampling.groups_of = sampling.groups_of, lambda unit: unit.no_longer_there
-    try:
-        return sampled(world, "fsdp")
-    finally:
-        sampling.groups_of = old
-
-
-def test_without_torchs_private_record_each_forward_gathers_and_the_sample_is_the_same():
-    ((expected, _, _),) = on_ranks(1, sampled, "single")
-    for found, gathers, _ in on_ranks(2, unknown_reshard):
-        assert found == expected
-        assert gathers > 3
-
-
 class Drawn(Tiny):
     def sample(self, model):
         """Eight random numbers."""

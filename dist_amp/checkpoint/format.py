@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
+from dist_amp.checkpoint.allow_list import Planner, read_metadata
 from dist_amp.distributed.process_group import without_timeout
 from dist_amp.errors import CheckpointRejected, DataError
 from dist_amp.files import sync_folder, write_synced
@@ -140,7 +141,6 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def hash_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The manifest's entries for these files."""
     return {path.name: entry_of(path) for path in paths}
 
 
@@ -215,8 +215,6 @@ class Reader(FileSystemReader):
         self.manifest = read_manifest(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        from dist_amp.checkpoint.allow_list import read_metadata
-
         metadata = read_metadata(self.folder, self.manifest.files)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -226,17 +224,13 @@ class Reader(FileSystemReader):
 def read_into(state: dict[str, Any], reader: Reader, world: World | None = None) -> None:
     """Fill the tensors of `state`; every rank calls it. Errors: CheckpointException."""
     world = world or World()
-    planner = None
-    from dist_amp.checkpoint.allow_list import Planner
-
-    planner = Planner()
     # No process group is fine here. Set for good, because threads share warning filters.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     with without_timeout(world.control):  # one rank's disk may be slow
         read_tensors(
             state,
             storage_reader=reader,
-            planner=planner,
+            planner=Planner(),
             process_group=world.control,
             no_dist=world.world_size == 1,
         )

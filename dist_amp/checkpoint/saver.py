@@ -58,10 +58,6 @@ class Saver(Observer):
         self._unsaved = Unsaved(run)
 
         self._background: Any = None
-        if run.config.checkpoint.async_save:
-            from dist_amp.checkpoint.background import Background
-
-            self._background = Background(run.world)
 
     def save(self, wait: bool) -> None:
         """Save the state; every rank calls it. wait: until it is written. Errors: Failure."""
@@ -72,7 +68,10 @@ class Saver(Observer):
             self._unsaved.warn_of_changes()
             snapshot = take_snapshot(self._run)
             work = partial(write, world=self._run.world, planner=self._planner)
-            if self._background is not None and not wait:
+            if self._run.config.checkpoint.async_save and not wait:
+                from dist_amp.checkpoint.background import Background
+
+                self._background = self._background or Background(self._run.world)
                 self._run.metrics.save = self._background.start(snapshot, work)
                 return
             self._complete(partial(work, snapshot), must_succeed=wait)

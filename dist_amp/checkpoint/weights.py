@@ -41,7 +41,10 @@ def load_weights(model: nn.Module, checkpoint: Path, average: str = "") -> int:
         expect_checksums(state, model, metadata, checkpoint)
         for name, value in state["model"].items():
             stored = metadata.state_dict_metadata.get(f"model.{name}")
-            state["model"][name] = _in_stored_dtype(value, stored)
+            if isinstance(stored, TensorStorageMetadata) and isinstance(value, Tensor):
+                dtype = stored.properties.dtype  # parallel.param_dtype=bf16 stores in bf16
+                if value.is_floating_point() and dtype.is_floating_point:
+                    state["model"][name] = value.to(dtype)
         for section in state.keys() - {"frozen"}:
             check_tensors(checkpoint, metadata, section, state[section])
         read_into(state, reader)
@@ -60,13 +63,3 @@ def average_of(checkpoint: Path) -> str:
     with rejection_as_data_error(checkpoint):
         names = Reader(checkpoint).read_metadata().state_dict_metadata
     return max({name.partition(".")[0] for name in names} - SECTIONS, default="")
-
-
-def _in_stored_dtype(value: Any, stored: Any) -> Any:
-    """The tensor to read into: parallel.param_dtype=bf16 stores float32 parameters in bf16."""
-    if not (isinstance(stored, TensorStorageMetadata) and isinstance(value, Tensor)):
-        return value
-    dtype = stored.properties.dtype
-    if value.is_floating_point() and dtype.is_floating_point:
-        return value.to(dtype)
-    return value

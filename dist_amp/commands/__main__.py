@@ -4,8 +4,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import make_dataclass
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -49,7 +48,6 @@ completes commands and settings from then on; also zsh and fish."""
 
 
 def main() -> int:
-    """The command; returns the exit status."""
     name, *rest = sys.argv[1:] or ["--help"]
     commands = {
         command: what
@@ -71,7 +69,10 @@ def main() -> int:
             given = " ".join(rest)
             print(f"error: --completion {given}: give one of {', '.join(SHELLS)}", file=sys.stderr)
             return 64
-        print_completion(commands, rest[0])
+        from dist_amp.config.help import completion  # tyro takes long to import
+
+        with quiet_on_closed_pipe():
+            print(completion(commands, WITH_SETTINGS, "dist_amp", rest[0]))
         return 0
     if name not in commands:
         hint = f"the commands are {', '.join(commands)}"
@@ -119,22 +120,6 @@ def check_early(words: Sequence[str], has_options: bool) -> None:
     except ConfigError as error:
         if not str(error).endswith("--help lists every key"):  # it may be the task's
             raise
-
-
-def print_completion(commands: Mapping[str, str], shell: str) -> None:
-    """A script that completes commands and settings."""
-    from dist_amp.config.help import command_line_of, completion
-    from dist_amp.config.load import load_config
-
-    settings = type(load_config([], {}))
-    schemas = {}
-    for name, what in commands.items():
-        if name in WITH_SETTINGS:
-            schemas[name] = command_line_of(settings, what)
-        else:
-            schemas[name] = make_dataclass("Arguments", [], namespace={"__doc__": what})
-    with quiet_on_closed_pipe():
-        print(completion(schemas, "dist_amp", shell))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ warning is none.
 import importlib
 import json
 import os
+import platform
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ JOIN_SECONDS = 60.0  # how long a rank may take to start; assumed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
     try:  # here, since a package that is missing or broken is a finding
         for package in PACKAGES:
             importlib.import_module(package)
@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Make all checks and show them."""
-    from dist_amp.commands.doctor_checks import fail, machine_checks
-    from dist_amp.commands.doctor_ranks import merged, ranks_checks
+    from dist_amp.commands.doctor_checks import Check, fail, machine_checks, merge, ranks_checks
     from dist_amp.errors import Failure, first_line
     from dist_amp.settings import RunConfig
     from dist_amp.supervise.command_line import Parser
@@ -66,7 +64,10 @@ def run(argv: Sequence[str]) -> int:
     shows = os.environ.get("RANK") == "0"
     try:
         with start(RunConfig(device=options.device, timeout_seconds=JOIN_SECONDS)) as world:
-            checks = [*merged(checks, world), *ranks_checks(world)]
+            mine = json.dumps([platform.node(), [asdict(check) for check in checks]])
+            machines = [json.loads(text) for text in world.gather_texts(mine)]
+            found = [(host, [Check(**each) for each in one]) for host, one in machines if one]
+            checks = [*merge(found), *ranks_checks(world)]
     except Exception as error:
         shows = is_first_here  # rank 0 may not be there
         why = str(error)

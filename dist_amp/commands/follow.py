@@ -40,7 +40,6 @@ RESTART_SECONDS = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
     return exit_status(run, argv)
 
 
@@ -176,7 +175,6 @@ class Follower:
         return rows
 
     def send(self, lines: Sequence[Mapping[str, Any]], stop: threading.Event) -> None:
-        """Send lines to the tracker."""
         if self.tracker is None:
             self.tracker = self.open()
         elif self.tracker.writes_within_a_second:

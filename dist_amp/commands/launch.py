@@ -70,7 +70,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
     with raise_on_signals():
         return exit_status(run, argv, BEFORE_RANKS)
 

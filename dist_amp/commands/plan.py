@@ -55,7 +55,6 @@ ROWS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
     return exit_status(run, argv)
 
 
@@ -334,7 +333,6 @@ def plan_data(plan: Plan, config: Config, task: Any, world: World) -> Exception 
 
 
 def lines(plan: Plan, config: Config) -> list[str]:
-    """The plan as text."""
     text = [f"{name:<12}{value}" for name, value in heads(plan, config).items() if value]
     text += ["", *table(plan), ""]
     if any(one.chosen for one in plan.strategies):

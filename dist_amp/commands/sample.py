@@ -31,7 +31,6 @@ IMAGE = Path("sample.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
     return exit_status(run, argv)
 
 

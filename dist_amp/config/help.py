@@ -3,7 +3,7 @@
 import ast
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
@@ -113,15 +113,22 @@ def show_help(schema: type, prog: str, description: str, section: str = "") -> s
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def completion(commands: Mapping[str, type], prog: str, shell: str) -> str:
+def completion(
+    commands: Mapping[str, str], with_settings: Collection[str], prog: str, shell: str
+) -> str:
     """A script for bash, zsh or fish that completes `prog COMMAND --key`.
 
-    commands: a dataclass of arguments per command, whose docstring is the command's help.
+    commands: {name: its help}; with_settings: those that take the settings of dist_amp.train.
     """
+    settings = [*OPTIONS, *_fields_of(type(load_config([], {})))]
+    schemas: dict[str, Any] = {}
+    for name, meaning in commands.items():
+        shown = settings * (name in with_settings)
+        schemas[name] = make_dataclass("Settings", shown, namespace={"__doc__": meaning})
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
-            dict(commands),
+            schemas,
             prog=prog,
             use_underscores=True,
             config=TYRO[:1],
@@ -146,12 +153,6 @@ def mended(script: str) -> str:
                 option["type"] = "path"
     script = script.replace(found[1], repr(spec))
     return script.replace("complete -F", "complete -o filenames -F")  # folders end with a slash
-
-
-def command_line_of(schema: type, meaning: str) -> type:
-    """The arguments of a command that takes settings, for `completion`."""
-    shown = [*OPTIONS, *_fields_of(schema)]
-    return make_dataclass("Settings", shown, namespace={"__doc__": meaning})
 
 
 def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_amp.config.parse import Setting, Settings, build, word_of
+from dist_amp.config.suggestions import up_to_date, with_dashes, with_lines
 from dist_amp.config.task_class import args_dataclass, find_task
 from dist_amp.errors import ConfigError
 from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
@@ -113,8 +114,6 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Set
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             settings[key] = Setting((value,), f"in the environment as {name}", unsplit=True)
     settings |= command_line
-    from dist_amp.config.suggestions import up_to_date
-
     return up_to_date(settings)
 
 
@@ -131,8 +130,6 @@ def _from_command_line(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         elif given:
             given[-1][1].append(word)
         else:
-            from dist_amp.config.suggestions import with_dashes
-
             hint = with_dashes(argv) or f"write --section.key {word}"
             raise ConfigError(f"{word!r} on the command line belongs to no key; {hint}")
     settings, paths = {}, []
@@ -161,6 +158,4 @@ def _from_file(path: str) -> Settings:
     for key, value in leaves(table):
         values = value if isinstance(value, list) else [value]
         settings[key] = Setting(tuple(map(word_of, values)), f"in {path}")
-    from dist_amp.config.suggestions import with_lines
-
     return with_lines(settings, text)

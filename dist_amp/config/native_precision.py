@@ -51,27 +51,33 @@ def _seconds(matrix: torch.Tensor) -> float:
     return time.thread_time() - began
 
 
+def support(dtype: str, capability: tuple[int, int]) -> str:
+    """How a GPU of this compute capability computes in a dtype: native, emulated or none."""
+    native, works = CAPABILITY[dtype]
+    if torch.version.hip or capability >= native:  # ROCm's GPUs compute in both
+        return "native"
+    return "emulated" if capability >= works else "none"
+
+
 def check_dtype(dtype: str, world: World) -> None:
     """Reject a dtype that the device can't compute in; warn about one that it only emulates."""
-    if torch.version.hip:  # ROCm's GPUs compute in both
-        return
     if world.device.type == "cpu":
         if world.is_main:
             warn_if_emulated(dtype, world)
         return
     capability = torch.cuda.get_device_capability(world.device)
-    native, works = CAPABILITY[dtype]
+    kind = support(dtype, capability)
     name = torch.cuda.get_device_name(world.device)
     device = "{} (compute capability {}.{})".format(name, *capability)
-    if capability < works:
-        usable = [other for other, (_, since) in CAPABILITY.items() if capability >= since]
+    if kind == "none":
+        usable = [other for other in CAPABILITY if support(other, capability) != "none"]
         instead = "--use_amp false"
         if usable:
             instead = f"precision.dtype={' or '.join(usable)}, or {instead}"
         raise ConfigError(f"precision.dtype={dtype}: {device} does not support it; use {instead}")
-    if capability < native:
+    if kind == "emulated":
         instead = "--use_amp false"
-        if capability >= CAPABILITY["fp16"][0]:
+        if support("fp16", capability) == "native":
             instead = "--precision.dtype fp16"
         world.warn(f"{device} only emulates {dtype}, which is slower than float32; use {instead}")
 
@@ -97,7 +103,7 @@ def native_precision() -> tuple[str, str]:
     if torch.version.hip:
         return "bf16", "native on ROCm's GPUs"
     capability = torch.cuda.get_device_capability()
-    native = [dtype for dtype, (since, _) in CAPABILITY.items() if capability >= since]
+    native = [dtype for dtype in CAPABILITY if support(dtype, capability) == "native"]
     dtype = [*native, "fp32"][0]
     return dtype, "native on GPUs of compute capability {}.{}".format(*capability)
 

@@ -7,6 +7,7 @@ from enum import EnumType
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from dist_amp.config.suggestions import for_value, suggestion
 from dist_amp.errors import ConfigError
 from dist_amp.settings import Range
 
@@ -64,11 +65,7 @@ def build(schema: type[T], settings: Settings) -> T:
     known = list(keys_of(schema))
     for key, setting in settings.items():
         if key not in known:
-            hint = "; --help lists every key"
-            from dist_amp.config.suggestions import suggestion
-
-            hint = suggestion(key, known)
-            raise ConfigError(f"unknown key {key} {setting.source}{hint}")
+            raise ConfigError(f"unknown key {key} {setting.source}{suggestion(key, known)}")
     return _instance(schema, settings)
 
 
@@ -107,9 +104,6 @@ def _converted(key: str, hint: Any, setting: Setting, default: Any) -> Any:
         return value_of(hint, words)
     except (WrongType, OutOfRange) as error:
         shown = " ".join(setting.words) or "(nothing)"
-        more = ""
-        from dist_amp.config.suggestions import for_value
-
         more = for_value(setting.words, str(error), default)
         raise ConfigError(f"{key}={shown} {setting.source} must be {error}{more}") from None
 

@@ -58,13 +58,20 @@ def why_unused(root: Path = Path("/")) -> str:
     driver = driver_branch(root)
     oldest = OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]), 0)
     if 0 < driver < oldest:
+        running = [cuda for cuda, first in OLDEST_DRIVER.items() if first <= driver]
+        newest = max(running, default=min(OLDEST_DRIVER))
         return (
             f"{what}and their driver {driver} is too old for torch {torch.__version__}, built for "
             f"CUDA {torch.version.cuda}; install driver {oldest} or newer, or torch built for CUDA "
-            f"{newest_cuda(driver)}.x (pytorch.org)"
+            f"{newest}.x (pytorch.org)"
         )
+    problem = "it finds no device"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        problem = first_line(error)
     return (
-        f"{what}but CUDA can't be used ({cuda_error()}); check that `nvidia-smi` works, and "
+        f"{what}but CUDA can't be used ({problem}); check that `nvidia-smi` works, and "
         "reinstall the driver if not"
     )
 
@@ -79,21 +86,6 @@ def driver_branch(root: Path = Path("/")) -> int:
     if version is None:
         return 0
     return int(version[1])
-
-
-def newest_cuda(driver: int) -> int:
-    """The newest major version of CUDA that a driver runs."""
-    running = [cuda for cuda, oldest in OLDEST_DRIVER.items() if oldest <= driver]
-    return max(running, default=min(OLDEST_DRIVER))
-
-
-def cuda_error() -> str:
-    """What CUDA says when it is initialised."""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return first_line(error)
-    return "it finds no device"
 
 
 def check_architecture(device: torch.device) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
 
@@ -76,15 +75,6 @@ def without_timeout(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     finally:
         set_timeout(group, before)
-
-
-def make_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """All ranks in a grid; its groups get the default group's timeout, not torch's 10 minutes."""
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-    assert dist.group.WORLD is not None
-    for group in mesh.get_all_groups():
-        set_timeout(group, timeout_of(dist.group.WORLD))
-    return mesh
 
 
 def abort_process_groups() -> None:

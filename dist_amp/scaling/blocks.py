@@ -111,7 +111,10 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
             if listed & {base.__name__ for base in cls.__mro__}:
                 repeated |= set(kind)
             elif parameters_in(kind) >= few:
-                repeated |= set(kind) if _has_equals(kind) else single & set(kind)
+                shapes = {
+                    tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in kind
+                }
+                repeated |= set(kind) if len(shapes) < len(kind) else single & set(kind)
         blocks |= repeated
         layers = _layers_in([layer for layer in layers if layer not in repeated], shared)
     return [part for part in module.modules() if part in (blocks or outermost)]
@@ -135,12 +138,6 @@ def _layers_in(modules: Iterable[nn.Module], shared: Iterable[nn.Module]) -> lis
             else:
                 layers += _layers_in([child], shared)
     return list(dict.fromkeys(layers))
-
-
-def _has_equals(layers: Iterable[nn.Module]) -> bool:
-    """Whether two of the layers have the same parameters' names and shapes."""
-    shapes = [tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers]
-    return len(set(shapes)) < len(shapes)
 
 
 def warn_of_the_rest(

@@ -48,7 +48,6 @@ COLOURS = r"regex:^(.+)/tensorboard/|(rank\d+)$"
 
 
 def print_banner(run: Run) -> None:
-    """Print what is about to run."""
     world = run.world
     plan = run.data.plan
     total = sum(p.numel() for p in run.parallel.module.parameters())
@@ -72,7 +71,10 @@ def print_banner(run: Run) -> None:
     world.say(f"model  {parameters}, {layout}, {precision}")
     world.say(f"batch  {plan.global_batch_size} samples = {batch}")
     world.say(f"data   {plan.length:,} samples to train on, {held_out}")
-    world.say(watch_line(run.folder))
+    watch = f"dist_amp board {run.folder}"
+    if run.folder.parent.name:
+        watch += f"; beside other runs: dist_amp board {run.folder.parent}"
+    world.say(f"watch  {watch}")
 
 
 def first_step_of(run: Run) -> str:
@@ -266,14 +268,6 @@ def pinned_url(has_tokens: bool, port: int | str = PORT) -> str:
         "smoothing": "0",  # the default of 0.6 hides the steps of the scale and single skips
     }
     return f"http://localhost:{port}/?{urlencode(query, safe=':,/', quote_via=quote)}#timeseries"
-
-
-def watch_line(folder: Path) -> str:
-    """The banner's line on how to watch a run, alone or beside others."""
-    command = f"dist_amp board {folder}"
-    if folder.parent.name:
-        command += f"; beside other runs: dist_amp board {folder.parent}"
-    return f"watch  {command}"
 
 
 def board(words: Sequence[str]) -> NoReturn:

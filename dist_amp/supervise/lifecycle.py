@@ -15,6 +15,13 @@ from dist_amp.files import plain_json, write_durably
 from dist_amp.loading.plan import shuffled_order
 from dist_amp.run import Run
 from dist_amp.settings import Config
+from dist_amp.supervise.banner import closing_table, print_banner, report_environment
+from dist_amp.supervise.preflight import (
+    check_free_space,
+    warn_about_small_batches,
+    warn_about_unread_settings,
+)
+from dist_amp.telemetry.goodput import Goodput
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World
 
@@ -87,16 +94,12 @@ def is_finished(run: Run) -> bool:
 def open_run(run: Run) -> None:
     """Print what is about to run, and open its files."""
     metrics = run.metrics
-    from dist_amp.supervise.banner import print_banner
-
     print_banner(run)
     if run.validation is not None and run.config.eval.batches == "auto":
         bound_evaluation(run, run.validation)
-    from dist_amp.supervise import preflight
-
-    preflight.warn_about_small_batches(run)
-    preflight.warn_about_unread_settings(run)
-    preflight.check_free_space(run)
+    warn_about_small_batches(run)
+    warn_about_unread_settings(run)
+    check_free_space(run)
     if run.world.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
         for path in quarantine_after(run.folder, run.step):
@@ -110,13 +113,9 @@ def open_run(run: Run) -> None:
         from dist_amp.telemetry.mfu import log_mfu
 
         log_mfu(metrics, run.config, run.task, run.parallel)
-    from dist_amp.telemetry.goodput import Goodput
-
     goodput = Goodput(metrics, run.folder)
     metrics.more_tags.append(goodput.tags)
     metrics.summaries.append(goodput.summary)
-    from dist_amp.supervise.banner import report_environment
-
     report_environment(run)
 
 
@@ -184,8 +183,6 @@ def close_run(run: Run, stop: Stop) -> int:
         show_sample(run)
     if run.world.is_main:
         summary = write_summary(run.folder, run, "completed", 0, early)
-        from dist_amp.supervise.banner import closing_table
-
         print(closing_table(summary, run.folder), flush=True)
     return 0
 
@@ -244,7 +241,6 @@ def summary_of(run: Run, failed: bool) -> dict[str, Any]:
 
 
 def rank_entry(run: Run, rank: int, tags: dict[str, float]) -> dict[str, Any]:
-    """One rank's entry of summary.json."""
     entry = {
         "rank": rank,
         # Before a resume there may have been more ranks.

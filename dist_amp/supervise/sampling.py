@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from dist_amp.config.memory import capacity_of, size_text
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError, in_one_line
 from dist_amp.files import write_durably
+from dist_amp.parallel import Parallel
 from dist_amp.run import Run
 from dist_amp.scaling.compile import as_compiled_so_far
-from dist_amp.scaling.hooks import groups_of
 from dist_amp.telemetry.metrics import memory_use
 from dist_amp.telemetry.step_report import Observer
 
@@ -68,11 +67,11 @@ def write_sample(run: Run) -> str:
 
 def take_sample(run: Run) -> Any:
     """What the task's sample(model) returns, in evaluation mode; it leaves no trace in the run."""
-    module = run.parallel.module
-    with run.parallel.no_side_effects(), run.evaluating(), gathered(module), as_compiled_so_far():
+    parallel = run.parallel
+    with parallel.no_side_effects(), run.evaluating(), gathered(parallel), as_compiled_so_far():
         seed_all(run.config.run.seed)
         with run.precision.autocast():
-            return run.task.sample(module)  # type: ignore[attr-defined]
+            return run.task.sample(parallel.module)  # type: ignore[attr-defined]
 
 
 def keep_sample(run: Run, sample: str | Tensor, about: str) -> None:
@@ -134,28 +133,17 @@ def does_not_fit(run: Run) -> str:
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
+def gathered(parallel: Parallel) -> Iterator[None]:
     """Gather each unit of FSDP2 and keep it whole: a sample calls the model once per token.
 
     So the block has no collectives, and may fail on one rank alone. Afterwards units reshard as
-    before. Without torch's private record of how a unit reshards, each forward gathers anew.
+    before.
     """
-    found = [(unit, _reshards(unit)) for unit in module.modules() if isinstance(unit, FSDPModule)]
-    units = [(unit, reshards) for unit, reshards in found if reshards is not None]
     try:
-        for unit, _ in units:
+        for unit in parallel.reshards:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
     finally:
-        for unit, reshards in units:
+        for unit, reshards in parallel.reshards.items():
             unit.set_reshard_after_forward(reshards, recurse=False)
-
-
-def _reshards(unit: Any) -> bool | None:
-    """Whether a unit is resharded after its forward; None without parameters, or if unknown."""
-    try:
-        groups = groups_of(unit)
-        return any(group.post_forward_mesh_info is not None for group in groups) if groups else None
-    except AttributeError:
-        return None

@@ -43,8 +43,8 @@ if TYPE_CHECKING:  # TensorBoard takes half a second to import, and a notebook n
 class Metrics:
     """Collects step reports; writes metrics.jsonl and TensorBoard at log steps.
 
-    `begin` starts copying a log step's metrics and `read` reads them a step later; `log` does both
-    at once. Nothing is written before `open`, so a notebook that steps a run leaves no files.
+    `begin` starts copying a log step's metrics and `read` reads them a step later. Nothing is
+    written before `open`, so a notebook that steps a run leaves no files.
     """
 
     def __init__(self, world: World, clip: Clip):

@@ -37,8 +37,7 @@ V100-PCIE-(16|32)GB             14.0     0      0    112  NVIDIA V100 datasheet,
 V100S-PCIE-32GB                 16.4     0      0    130  NVIDIA V100 datasheet, V100S PCIe
 T4                               8.1     0      0     65  NVIDIA T4 datasheet
 A100-(SXM4|PCIE)-40GB           19.5   156    312    312  NVIDIA A100 datasheet
-A100-SXM4-80GB|A100 80GB PCIe   19.5   156    312    312  NVIDIA A100 datasheet
-A800-SXM4-80GB|A800 80GB PCIe   19.5   156    312    312  NVIDIA A800 datasheet: as the A100
+A[18]00(-SXM4-80GB| 80GB PCIe)  19.5   156    312    312  NVIDIA A100 and A800 datasheets
 A30                             10.3    82    165    165  NVIDIA A30 datasheet
 A40                             37.4  74.8  149.7  149.7  NVIDIA A40 datasheet
 A10                             31.2  62.5    125    125  NVIDIA A10 datasheet
@@ -53,20 +52,14 @@ RTX PRO 6000 Blackwell Works.* 126.0 251.9  503.8  503.8  NVIDIA RTX Blackwell P
 L4                              30.3    60    121    121  NVIDIA L4 datasheet, half of 120, 242
 L40                             90.5  90.5 181.05 181.05  NVIDIA L40 datasheet
 L40S                            91.6   183 362.05 362.05  NVIDIA L40S datasheet
-H100 80GB HBM3                  66.9 494.7  989.4  989.4  NVIDIA H100 whitepaper, H100 SXM5
-H100 PCIe                       51.2   378    756    756  NVIDIA H100 whitepaper, H100 PCIe
-H100 NVL                          60 417.5  835.5  835.5  NVIDIA H100 datasheet, half of 1,671
-H800                            66.9 494.7  989.4  989.4  NVIDIA H800 datasheet: as the H100 SXM5
-H800 PCIe                       51.2   378    756    756  NVIDIA H800 datasheet: as the H100 PCIe
+H100 80GB HBM3|H800|H200        66.9 494.7  989.4  989.4  NVIDIA H100 whitepaper, H100 SXM5
+H[18]00 PCIe                    51.2   378    756    756  NVIDIA H100 whitepaper, H100 PCIe
+H[12]00 NVL                       60 417.5  835.5  835.5  NVIDIA H100 datasheet, half of 1,671
 H20                               44    74    148    148  NVIDIA H20 datasheet
-H200                            66.9 494.7  989.4  989.4  NVIDIA H200 datasheet: as the H100 SXM5
-H200 NVL                          60 417.5  835.5  835.5  NVIDIA H200 datasheet, half of 1,671
 GH200 (480GB|120GB|144G HBM3e)  66.9 494.7  989.4  989.4  NVIDIA GH200 datasheet: as the H100 SXM5
 B100                               0   875   1750   1750  NVIDIA HGX B100 page, 28,000 / 2 / 8
-B200                               0  1125   2250   2250  NVIDIA HGX B200 page, 36,000 / 2 / 8
-GB200                              0  1250   2500   2500  NVIDIA GB200 NVL72 page, 360,000 / 2 / 72
-B300( SXM6 AC)?                    0  1125   2250   2250  NVIDIA HGX B300 page, 36,000 / 2 / 8
-GB300                              0  1250   2500   2500  NVIDIA GB300 NVL72 page, 360,000 / 2 / 72
+B200|B300( SXM6 AC)?               0  1125   2250   2250  NVIDIA HGX B200 page, 36,000 / 2 / 8
+GB[23]00                           0  1250   2500   2500  NVIDIA GB200 NVL72 page, 360,000 / 2 / 72
 MI210                           45.3     0  181.0  181.0  AMD Instinct MI210 datasheet
 MI250X                         47.85     0  191.5  191.5  AMD Instinct MI250X datasheet, half of it
 MI300A                         122.6     0  980.6  980.6  AMD Instinct MI300A datasheet

@@ -105,7 +105,6 @@ class LogRow:
 
     @cached_property
     def has_tokens(self) -> bool:
-        """Whether the task counts tokens."""
         return self.total("tokens") > 0
 
     @cached_property
@@ -212,9 +211,6 @@ class Observer:
 
     def on_log(self, row: LogRow) -> None:
         """Given the metrics of a log interval, of all ranks; at the log step or one step later."""
-
-    def before_evaluation(self) -> None:
-        """Before an evaluation, which changes nothing in the run."""
 
     def after_evaluation(self) -> None:
         """After an evaluation, which averaged the batch statistics over the ranks."""
