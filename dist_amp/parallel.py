@@ -208,7 +208,7 @@ def build_parallel(
 
 def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Parallel:
     """DDP: a full copy on each rank, gradients averaged in buckets while backward runs."""
-    from dist_amp.scaling.hooks import CAN_FINISH, FinishReduction, time_reduction
+    from dist_amp.scaling.hooks import CAN_FINISH, FinishReduction, fix_buckets, time_reduction
 
     with warnings.catch_warnings():
         # torch 2.13 has a new name for it, which 2.11 does not know.
@@ -222,6 +222,8 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
     if config.comm_dtype != "off":
         hook = getattr(default_hooks, f"{config.comm_dtype}_compress_hook")
         model.register_comm_hook(None, hook)
+    if world.world_size > 2:  # two ranks get the same sums from any layout
+        fix_buckets(model)
     time_reduction(model, world.clock)
     finish = FinishReduction(model)
 
@@ -282,9 +284,9 @@ def _shard(
     for unit, following in pairwise(sharded):
         unit.set_modules_to_forward_prefetch([following])
 
-    from dist_amp.scaling.hooks import MixedDtypes
+    from dist_amp.scaling.hooks import ExplainedErrors
 
-    context = MixedDtypes(world.rank)
+    context = ExplainedErrors(world.rank, precision.cast_by)
     reshards[model] = False
 
     def gradient_sync(on: bool) -> AbstractContextManager[None]:

@@ -146,7 +146,7 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
     elif world.world_size > 1 and may_shard:
         from dist_amp.scaling.meta import build_on_ranks
 
-        module = build_on_ranks(task, strategy, world, resumes)
+        module = build_on_ranks(task, world, resumes)
     else:
         module = built_model(task)
 

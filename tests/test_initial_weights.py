@@ -162,7 +162,7 @@ FALLBACKS = {
 def built(world, task):
     """Of build_on_ranks: which parameters are on meta, the buffers, and a parameter's attribute."""
     seed_all(0)
-    module = build_on_ranks(task, "fsdp", world, False)
+    module = build_on_ranks(task, world, False)
     on_meta = [p.is_meta for p in module.parameters()]
     placement(module, world)(module)
     return on_meta, dict(module.named_buffers()), getattr(module.token, "no_decay", False)

@@ -4,15 +4,17 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from forked import context
 from ranks import on_ranks
-from tiny import Tiny, make_run, parameters_of, take_steps
+from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.saver import save
+from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import pick_cast, pick_strategy
 from dist_amp.config.validate import check_parallel
 from dist_amp.errors import ConfigError
@@ -229,6 +231,56 @@ def test_three_ranks_that_accumulate_in_buckets_resume_bit_for_bit(tmp_path):
     """
     before, after = on_ranks(3, gone_on, tmp_path)[0]
     assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
+class DropsLayers(Tiny):
+    """Random numbers choose its layers, and so the order in which gradients are ready."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.forward = partial(forward_with_some, model)
+        return model
+
+
+def forward_with_some(model, x):
+    for layer in model[:-1]:
+        if torch.rand(()) < 0.5:
+            x = layer(x)
+    return model[-1](x)
+
+
+def differing_resumes(world, folder, steps):
+    """The resume points after which the next three steps differ from the undisturbed run's."""
+    words = ["--parallel.strategy", "ddp", "--train.accumulation_steps", 2, "--run.dir", folder]
+    words += ["--use_amp", "false", "--train.micro_batch_size", 2, "--checkpoint.keep", 100]
+    task = DropsLayers(depth=5)
+    run = make_run(world, task, *words)
+    expected, checkpoints = [], []
+    for _ in range(steps):
+        take_steps(run, 1)
+        expected.append([*parameters_of(run).values(), *moments_of(run)])
+        checkpoints.append(save(run))
+    differing = []
+    for step, checkpoint in enumerate(checkpoints[:-1], start=1):
+        resumed = make_run(world, task, *words)
+        load(resumed, checkpoint)
+        for undisturbed in expected[step : step + 3]:
+            take_steps(resumed, 1)
+            now = [*parameters_of(resumed).values(), *moments_of(resumed)]
+            if not all(map(torch.equal, now, undisturbed)):
+                differing.append(step)
+                break
+    return differing
+
+
+def test_three_ranks_resume_bit_for_bit_whatever_order_gradients_were_ready_in(tmp_path):
+    assert not any(on_ranks(3, differing_resumes, str(tmp_path), 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7])
+def test_every_resume_point_of_sixty_is_bit_for_bit(ranks, tmp_path):
+    assert not any(on_ranks(ranks, differing_resumes, str(tmp_path), 61, timeout_seconds=900))
 
 
 def without_a_group(rank, port, folder):

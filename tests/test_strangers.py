@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.saver import save
 from dist_amp.checkpoint.state import load
+from dist_amp.config.auto import not_for_policy
 from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.scaling import hooks
@@ -730,3 +731,166 @@ def test_a_model_with_two_names_for_a_module_resumes(strategy, tmp_path):
 def test_a_lazy_layer_is_refused_by_name():
     with pytest.raises(DataError, match="the parameter 0.weight of the task's model has no shape"):
         make_run(World(), Lazy())
+
+
+# ---- one line in place of a traceback
+
+
+def with_forward(forward, **parts):
+    """A model of these parts, computed by forward(model, x)."""
+    model = nn.Module()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    model.forward = lambda x: forward(model, x)
+    return model
+
+
+class GradientPenalty(Tiny):
+    def loss_sum(self, model, batch):
+        x = batch["x"].clone().requires_grad_(True)
+        output = model(x).float().squeeze(-1)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return F.mse_loss(output, batch["y"], reduction="sum") + slope.float().square().sum()
+
+
+class ParameterPenalty(Tiny):
+    def loss_sum(self, model, batch):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return super().loss_sum(model, batch) + 1e-2 * len(batch["y"]) * penalty
+
+
+class FilterInFrequency(Tiny):
+    def build_model(self):
+        def forward(model, x):
+            spectrum = torch.fft.rfft(x) * torch.view_as_complex(model.filter)
+            return model.net(torch.fft.irfft(spectrum, n=8))
+
+        model = with_forward(forward, net=super().build_model())
+        model.filter = nn.Parameter(torch.randn(5, 2))
+        return model
+
+
+class TeacherInBuffers(Tiny):
+    def build_model(self):
+        def forward(model, x):
+            return model.student(x) - F.linear(x, model.teacher)
+
+        model = with_forward(forward, student=super().build_model())
+        model.register_buffer("teacher", torch.randn(1, 8))
+        return model
+
+
+@pytest.mark.bad_input("a gradient penalty, or a penalty on parameters, under fsdp")
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (GradientPenalty(), "the loss differentiates twice, as a gradient penalty does, and FSDP2"),
+        (ParameterPenalty(), "the loss reads sharded parameters, as a penalty on them does; use"),
+    ],
+)
+def test_a_loss_that_sharding_rules_out_is_explained_and_works_under_ddp(task, said):
+    on_ranks(2, dtypes_after_a_step, task, "--parallel.strategy", "ddp")
+    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
+        assert said in message
+        assert "parallel.strategy=ddp" in message
+
+
+@pytest.mark.bad_input("buffers or FFT that FSDP2's policy does not cast to")
+@pytest.mark.parametrize("task", [FilterInFrequency(), TeacherInBuffers()])
+def test_a_dtype_that_the_policy_can_not_mix_is_explained_and_works_with_autocast(task):
+    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
+        assert "and with what it doesn't, such as buffers (" in message
+        assert message.endswith("use precision.cast_by=autocast")
+    words = ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]
+    on_ranks(2, dtypes_after_a_step, task, *words)
+
+
+class RoutedInFloat32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        weights = self.gate(x.float()).softmax(-1)
+        return (self.head(x) * weights).sum(-1, keepdim=True)
+
+
+class Router(Tiny):
+    def build_model(self):
+        return RoutedInFloat32()
+
+
+class Spectral(Tiny):
+    def build_model(self):
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
+
+
+class Orthogonal(Tiny):
+    def build_model(self):
+        layer = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+        return nn.Sequential(layer, nn.Linear(8, 1))
+
+
+def cast_after_a_step(world, task):
+    run = make_run(world, task, "--parallel.strategy", "fsdp")
+    take_steps(run, 1)
+    return run.precision.cast_by
+
+
+@pytest.mark.parametrize("task", [Router(), Spectral(), Orthogonal()])
+def test_auto_casts_by_autocast_where_the_policy_would_fail(task):
+    assert on_ranks(2, cast_after_a_step, task) == ["autocast"] * 2
+
+
+def test_weight_norm_keeps_the_policy():
+    assert not not_for_policy(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    assert (
+        not_for_policy(nn.Sequential(RoutedInFloat32()))
+        == "the forward calls 0.gate in float32, and the policy would cast its weights"
+    )
+
+
+class Float64(Tiny):
+    def build_model(self):
+        return super().build_model().double()
+
+    def loss_sum(self, model, batch):
+        output = model(batch["x"].double()).squeeze(-1)
+        return F.mse_loss(output, batch["y"].double(), reduction="sum")
+
+
+@pytest.mark.bad_input("a loss computed in float64")
+@pytest.mark.parametrize("amp", ["true", "false"])
+def test_a_float64_model_is_told_to_leave_out_double(amp):
+    with pytest.raises(DataError, match=r"computes in float64 .* leave out .double\(\)"):
+        take_steps(make_run(World(), Float64(), "--use_amp", amp), 1)
+
+
+class Sparse(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.EmbeddingBag(8, 8, sparse=True, mode="sum"), nn.Linear(8, 1))
+
+
+@pytest.mark.bad_input("an embedding with sparse gradients")
+def test_sparse_gradients_are_refused_by_the_layers_name():
+    with pytest.raises(DataError, match="the layer 0 of .* has sparse gradients.*sparse=False"):
+        make_run(World(), Sparse())
+
+
+class Swaps(Tiny):
+    def on_step(self, run, report):
+        run.parallel.module[2] = nn.Linear(8, 1)
+
+
+def swap(world, strategy):
+    run = make_run(world, Swaps(), "--parallel.strategy", strategy, "--use_amp", "false")
+    (report,) = take_steps(run, 1)
+    Callbacks(run, Stop()).after_step(report, [])
+
+
+@pytest.mark.bad_input("a module that is replaced while training")
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_module_replaced_while_training_is_refused_by_its_parameter(ranks, strategy):
+    with pytest.raises(RankFailed, match="the parameter 2.weight came into the model after step 1"):
+        on_ranks(ranks, swap, strategy)

@@ -78,8 +78,6 @@ def load(run: Run, path: Path) -> None:
     with rejection_as_data_error(path):
         reader = Reader(path)
         continue_data(run, reader.folder, reader.manifest)
-        if reader.manifest.step:  # DDP has not rebuilt its buckets before the first step
-            rebuild_ddp_buckets(run)
         state = read_state(run, reader)
         set_state(run, reader.manifest, state)
     run.resumed_from_step = run.step
@@ -183,21 +181,3 @@ def group_sizes(run: Run) -> dict[str, int]:
     if hasattr(run.task, "optimizer"):
         name = type(run.optimizer).__name__
     return {f"{name} {group['name']}": len(group["params"]) for group in run.optimizer.param_groups}
-
-
-def rebuild_ddp_buckets(run: Run) -> None:
-    """Give DDP the bucket layout that it has after its first step.
-
-    Three or more ranks sum in another order then: without this, a resumed run's first step would
-    differ from the uninterrupted run's in the last bit.
-    """
-    if run.parallel.strategy != "ddp" or run.world.world_size < 3:
-        return
-    with run.parallel.no_side_effects():
-        batch, _ = run.data.at(0)[-1]  # the first one whose gradients were synchronised
-        batch = getattr(batch, "batch", batch)
-        for _ in range(2):
-            with run.parallel.gradient_sync(True):
-                with run.precision.autocast():
-                    loss = run.task.loss_sum(run.model, batch)
-                run.scaler.scale(loss).backward()

@@ -1,15 +1,20 @@
 """What `auto` and counts of settings resolve to, for this model and these ranks."""
 
+import inspect
+import re
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dist_amp.errors import ConfigError
 from dist_amp.settings import ParallelConfig, PrecisionConfig, Strategy, TrainConfig
 from dist_amp.world import World
 
 SHARDED = ("fsdp", "hsdp")
+
+IN_FLOAT32 = re.compile(r"self\.(\w+)\(\s*[\w.]+\.(?:float\(\)|(?:to|type)\(torch\.float32\))")
 
 
 def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> Strategy:
@@ -41,20 +46,50 @@ def pick_cast(
 ) -> PrecisionConfig:
     """The config with `cast_by=auto` resolved to autocast where the policy can't be used; says why.
 
-    FSDP2's policy casts a block's weights and inputs, and batch norm fails on them beside
-    statistics in float32.
+    FSDP2's policy casts a block's weights and inputs, and neither its buffers nor what its forward
+    casts itself.
     """
     if not config.use_amp or config.cast_by != "auto" or strategy not in SHARDED:
         return config
-    statistics = batch_statistics(module)
-    if not statistics:
+    reason = not_for_policy(module)
+    if not reason:
         return config
-    norm = next(iter(statistics)).rpartition(".")[0]
-    world.say(
-        "precision.cast_by=auto: autocast, because the policy would not cast the batch statistics "
-        f"of {norm}"
-    )
+    world.say(f"precision.cast_by=auto: autocast, because {reason}")
     return replace(config, cast_by="autocast")
+
+
+def not_for_policy(module: nn.Module) -> str:
+    """Why FSDP2's policy can't cast this model; "" if nothing is known against it."""
+    statistics = batch_statistics(module)
+    if statistics:
+        norm = next(iter(statistics)).rpartition(".")[0]
+        return f"the policy would not cast the batch statistics of {norm}"
+    for path, part in module.named_modules():
+        is_parametrized = isinstance(part, parametrize.ParametrizationList)
+        # As spectral norm and orthogonal layers have them, and weight norm has not.
+        if is_parametrized and any(buffer.is_floating_point() for buffer in part.buffers()):
+            layer = path.partition(".parametrizations")[0]
+            return f"the policy would not cast the buffers of {layer}'s parametrization"
+        for name in layers_in_float32(part):
+            layer = f"{path}.{name}".lstrip(".")
+            return f"the forward calls {layer} in float32, and the policy would cast its weights"
+    return ""
+
+
+def layers_in_float32(part: nn.Module) -> list[str]:
+    """The linear layers that a module's forward calls as `self.gate(x.float())`.
+
+    By the source, because nothing else tells before the first step.
+    """
+    layers = [name for name, child in part.named_children() if isinstance(child, nn.Linear)]
+    if not layers or type(part).__module__.startswith("torch."):
+        return []
+    try:
+        source = inspect.getsource(type(part).forward)
+    except (OSError, TypeError):  # made by exec, or by a compiler
+        return []
+    calls = IN_FLOAT32.findall(source)
+    return [name for name in layers if name in calls]
 
 
 def batch_statistics(module: nn.Module) -> dict[str, Tensor]:

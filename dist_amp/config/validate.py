@@ -3,6 +3,7 @@
 Each check only turns a mistake into an error that names the value, the rule and the fix.
 """
 
+import re
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -183,6 +184,12 @@ def check_model(module: Any) -> None:
                 f"the parameter {name} of the task's model has no shape before its first forward; "
                 "call the model once in build_model, or give the layer its input size"
             )
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True and hasattr(part, "embedding_dim"):
+            raise DataError(
+                f"the layer {name} of the task's model has sparse gradients, which are neither "
+                "reduced nor clipped; use sparse=False"
+            )
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise DataError(
@@ -248,4 +255,9 @@ def check_model_use(error: BaseException) -> None:
             f"the task's loss_sum did more with its model than call it ({first_line(error)}); over "
             "several ranks the model is wrapped or sharded: call model(...) once per batch, and "
             "choose submodules in the model's forward"
+        ) from error
+    if re.search("dtype|scalar type", str(error)) and re.search("[Dd]ouble", str(error)):
+        raise DataError(
+            f"the task's loss_sum computes in float64 ({first_line(error)}), and parameters are "
+            "trained in float32; leave out .double() for inputs and targets"
         ) from error

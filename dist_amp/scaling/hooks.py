@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.clock import PhaseClock
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.world import World
 
 # Without it, DDP has to be made with find_unused_parameters=True, which walks the graph in every
@@ -76,6 +76,26 @@ class FinishReduction:
             torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
 
+def fix_buckets(model: DistributedDataParallel) -> None:
+    """Let DDP rebuild its buckets now, in the parameters' order from the last one to the first.
+
+    Otherwise it takes the order of its first backward, which dropped layers or routed samples
+    change, and a resumed run has another first backward: three or more ranks would sum in another
+    order, and differ from the uninterrupted run in the last bit.
+    """
+    if not CAN_FINISH:  # then it never rebuilds them
+        return
+    reducer: Any = model.reducer
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    for parameter in reversed(parameters):
+        torch.autograd.backward(parameter, torch.zeros_like(parameter))
+    reducer._rebuild_buckets()
+    for parameter in parameters:
+        parameter.grad = None
+
+
 def time_reduction(model: DistributedDataParallel, clock: PhaseClock) -> None:
     """Count the end of each backward, in which DDP waits for its all-reduces, as communication."""
 
@@ -91,26 +111,54 @@ def time_reduction(model: DistributedDataParallel, clock: PhaseClock) -> None:
 # ---- FSDP2
 
 
-class MixedDtypes:
+# What one process allows and FSDP2 does not: torch's words, what they mean, the fix.
+ERRORS = (
+    (
+        "uniform gradient dtype",
+        "a parameter, such as an idle expert's, had a gradient in some of the step's micro-batches "
+        "only, which FSDP2's policy can't add up; give the task ranks_skip_blocks = True, or use "
+        "parallel.accumulate_reduce=every, or precision.cast_by=autocast",
+    ),
+    (
+        "storage of size 0",
+        "the loss differentiates twice, as a gradient penalty does, and FSDP2 has dropped the "
+        "gathered parameters after the first time; use parallel.strategy=ddp",
+    ),
+    (
+        "mixed torch.Tensor and DTensor",
+        "the loss reads sharded parameters, as a penalty on them does; use optim.weight_decay, or "
+        "parallel.strategy=ddp",
+    ),
+)
+OF_DTYPES = re.compile(
+    "have the same dtype|Unsupported dtype|expected scalar type|not implemented for '(BF|H)|"
+    "Input type .* and (weight|bias) type"
+)
+
+
+class ExplainedErrors:
     """A context around FSDP2's forward and backward.
 
-    Errors: DataError in place of FSDP2's own, where it can't add gradients of two dtypes.
+    Errors: DataError in place of torch's own for what a model does and FSDP2 does not allow.
     """
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, cast_by: str):
         self._rank = rank
+        self._cast_by = cast_by
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
-    ) -> None:
-        if kind is AssertionError and "uniform gradient dtype" in str(error):
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        if not isinstance(error, AssertionError | RuntimeError):
+            return
+        for words, meaning in ERRORS:
+            if words in str(error):
+                raise DataError(f"rank {self._rank}: {meaning}")
+        if self._cast_by == "policy" and OF_DTYPES.search(str(error)):
             raise DataError(
-                f"rank {self._rank}: a parameter, such as an idle expert's, had a gradient in some "
-                "of the step's micro-batches only, which FSDP2's policy can't add up; give the "
-                "task ranks_skip_blocks = True, or use parallel.accumulate_reduce=every, or "
+                f"rank {self._rank}: the model computes with what FSDP2's policy casts and with "
+                f"what it doesn't, such as buffers ({first_line(error)}); use "
                 "precision.cast_by=autocast"
             )
 

@@ -133,18 +133,17 @@ def _register_on_meta(
     register(module, name, parameter)
 
 
-def build_on_ranks(task: Task, strategy: str, world: World, resumes: bool) -> nn.Module:
+def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
     """The task's model, on every rank but the first with its parameters on the meta device.
 
-    strategy: parallel.strategy. resumes: a checkpoint is loaded next; if that fills all parameters,
-    rank 0's are on the meta device too. A model that can't be built so is built whole on every
+    resumes: a checkpoint is loaded next; if that fills all parameters, rank 0's are on the meta
+    device too. A model that can't be built so is built whole on every
     rank, with a warning of what that costs.
     """
     start = random_state(world.device)
     module: nn.Module | None = None
     problem = ""
-    # DDP computes gradients once before it loads.
-    if not world.is_main or (resumes and strategy in ("fsdp", "hsdp")):
+    if not world.is_main or resumes:
         module, problem = built_on_meta(task, world.device)
     problem = next(filter(None, world.gather_texts(problem)), "")
     # No checkpoint fills frozen parameters.

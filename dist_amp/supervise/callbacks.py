@@ -84,17 +84,20 @@ class Callbacks(Observer):
 
 
 def refuse_frozen(run: Run) -> None:
-    """Errors: DataError for a parameter that is trained and no longer requires a gradient."""
-    if all(p.requires_grad for p in run.parallel.parameters):
-        return
+    """Errors: DataError for a trained parameter that was frozen, and for one that is new."""
     trained = set(run.parallel.parameters)
-    parameters = run.parallel.module.named_parameters()
-    frozen = [name for name, p in parameters if p in trained and not p.requires_grad]
-    raise DataError(
-        f"the parameter {frozen[0]} was frozen after step {run.step}, which its momentum and "
-        "weight decay would ignore; freeze it in build_model, in a new run from an export of this "
-        "one's weights"
-    )
+    advice = "in build_model, in a new run from an export of this one's weights"
+    for name, parameter in run.parallel.module.named_parameters():
+        if parameter.requires_grad and parameter not in trained:
+            raise DataError(
+                f"the parameter {name} came into the model after step {run.step}, and nothing "
+                f"trains it; put it there {advice}"
+            )
+        if parameter in trained and not parameter.requires_grad:
+            raise DataError(
+                f"the parameter {name} was frozen after step {run.step}, which its momentum and "
+                f"weight decay would ignore; freeze it {advice}"
+            )
 
 
 def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
