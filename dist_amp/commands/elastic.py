@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -98,12 +98,11 @@ def run_agent(
         torchrun.run(options)
 
 
-def local_store(host: str, port: int, **options: Any) -> TCPStore:
+def local_store(host: str, port: int, **options: Any) -> dist.Store:  # type: ignore[name-defined]
     """torchrun's store, which other machines can't reach if it is for this one."""
     if options.get("is_master"):
-        port, listener = loopback_listener(host, port)
-        options |= listener
-    return TCPStore(host, port, **options)
+        port, options["master_listen_fd"] = loopback_listener(host, port)
+    return dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
 
 
 class Signals:

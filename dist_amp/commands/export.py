@@ -16,9 +16,9 @@ config, weights and tokenizer, for AutoModel...from_pretrained("DIR"). Of a mode
 writes only the adapters; --merge adds them to the base weights and writes the whole model.
 
 Settings after RUN_OR_CHECKPOINT override the checkpoint's config, for example if the task has moved
-(--task.target new_file:MyTask). The config's task is imported, as for training: check it first if
-you don't trust the checkpoint's source. Exit status: 0 done, 64 bad setting, 65 bad checkpoint, 1
-DIR can't be written.
+(--task.target new_file:MyTask). The config's task is imported only if it is installed or in the
+current folder, and not beside the checkpoint. Exit status: 0 done, 64 bad setting, 65 bad
+checkpoint, 1 DIR can't be written.
 """
 
 import shutil

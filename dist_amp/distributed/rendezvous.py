@@ -76,7 +76,7 @@ def _connected(
     if not is_server:
         _wait_for_listener(*address, time.monotonic() + timeout_seconds, within)
 
-    listener: dict[str, int] = {}
+    listener = None
     if is_server:
         _, listener = loopback_listener(*address)
 
@@ -84,7 +84,7 @@ def _connected(
         tcp = dist.TCPStore(  # type: ignore[attr-defined]
             *address,
             world_size,
-            **listener,
+            master_listen_fd=listener,
             is_master=is_server,
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
@@ -105,19 +105,19 @@ def _connected(
         ) from error
 
 
-def loopback_listener(host: str, port: int) -> tuple[int, dict[str, int]]:
-    """(port, TCPStore's option) of a store at a loopback address, for this machine alone.
+def loopback_listener(host: str, port: int) -> tuple[int, int | None]:
+    """(port, TCPStore's master_listen_fd) of a store at a loopback address, for this machine alone.
 
     TCPStore listens on all interfaces otherwise, and torchrun loads pickles from it.
     """
     if host not in LOOPBACK:
-        return port, {}
+        return port, None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError:  # in use: by this process, which shares it, or torch says so
-        return port, {}
-    return listener.getsockname()[1], {"master_listen_fd": listener.detach()}
+        return port, None
+    return listener.getsockname()[1], listener.detach()
 
 
 def _ranks_have(ranks: list[int], world_size: int) -> str:
