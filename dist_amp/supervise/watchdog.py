@@ -126,8 +126,7 @@ class Heartbeat:
             self._beats.clear()  # this process was stopped, and the others may have been too
             self._idle_since = now
         self._beat_at = now
-        # Printed by C, if a call that does not release the interpreter stops this thread too.
-        faulthandler.dump_traceback_later(0.9 * self._timeout, file=2)
+        self.arm()
         report = Report("alive", step)
         if step == self._step:  # reading torch's records is too slow for every beat
             report = replace(self._report(), idle_seconds=now - self._idle_since)
@@ -141,6 +140,10 @@ class Heartbeat:
             if self._silent_seconds(rank, text, now) > 0.8 * self._timeout:
                 return SILENT, rank
         return "", 0
+
+    def arm(self) -> None:
+        """Have C print the stacks if a call that keeps the interpreter stops this thread too."""
+        faulthandler.dump_traceback_later(0.6 * self._timeout, file=2)
 
     def close(self) -> None:
         """Say that the ranks continue, if this one has named a missing one."""
@@ -251,6 +254,7 @@ class Watchdog:
         self._heartbeat = Heartbeat(
             job, self._board, self._processes, lambda: self._report("alive")
         )
+        self._heartbeat.arm()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
