@@ -1,17 +1,35 @@
-"""The errors that end a run, and their exit statuses."""
+"""The errors that end a run, their exit statuses, and text without secrets."""
 
 import difflib
+import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+
+MASK = "***"
+# user:password@, where a password may hold slashes, unlike the port in host:80/a@b.
+LOGIN = re.compile(r"(?<=//)(?:[^/\s\"']+|[^/\s\"':@]+:(?!:|\d*[/?#])[^\s\"'@]+)@")
+# Of signed addresses, such as X-Amz-Signature= and sig=.
+QUERY = re.compile(
+    r"(?i)(?<=[?&;])([\w.-]*(?:sig|signature|credential|token|secret|passw\w*|pwd|key|keyid|auth|"
+    r"policy))=[^&\s\"'#]+"
+)
+# Of storage options, such as 'secret': 'abc' and password="abc".
+QUOTED = re.compile(
+    r"(?i)(\w*(?:secret|passwd|password|pwd|token|api_?key|account_?key|access_?key)"
+    r"(?:['\"]\s*:|=)\s*)(['\"])[^'\"]+\2"
+)
 
 SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be restarted (EX_TEMPFAIL)
 
 
 class Failure(Exception):
-    """Something the user can fix; one line names the value, the rule and the fix."""
+    """Something the user can fix; one line names the value, the rule and the fix, no secret."""
 
     exit_code = 1
+
+    def __init__(self, text: str = ""):
+        super().__init__(masked(text))
 
 
 class Transient(Failure):
@@ -38,6 +56,12 @@ class CheckpointRejected(Exception):
     """Why a checkpoint can't be loaded; no user error: another one of the run may be valid."""
 
 
+def masked(text: str) -> str:
+    """The text without passwords in addresses, signatures in their queries, and quoted secrets."""
+    text = QUERY.sub(rf"\1={MASK}", LOGIN.sub(f"{MASK}@", text))
+    return QUOTED.sub(rf"\1\2{MASK}\2", text)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of the error's message."""
     return next(iter(str(error).strip().splitlines()), "")
@@ -48,7 +72,7 @@ def in_one_line(error: BaseException) -> str:
     places = list(traceback.extract_tb(error.__traceback__))
     places = [place for place in places if "-packages" not in place.filename] or places
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
-    return f"{type(error).__name__}: {first_line(error)}{where}"
+    return masked(f"{type(error).__name__}: {first_line(error)}{where}")
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

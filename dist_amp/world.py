@@ -27,6 +27,7 @@ from dist_amp.distributed.process_group import (
     timeout_of,
     without_timeout,
 )
+from dist_amp.errors import masked
 from dist_amp.settings import RunConfig
 
 # torch's name for it before 2.13, which warns there.
@@ -61,12 +62,12 @@ class World:
     def say(self, text: str) -> None:
         """Print on rank 0 only."""
         if self.is_main:
-            print(text, flush=True)
+            print(masked(text), flush=True)
 
     def warn(self, text: str) -> None:
         """Print a warning on rank 0 only, on standard error."""
         if self.is_main:
-            print("warning:", text, file=sys.stderr, flush=True)
+            print("warning:", masked(text), file=sys.stderr, flush=True)
 
     def barrier(self) -> None:
         if self.control is not None:

@@ -294,6 +294,26 @@ def sigkills(chaos: Chaos, kills: int, cells=CELLS):
         yield row
 
 
+def hail(chaos: Chaos, kills: int, shortest: float = 6.0, longest: float = 14.0):
+    """SIGKILL of a random rank in quick succession, also of one that still starts."""
+    words = {"checkpoint.every": 5, "train.steps": 50 * kills}
+    row = Row(f"SIGKILL of a rank every {shortest:g} to {longest:g} s, also in its start")
+    row.tried = kills
+    job = chaos.job(restarts=2 * kills, **words)
+    before_a_step = 0
+    for _ in range(kills):
+        steps = job.count("step")
+        time.sleep(chaos.random.uniform(shortest, longest))
+        before_a_step += job.count("step") == steps
+        if victims := list(job.rank_processes().values()):
+            with suppress(ProcessLookupError):
+                os.kill(chaos.random.choice(victims), signal.SIGKILL)
+    row.troubles = chaos.compare(job, **words)[:5]
+    row.good = 0 if row.troubles else kills
+    row.note = f"bit-identical end; {before_a_step} kills came before a step"
+    yield row
+
+
 def points(chaos: Chaos, some=POINTS, strategies=("ddp", "fsdp")):
     """SIGKILL at each point of a checkpoint's write: the one before loads, never a mix."""
     for strategy in strategies:
@@ -533,6 +553,7 @@ def mishaps(chaos: Chaos):
 
 LONG: dict[str, Callable] = {
     "sigkills": lambda chaos: sigkills(chaos, 10),
+    "hail": lambda chaos: hail(chaos, 12),
     "points": points,
     "flips": lambda chaos: flips(chaos, 1000, 300),
     "signals": signals,

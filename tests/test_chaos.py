@@ -54,6 +54,7 @@ def test_the_comparison_sees_one_bit(world, tmp_path):
 PARTS = {name: chaos.LONG[name] for name in ("flips", "orphans", "disks", "hangs", "mishaps")}
 for cell in chaos.CELLS:
     PARTS[f"sigkills {' '.join(cell)}"] = partial(chaos.sigkills, kills=3, cells=[cell])
+PARTS["hail"] = partial(chaos.hail, kills=4, shortest=3.0, longest=12.0)
 for strategy in LAYOUTS:
     for point in chaos.POINTS:
         part = partial(chaos.points, some=[point], strategies=[strategy])

@@ -1,13 +1,16 @@
 """A rank that hangs anywhere, from the start to the end: it is named, and all ranks end."""
 
 import json
+import re
+import signal
 
 import pytest
 from test_train import TINY
 
 PLANTED = """
-import importlib, os, time
+import importlib, os, re, time
 from tiny import Tiny
+from torch.utils.data import default_collate
 
 def hangs(*_, **__):
     while True:
@@ -20,6 +23,9 @@ def works(*_, **__):
 
 TIMEOUT = float(os.environ.get("TIMEOUT", 0))
 
+def keeps_the_interpreter(*_, **__):
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
 class Planted(Tiny):
     def build_dataset(self, split):
         return super().build_dataset(split)
@@ -31,8 +37,26 @@ class Planted(Tiny):
     def at_last_step(self):
         pass
 
+    def collate(self, samples):
+        return default_collate(samples)
+
+    def metrics(self, model, batch):
+        return {"target": batch["y"].sum()}
+
+    def on_evaluation(self, run, values):
+        pass
+
+    def sample(self, model):
+        return "text"
+
+    def state_dict(self):
+        return {"kept": 1}
+
+    def load_state_dict(self, state):
+        pass
+
 module, name, rank, what = os.environ["PLANT"].split(":")
-if os.environ["RANK"] == rank:
+if os.environ["RANK"] in rank.split(","):
     owner = Planted
     if module != "planted":
         owner = importlib.import_module(module)
@@ -51,6 +75,7 @@ TIMEOUT = 8
 
 SAVER = "dist_amp.checkpoint.saver"
 IN_BACKGROUND = ("--checkpoint.async_save", "true")
+EVALUATES = ("--eval.every", "2")
 SAVES_NOTHING = ("--checkpoint.every", "off")
 # (what hangs, the rank, settings)
 HANGS = [
@@ -61,6 +86,15 @@ HANGS = [
 ]
 MORE_HANGS = [
     (f"{SAVER}:write_tensors", 1, ()),
+    ("planted:metrics", 1, EVALUATES),
+    ("planted:on_evaluation", 0, EVALUATES),
+    ("planted:sample", 1, EVALUATES),
+    ("planted:state_dict", 1, ()),
+    ("planted:collate", 1, ()),
+    ("dist_amp.optimizers.ema:Ema.evaluating", 1, ("--optim.ema", "0.9", *EVALUATES)),
+    ("dist_amp.telemetry.writers:TensorBoardWriter.write", 1, ()),
+    ("dist_amp.supervise.preflight:only_process", 0, ()),
+    ("dist_amp.checkpoint.background:Staging.copy", 1, IN_BACKGROUND),
     (f"{SAVER}:write_tensors", 0, IN_BACKGROUND),
     (f"{SAVER}:hash_files", 0, ()),
     (f"{SAVER}:hash_files", 1, IN_BACKGROUND),
@@ -83,6 +117,7 @@ RESUMED_HANGS = [
     ("dist_amp.checkpoint.resume:integrity_error", 1, ()),
     ("dist_amp.checkpoint.format:read_tensors", 0, ()),
     ("dist_amp.checkpoint.format:read_tensors", 1, ()),
+    ("planted:load_state_dict", 1, ()),
 ]
 
 
@@ -129,6 +164,39 @@ def test_a_rank_that_hangs_while_it_resumes_is_named_and_all_ranks_end(launch, w
     assert [rank.returncode for rank in first] == [0, 0], first[0].stderr
     (launch.folder / "run/summary.json").unlink()
     check_hang(launch, where, rank, (*words, *more))
+
+
+@pytest.mark.slow
+def test_two_ranks_of_three_that_hang_are_named_together(launch):
+    ends = launch.each(3, *words_of(launch.folder), PLANT="planted:at_last_step:1,2:hangs")
+    assert [rank.returncode for rank in ends] == [1, 1, 1]
+    cause = json.loads((launch.folder / "run/summary.json").read_text())["cause"]
+    assert re.match(r"rank 1 \(process \d+ on .*\), 2 \(process", cause)
+    assert "in hangs (planted.py, line " in cause
+
+
+@pytest.mark.slow
+@pytest.mark.bad_input("a collate that hangs in a loader worker")
+def test_the_stack_of_a_loader_worker_that_hangs_is_printed(launch):
+    where = "planted:collate:0:hangs"
+    ends = launch.each(2, *words_of(launch.folder, "--data.workers", "1"), PLANT=where)
+    assert [rank.returncode for rank in ends] == [1, 1]
+    assert re.search(r'planted.py", line \d+ in hangs', ends[0].stderr)
+    summary = json.loads((launch.folder / "run/summary.json").read_text())
+    assert "in _receive (data.py, line " in summary["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.bad_input("a call that never returns and keeps Python's interpreter lock")
+@pytest.mark.parametrize("where", ["build_dataset:1", "at_last_step:1", "at_last_step:0"])
+def test_a_rank_that_keeps_the_interpreter_is_named_with_its_stack_and_ended(launch, where):
+    where = f"planted:{where}:keeps_the_interpreter"
+    ends = launch.each(2, *words_of(launch.folder), PLANT=where, timeout=60)
+    rank = int(where.split(":")[2])
+    assert (ends[rank].returncode, ends[1 - rank].returncode) == (-signal.SIGKILL, 1)
+    assert re.search(r'planted.py", line \d+ in keeps_the_interpreter', ends[rank].stderr)
+    cause = json.loads((launch.folder / "run/summary.json").read_text())["cause"]
+    assert cause.startswith(f"rank {rank} (process")
 
 
 @pytest.mark.slow

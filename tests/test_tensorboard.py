@@ -204,7 +204,7 @@ def test_variables_that_matter_are_reported_and_none_that_holds_a_secret():
     kept = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "HF_HOME": "/x", "SLURM_JOB_ID": "7"}
     kept["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     left_out = "HOME PATH HF_TOKEN HUGGING_FACE_HUB_TOKEN DIST_AMP_TASK__ARGS__API_KEY"
-    left_out += " WANDB_API_KEY TORCHELASTIC_PASSWORD SLURM_JWT"
+    left_out += " WANDB_API_KEY TORCHELASTIC_PASSWORD SLURM_JWT HF_HUB_X MASTER_PWD LOCAL_DSN"
     environ = kept | dict.fromkeys(left_out.split(), "1")
     environ["HF_ENDPOINT"] = "https://me:pw@hub.example/a"
     assert variables(environ) == kept | {"HF_ENDPOINT": "https://***@hub.example/a"}

@@ -20,14 +20,17 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.launcher import api
 
 from dist_amp.distributed.process import LAUNCHER
+from dist_amp.distributed.rendezvous import loopback_listener
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, NumericsError
 
 SECONDS_TO_AGAIN = 1.0  # assumed: two SIGINT in less are one Ctrl-C, sent to the launcher twice
@@ -85,6 +88,7 @@ def run_agent(
     os.environ[LAUNCHER] = str(os.getpid())
     with (
         patch.object(api, "LocalElasticAgent", Agent),
+        patch.object(c10d_rendezvous_backend, "TCPStore", local_store, create=True),
         patch.object(processes, "_terminate_process_handler", signals, create=True),
         ExitStack() as quiet,
     ):
@@ -92,6 +96,13 @@ def run_agent(
             # Where no rendezvous answers, torch's C++ prints pages of frames.
             quiet.enter_context(without_stderr())
         torchrun.run(options)
+
+
+def local_store(host: str, port: int, **options: Any) -> dist.Store:  # type: ignore[name-defined]
+    """torchrun's store, which other machines can't reach if it is for this one."""
+    if options.get("is_master"):
+        port, options["master_listen_fd"] = loopback_listener(host, port)
+    return dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
 
 
 class Signals:

@@ -16,9 +16,9 @@ config, weights and tokenizer, for AutoModel...from_pretrained("DIR"). Of a mode
 writes only the adapters; --merge adds them to the base weights and writes the whole model.
 
 Settings after RUN_OR_CHECKPOINT override the checkpoint's config, for example if the task has moved
-(--task.target new_file:MyTask). The config's task is imported, as for training: check it first if
-you don't trust the checkpoint's source. Exit status: 0 done, 64 bad setting, 65 bad checkpoint, 1
-DIR can't be written.
+(--task.target new_file:MyTask). The config's task is imported only if it is installed or in the
+current folder, and not beside the checkpoint. Exit status: 0 done, 64 bad setting, 65 bad
+checkpoint, 1 DIR can't be written.
 """
 
 import shutil
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
 from dist_amp.checkpoint.resume import checkpoints_at, newest_valid
 from dist_amp.checkpoint.weights import average_of, load_weights
-from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.load import load_saved, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure, first_line
@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> None:
     if options.merge and options.format != "hf":
         raise ConfigError("--merge is for --format hf; add --format hf")
     checkpoint = find_checkpoint(options.path)
-    config = load_config([f"--config={checkpoint / CONFIG}", *settings])
+    config = load_saved(checkpoint / CONFIG, settings)
     task: Any = build_task(config)
     model: Any = build_model(task, config)
     step, weights = load_trained(model, checkpoint, options.weights)

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from dist_amp.commands.trackers import TRACKERS, Tracker
+from dist_amp.config.load import hidden
 from dist_amp.distributed.signals import handle_signals
-from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, first_line
+from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, first_line, masked
 from dist_amp.files import InUse, only_process, write_durably
 from dist_amp.supervise.command_line import Parser, exit_status
 
@@ -192,7 +193,7 @@ class Follower:
     def open(self) -> Tracker:
         """The tracker's run, new or continued; prints where it is."""
         self.save()  # before the tracker knows of it
-        config = tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
+        config = hidden(tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8")))
         position = self.position
         tracker = TRACKERS[self.name](position.project, position.id, self.folder.name, config)
         if position.lines and not tracker.has_run:
@@ -261,7 +262,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         started = (folder / "config.toml").stat().st_mtime_ns  # written at each start
         if path.stat().st_mtime_ns < started:
             return None
-        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        return json.loads(masked(path.read_text(encoding="utf-8")))  # type: ignore[no-any-return]
     except (OSError, ValueError):
         return None
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_model
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
 from dist_amp.commands.export import MODEL, build_model, find_checkpoint, load_trained, model_parser
-from dist_amp.config.load import load_config
+from dist_amp.config.load import load_saved
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.supervise.command_line import exit_status
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> None:
     if not is_export:
         accepted = "a run's folder, RUN/checkpoints/step_N, or an export's folder"
         folder = find_checkpoint(folder, accepted)
-    config = load_config([f"--config={folder / CONFIG}", *settings])
+    config = load_saved(folder / CONFIG, settings)
     device = locate(config.run).device
     task: Any = build_task(config)
     if not hasattr(task, "sample"):

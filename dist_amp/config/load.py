@@ -2,6 +2,7 @@
 
 import keyword
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, field, make_dataclass
@@ -12,14 +13,20 @@ from typing import Any
 
 from dist_amp.config.parse import Setting, Settings, build, word_of
 from dist_amp.config.suggestions import up_to_date, with_dashes, with_lines
-from dist_amp.config.task_class import args_dataclass, find_task
-from dist_amp.errors import ConfigError
+from dist_amp.config.task_class import args_dataclass, check_saved_target, find_task
+from dist_amp.errors import MASK, ConfigError, masked
 from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
 ENVIRONMENT_PREFIX = "DIST_AMP_"
 # Used by the launch scripts, and set by `dist_amp launch` for its ranks.
 NOT_SETTINGS = ("DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER")
+# A task's arguments with such names are not written.
+SECRET = re.compile(
+    r"(^|_)(password|passwd|pwd|passphrase|secret|credentials?|api_?key|"
+    r"(access|account|private|secret)_key|(access|api|auth|hf|sas)_token)$|^token$"
+)
+MASKED = re.compile(rf"(^|//|=){re.escape(MASK)}(@|&|$)")
 
 
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
@@ -29,7 +36,29 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
     found.
     """
     settings = collect(argv, environ)
+    for key, setting in settings.items():
+        if key.startswith("task.args.") and any(map(MASKED.search, setting.words)):
+            raise ConfigError(
+                f"{key} {setting.source} is masked, because a run writes no secrets; give it on "
+                f"the command line, or as {ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}"
+            )
     return build(schema(find_task(target_in(settings)), source_names(settings)), settings)
+
+
+def load_saved(path: Path, argv: Sequence[str], folder: Path | None = None) -> Config:
+    """A run's saved config from the file `path`, under these settings, which may name the task.
+
+    folder: that it came in; by default the file's. Errors: as `load_config`, and ConfigError for a
+    task that comes with the checkpoint.
+    """
+    folder = (folder or path.parent).resolve()
+    if folder.parent.name == "checkpoints":
+        folder = folder.parent.parent
+    words = [f"--config={path}", *argv]
+    target = collect(words).get("task.target")
+    if target and target.source.startswith(f"in {path}"):
+        check_saved_target(" ".join(target.words), folder)
+    return load_config(words)
 
 
 @cache  # so that two configs of one task have the same type and can be compared
@@ -76,10 +105,21 @@ def source_names(settings: Settings) -> tuple[str, ...]:
 
 
 def to_toml(config: Config) -> str:
-    """The config as TOML that `--config` reads back."""
+    """The config as TOML that `--config` reads back, without secrets."""
     import tomli_w
 
-    return tomli_w.dumps(asdict(config, dict_factory=_without_none))
+    return tomli_w.dumps(hidden(asdict(config, dict_factory=_without_none)))
+
+
+def hidden(value: Any, name: str = "") -> Any:
+    """Settings without secrets: those that are named so, and passwords in addresses."""
+    if isinstance(value, dict):
+        return {key: hidden(part, key) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [hidden(part, name) for part in value]
+    if isinstance(value, str) and value:
+        return MASK if SECRET.search(name) else masked(value)
+    return value
 
 
 def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -90,8 +130,8 @@ def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def flat(toml: str) -> dict[str, Any]:
-    """{dotted key: value} of a config in TOML."""
-    return dict(leaves(tomllib.loads(toml)))
+    """{dotted key: value} of a config in TOML, without secrets."""
+    return dict(leaves(hidden(tomllib.loads(toml))))
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

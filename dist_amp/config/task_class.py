@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from functools import cache, partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -48,6 +49,48 @@ def find_task(target: str) -> type:
                 f"task.target={target} lacks the method {method}; add `def {signature}`"
             )
     return cls
+
+
+def check_saved_target(target: str, folder: Path) -> None:
+    """Say what the task of a saved config is imported from: a checkpoint must not run its own code.
+
+    folder: of the run or export, resolved. Errors: ConfigError for a file in it or beside it, one
+    outside of the current folder, and a current folder in it.
+    """
+    if target.startswith("dist_amp."):
+        return
+    here = Path.cwd()
+    if not here.is_relative_to(folder.parent):
+        folder = folder.parent  # it may have come with the run
+    module = target.partition(":")[0]
+    files = files_of(module)
+    is_outside = module.endswith(".py") and not files[0].is_relative_to(here)
+    if is_outside or any(path.is_relative_to(folder) for path in (here, *files)):
+        raise ConfigError(
+            f"task.target={target} is only named by the config in {folder}, and would be imported "
+            f"from {files[0] if files else here}, which could run any code; check it, and give "
+            f"--task.target {target}"
+        )
+    if files:
+        print(f"task   {target}, named by the saved config, from {files[-1]}", file=sys.stderr)
+
+
+def files_of(module: str) -> list[Path]:
+    """The files that importing a module runs, found without running them; [] if there are none."""
+    if module.endswith(".py"):
+        return [Path(module).resolve()]
+    files = []
+    name = ""
+    path: Any = [str(Path.cwd()), *sys.path]
+    for part in module.split("."):
+        name = f"{name}.{part}".strip(".")
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:  # not there, built in, or of an editable installation
+            return []
+        if spec.origin:
+            files.append(Path(spec.origin).resolve())
+        path = spec.submodule_search_locations
+    return files
 
 
 def _import(module_name: str, target: str) -> Any:

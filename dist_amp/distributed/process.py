@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_amp.errors import ConfigError
+from dist_amp.errors import ConfigError, masked
 from dist_amp.settings import RunConfig
 
 T = TypeVar("T")
@@ -92,7 +92,14 @@ def configure_logging(rank: int) -> None:
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.addFilter(_without_secrets)
         logger.addHandler(handler)
+
+
+def _without_secrets(record: logging.LogRecord) -> bool:
+    record.msg = masked(record.getMessage())
+    record.args = ()
+    return True
 
 
 def hide_progress_bars() -> None:
@@ -107,7 +114,8 @@ def set_determinism(on: bool) -> None:
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(on)
+    if torch.are_deterministic_algorithms_enabled() != on:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(on)
 
 
 def set_tf32(on: bool) -> None:

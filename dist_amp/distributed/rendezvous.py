@@ -19,6 +19,9 @@ from dist_amp.errors import ConfigError, Transient, first_line
 OTHER_FILES = 200
 
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
     """Connect to the store at MASTER_ADDR and MASTER_PORT, and wait until every rank has.
 
@@ -34,6 +37,9 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
                 f"{name}={os.environ.get(name, '')!r} must be the {what} of rank 0, since "
                 f"WORLD_SIZE={world_size}; start with torchrun, or set it on every rank"
             )
+    if host in LOOPBACK:  # gloo would listen on the interface of the host's name
+        names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", (names or ["lo"])[0])
     deadline = time.monotonic() + timeout_seconds
     within = f"{host}:{port} within run.timeout_seconds={timeout_seconds:g}"
     store = _connected(rank, world_size, (host, port), timeout_seconds, within)
@@ -70,10 +76,15 @@ def _connected(
     if not is_server:
         _wait_for_listener(*address, time.monotonic() + timeout_seconds, within)
 
+    listener = None
+    if is_server:
+        _, listener = loopback_listener(*address)
+
     def connect() -> dist.Store:  # type: ignore[name-defined]
         tcp = dist.TCPStore(  # type: ignore[attr-defined]
             *address,
             world_size,
+            master_listen_fd=listener,
             is_master=is_server,
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
@@ -92,6 +103,21 @@ def _connected(
         raise Transient(
             f"no rank 0 at {within} ({why}); MASTER_ADDR and MASTER_PORT must be those of rank 0"
         ) from error
+
+
+def loopback_listener(host: str, port: int) -> tuple[int, int | None]:
+    """(port, TCPStore's master_listen_fd) of a store at a loopback address, for this machine alone.
+
+    TCPStore listens on all interfaces otherwise, and torchrun loads pickles from it.
+    """
+    if host not in LOOPBACK:
+        return port, None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError:  # in use: by this process, which shares it, or torch says so
+        return port, None
+    return listener.getsockname()[1], listener.detach()
 
 
 def _ranks_have(ranks: list[int], world_size: int) -> str:

@@ -1,5 +1,6 @@
 """A dataset by micro-batches: in this process, or in workers that end with their rank."""
 
+import faulthandler
 import multiprocessing
 import signal
 import traceback
@@ -190,6 +191,7 @@ def _start_worker(started: Any, worker: int) -> None:
     from dist_amp.distributed.signals import ignore_stop_signals
 
     ignore_stop_signals()
+    faulthandler.register(signal.SIGUSR2, file=2)  # prints where it hangs, for the watchdog
     # It holds its rank's sockets as well: other ranks would take a dead rank for alive.
     die_with_parent(signal.SIGKILL)
     started.release()

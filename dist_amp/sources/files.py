@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from dist_amp.errors import ConfigError, DataError, first_line
+from dist_amp.errors import MASK, ConfigError, DataError, first_line
 from dist_amp.settings import SourceConfig
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,11 @@ def file_system(path: str) -> tuple[Any, str]:
     """(the fsspec file system of an address, the path there)."""
     from fsspec.core import url_to_fs
 
+    if f"//{MASK}@" in path or f"={MASK}" in path:
+        raise ConfigError(
+            f"data.path={path} is masked, because a run writes no passwords; give it on the "
+            "command line, or as DIST_AMP_DATA__PATH"
+        )
     try:
         return url_to_fs(path)
     except Exception as error:  # an unknown protocol, or one whose package is missing

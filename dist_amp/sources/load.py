@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError, DataError, masked
 from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.files import find_files, stay_local_without_network
 from dist_amp.sources.mixture import tables_of
@@ -134,4 +134,4 @@ def held_out_part(rows: Any, split: str, share: float) -> Any:
 def warn(text: str) -> None:
     """Print a warning on rank 0: the other ranks' log shows errors alone."""
     if log.isEnabledFor(logging.WARNING):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {masked(text)}", file=sys.stderr, flush=True)

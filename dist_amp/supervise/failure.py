@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dist_amp.distributed.process import attempt, in_time
 from dist_amp.distributed.process_group import shared_store
-from dist_amp.errors import Failure, Transient, in_one_line
+from dist_amp.errors import Failure, Transient, in_one_line, masked
 from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job, write_summary
 from dist_amp.world import World, start
@@ -93,7 +93,7 @@ def report_failure(
         text = f"error: {error}"
     else:
         status = 1
-        text = f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip()
+        text = masked(f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip())
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_first = _is_first_to_report(world, store)
     if is_first:

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -125,6 +126,7 @@ class Heartbeat:
             self._beats.clear()  # this process was stopped, and the others may have been too
             self._idle_since = now
         self._beat_at = now
+        self.arm()
         report = Report("alive", step)
         if step == self._step:  # reading torch's records is too slow for every beat
             report = replace(self._report(), idle_seconds=now - self._idle_since)
@@ -138,6 +140,10 @@ class Heartbeat:
             if self._silent_seconds(rank, text, now) > 0.8 * self._timeout:
                 return SILENT, rank
         return "", 0
+
+    def arm(self) -> None:
+        """Have C print the stacks if a call that keeps the interpreter stops this thread too."""
+        faulthandler.dump_traceback_later(0.6 * self._timeout, file=2)
 
     def close(self) -> None:
         """Say that the ranks continue, if this one has named a missing one."""
@@ -248,6 +254,7 @@ class Watchdog:
         self._heartbeat = Heartbeat(
             job, self._board, self._processes, lambda: self._report("alive")
         )
+        self._heartbeat.arm()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -285,6 +292,7 @@ class Watchdog:
                 event, stall = (text.decode() for text in texts)
                 if not event and (event := self._alarm(stall)):
                     self._board.announce(event)
+        faulthandler.cancel_dump_traceback_later()
         if event:
             self._respond(event)
         elif not self._failed.is_set():
@@ -327,6 +335,7 @@ class Watchdog:
             if not self._ends_within(0.0):
                 self._end_hanging(error)
             return
+        self._kill(verdict.silent)
         # The main thread gets an error in most cases: a peer that ends closes its connections.
         seconds = self._answer_seconds if verdict.at_fault else min(30.0, self._timeout / 2)
         if not self._ends_within(seconds):
@@ -335,6 +344,8 @@ class Watchdog:
     def _end_hanging(self, error: Transient) -> None:
         print(f"error: rank {self._rank} hangs; its stacks:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
+        for worker in multiprocessing.active_children():  # of the loader, which print theirs
+            os.kill(worker.pid or 0, signal.SIGUSR2)
         self._end_by(error)
 
     def _end_by(self, error: Transient) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.weights import load_weights
-from dist_amp.config.load import load_config
+from dist_amp.config.load import load_saved
 from dist_amp.config.task_class import build_task
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
 from dist_amp.distributed.process import seed_all, set_random_state
@@ -87,7 +87,7 @@ def _config_of(text: str, path: Path, argv: Sequence[str]) -> Config:
         file = Path(folder) / "config.toml"
         file.write_text(text)
         try:
-            return load_config(["--config", str(file), *argv])
+            return load_saved(file, argv, path.parent)
         except ConfigError as error:
             why = str(error).replace(str(file), "its config")
             fix = "start it where the run was started"

@@ -1,0 +1,323 @@
+"""No secret is written or printed, a checkpoint runs no code, and one machine listens locally."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_train import TINY
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
+from dist_amp.checkpoint.saver import save
+from dist_amp.commands import export, sample
+from dist_amp.config.load import hidden, load_config, to_toml
+from dist_amp.errors import ConfigError, Failure, masked
+from dist_amp.sources.files import file_system
+from dist_amp.verify.replay import replay_file
+from dist_amp.world import World
+
+SECRETS = ("hunter2", "sl/ash", "c0ffee", "AKIA1234", "hf_secret")
+ADDRESS = "s3://AKIA1234:sl/ash@bucket/x?X-Amz-Signature=c0ffee&versionId=7"
+MASKED_ADDRESS = "s3://***@bucket/x?X-Amz-Signature=***&versionId=7"
+
+TASK = """
+import os
+from tiny import Tiny
+
+class Secretive(Tiny):
+    def __init__(self, address: str, token: str = "", fails: bool = False):
+        super().__init__()
+        self.address = address
+        self.fails = fails
+
+    def on_step(self, run, report):
+        if self.fails:
+            raise OSError(f"GET {self.address} failed with {{'secret': 'hunter2'}}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (ADDRESS, MASKED_ADDRESS),
+        ("postgres://me:hunter2@db:5432/x", "postgres://***@db:5432/x"),
+        ("https://hf_secret@host/a", "https://***@host/a"),
+        ("s3://u:p@ss@bucket/a, s3://u:p@b", "s3://***@bucket/a, s3://***@b"),
+        ("zip://*.csv::https://u:p@h/a.zip", "zip://*.csv::https://***@h/a.zip"),
+        ("https://h/a?sv=1&sig=c0ffee&se=2", "https://h/a?sv=1&sig=***&se=2"),
+        ("https://h/a?token=hf_secret", "https://h/a?token=***"),
+        ("{'key': 'AKIA', 'secret': 'hunter2'}", "{'key': 'AKIA', 'secret': '***'}"),
+        ('connect(password="hunter2")', 'connect(password="***")'),
+    ],
+)
+def test_secrets_in_a_text_are_masked(text, shown):
+    assert masked(text) == shown
+    assert masked(shown) == shown
+    assert str(Failure(text)) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://datasets/user/name@main/**/*.parquet",
+        "user/name:config@v1.0",
+        "http://host:8080/a@b",
+        "https://h/a?config=x&design=y&versionId=7",
+        "unexpected token: 'x'",
+        "data.path=corpus/*.jsonl, me@example.org",
+    ],
+)
+def test_a_text_without_secrets_stays(text):
+    assert masked(text) == text
+
+
+def test_a_config_is_written_without_secrets_and_keeps_what_only_looks_like_one():
+    kept = {"image_key": "a", "pad_token": "<pad>", "tokenizer": "bytes", "steps": 3}
+    secret = dict.fromkeys(("token", "hf_token", "api_key", "db_password", "aws_secret"), "x")
+    table = {"args": kept | secret, "path": [ADDRESS]}
+    assert hidden(table) == {"args": kept | dict.fromkeys(secret, "***"), "path": [MASKED_ADDRESS]}
+
+
+@pytest.fixture
+def secretive(launch):
+    """Words of a run with secrets, in its folder."""
+    (launch.folder / "secretive.py").write_text(TASK)
+    words = ["--task.target", "secretive:Secretive", "--run.dir", "run"]
+    steps = ["--checkpoint.every", "2", "--optim.schedule", "constant", "--data.path", ADDRESS]
+    return [*TINY, *words, *steps]
+
+
+def given(*words):
+    return ["--task.args.address", ADDRESS, "--task.args.token", "hf_secret", *words]
+
+
+def check_nothing_leaks(folder, *texts):
+    contents = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    contents |= {f"screen {number}": text.encode() for number, text in enumerate(texts)}
+    for name, content in contents.items():
+        for secret in SECRETS:
+            assert secret.encode() not in content, name
+    assert b"s3://***@bucket/x" in contents["config.toml"]
+    assert any(name.startswith("events.out") for name in contents)
+
+
+@pytest.mark.bad_input("a password, token or signed address in a setting or variable")
+def test_a_run_writes_and_prints_no_secret_and_resumes_with_them(launch, secretive, monkeypatch):
+    environ = {
+        "HF_HUB_X": "hunter2",
+        "MASTER_PWD": "hunter2",
+        "LOCAL_DSN": "postgres://u:hunter2@h",
+    }
+    first = launch(0, *secretive, *given("--train.steps", "2"), **environ)
+    assert first.returncode == 0, first.stderr
+    assert "s3://***@bucket/x" in first.stderr  # the warning that nothing reads data.path
+    failed = launch(0, *secretive, *given("--train.steps", "4", "--task.args.fails", "true"))
+    assert "resumed from step 2" not in failed.stdout  # another config: with all secrets masked
+    assert "task.args.fails" in failed.stderr
+    allowed = ("--run.allow_config_change", "true", "--task.args.fails", "true")
+    failed = launch(0, *secretive, *given("--train.steps", "4", *allowed), **environ)
+    assert "OSError: GET s3://***@bucket/x" in failed.stderr
+    assert "OSError: GET s3://***@bucket/x" in (launch.folder / "run/summary.json").read_text()
+    again = launch(0, *secretive, *given("--train.steps", "4"), **environ)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from step 2" in again.stdout
+    printed = launch(0, *secretive, *given("--print_config"))
+    runs = (first, failed, again, printed)
+    shown = [text for run in runs for text in (run.stdout, run.stderr)]
+    check_nothing_leaks(launch.folder / "run", *shown)
+
+
+@pytest.mark.bad_input("a masked secret of a run's config.toml, in a task's argument or data.path")
+def test_a_masked_value_is_never_used_in_silence(tmp_path, secretive, launch, monkeypatch):
+    words = [*secretive, *given()]
+    monkeypatch.chdir(launch.folder)
+    monkeypatch.syspath_prepend(launch.folder)
+    saved = tmp_path / "config.toml"
+    saved.write_text(to_toml(load_config(words, {})))
+    with pytest.raises(ConfigError, match=r"task.args.address in .*config.toml, line .* is masked"):
+        load_config(["--config", str(saved)], {})
+    config = load_config(["--config", str(saved), *given()], {})
+    assert config.task.args.address == ADDRESS
+    with pytest.raises(ConfigError, match="DIST_AMP_DATA__PATH"):
+        file_system(config.data.path)
+
+
+def test_ranks_whose_configs_differ_by_a_secret_only_are_not_shown_it():
+    config = to_toml(load_config(["--data.path", ADDRESS], {}))
+    assert not [secret for secret in SECRETS if secret in config]
+
+
+# --- a checkpoint runs no code
+
+HOSTILE = "from pathlib import Path\nPath({!r}).touch()\nfrom tiny import Tiny as Task\n"
+COMMANDS = {
+    "export": lambda run: export.main([str(run), "--out", "out"]),
+    "export a checkpoint": lambda run: export.main(
+        [str(run / "checkpoints/step_00000002"), "--out", "out"]
+    ),
+    "sample": lambda run: sample.main([str(run)]),
+    "sample an export": lambda run: sample.main([str(run / "exported")]),
+}
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """make(target, *paths): a run whose config names the target, with code at these paths in it."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    words = ("--run.dir", str(tmp_path / "runs/mine"), "--train.steps", "10")
+    run = make_run(World(), Tiny(), *words)
+    take_steps(run, 2)
+    save(run)
+    ran = tmp_path / "ran"
+
+    def make(target, *paths):
+        config = f'[task]\ntarget = "{target}"\n'
+        checkpoint = run.folder / "checkpoints/step_00000002"
+        exported = run.folder / "exported"
+        exported.mkdir()
+        (exported / "model.safetensors").touch()
+        for folder in (checkpoint, exported, run.folder):
+            (folder / CONFIG).write_text(config)
+        manifest = read_manifest(checkpoint)
+        files = hash_files(checkpoint / name for name in manifest.files)
+        (checkpoint / MANIFEST).write_text(replace(manifest, files=files).to_text())
+        report = {"phase": "forward", "module": "", "module_class": "", "tensors": []}
+        kept = {"dist_amp": "nonfinite", "report": json.dumps(report), "config": config}
+        (run.folder / "nonfinite").mkdir()
+        torch.save(kept, run.folder / "nonfinite/step.pt")
+        for path in paths:
+            file = run.folder / path
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(HOSTILE.format(str(ran)))
+        return run.folder
+
+    yield make
+    assert not ran.exists(), "its code has run"
+
+
+@pytest.mark.bad_input("a checkpoint whose config names code that lies in or beside it")
+@pytest.mark.parametrize("command", list(COMMANDS))
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("evil.py", "{run}/evil.py:Task"),
+        ("../evil.py", "{run}/../evil.py:Task"),
+        ("checkpoints/step_00000002/evil.py", "{run}/checkpoints/step_00000002/evil.py:Task"),
+        ("evil.py", "../runs/mine/evil.py:Task"),
+    ],
+)
+def test_no_file_beside_a_checkpoint_is_imported(hostile, capsys, command, path, target):
+    folder = hostile(target.format(run="{run}"), path)
+    for config in folder.rglob(CONFIG):
+        config.write_text(config.read_text().replace("{run}", str(folder)))
+    checkpoint = folder / "checkpoints/step_00000002"
+    manifest = read_manifest(checkpoint)
+    files = hash_files(checkpoint / name for name in manifest.files)
+    (checkpoint / MANIFEST).write_text(replace(manifest, files=files).to_text())
+    assert COMMANDS[command](folder) == 64
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "is only named by the config in" in line
+    assert "check it, and give --task.target" in line
+
+
+@pytest.mark.bad_input("export in the folder of a checkpoint that brings a module, or a package")
+@pytest.mark.parametrize(
+    ("paths", "target"),
+    [
+        (("evil.py",), "evil:Task"),
+        (("evil/__init__.py", "evil/task.py"), "evil.task:Task"),
+        (("space/task.py",), "space.task:Task"),
+        (("evil.py",), "evil.py:Task"),
+    ],
+)
+def test_no_module_of_a_current_folder_that_holds_the_checkpoint_is_imported(
+    hostile, capsys, monkeypatch, paths, target
+):
+    folder = hostile(target, *paths)
+    monkeypatch.chdir(folder)
+    assert COMMANDS["export"](folder) == 64
+    assert "could run any code" in capsys.readouterr().err
+
+
+@pytest.mark.bad_input("a kept micro-batch whose config names code beside it")
+def test_a_replay_imports_no_file_beside_the_kept_micro_batch(hostile):
+    folder = hostile("../runs/mine/evil.py:Task", "evil.py")
+    with pytest.raises(ConfigError, match="could run any code"):
+        replay_file(folder / "nonfinite/step.pt")
+
+
+def test_a_module_of_the_current_folder_is_said_before_it_is_imported(hostile, capsys, tmp_path):
+    folder = hostile("mine_said:Task")
+    Path("mine_said.py").write_text("from tiny import Tiny as Task\n")
+    assert COMMANDS["export"](folder) == 0
+    file = tmp_path / "here/mine_said.py"
+    assert f"task   mine_said:Task, named by the saved config, from {file}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_target_of_the_command_line_is_taken_whatever_the_checkpoint_names(hostile, capsys):
+    folder = hostile("../runs/mine/evil.py:Task", "evil.py")
+    words = [str(folder), "--out", "out", "--task.target", "tiny:Tiny"]
+    assert export.main(words) == 0
+    assert "named by" not in capsys.readouterr().err
+
+
+# --- what listens
+
+LISTENS = """
+import json, os
+from pathlib import Path
+from test_security import listening
+from tiny import Tiny
+
+class Listens(Tiny):
+    def on_step(self, run, report):
+        found = {str(pid): listening(pid) for pid in (os.getpid(), os.getppid())}
+        Path(f"listening{run.world.rank}.json").write_text(json.dumps(found))
+"""
+
+
+def listening(pid):
+    """The addresses at which a process listens, as /proc/net/tcp has them."""
+    sockets = set()
+    for handle in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            sockets.add(os.readlink(handle))
+        except OSError:
+            continue
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                addresses.append(fields[1].partition(":")[0])
+    return addresses
+
+
+def test_on_one_machine_launch_and_its_ranks_listen_on_loopback_alone(launch, tmp_path):
+    (launch.folder / "listens.py").write_text(LISTENS)
+    words = [*TINY, "--task.target", "listens:Listens", "--train.steps", "1", "--run.dir", "run"]
+    done = launch.module("dist_amp.commands.launch", "--nproc-per-node", "2", *words)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((launch.folder / f"listening{rank}.json").read_text()) for rank in (0, 1)]
+    for processes in found:
+        assert len(processes) == 2  # the rank and torchrun's agent
+        for addresses in processes.values():
+            assert addresses, "the stores and gloo listen"
+            assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
+
+
+def _listens(world):
+    return listening(os.getpid())
+
+
+def test_ranks_at_a_loopback_address_listen_there_alone():
+    for addresses in on_ranks(2, _listens):
+        assert set(addresses) <= {"0100007F"}
