@@ -1,14 +1,16 @@
 """Small models of many families, each as a task that a user would write, without the network.
 
-`build(name)` makes one; `expected` has what `verify` must say of those that couple samples, draw
-random numbers or keep a state.
+`build(name)` makes one. NOTES, FAILS and REFUSED have what `verify` must say of those that couple
+samples, draw random numbers or keep a state.
 """
 
 import copy
 
 import torch
+import torch.distributed.nn
 import torch.nn.functional as F
 from tiny import Rows
+from torch import distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -367,6 +369,55 @@ class Byol(Samples):
         return len(batch["one"])
 
 
+class TwoTowers(nn.Module):
+    """Unit vectors of images and texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Linear(16, 8)
+        self.text = nn.Linear(16, 8)
+
+    def forward(self, image, text):
+        image = self.image(image).float()
+        text = self.text(text).float()
+        return F.normalize(image, dim=1), F.normalize(text, dim=1)
+
+
+def gathered(x):
+    """x [B, D] of all ranks, with gradients: [ranks x B, D]."""
+    return torch.cat(dist.nn.functional.all_gather(x))
+
+
+class Contrastive(Samples):
+    """Each image finds its text among those of all ranks."""
+
+    couples_samples = True
+
+    def build_model(self):
+        return TwoTowers()
+
+    def columns(self, generator):
+        return {name: torch.randn(SAMPLES, 16, generator=generator) for name in ("image", "text")}
+
+    def loss_sum(self, model, batch):
+        image, text = model(batch["image"], batch["text"])
+        labels = torch.arange(len(image), device=image.device)
+        texts = text
+        if dist.is_initialized():
+            texts = gathered(text)
+            labels += dist.get_rank() * len(image)
+        return F.cross_entropy(image @ texts.T / 0.1, labels, reduction="sum")
+
+    def weight(self, batch):
+        return len(batch["image"])
+
+
+class Undeclared(Contrastive):
+    """Without saying so."""
+
+    couples_samples = False
+
+
 WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 LANGUAGE = {
     **WIDTHS,
@@ -499,7 +550,36 @@ TASKS = {
     "lstm_packed": PackedSequences,
     "gnn": Graphs,
     "byol": Byol,
+    "contrastive": Contrastive,
+    "contrastive_undeclared": Undeclared,
 }
+
+
+# What `verify` notes besides dropout and parameters that no sample reaches, in order.
+DRAWS = "the result is drawn at random in training mode; every {} is compared in evaluation mode"
+NOTES = {
+    "t5": [DRAWS.format("T5Attention")],
+    "bart": [DRAWS.format("BartEncoder"), DRAWS.format("BartDecoder")],
+    "swin": [DRAWS.format("SwinDropPath")],
+    "resnet": ["(batch statistics), which no split of it can equal; every BatchNorm2d is compared"],
+    "wav2vec2": [DRAWS.format("Wav2Vec2Attention")],
+    "layerdrop": [DRAWS.format("Wav2Vec2Encoder")],
+    "byol": ["forward changes target.0.weight"],
+    "contrastive": ["the task has couples_samples=True"],
+}
+
+# What it fails, with the cause and the remedy.
+FAILS = {
+    "mixtral_balanced": ["their gradients differ by", "verify with a coefficient of 0"],
+    "contrastive_undeclared": ["a contrastive loss (docs/recipes.md shows one that verify can"],
+    "unet_random": ["the task's loss_sum: the result is drawn", "augment(sample, rng)"],
+    "vae": ["VariationalAutoencoder: the result is drawn", "augment(sample, rng)"],
+}
+
+# What training refuses under FSDP2, and so `verify`.
+REFUSED = {"byol": "forward"}
+
+ALSO_IN_FP16 = ("vit", "lstm_packed", "gnn", "contrastive")
 
 
 def build(name):

@@ -49,8 +49,8 @@ def verify(monkeypatch, capfd):
 
 
 def rows_of(output):
-    """[(ranks, strategy, precision, pass or FAIL)]"""
-    return re.findall(r"^ +(\d+)  (\w+) +(\w+) .* (pass|FAIL)$", output, re.MULTILINE)
+    """[(ranks, strategy, precision, result)]"""
+    return re.findall(r"^ +(\d+)  (\w+) +(\w+) .* (pass|FAIL|refused)$", output, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -78,41 +78,71 @@ if "RANK" in os.environ:
         return loss.detach() / 2 + loss / 2
     step.loss_of = halved
 """
+# On one rank, under DDP alone.
 BREAKS = """
 import os
 from tiny import Tiny
+from torch.nn.parallel import DistributedDataParallel
 
 class Task(Tiny):
     def loss_sum(self, model, batch):
-        if os.environ.get("RANK") == "1":
+        if os.environ.get("RANK") == "1" and isinstance(model, DistributedDataParallel):
             raise RuntimeError("no luck on this rank")
         return super().loss_sum(model, batch)
 """
+REFUSED = """
+from dist_amp.errors import ConfigError
+from tiny import Tiny as Task
+
+def units(self, model):
+    raise ConfigError("no units for this one; use ddp")
+
+Task.units = units
+"""
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "cause", "times"),
-    [
-        (
-            "halves",
-            HALVES,
-            "(1 micro-batch) are off: all of them are 0.5 times what they should",
-            2,
-        ),
-        ("breaks", BREAKS, "no luck on this rank", 1),
-    ],
-)
-def test_every_row_of_a_faulty_step_fails_with_what_is_wrong(
-    verify, tmp_path, monkeypatch, name, code, cause, times
+@pytest.fixture
+def verify_code(verify, tmp_path, monkeypatch):
+    """verify_code(code): of a file with a class Task, on two ranks with ddp and fsdp."""
+
+    def run(code):
+        name = f"task_{abs(hash(code))}"
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        return verify(f"--task.target {name}:Task {TWO_RANKS} --strategies ddp,fsdp")
+
+    return run
+
+
+def test_every_row_of_a_faulty_step_fails_and_what_is_wrong_is_said_once_below_the_table(
+    verify_code,
 ):
-    (tmp_path / f"{name}.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    status, output, _ = verify(f"--task.target {name}:Task {TWO_RANKS} --strategies ddp,fsdp")
+    status, output, _ = verify_code(HALVES)
     assert status == 1
     assert [row[3] for row in rows_of(output)] == ["FAIL"] * 2
-    assert output.count(cause) == times
-    assert output.count("not run: a rank failed before") == 2 - times
+    assert output.count("(1 micro-batch) are off: all of them are 0.5 times what they should") == 1
+    assert "2 ddp fp32, 2 fsdp fp32:" in output
     assert "failed: 0 of 2 compute the steps" in output
+
+
+@pytest.mark.bad_input("`verify` of a task that fails on one rank, under one strategy")
+def test_a_row_in_which_a_rank_fails_stops_no_other_and_shows_its_cause_in_one_line(verify_code):
+    status, output, errors = verify_code(BREAKS)
+    assert status == 1
+    assert [row[3] for row in rows_of(output)] == ["FAIL", "pass"]
+    assert re.search(r"rank 1: RuntimeError: no luck on this rank \(task_\d+.py, line 9\)", output)
+    assert "Traceback" not in output + errors
+    assert "failed: 1 of 2 compute the steps" in output
+
+
+@pytest.mark.bad_input("`verify` of a task that training refuses under one strategy")
+def test_what_training_refuses_is_refused_and_fails_only_where_nothing_passes(verify_code):
+    status, output, errors = verify_code(REFUSED)
+    assert status == 0, output + errors
+    assert [row[3] for row in rows_of(output)] == ["pass", "refused"]
+    assert "no units for this one; use ddp" in output
+    assert "passed: 1 of 2 compute the steps" in output
+    assert "1 refused, as in training" in output
 
 
 def test_dtypes_prints_what_autocast_makes_of_each_module(verify):
@@ -381,8 +411,10 @@ def test_an_emulated_precision_is_announced_once(monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     argv = ["--task.target", "tiny:Tiny", "--task.args.samples", "300"]
     rank, rows, results = {"RANK": "0", "WORLD_SIZE": "1"}, [(1, "single", "bf16")], queue.Queue()
-    cells.compare_as_rank(rank, argv, rows, frozenset(), reference.measured(["bf16"]), results)
-    assert [verdict.cause for verdict in results.get()] == ["", ""]
+    cells.compare_as_rank(rank, argv, rows, 0, frozenset(), reference.measured(["bf16"]), results)
+    number, verdicts = results.get()
+    assert number == 0
+    assert [verdict.cause for verdict in verdicts] == ["", ""]
     shown = capsys.readouterr()
     assert "emulates" not in shown.out + shown.err
 

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -45,7 +44,6 @@ from dist_amp.world import World, local, start
 
 Row = tuple[int, str, str]  # (ranks, strategy, precision)
 Step = Callable[[Run, list[Any]], Any]
-SECONDS_TO_END = 10.0  # for ranks whose peer has failed
 
 
 def check_cell(world: World, reference: Reference, cell: Cell, step: Step = train_step) -> Verdict:
@@ -280,6 +278,8 @@ def compare_on_ranks(
     After a row in which a rank fails, the next one starts new processes.
     """
     measured = reference.measured({precision for _, _, precision in rows})
+    # A rank that is killed leaves semaphores, of which multiprocessing would warn at the end.
+    sys.warnoptions.append("ignore:resource_tracker")
     first = 0
     while first < len(rows):
         results: Queue[Result] = multiprocessing.get_context("spawn").Queue()
@@ -294,8 +294,12 @@ def compare_on_ranks(
                     yield row, [Verdict(cause=result)]
                     break
                 yield row, result
+            else:
+                for process in ranks:
+                    process.join()
         finally:
-            end(ranks)
+            for process in ranks:
+                process.kill()
 
 
 def start_ranks(size: int, shared: tuple[Any, ...]) -> list[BaseProcess]:
@@ -313,19 +317,6 @@ def start_ranks(size: int, shared: tuple[Any, ...]) -> list[BaseProcess]:
     for process in ranks:
         process.start()
     return ranks
-
-
-def end(ranks: Sequence[BaseProcess]) -> None:
-    """Wait for processes that end by themselves, as those whose peer failed do; stop the others.
-
-    One that is killed leaves semaphores, of which multiprocessing warns at the end.
-    """
-    deadline = time.monotonic() + SECONDS_TO_END
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in ranks:
-        process.kill()
-        process.join()
 
 
 def next_result(
@@ -361,7 +352,6 @@ def compare_as_rank(
     """
     os.environ |= environment
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
-    row = first
     try:
         config = load_config(argv)
         with start(config.run) as world, warnings.catch_warnings():
@@ -370,12 +360,17 @@ def compare_as_rank(
             logging.getLogger("dist_amp").setLevel(logging.ERROR)
             world = QuietWorld(**vars(world))
             reference = Reference(config, world.device, None, eval_classes, measured)
-            for row in range(first, len(rows)):  # noqa: B007
-                verdicts = compare_row(world, reference, rows[row])
+            for row in range(first, len(rows)):
+                try:
+                    verdicts = compare_row(world, reference, rows[row])
+                except Exception as error:
+                    # Before it leaves the group, at which the others fail.
+                    results.put((row, f"rank {world.rank}: {in_one_line(error)}"))
+                    sys.exit(1)
                 if world.is_main:
                     results.put((row, verdicts))
     except Exception as error:
-        results.put((row, f"rank {environment['RANK']}: {in_one_line(error)}"))
+        results.put((first, f"rank {environment['RANK']}: {in_one_line(error)}"))
         sys.exit(1)
 
 
