@@ -136,13 +136,22 @@ def test_a_row_in_which_a_rank_fails_stops_no_other_and_shows_its_cause_in_one_l
 
 
 @pytest.mark.bad_input("`verify` of a task that training refuses under one strategy")
-def test_what_training_refuses_is_refused_and_fails_only_where_nothing_passes(verify_code):
+def test_what_training_refuses_is_refused_while_another_strategy_passes(verify_code):
     status, output, errors = verify_code(REFUSED)
     assert status == 0, output + errors
     assert [row[3] for row in rows_of(output)] == ["pass", "refused"]
     assert "no units for this one; use ddp" in output
     assert "passed: 1 of 2 compute the steps" in output
     assert "1 refused, as in training" in output
+
+
+@pytest.mark.bad_input("`verify` of a task that training refuses under every strategy")
+def test_numbers_of_ranks_on_which_nothing_passes_fail(verify, tmp_path, monkeypatch):
+    (tmp_path / "refused_all.py").write_text(REFUSED)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, output, _ = verify(f"--task.target refused_all:Task {TWO_RANKS} --strategies fsdp")
+    assert status == 1
+    assert "failed: 0 of 1 compute the steps" in output
 
 
 def test_dtypes_prints_what_autocast_makes_of_each_module(verify):
@@ -290,15 +299,85 @@ class LossInHalf(Task):
 WHOLE_BATCH = "1 (Centred): the result depends on the whole batch (batch statistics)"
 
 
+class Draws(nn.Module):
+    """In evaluation mode too."""
+
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+class DrawnLoss(Task):
+    def loss_sum(self, model, batch):
+        noise = torch.randn_like(batch["x"])
+        return (model(batch["x"] + noise).float().squeeze(-1) - batch["y"]).pow(2).sum()
+
+
+class FaintlyBalanced(Task):
+    """Adds a term of the whole batch that changes the loss by less than rounding would."""
+
+    def loss_sum(self, model, batch):
+        out = model(batch["x"]).float().squeeze(-1)
+        balance = out.mean() - out.mean().detach()
+        return super().loss_sum(model, batch) + 0.01 * len(out) * balance * out.mean().detach()
+
+
+class Scaled(Task):
+    """Its loss has a parameter of the task itself, which nothing trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * self.temperature
+
+
+class Distilled(Task):
+    """A teacher beside the model, which the loss uses without gradients."""
+
+    def build_model(self):
+        self.teacher = nn.Linear(8, 1)
+        return super().build_model()
+
+    def loss_sum(self, model, batch):
+        with torch.no_grad():
+            target = self.teacher(batch["x"])
+        return (model(batch["x"]).float() - target).pow(2).sum()
+
+
+class Shared(Task):
+    """Contrasts each sample with the others of its micro-batch, without a word."""
+
+    def loss_sum(self, model, batch):
+        out = model(batch["x"]).float()
+        return F.cross_entropy(-(out - out.T).abs(), torch.arange(len(out)), reduction="sum")
+
+
+class MeanOfOutput(ModelWithLoss):
+    def loss_sum(self, model, batch):
+        return model(batch["x"], batch["y"]).loss
+
+
+@pytest.mark.bad_input(
+    "`verify` of a task that can't be compared: random, a mean, coupled, untrained"
+)
 @pytest.mark.parametrize(
     ("task", "words"),
     [
+        (Around(Draws), "1 (Draws): the result is drawn at random in training mode, in evaluation"),
+        (Around(Draws), "draw the numbers of each sample in the task's augment(sample, rng)"),
+        (DrawnLoss(), "the task's loss_sum: the result is drawn at random in training mode, so it"),
+        (FaintlyBalanced(), "it must be a sum over samples, without terms of the whole batch"),
+        (Scaled(), "the task's attribute temperature holds 1 trained parameters that are not in"),
+        (Shared(), "a contrastive loss (docs/recipes.md shows one that verify can compare)"),
+        (MeanOfOutput(), "it must be a sum over samples, not a mean"),
+        (Around(Centred), "use a layer that treats each sample for itself, such as group norm"),
         (Around(Centred), WHOLE_BATCH),
         (Around(Unseeded), "1 (Unseeded) is not deterministic: two identical runs differ"),
         (HalfLossOfOutput(), "the loss is computed in half precision"),
         (LossInHalf(), "the loss is computed in half precision"),
         (MeanLoss(), "it must be a sum over samples, not a mean"),
-        (Balanced(), "without terms of the whole batch, such as a load-balancing loss"),
+        (Balanced(), "without terms of the whole batch, such as a mixture's load-balancing loss"),
         (ConstantWeight(), "the task's weight of 8 samples is 1, but its halves add up to 2"),
         (
             AlwaysNan(samples=300),
@@ -307,9 +386,27 @@ WHOLE_BATCH = "1 (Centred): the result depends on the whole batch (batch statist
     ],
 )
 def test_a_wrong_task_fails_with_the_rule_that_it_breaks(task, words):
-    findings = inspect_task(reference_of(task))
-    assert any(finding.fails for finding in findings)
-    assert words in "".join(finding.text for finding in findings)
+    (text,) = [finding.text for finding in inspect_task(reference_of(task)) if finding.fails]
+    assert words in text
+
+
+class Followed(nn.Module):
+    """A buffer follows the weights, by a step in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+        self.register_buffer("average", self.inner.weight.detach().clone())
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.lerp_(self.inner.weight, 0.5)
+        return self.inner(x) + F.linear(x, self.average)
+
+
+class Follows(Task):
+    def build_model(self):
+        return Followed()
 
 
 class Unused(Task):
@@ -349,6 +446,11 @@ DRAWN = "1 (Drops): the result is drawn at random in training mode; every Drops 
         (ModelWithLoss(), ""),
         (Small(), ""),
         (Around(Drops), DRAWN),
+        (
+            Follows(),
+            "forward changes average (1 such): each micro-batch, over all ranks, is compared",
+        ),
+        (Distilled(), "the task's attribute teacher holds 2 trained parameters that are not in"),
         (Unused(), "forgotten (1 such) gets no gradient from 8 samples, which counts as zero"),
         (Bf16(), "build_model gave 153 parameters in bfloat16: they are stored in float32"),
         (OwnOptimizer(), "not compared: the task's optimizer() and schedule(); the steps are"),

@@ -12,7 +12,7 @@ from tiny import Rows, Tiny
 from torch import nn
 
 from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.findings import inspect_task
@@ -220,7 +220,7 @@ def outcome(world, name, strategies, precisions):
     for strategy, precision in itertools.product([] if fails else strategies, precisions):
         try:
             cause = check_cell(world, reference, Cell(strategy, precision, "adamw")).cause
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             refused[strategy, precision] = str(error)
             continue
         if cause:

@@ -25,7 +25,7 @@ from dist_amp.config.auto import batch_statistics
 from dist_amp.config.load import load_config
 from dist_amp.data import build_batches
 from dist_amp.diagnostics import consistency
-from dist_amp.errors import ConfigError, Failure, in_one_line
+from dist_amp.errors import ConfigError, DataError, Failure, in_one_line
 from dist_amp.run import Run, build_run
 from dist_amp.settings import (
     CheckpointConfig,
@@ -388,7 +388,7 @@ def compare_row(world: World, reference: Reference, row: tuple[int, Any, Any]) -
         )
         try:
             verdicts.append(check_cell(world, reference, cell))
-        except ConfigError as error:  # raised on every rank, and in training too
+        except (ConfigError, DataError) as error:  # raised on every rank, and in training too
             return [Verdict(cause=str(error), refused=True)]
         except Failure as error:  # raised on every rank
             verdicts.append(Verdict(cause=str(error)))

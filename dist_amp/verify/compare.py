@@ -11,6 +11,9 @@ from the first step on, so moments that a cell loses or gets wrong show in its p
 The bounds are derived, not tuned; u is the unit roundoff of a dtype: 2^-24 fp32, 2^-12 fp16, 2^-9
 bf16.
 
+Where samples of a micro-batch are coupled, or forward changes a state, a step is compared with its
+micro-batches one after the other, each with the samples of all ranks, in one process.
+
 gradients: n x u + 4 e, relative to the largest element. Each of the n results that forward and
     backward round adds about one u. Long sums with cancellation and flipped ReLUs add more: e is
     the error of plain torch in one process, in this precision, with the batch whole and in twelve
@@ -97,8 +100,7 @@ class Comparison:
         return [shard_step(samples, self.ranks, size, rank) for rank in range(self.ranks)]
 
     def parts(self, step: int) -> list[tuple[int, ...]]:
-        """The samples of each of a step's micro-batches, which ranks share if it is by micro-batch.
-        """
+        """The samples of each of a step's micro-batches; of all ranks together if by micro-batch."""
         shards = self.shards(step)
         if self.reference.by_micro_batch:
             groups = zip(*shards, strict=True)

@@ -309,9 +309,7 @@ def _without_scalars(trace: Trace) -> Trace:
     return replace(trace, calls=calls)
 
 
-def _compare_in_evaluation_mode(
-    reference: Reference, where: str, why: str, fix: str
-) -> Finding:
+def _compare_in_evaluation_mode(reference: Reference, where: str, why: str, fix: str) -> Finding:
     """Put all modules of the class of the one labelled `where` into evaluation mode; it fails, with
     the fix, if they are already.
     """
