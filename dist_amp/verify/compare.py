@@ -100,7 +100,7 @@ class Comparison:
         return [shard_step(samples, self.ranks, size, rank) for rank in range(self.ranks)]
 
     def parts(self, step: int) -> list[tuple[int, ...]]:
-        """The samples of each of a step's micro-batches; of all ranks together if by micro-batch."""
+        """The samples of each micro-batch of a step; of all ranks together if by micro-batch."""
         shards = self.shards(step)
         if self.reference.by_micro_batch:
             groups = zip(*shards, strict=True)
