@@ -38,7 +38,7 @@ EPILOG = """\
 All other options are settings of dist_amp.train: --task.target my_file:MyTask, --run.device cpu,
 --task.args.width 32, --config FILE.toml ... A small model and short samples are enough: the
 comparison does not depend on their size.
-Exit status: 0 all pass, 1 something fails, 64 a wrong setting, 65 wrong data."""
+Exit status: 0 nothing fails, 1 something fails, 64 a wrong setting, 65 wrong data."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

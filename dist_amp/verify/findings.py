@@ -5,7 +5,6 @@ statistics, can't equal one process with the whole batch. Two runs of the model 
 are compared call by call: the first module is named whose output changes though its inputs do not.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -178,19 +177,18 @@ def _notes(reference: Reference) -> list[Finding]:
 def _trained_elsewhere(reference: Reference, batch: Any) -> list[Finding]:
     """Parameters that the task keeps beside its model; it fails if the loss would train them."""
     model = reference.model()
-    task = reference.task.task
     parameters = {
         name: [p for p in leaves if isinstance(p, nn.Parameter) and p.requires_grad]
-        for name, leaves in kept_by(task, model).items()
+        for name, leaves in kept_by(reference.task.task, model).items()
     }
-    for p in itertools.chain(*parameters.values()):
-        p.grad = None
     reference.loss_and_backward(model, batch)
     findings = []
     for name, of_name in parameters.items():
         if of_name:
             fails = any(p.grad is not None for p in of_name)
             findings.append(Finding(untrained_text(name, len(of_name)), fails))
+        for p in of_name:
+            p.grad = None
     return findings
 
 
