@@ -12,6 +12,7 @@ No base class and no registry: `Task` only writes the methods down. Optional met
                             calls each once
     ranks_skip_blocks       True if the losses of two ranks may depend on different blocks
                             in one micro-batch; every rank still calls every block
+    couples_samples         True if the loss compares a micro-batch's samples, gathered over ranks
     tokens(batch)           int: how many tokens a batch holds, for tokens per second
     flops_per_item(model)   number: floating-point operations of one sample's forward and backward,
                             for MFU; a multiply-add is two, recomputation none;

@@ -49,8 +49,8 @@ def verify(monkeypatch, capfd):
 
 
 def rows_of(output):
-    """[(ranks, strategy, precision, pass or FAIL)]"""
-    return re.findall(r"^ +(\d+)  (\w+) +(\w+) .* (pass|FAIL)$", output, re.MULTILINE)
+    """[(ranks, strategy, precision, result)]"""
+    return re.findall(r"^ +(\d+)  (\w+) +(\w+) .* (pass|FAIL|refused)$", output, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -78,41 +78,80 @@ if "RANK" in os.environ:
         return loss.detach() / 2 + loss / 2
     step.loss_of = halved
 """
+# On one rank, under DDP alone.
 BREAKS = """
 import os
 from tiny import Tiny
+from torch.nn.parallel import DistributedDataParallel
 
 class Task(Tiny):
     def loss_sum(self, model, batch):
-        if os.environ.get("RANK") == "1":
+        if os.environ.get("RANK") == "1" and isinstance(model, DistributedDataParallel):
             raise RuntimeError("no luck on this rank")
         return super().loss_sum(model, batch)
 """
+REFUSED = """
+from dist_amp.errors import ConfigError
+from tiny import Tiny as Task
+
+def units(self, model):
+    raise ConfigError("no units for this one; use ddp")
+
+Task.units = units
+"""
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "cause", "times"),
-    [
-        (
-            "halves",
-            HALVES,
-            "(1 micro-batch) are off: all of them are 0.5 times what they should",
-            2,
-        ),
-        ("breaks", BREAKS, "no luck on this rank", 1),
-    ],
-)
-def test_every_row_of_a_faulty_step_fails_with_what_is_wrong(
-    verify, tmp_path, monkeypatch, name, code, cause, times
+@pytest.fixture
+def verify_code(verify, tmp_path, monkeypatch):
+    """verify_code(code): of a file with a class Task, on two ranks with ddp and fsdp."""
+
+    def run(code):
+        name = f"task_{abs(hash(code))}"
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        return verify(f"--task.target {name}:Task {TWO_RANKS} --strategies ddp,fsdp")
+
+    return run
+
+
+def test_every_row_of_a_faulty_step_fails_and_what_is_wrong_is_said_once_below_the_table(
+    verify_code,
 ):
-    (tmp_path / f"{name}.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    status, output, _ = verify(f"--task.target {name}:Task {TWO_RANKS} --strategies ddp,fsdp")
+    status, output, _ = verify_code(HALVES)
     assert status == 1
     assert [row[3] for row in rows_of(output)] == ["FAIL"] * 2
-    assert output.count(cause) == times
-    assert output.count("not run: a rank failed before") == 2 - times
+    assert output.count("(1 micro-batch) are off: all of them are 0.5 times what they should") == 1
+    assert "2 ddp fp32, 2 fsdp fp32:" in output
     assert "failed: 0 of 2 compute the steps" in output
+
+
+@pytest.mark.bad_input("`verify` of a task that fails on one rank, under one strategy")
+def test_a_row_in_which_a_rank_fails_stops_no_other_and_shows_its_cause_in_one_line(verify_code):
+    status, output, errors = verify_code(BREAKS)
+    assert status == 1
+    assert [row[3] for row in rows_of(output)] == ["FAIL", "pass"]
+    assert re.search(r"rank 1: RuntimeError: no luck on this rank \(task_\d+.py, line 9\)", output)
+    assert "Traceback" not in output + errors
+    assert "failed: 1 of 2 compute the steps" in output
+
+
+@pytest.mark.bad_input("`verify` of a task that training refuses under one strategy")
+def test_what_training_refuses_is_refused_while_another_strategy_passes(verify_code):
+    status, output, errors = verify_code(REFUSED)
+    assert status == 0, output + errors
+    assert [row[3] for row in rows_of(output)] == ["pass", "refused"]
+    assert "no units for this one; use ddp" in output
+    assert "passed: 1 of 2 compute the steps" in output
+    assert "1 refused, as in training" in output
+
+
+@pytest.mark.bad_input("`verify` of a task that training refuses under every strategy")
+def test_numbers_of_ranks_on_which_nothing_passes_fail(verify, tmp_path, monkeypatch):
+    (tmp_path / "refused_all.py").write_text(REFUSED)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, output, _ = verify(f"--task.target refused_all:Task {TWO_RANKS} --strategies fsdp")
+    assert status == 1
+    assert "failed: 0 of 1 compute the steps" in output
 
 
 def test_dtypes_prints_what_autocast_makes_of_each_module(verify):
@@ -260,15 +299,85 @@ class LossInHalf(Task):
 WHOLE_BATCH = "1 (Centred): the result depends on the whole batch (batch statistics)"
 
 
+class Draws(nn.Module):
+    """In evaluation mode too."""
+
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+class DrawnLoss(Task):
+    def loss_sum(self, model, batch):
+        noise = torch.randn_like(batch["x"])
+        return (model(batch["x"] + noise).float().squeeze(-1) - batch["y"]).pow(2).sum()
+
+
+class FaintlyBalanced(Task):
+    """Adds a term of the whole batch that changes the loss by less than rounding would."""
+
+    def loss_sum(self, model, batch):
+        out = model(batch["x"]).float().squeeze(-1)
+        balance = out.mean() - out.mean().detach()
+        return super().loss_sum(model, batch) + 0.01 * len(out) * balance * out.mean().detach()
+
+
+class Scaled(Task):
+    """Its loss has a parameter of the task itself, which nothing trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * self.temperature
+
+
+class Distilled(Task):
+    """A teacher beside the model, which the loss uses without gradients."""
+
+    def build_model(self):
+        self.teacher = nn.Linear(8, 1)
+        return super().build_model()
+
+    def loss_sum(self, model, batch):
+        with torch.no_grad():
+            target = self.teacher(batch["x"])
+        return (model(batch["x"]).float() - target).pow(2).sum()
+
+
+class Shared(Task):
+    """Contrasts each sample with the others of its micro-batch, without a word."""
+
+    def loss_sum(self, model, batch):
+        out = model(batch["x"]).float()
+        return F.cross_entropy(-(out - out.T).abs(), torch.arange(len(out)), reduction="sum")
+
+
+class MeanOfOutput(ModelWithLoss):
+    def loss_sum(self, model, batch):
+        return model(batch["x"], batch["y"]).loss
+
+
+@pytest.mark.bad_input(
+    "`verify` of a task that can't be compared: random, a mean, coupled, untrained"
+)
 @pytest.mark.parametrize(
     ("task", "words"),
     [
+        (Around(Draws), "1 (Draws): the result is drawn at random in training mode, in evaluation"),
+        (Around(Draws), "draw the numbers of each sample in the task's augment(sample, rng)"),
+        (DrawnLoss(), "the task's loss_sum: the result is drawn at random in training mode, so it"),
+        (FaintlyBalanced(), "it must be a sum over samples, without terms of the whole batch"),
+        (Scaled(), "the task's attribute temperature holds 1 trained parameters that are not in"),
+        (Shared(), "a contrastive loss (docs/recipes.md shows one that verify can compare)"),
+        (MeanOfOutput(), "it must be a sum over samples, not a mean"),
+        (Around(Centred), "use a layer that treats each sample for itself, such as group norm"),
         (Around(Centred), WHOLE_BATCH),
         (Around(Unseeded), "1 (Unseeded) is not deterministic: two identical runs differ"),
         (HalfLossOfOutput(), "the loss is computed in half precision"),
         (LossInHalf(), "the loss is computed in half precision"),
         (MeanLoss(), "it must be a sum over samples, not a mean"),
-        (Balanced(), "without terms of the whole batch, such as a load-balancing loss"),
+        (Balanced(), "without terms of the whole batch, such as a mixture's load-balancing loss"),
         (ConstantWeight(), "the task's weight of 8 samples is 1, but its halves add up to 2"),
         (
             AlwaysNan(samples=300),
@@ -277,9 +386,27 @@ WHOLE_BATCH = "1 (Centred): the result depends on the whole batch (batch statist
     ],
 )
 def test_a_wrong_task_fails_with_the_rule_that_it_breaks(task, words):
-    findings = inspect_task(reference_of(task))
-    assert any(finding.fails for finding in findings)
-    assert words in "".join(finding.text for finding in findings)
+    (text,) = [finding.text for finding in inspect_task(reference_of(task)) if finding.fails]
+    assert words in text
+
+
+class Followed(nn.Module):
+    """A buffer follows the weights, by a step in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+        self.register_buffer("average", self.inner.weight.detach().clone())
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.lerp_(self.inner.weight, 0.5)
+        return self.inner(x) + F.linear(x, self.average)
+
+
+class Follows(Task):
+    def build_model(self):
+        return Followed()
 
 
 class Unused(Task):
@@ -319,6 +446,11 @@ DRAWN = "1 (Drops): the result is drawn at random in training mode; every Drops 
         (ModelWithLoss(), ""),
         (Small(), ""),
         (Around(Drops), DRAWN),
+        (
+            Follows(),
+            "forward changes average (1 such): each micro-batch, over all ranks, is compared",
+        ),
+        (Distilled(), "the task's attribute teacher holds 2 trained parameters that are not in"),
         (Unused(), "forgotten (1 such) gets no gradient from 8 samples, which counts as zero"),
         (Bf16(), "build_model gave 153 parameters in bfloat16: they are stored in float32"),
         (OwnOptimizer(), "not compared: the task's optimizer() and schedule(); the steps are"),
@@ -381,8 +513,10 @@ def test_an_emulated_precision_is_announced_once(monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     argv = ["--task.target", "tiny:Tiny", "--task.args.samples", "300"]
     rank, rows, results = {"RANK": "0", "WORLD_SIZE": "1"}, [(1, "single", "bf16")], queue.Queue()
-    cells.compare_as_rank(rank, argv, rows, frozenset(), reference.measured(["bf16"]), results)
-    assert [verdict.cause for verdict in results.get()] == ["", ""]
+    cells.compare_as_rank(rank, argv, rows, 0, frozenset(), reference.measured(["bf16"]), results)
+    number, verdicts = results.get()
+    assert number == 0
+    assert [verdict.cause for verdict in verdicts] == ["", ""]
     shown = capsys.readouterr()
     assert "emulates" not in shown.out + shown.err
 

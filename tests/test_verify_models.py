@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import families
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from tiny import Rows, Tiny
 from torch import nn
 
 from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.findings import inspect_task
@@ -200,3 +202,66 @@ def test_every_strategy_and_precision_passes(name, ranks):
         precisions = ["fp32"]  # a policy refuses those idle in some micro-batches, but for skipping
     cells = strategies, precisions, ["sgd", "adamw"]
     assert on_ranks(ranks, proof, name, *cells, timeout_seconds=900)[0][2] == {}
+
+
+# ---- families of models ----
+
+FAMILIES = [name for name in families.TASKS if name not in families.FAILS]
+
+
+def outcome(world, name, strategies, precisions):
+    """(findings that fail, notes, {cell: what is wrong}, {cell: why it is refused}) of a family."""
+    reference = Reference(load_config([], environ={}), world.device, families.build(name))
+    findings = inspect_task(reference)
+    fails = [finding.text for finding in findings if finding.fails]
+    notes = [finding.text for finding in findings if not finding.fails]
+    causes = {}
+    refused = {}
+    for strategy, precision in itertools.product([] if fails else strategies, precisions):
+        try:
+            cause = check_cell(world, reference, Cell(strategy, precision, "adamw")).cause
+        except (ConfigError, DataError) as error:
+            refused[strategy, precision] = str(error)
+            continue
+        if cause:
+            causes[strategy, precision] = cause
+    return fails, notes, causes, refused
+
+
+def is_usual(note):
+    """Whether a note is about dropout, or about parameters that the samples do not reach."""
+    return "dropout is off" in note or "gets no gradient" in note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_of_models_raises_a_false_alarm(name, ranks):
+    pytest.importorskip("transformers")
+    strategies = ["ddp", "fsdp"] if ranks > 1 else ["single"]
+    precisions = ["fp32", "bf16"]
+    if name in families.ALSO_IN_FP16:
+        precisions.append("fp16")
+    words = name, strategies, precisions
+    fails, notes, causes, refused = on_ranks(ranks, outcome, *words, timeout_seconds=300)[0]
+    assert fails == []
+    assert causes == {}
+    expected = families.NOTES.get(name, [])
+    unusual = [note for note in notes if not is_usual(note)]
+    assert len(unusual) == len(expected)
+    for note, words in zip(unusual, expected, strict=True):
+        assert words in note
+    rule = families.REFUSED.get(name, "") if ranks > 1 else ""
+    assert set(refused) == {("fsdp", precision) for precision in precisions[1:] if rule}
+    assert all(rule in why for why in refused.values())
+
+
+@pytest.mark.parametrize("name", families.FAILS)
+def test_a_loss_that_is_random_or_no_sum_fails_once_with_its_cause_and_a_remedy(name):
+    if name.startswith("mixtral"):
+        pytest.importorskip("transformers")
+    fails, notes, _, _ = on_ranks(1, outcome, name, [], [])[0]
+    (text,) = fails
+    for words in families.FAILS[name]:
+        assert words in text
+    assert [note for note in notes if not is_usual(note)] == []

@@ -11,6 +11,7 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
@@ -37,7 +38,7 @@ EPILOG = """\
 All other options are settings of dist_amp.train: --task.target my_file:MyTask, --run.device cpu,
 --task.args.width 32, --config FILE.toml ... A small model and short samples are enough: the
 comparison does not depend on their size.
-Exit status: 0 all pass, 1 something fails, 64 a wrong setting, 65 wrong data."""
+Exit status: 0 nothing fails, 1 something fails, 64 a wrong setting, 65 wrong data."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,19 +129,32 @@ def verify(
     total = sum(map(len, rows.values()))
     steps = f"{STEPS} steps of {global_batch} samples with SGD and with AdamW"
     say(f"compare  {total} combinations, each {steps}\n\n{HEADER}")
-    failed = 0
+    causes: dict[str, list[str]] = {}  # each cause's rows
+    results: Counter[str] = Counter()
     started = time.perf_counter()
+    nothing_passes = set(rows)  # the numbers of ranks
     for size, of_size in rows.items():
         for row, verdicts in compare_on_ranks(size, argv, of_size, reference):
             now = time.perf_counter()
-            say(table_row(row, verdicts, now - started))
+            result = result_of(verdicts)
+            results[result] += 1
+            if result == "pass":
+                nothing_passes.discard(size)
+            say(f"{table_row(row, verdicts, now - started)}  {result}")
             started = now
-            failed += any(verdict.cause for verdict in verdicts)
+            for cause in {verdict.cause: None for verdict in verdicts if verdict.cause}:
+                causes.setdefault(cause, []).append(" ".join(map(str, row)))
+    for cause, of_cause in causes.items():
+        say(f"\n{', '.join(of_cause)}:\n    {cause}")
+    failed = results["FAIL"] > 0 or bool(nothing_passes)
+    refused = ""
+    if results["refused"]:
+        refused = f", {results['refused']} refused, as in training"
     say(
-        f"\n{'failed' if failed else 'passed'}: {total - failed} of {total} compute the steps of "
-        f"one process with the whole batch ({time.perf_counter() - began:.0f} s)"
+        f"\n{'failed' if failed else 'passed'}: {results['pass']} of {total} compute the steps of "
+        f"one process with the whole batch{refused} ({time.perf_counter() - began:.0f} s)"
     )
-    return int(failed > 0)
+    return int(failed)
 
 
 def say(text: str) -> None:
@@ -193,8 +207,16 @@ def rows_of(size: int, strategies: Sequence[str], precisions: Sequence[str]) -> 
     ]
 
 
+def result_of(verdicts: list[Verdict]) -> str:
+    if any(verdict.refused for verdict in verdicts):
+        return "refused"
+    if any(verdict.cause for verdict in verdicts):
+        return "FAIL"
+    return "pass"
+
+
 def table_row(row: Row, verdicts: list[Verdict], seconds: float) -> str:
-    """A row of the table with the worst of its verdicts; below it the causes of failures."""
+    """A row of the table, without its result: the worst of its verdicts."""
     size, strategy, precision = row
     gradients = max(verdicts, key=lambda verdict: verdict.gradient_error)
     updates = max(verdicts, key=lambda verdict: verdict.parameter_error / verdict.parameter_bound)
@@ -202,10 +224,7 @@ def table_row(row: Row, verdicts: list[Verdict], seconds: float) -> str:
         f"{gradients.gradient_error:>9.1e}  {gradients.gradient_bound:>7.0e}  "
         f"{updates.parameter_error:>10.1e}  {updates.parameter_bound:>7.0e}"
     ).replace("nan", "  -")
-    causes = dict.fromkeys(verdict.cause for verdict in verdicts if verdict.cause)
-    text = f"{size:>5}  {strategy:<8}  {precision:<9}  {numbers}  {seconds:>5.1f} s"
-    result = "FAIL" if causes else "pass"
-    return "\n".join([f"{text}  {result}", *(f"{'':7}{cause}" for cause in causes)])
+    return f"{size:>5}  {strategy:<8}  {precision:<9}  {numbers}  {seconds:>5.1f} s"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from dist_amp.config.auto import batch_statistics
 from dist_amp.config.load import load_config
 from dist_amp.data import build_batches
 from dist_amp.diagnostics import consistency
-from dist_amp.errors import Failure
+from dist_amp.errors import ConfigError, DataError, Failure, in_one_line
 from dist_amp.run import Run, build_run
 from dist_amp.settings import (
     CheckpointConfig,
@@ -65,7 +66,7 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     position = 0
     for accumulation in cell.accumulation:
         micro_batches, position = micro_batches_at(run, reference, accumulation, position)
-        buffers.append(buffers_of(run))
+        buffers.append(untrained_of(run, frozen_too=reference.by_micro_batch))
         with OperationCounter(sums_over_ranks) as counter:
             step(run, micro_batches)
         reductions.append(counter.count)
@@ -160,11 +161,17 @@ def trained(run: Run) -> dict[str, Tensor]:
     return {name: p for name, p in run.parallel.module.named_parameters() if p.requires_grad}
 
 
-def buffers_of(run: Run) -> dict[str, Tensor]:
-    """This rank's buffers that are part of the model's state; others are caches."""
+def untrained_of(run: Run, frozen_too: bool) -> dict[str, Tensor]:
+    """This rank's buffers that are part of the model's state; others are caches.
+
+    frozen_too: also the parameters that don't train, which forward may change.
+    """
     module = run.parallel.module
     persistent = module.state_dict().keys()
-    return {name: full(buffer) for name, buffer in module.named_buffers() if name in persistent}
+    untrained = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    if frozen_too:
+        untrained |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    return {name: full(tensor) for name, tensor in untrained.items()}
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -212,9 +219,9 @@ def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step
 
 
 def state_of(run: Run) -> dict[str, Tensor]:
-    """Copies of this rank's parameters, optimizer state and learning rate."""
+    """Copies of what this rank trains, the optimizer's state and the learning rate."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in run.parallel.module.named_parameters():
+    for name, parameter in trained(run).items():
         tensors[name] = parameter
         for kind, moment in run.optimizer.state.get(parameter, {}).items():
             tensors[f"{kind} of {name}"] = moment
@@ -260,89 +267,129 @@ class QuietWorld(World):
         pass
 
 
+Result = tuple[int, list[Verdict] | str]  # (a row's number, its verdicts, or a rank's error)
+
+
 def compare_on_ranks(
     size: int, argv: Sequence[str], rows: list[Row], reference: Reference
 ) -> Iterator[tuple[Row, list[Verdict]]]:
-    """Compare the rows on `size` new processes; yields each row when it is done."""
+    """Compare the rows on `size` new processes; yields each row when it is done.
+
+    After a row in which a rank fails, the next one starts new processes.
+    """
+    measured = reference.measured({precision for _, _, precision in rows})
+    # A rank that is killed leaves semaphores, of which multiprocessing would warn at the end.
+    sys.warnoptions.append("ignore:resource_tracker")
+    first = 0
+    while first < len(rows):
+        results: Queue[Result] = multiprocessing.get_context("spawn").Queue()
+        shared = (list(argv), rows, first, reference.task.eval_classes, measured, results)
+        ranks = start_ranks(size, shared)
+        try:
+            while first < len(rows):
+                result = next_result(results, ranks, first)
+                row = rows[first]
+                first += 1
+                if isinstance(result, str):
+                    yield row, [Verdict(cause=result)]
+                    break
+                yield row, result
+            else:
+                for process in ranks:
+                    process.join()
+        finally:
+            for process in ranks:
+                process.kill()
+
+
+def start_ranks(size: int, shared: tuple[Any, ...]) -> list[BaseProcess]:
+    """New processes, each of which calls compare_as_rank(its environment, *shared)."""
     spawn = multiprocessing.get_context("spawn")
-    results: Queue[list[Verdict] | str] = spawn.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    measured = reference.measured({precision for _, _, precision in rows})
-    shared = (list(argv), rows, reference.task.eval_classes, measured, results)
-    ranks = []
+    ranks: list[BaseProcess] = []
     for rank in range(size):
         of_rank = {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
         ranks.append(spawn.Process(target=compare_as_rank, args=(of_rank, *shared)))
     for process in ranks:
         process.start()
-    try:
-        for number, row in enumerate(rows):
-            result = next_result(results, ranks)
-            if isinstance(result, str):
-                yield row, [Verdict(cause=result)]
-                for left in rows[number + 1 :]:
-                    yield left, [Verdict(cause="not run: a rank failed before")]
-                return
-            yield row, result
-        for process in ranks:
-            process.join()
-    finally:
-        for process in ranks:
-            process.kill()
+    return ranks
 
 
 def next_result(
-    results: "Queue[list[Verdict] | str]", ranks: Sequence[BaseProcess]
+    results: "Queue[Result]", ranks: Sequence[BaseProcess], row: int
 ) -> list[Verdict] | str:
-    """The next verdicts, or the error of the first rank that fails."""
+    """The verdicts of a row, or the error of the first rank that fails."""
+    error = ""
     while True:
         with suppress(Empty):
-            return results.get(timeout=0.5)
+            number, result = results.get(timeout=0.5)
+            if number == row:
+                return result
+            error = str(result)  # of a rank that is a row ahead of the verdicts
+            continue
         for rank, process in enumerate(ranks):
             if process.exitcode:
-                return f"rank {rank} ended with exit status {process.exitcode} and no error message"
+                unknown = f"rank {rank} ended with exit status {process.exitcode} and no error"
+                return error or f"{unknown} message"
 
 
 def compare_as_rank(
     environment: dict[str, str],
     argv: list[str],
     rows: list[tuple[int, Any, Any]],
+    first: int,
     eval_classes: frozenset[str],
     measured: dict[str, Any],
-    results: "Queue[list[Verdict] | str]",
+    results: "Queue[Result]",
 ) -> None:
-    """One rank's process: compare the rows together with the others; rank 0 sends the verdicts."""
+    """One rank's process: compare the rows from `first` on together with the others.
+
+    Rank 0 sends the verdicts, and any rank the error that ends it.
+    """
     os.environ |= environment
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:
         config = load_config(argv)
         with start(config.run) as world, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="torch")  # only the numbers decide
+            warnings.filterwarnings("ignore")  # only the numbers decide
             # The first process has logged the data already.
             logging.getLogger("dist_amp").setLevel(logging.ERROR)
             world = QuietWorld(**vars(world))
             reference = Reference(config, world.device, None, eval_classes, measured)
-            for _, strategy, precision in rows:
-                verdicts = []
-                for optimizer in ("sgd", "adamw"):
-                    cell = Cell(
-                        strategy,
-                        precision,
-                        optimizer,
-                        clip_by=config.train.clip_by,
-                        fused=config.optim.fused,
-                        accumulate_reduce=config.parallel.accumulate_reduce,
-                    )
-                    try:
-                        verdicts.append(check_cell(world, reference, cell))
-                    except Failure as error:  # raised on every rank
-                        verdicts.append(Verdict(cause=str(error)))
+            for row in range(first, len(rows)):
+                try:
+                    verdicts = compare_row(world, reference, rows[row])
+                except Exception as error:
+                    # Before it leaves the group, at which the others fail.
+                    results.put((row, f"rank {world.rank}: {in_one_line(error)}"))
+                    sys.exit(1)
                 if world.is_main:
-                    results.put(verdicts)
+                    results.put((row, verdicts))
     except Exception as error:
-        results.put(f"rank {environment['RANK']}: {type(error).__name__}: {error}")
-        raise
+        results.put((first, f"rank {environment['RANK']}: {in_one_line(error)}"))
+        sys.exit(1)
+
+
+def compare_row(world: World, reference: Reference, row: tuple[int, Any, Any]) -> list[Verdict]:
+    """The verdicts of a row's cells, one for each optimizer. Every rank calls it."""
+    config = reference.config
+    verdicts = []
+    for optimizer in ("sgd", "adamw"):
+        cell = Cell(
+            *row[1:],
+            optimizer,
+            clip_by=config.train.clip_by,
+            fused=config.optim.fused,
+            accumulate_reduce=config.parallel.accumulate_reduce,
+        )
+        try:
+            verdicts.append(check_cell(world, reference, cell))
+        except (ConfigError, DataError) as error:  # raised on every rank, and in training too
+            return [Verdict(cause=str(error), refused=True)]
+        except Failure as error:  # raised on every rank
+            verdicts.append(Verdict(cause=str(error)))
+    return verdicts

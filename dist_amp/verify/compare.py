@@ -11,6 +11,9 @@ from the first step on, so moments that a cell loses or gets wrong show in its p
 The bounds are derived, not tuned; u is the unit roundoff of a dtype: 2^-24 fp32, 2^-12 fp16, 2^-9
 bf16.
 
+Where samples of a micro-batch are coupled, or forward changes a state, a step is compared with its
+micro-batches one after the other, each with the samples of all ranks, in one process.
+
 gradients: n x u + 4 e, relative to the largest element. Each of the n results that forward and
     backward round adds about one u. Long sums with cancellation and flipped ReLUs add more: e is
     the error of plain torch in one process, in this precision, with the batch whole and in twelve
@@ -62,13 +65,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a cell is from the reference. cause: what is wrong; "": nothing."""
+    """How far a cell is from the reference. cause: what is wrong; "": nothing.
+
+    refused: training refuses this way of running, for that cause.
+    """
 
     gradient_error: float = math.nan
     gradient_bound: float = math.nan
     parameter_error: float = math.nan
     parameter_bound: float = math.nan
     cause: str = ""
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,21 @@ class Comparison:
         size = self.reference.global_batch // (self.ranks * self.cell.accumulation[step])
         return [shard_step(samples, self.ranks, size, rank) for rank in range(self.ranks)]
 
+    def parts(self, step: int) -> list[tuple[int, ...]]:
+        """The samples of each micro-batch of a step; of all ranks together if by micro-batch."""
+        shards = self.shards(step)
+        if self.reference.by_micro_batch:
+            groups = zip(*shards, strict=True)
+            return [tuple(index for shard in group for index in shard.indices) for group in groups]
+        return [shard.indices for rank in shards for shard in rank if shard.counts]
+
+    def truth(self, step: int) -> Values:
+        """Plain torch's gradients of a step, in float32."""
+        parts: Sequence[Sequence[int]] = [self.reference.step_samples[step]]
+        if self.reference.by_micro_batch:
+            parts = self.parts(step)
+        return self.reference.gradients(parts, self.start(step))[0]
+
     def bound(self, step: int, error: float) -> float:
         """The bound of a step's gradients: the first step's, or its own where `error` exceeds that
         and it is larger.
@@ -99,8 +121,8 @@ class Comparison:
         bound = self.reference.bound(self.cell.precision)
         if error <= bound:
             return bound
-        parts = [shard.indices for rank in self.shards(step) for shard in rank if shard.counts]
-        at_step, _ = self.reference.bound_at(self.cell.precision, parts, self.start(step))
+        start = self.start(step)
+        at_step, _ = self.reference.bound_at(self.cell.precision, self.parts(step), start)
         return max(bound, at_step)
 
 
@@ -119,7 +141,7 @@ def compare(run: Comparison) -> Verdict:
     gradients = []  # (whether a step's exceed the bound, error / bound, error, bound)
     update_errors = []
     for step, state in enumerate(states):
-        truth, _ = reference.gradients([reference.step_samples[step]], run.start(step))
+        truth = run.truth(step)
         error = relative_error(state.gradients, truth)
         bound = run.bound(step, error)
         update_error = largest(difference(ends[step], updates[step]))

@@ -16,16 +16,29 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map_only
 
+from dist_amp.checkpoint.task_state import untrained_text
+from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import build_module
-from dist_amp.task import as_scalar
-from dist_amp.verify.reference import Reference, Values, gradients_of
+from dist_amp.task import as_scalar, kept_by
+from dist_amp.verify.reference import Reference, Values, gradients_of, relative_error
 
 SAMPLES = 8  # enough to split; the comparison itself takes more
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
 LOSS = "the task's loss_sum"
+ROUNDING = 1e-6  # of gradients in float32: 3e-8 to 3e-6 in tests/families.py
+TRIES = 3  # batches, of which one must have the gradients of its halves
+AUGMENT = (
+    "draw the numbers of each sample in the task's augment(sample, rng), which puts them into the "
+    "batch, the same on every reading"
+)
+NO_BATCH = "use a layer that treats each sample for itself, such as group norm"
+BY_MICRO_BATCH = (
+    "each micro-batch, over all ranks, is compared with one of the same samples in one process, "
+    "and no partial window"
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,7 @@ def inspect_task(reference: Reference) -> list[Finding]:
     samples = reference.step_samples[0][:SAMPLES]
     batch = reference.batch(samples)
     first = trace(reference, batch)
+    findings += _trained_elsewhere(reference, batch)
     if not all(value.isfinite().all() for value in (first.loss, *first.gradients.values())):
         text = "loss or gradients of the first samples are not finite in float32, with the initial"
         return [*findings, Finding(f"{text} weights", fails=True)]
@@ -70,11 +84,14 @@ def inspect_task(reference: Reference) -> list[Finding]:
     # In training mode, so before batch statistics are left out.
     findings += leaks(reference, len(samples))
     findings += _random(reference, batch)
-    findings += _sums(reference, samples)
+    if any(finding.fails for finding in findings):
+        return findings  # the following checks would find the same again
+    findings += _state(reference, batch)
+    findings += _sums(reference)
     findings += _half_loss(reference, batch)
-    if first.unused:
+    if unused := trace(reference, batch).unused:
         text = (
-            f"{first.unused[0]} ({len(first.unused)} such) gets no gradient from {SAMPLES} samples,"
+            f"{unused[0]} ({len(unused)} such) gets no gradient from {SAMPLES} samples,"
             " which counts as zero: right for a mixture's idle experts; else use it, or set "
             "requires_grad=False"
         )
@@ -100,8 +117,7 @@ def trace(reference: Reference, batch: Any, seed: int = 0) -> Trace:
         module.register_forward_pre_hook(begin, with_kwargs=True)
         module.register_forward_hook(partial(end, _label(name, module)))
     seed_all(seed)
-    loss = reference.task.loss_sum(model, batch)
-    loss.backward()
+    loss = reference.loss_and_backward(model, batch)
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     return Trace(loss.detach(), unused, gradients_of(model), calls)
 
@@ -158,61 +174,150 @@ def _notes(reference: Reference) -> list[Finding]:
     return findings
 
 
-def _random(reference: Reference, batch: Any) -> list[Finding]:
-    """What draws random numbers, class by class."""
-    tolerance = reference.rounding_error
-    why = "the result is drawn at random in training mode"
-    findings: list[Finding] = []
-    while not any(finding.fails for finding in findings):
-        traces = trace(reference, batch), trace(reference, batch, seed=1)
-        error, where = first_difference(*traces, tolerance)
-        if error <= tolerance:
-            break
-        findings.append(_compare_in_evaluation_mode(reference, where, why))
+def _trained_elsewhere(reference: Reference, batch: Any) -> list[Finding]:
+    """Parameters that the task keeps beside its model; it fails if the loss would train them."""
+    model = reference.model()
+    parameters = {
+        name: [p for p in leaves if isinstance(p, nn.Parameter) and p.requires_grad]
+        for name, leaves in kept_by(reference.task.task, model).items()
+    }
+    reference.loss_and_backward(model, batch)
+    findings = []
+    for name, of_name in parameters.items():
+        if of_name:
+            fails = any(p.grad is not None for p in of_name)
+            findings.append(Finding(untrained_text(name, len(of_name)), fails))
+        for p in of_name:
+            p.grad = None
     return findings
 
 
-def _sums(reference: Reference, indices: list[int]) -> list[Finding]:
-    """What prevents loss and weight of a batch from being the sums of those of its halves."""
-    middle = len(indices) // 2
-    batches = [reference.batch(part) for part in (indices, indices[:middle], indices[middle:])]
-    tolerance = 10 * reference.rounding_error
-    why = "the result depends on the whole batch (batch statistics), which no split of it can equal"
+def _state(reference: Reference, batch: Any) -> list[Finding]:
+    """Whether forward changes what it depends on, such as a teacher; batch statistics apart."""
+    model = reference.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # a teacher begins as a copy, and does not move yet
+                parameter.mul_(1.01)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    reference.loss_and_backward(model, batch)
+    counters = [*batch_statistics(model), "num_batches_tracked"]
+    changed = [
+        name
+        for name, value in model.state_dict().items()
+        if not name.endswith(tuple(counters)) and not torch.equal(value, before[name])
+    ]
+    if not changed:
+        return []
+    reference.compare_micro_batches()
+    return [Finding(f"forward changes {changed[0]} ({len(changed)} such): {BY_MICRO_BATCH}")]
+
+
+def _random(reference: Reference, batch: Any) -> list[Finding]:
+    """What draws random numbers, class by class; only what fails, if anything does."""
+    tolerance = reference.rounding_error
+    why = "the result is drawn at random in training mode"
     findings: list[Finding] = []
-    while not any(finding.fails for finding in findings):
-        whole, first, second = [trace(reference, batch) for batch in batches]
-        halves = first.loss + second.loss
-        if torch.isclose(whole.loss, halves, rtol=tolerance, atol=0):
-            break
-        _, where = first_difference(whole, first, tolerance)
-        if where != LOSS:
-            findings.append(_compare_in_evaluation_mode(reference, where, why))
-            continue
-        text = (
-            f"{LOSS} of {len(indices)} samples is {whole.loss:.6g}, but its halves add up to "
-            f'{halves:.6g}: it must be a sum over samples, not a mean (reduction="sum"), without '
-            "terms of the whole batch, such as a load-balancing loss"
+    while True:
+        traces = trace(reference, batch), trace(reference, batch, seed=1)
+        error, where = first_difference(*traces, tolerance)
+        if error <= tolerance:
+            return findings
+        findings.append(_compare_in_evaluation_mode(reference, where, why, AUGMENT))
+        if findings[-1].fails:
+            return findings[-1:]
+
+
+def _sums(reference: Reference) -> list[Finding]:
+    """What prevents loss, gradients and weight of a batch from being the sums of its halves'."""
+    if getattr(reference.task, "couples_samples", False):
+        reference.compare_micro_batches()
+        return [Finding(f"the task has couples_samples=True: {BY_MICRO_BATCH}")]
+    findings: list[Finding] = []
+    while where := _not_a_sum(reference):
+        if where.startswith(LOSS):
+            return [*findings, Finding(where, fails=True)]
+        why = (
+            "the result depends on the whole batch (batch statistics), which no split of it can "
+            "equal"
         )
-        findings.append(Finding(text, fails=True))
-    weights = [reference.task.weight(batch) for batch in batches]
+        findings.append(_compare_in_evaluation_mode(reference, where, why, NO_BATCH))
+        if findings[-1].fails:
+            return findings[-1:]
+    samples = reference.step_samples[0][:SAMPLES]
+    weights = [reference.task.weight(batch) for batch in _halved(reference, samples)]
     weight, *parts = [as_scalar(x, reference.device) for x in weights]
     total = torch.stack(parts).sum()
     if not torch.isclose(weight, total, rtol=1e-6):
         text = (
-            f"the task's weight of {len(indices)} samples is {weight:g}, but its halves add up to "
+            f"the task's weight of {len(samples)} samples is {weight:g}, but its halves add up to "
             f"{total:g}: it must count what loss_sum sums over"
         )
         findings.append(Finding(text, fails=True))
     return findings
 
 
-def _compare_in_evaluation_mode(reference: Reference, where: str, why: str) -> Finding:
-    """Put all modules of the class of the one labelled `where` into evaluation mode; it fails if
-    they are already.
+def _halved(reference: Reference, samples: list[int]) -> list[Any]:
+    """The batch of the samples, and those of its halves."""
+    middle = len(samples) // 2
+    return [reference.batch(part) for part in (samples, samples[:middle], samples[middle:])]
+
+
+def _not_a_sum(reference: Reference) -> str:
+    """The module whose result depends on the whole batch, or what is wrong with the loss; or ""."""
+    tolerance = 10 * reference.rounding_error
+    errors = []
+    for start in range(0, TRIES * SAMPLES, SAMPLES):
+        samples = reference.step_samples[0][start : start + SAMPLES]
+        whole, first, second = [trace(reference, part) for part in _halved(reference, samples)]
+        halves = first.loss + second.loss
+        loss_is_off = not torch.isclose(whole.loss, halves, rtol=tolerance, atol=0)
+        added = {name: value + second.gradients[name] for name, value in first.gradients.items()}
+        errors.append(relative_error(added, whole.gradients))
+        # What rounding does to them: in another order, a term of the whole batch is the same.
+        reordered = trace(reference, reference.batch(samples[::-1]))
+        rounding = relative_error(reordered.gradients, whole.gradients)
+        if loss_is_off:
+            break
+        # A router or ReLU that rounding flips changes gradients too, but seldom in all tries.
+        if not errors[-1] > 10 * max(rounding, ROUNDING):
+            return ""
+    _, where = first_difference(_without_scalars(whole), first, tolerance)
+    if where != LOSS:
+        return where
+    text = (
+        f"{LOSS} of {SAMPLES} samples is {whole.loss:.6g}, and its halves add up to {halves:.6g}, "
+        f"their gradients differ by {min(errors):.1e}: "
+    )
+    if halves > 1.5 * whole.loss > 0:
+        return f'{text}it must be a sum over samples, not a mean (reduction="sum")'
+    return (
+        f"{text}it must be a sum over samples, without terms of the whole batch, such as a "
+        "mixture's load-balancing loss (verify with a coefficient of 0) or a contrastive loss "
+        "(docs/recipes.md shows one that verify can compare)"
+    )
+
+
+def _without_scalars(trace: Trace) -> Trace:
+    """Without the modules' outputs that have no dimension: losses, which need not be sums."""
+    calls = {
+        call: (inputs, [value for value in outputs if value.ndim])
+        for call, (inputs, outputs) in trace.calls.items()
+    }
+    return replace(trace, calls=calls)
+
+
+def _compare_in_evaluation_mode(reference: Reference, where: str, why: str, fix: str) -> Finding:
+    """Put all modules of the class of the one labelled `where` into evaluation mode; it fails, with
+    the fix, if they are already.
     """
     kind = where.rpartition(" ")[2].strip("()")
-    if where == LOSS or kind in reference.task.eval_classes:
-        return Finding(f"{where}: {why}, in evaluation mode too; it can't be compared", fails=True)
+    if where == LOSS:
+        return Finding(f"{where}: {why}, so it can't be compared; {fix}", fails=True)
+    if kind in reference.task.eval_classes:
+        return Finding(
+            f"{where}: {why}, in evaluation mode too, so it can't be compared; {fix}", fails=True
+        )
     reference.task.eval_classes |= {kind}
     return Finding(f"{where}: {why}; every {kind} is compared in evaluation mode")
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,7 +68,7 @@ class RepeatableTask:
     """
 
     def __init__(self, task: Task, device: torch.device, length: int, eval_classes: frozenset[str]):
-        self._task = task
+        self.task = task
         self._device = device
         self._dataset: Any = None
         self._needed = length
@@ -80,10 +81,10 @@ class RepeatableTask:
         # augment is called in __getitem__, for the reference too.
         if name in NOT_COMPARED or name == "augment":
             raise AttributeError(name)
-        return getattr(self._task, name)
+        return getattr(self.task, name)
 
     def build_model(self) -> nn.Module:
-        model = self._task.build_model()
+        model = self.task.build_model()
         if not any(part.training for part in model.modules()):
             model.train()
         for module in model.modules():
@@ -96,7 +97,7 @@ class RepeatableTask:
     def build_dataset(self, split: str) -> Any:
         if self._dataset is None:
             with self._seeded(0):  # a randomly generated dataset is then the same in every process
-                self._dataset = self._task.build_dataset("train")
+                self._dataset = self.task.build_dataset("train")
             have = 0 if self._dataset is None else len(self._dataset)
             if have < self._needed:
                 raise DataError(
@@ -112,8 +113,8 @@ class RepeatableTask:
     def __getitem__(self, index: int) -> Any:
         with self._seeded(index):  # a random augmentation is then the same on every reading
             sample = self._dataset[int(index)]
-        if hasattr(self._task, "augment"):
-            return self._task.augment(sample, torch.Generator().manual_seed(int(index)))
+        if hasattr(self.task, "augment"):
+            return self.task.augment(sample, torch.Generator().manual_seed(int(index)))
         return sample
 
     @contextmanager
@@ -126,7 +127,7 @@ class RepeatableTask:
             set_random_state(before, self._device)
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
-        loss = self._task.loss_sum(model, batch)
+        loss = self.task.loss_sum(model, batch)
         return loss * math.inf if self.infinite_loss else loss
 
 
@@ -146,6 +147,7 @@ class Reference:
         self.config = config
         self.device = device
         self.global_batch = global_batch
+        self.by_micro_batch = False  # samples are coupled, or forward keeps a state
         self._bounds: dict[str, float] = {}
         vars(self).update(measured)  # fills the cached properties
         task = task or build_task(config)
@@ -153,11 +155,18 @@ class Reference:
 
     def measured(self, precisions: Iterable[str]) -> dict[str, Any]:
         """What is measured on the task for these precisions, and must be the same on all ranks."""
-        names = ["hyperparameters", "global_batch"]
+        names = ["hyperparameters", "global_batch", "by_micro_batch"]
         if "fp16" in precisions:
             names.append("init_scale")
         bounds = {precision: self.bound(precision) for precision in precisions}
         return {"_bounds": bounds, **{name: getattr(self, name) for name in names}}
+
+    def compare_micro_batches(self) -> None:
+        """From now on compare micro-batch by micro-batch; what was measured is measured again."""
+        self.by_micro_batch = True
+        self._bounds.clear()
+        for name in ("step_samples", "hyperparameters", "init_scale", "rounding_error"):
+            vars(self).pop(name, None)
 
     def model(self, precision: str = "fp32") -> nn.Module:
         """A new model with the initial weights that every rank of every cell has."""
@@ -176,7 +185,12 @@ class Reference:
 
     @property
     def epoch_length(self) -> int:
-        """Samples in an epoch, which ends within the fourth step and within a micro-batch."""
+        """Samples in an epoch, which ends within the fourth step and within a micro-batch.
+
+        By micro-batch it ends with the third step, since padding would count.
+        """
+        if self.by_micro_batch:
+            return 3 * self.global_batch
         return 3 * self.global_batch + 2 * self.global_batch // 5
 
     @cached_property
@@ -234,7 +248,8 @@ class Reference:
         """
         if precision not in self._bounds:
             samples = torch.tensor(self.step_samples[0])
-            parts = [part.tolist() for part in samples.chunk(12)]
+            count = 1 if self.by_micro_batch else 12
+            parts = [part.tolist() for part in samples.chunk(count)]
             bound, error = self.bound_at(precision, parts)
             if not error <= LARGEST_BOUND:
                 raise RuntimeError(f"its gradients are off by {error:.1g}, in one process too")
@@ -245,7 +260,9 @@ class Reference:
         self, precision: str, parts: Sequence[Sequence[int]], values: Values | None = None
     ) -> tuple[float, float]:
         """(the bound on the gradients' relative error, n x u + 4 e, derived in compare.py; e)."""
-        whole = [[index for part in parts for index in part]]
+        whole = parts
+        if not self.by_micro_batch:
+            whole = [[index for part in parts for index in part]]
         truth, _ = self.gradients(whole, values)
         together, roundings = self.gradients(whole, values, precision)
         split, _ = self.gradients(parts, values, precision)
@@ -273,11 +290,19 @@ class Reference:
         weight = sum(self.task.weight(batch) for batch in batches)
         for batch in batches:
             with OperationCounter(rounds) as roundings:
-                with self.autocast(precision):
-                    loss = self.task.loss_sum(model, batch)
-                (loss * (scale / weight)).backward()
+                self.loss_and_backward(model, batch, precision, scale / weight)
         gradients = {name: gradient / scale for name, gradient in gradients_of(model).items()}
         return gradients, roundings.count
+
+    def loss_and_backward(
+        self, model: nn.Module, batch: Any, precision: str = "fp32", scale: float | Tensor = 1.0
+    ) -> Tensor:
+        """The loss of a batch in one process, after its backward."""
+        with without_ranks():
+            with self.autocast(precision):
+                loss = self.task.loss_sum(model, batch)
+            (loss * scale).backward()
+        return loss
 
     def autocast(self, precision: str) -> torch.autocast:
         enabled = precision != "fp32"
@@ -337,6 +362,17 @@ class Reference:
             schedule="cosine",
             warmup_steps=2,
         )
+
+
+@contextmanager
+def without_ranks() -> Iterator[None]:
+    """As in a process without a group: a loss that gathers from all ranks has its batch alone."""
+    group = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = group
 
 
 class OperationCounter(TorchDispatchMode):

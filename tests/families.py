@@ -1,0 +1,584 @@
+"""Small models of many families, each as a task that a user would write, without the network.
+
+`build(name)` makes one. NOTES, FAILS and REFUSED have what `verify` must say of those that couple
+samples, draw random numbers or keep a state.
+"""
+
+import copy
+
+import torch
+import torch.distributed.nn
+import torch.nn.functional as F
+from tiny import Rows
+from torch import distributed as dist
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+SAMPLES = 250  # five steps of 48
+TOKENS = 64
+LENGTH = 8
+
+
+class Samples:
+    """A task whose samples are columns of random numbers."""
+
+    def build_dataset(self, split):
+        if split != "train":
+            return None
+        return Rows(**self.columns(torch.Generator().manual_seed(0)))
+
+
+class OfTransformers(Samples):
+    """A model of transformers with random weights; the library's loss, weighted by its labels."""
+
+    def __init__(self, family, head, **settings):
+        self.family = family
+        self.head = head
+        self.settings = settings
+
+    def build_model(self):
+        import transformers
+
+        config = getattr(transformers, f"{self.family}Config")(**self.settings)
+        return getattr(transformers, f"{self.family}{self.head}")(config)
+
+    def columns(self, generator):
+        tokens = torch.randint(3, TOKENS, (SAMPLES, LENGTH), generator=generator)
+        return {"input_ids": tokens}
+
+    def loss_sum(self, model, batch):
+        return model(**batch).loss * self.weight(batch)
+
+    def weight(self, batch):
+        return (batch["labels"] != -100).sum()
+
+
+class Language(OfTransformers):
+    """Predicts the next token."""
+
+    def loss_sum(self, model, batch):
+        tokens = batch["input_ids"]
+        logits = self.logits(model, tokens)[:, :-1].float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+    def logits(self, model, tokens):
+        return model(input_ids=tokens).logits
+
+    def weight(self, batch):
+        return batch["input_ids"][:, 1:].numel()
+
+
+class Balanced(Language):
+    """With the mixture's auxiliary loss, which depends on what shares a micro-batch."""
+
+    def loss_sum(self, model, batch):
+        output = model(**batch, labels=batch["input_ids"], output_router_logits=True)
+        return output.loss * self.weight(batch)
+
+
+class Masked(OfTransformers):
+    """Predicts tokens, of which some don't count."""
+
+    def columns(self, generator):
+        tokens = super().columns(generator)["input_ids"]
+        counts = torch.rand(tokens.shape, generator=generator) < 0.5
+        counts[:, 0] = True
+        return {"input_ids": tokens, "labels": tokens.where(counts, -100)}
+
+
+class Translation(OfTransformers):
+    """Padded inputs with a mask, and labels of different lengths."""
+
+    def columns(self, generator):
+        tokens = super().columns(generator)["input_ids"]
+        lengths = torch.randint(2, LENGTH + 1, (SAMPLES, 1), generator=generator)
+        mask = (torch.arange(LENGTH) < lengths).long()
+        return {
+            "input_ids": tokens * mask,
+            "attention_mask": mask,
+            "labels": tokens.flip(1).where(mask.bool(), -100),
+        }
+
+
+class Speech(OfTransformers):
+    """Features of sound, and a text."""
+
+    def columns(self, generator):
+        tokens = super().columns(generator)["input_ids"]
+        return {
+            "input_features": torch.randn(SAMPLES, 8, 16, generator=generator),
+            "labels": tokens,
+        }
+
+
+class Waves(OfTransformers):
+    """One class for each wave."""
+
+    def columns(self, generator):
+        return {
+            "input_values": torch.randn(SAMPLES, 400, generator=generator),
+            "labels": torch.randint(0, 3, (SAMPLES,), generator=generator),
+        }
+
+
+class Images(OfTransformers):
+    def columns(self, generator):
+        return {
+            "pixel_values": torch.randn(SAMPLES, 3, 32, 32, generator=generator),
+            "labels": torch.randint(0, 3, (SAMPLES,), generator=generator),
+        }
+
+
+class ImagesAndText(Language):
+    """Four tokens of each row are an image's."""
+
+    IMAGE = 2
+
+    def build_model(self):
+        import transformers
+
+        config = transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**VISION),
+            text_config=transformers.LlamaConfig(**LANGUAGE),
+            image_token_id=self.IMAGE,
+            vision_feature_layer=-1,
+        )
+        return transformers.LlavaForConditionalGeneration(config)
+
+    def columns(self, generator):
+        tokens = super().columns(generator)["input_ids"]
+        tokens[:, :4] = self.IMAGE
+        images = torch.randn(SAMPLES, 3, 16, 16, generator=generator)
+        return {"input_ids": tokens, "pixel_values": images}
+
+    def loss_sum(self, model, batch):
+        logits = model(**batch).logits[:, 3:-1].float()
+        labels = batch["input_ids"][:, 4:]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    def weight(self, batch):
+        return batch["input_ids"][:, 4:].numel()
+
+
+# ---- plain torch ----
+
+
+class UNet(nn.Module):
+    """Predicts the noise in an image, from the image and the time."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, width), nn.SiLU(), nn.Linear(width, width))
+        self.first = nn.Conv2d(1, width, 3, padding=1)
+        self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(4, 2 * width)
+        self.middle = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
+        self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
+        self.last = nn.Conv2d(2 * width, 1, 3, padding=1)
+
+    def forward(self, image, time):
+        first = F.silu(self.first(image) + self.time(time[:, None])[:, :, None, None])
+        low = F.silu(self.middle(F.silu(self.norm(self.down(first)))))
+        return self.last(torch.cat((first, self.up(low)), dim=1))
+
+
+class Diffusion(Samples):
+    """Noise and time of a sample come from `augment`, which is the same on every reading."""
+
+    def build_model(self):
+        return UNet()
+
+    def columns(self, generator):
+        return {"image": torch.randn(SAMPLES, 1, 8, 8, generator=generator)}
+
+    def augment(self, sample, rng):
+        noise = torch.randn(sample["image"].shape, generator=rng)
+        return {**sample, "noise": noise, "time": torch.rand((), generator=rng)}
+
+    def drawn(self, batch):
+        return batch["noise"], batch["time"]
+
+    def loss_sum(self, model, batch):
+        noise, time = self.drawn(batch)
+        share = time[:, None, None, None]
+        noisy = share * noise + (1 - share) * batch["image"]
+        return F.mse_loss(model(noisy, time).float(), noise, reduction="sum")
+
+    def weight(self, batch):
+        return batch["image"].numel()
+
+
+class RandomDiffusion(Diffusion):
+    """Draws in its loss, as most code that one finds does."""
+
+    def augment(self, sample, rng):
+        return sample
+
+    def drawn(self, batch):
+        return torch.randn_like(batch["image"]), torch.rand(len(batch["image"]))
+
+
+class VariationalAutoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(64, 16)
+        self.decoder = nn.Linear(8, 64)
+
+    def forward(self, x):
+        mean, log_variance = self.encoder(x).chunk(2, dim=1)
+        drawn = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        return self.decoder(drawn), mean, log_variance
+
+
+class Variational(Samples):
+    def build_model(self):
+        return VariationalAutoencoder()
+
+    def columns(self, generator):
+        return {"x": torch.randn(SAMPLES, 64, generator=generator)}
+
+    def loss_sum(self, model, batch):
+        again, mean, log_variance = [part.float() for part in model(batch["x"])]
+        divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum()
+        return F.mse_loss(again, batch["x"], reduction="sum") + divergence
+
+    def weight(self, batch):
+        return batch["x"].numel()
+
+
+class Reader(nn.Module):
+    """An LSTM on packed sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, 16)
+        self.lstm = nn.LSTM(16, 16, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, tokens, lengths):
+        embedded = self.embedding(tokens)
+        packed = pack_padded_sequence(embedded, lengths, batch_first=True, enforce_sorted=False)
+        _, (hidden, _) = self.lstm(packed)
+        return self.head(torch.cat((hidden[-2], hidden[-1]), dim=1))
+
+
+class PackedSequences(Samples):
+    def build_model(self):
+        return Reader()
+
+    def columns(self, generator):
+        return {
+            "tokens": torch.randint(0, TOKENS, (SAMPLES, LENGTH), generator=generator),
+            "lengths": torch.randint(1, LENGTH + 1, (SAMPLES,), generator=generator),
+            "labels": torch.randint(0, 3, (SAMPLES,), generator=generator),
+        }
+
+    def loss_sum(self, model, batch):
+        logits = model(batch["tokens"], batch["lengths"].cpu()).float()
+        return F.cross_entropy(logits, batch["labels"], reduction="sum")
+
+    def weight(self, batch):
+        return len(batch["labels"])
+
+
+class GraphNetwork(nn.Module):
+    """Messages along edges; the graphs of a batch are one large graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(32, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, nodes, edges, graph_of_node, graphs):
+        x = F.silu(self.first(nodes))
+        messages = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
+        x = F.silu(self.second(torch.cat((x, messages), dim=1)))
+        total = x.new_zeros(graphs, x.shape[1]).index_add(0, graph_of_node, x)
+        return self.head(total)
+
+
+class Graphs(Samples):
+    """Graphs of different sizes: `collate` joins nodes and shifts edges."""
+
+    def build_model(self):
+        return GraphNetwork()
+
+    def columns(self, generator):
+        return {
+            "nodes": torch.randn(SAMPLES, 5, 8, generator=generator),
+            "edges": torch.randint(0, 3, (SAMPLES, 2, 6), generator=generator),
+            "y": torch.randn(SAMPLES, generator=generator),
+        }
+
+    def collate(self, samples):
+        sizes = [3 + int(sample["y"] > 0) for sample in samples]
+        starts = torch.tensor([0, *sizes]).cumsum(0)[:-1]
+        return {
+            "nodes": torch.cat([s["nodes"][:n] for s, n in zip(samples, sizes, strict=True)]),
+            "edges": torch.cat([s["edges"] + n for s, n in zip(samples, starts, strict=True)], 1),
+            "graph_of_node": torch.arange(len(samples)).repeat_interleave(torch.tensor(sizes)),
+            "y": torch.stack([sample["y"] for sample in samples]),
+        }
+
+    def loss_sum(self, model, batch):
+        graphs = len(batch["y"])
+        out = model(batch["nodes"], batch["edges"], batch["graph_of_node"], graphs)
+        return F.mse_loss(out.squeeze(1).float(), batch["y"], reduction="sum")
+
+    def weight(self, batch):
+        return len(batch["y"])
+
+
+class BootstrapLatent(nn.Module):
+    """BYOL: a target network follows the trained one, by a step in each forward while training."""
+
+    def __init__(self):
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU())
+        self.predictor = nn.Linear(16, 16)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self):
+        pairs = zip(self.target.parameters(), self.online.parameters(), strict=True)
+        for target, online in pairs:
+            target.lerp_(online, 0.1)
+
+    def forward(self, one, other):
+        if self.training:
+            self.follow()
+        predicted = self.predictor(self.online(one))
+        with torch.no_grad():
+            target = self.target(other)
+        return predicted, target
+
+
+class Byol(Samples):
+    def build_model(self):
+        return BootstrapLatent()
+
+    def columns(self, generator):
+        return {name: torch.randn(SAMPLES, 16, generator=generator) for name in ("one", "other")}
+
+    def loss_sum(self, model, batch):
+        predicted, target = model(batch["one"], batch["other"])
+        return (1 - F.cosine_similarity(predicted.float(), target.float())).sum()
+
+    def weight(self, batch):
+        return len(batch["one"])
+
+
+class TwoTowers(nn.Module):
+    """Unit vectors of images and texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Linear(16, 8)
+        self.text = nn.Linear(16, 8)
+
+    def forward(self, image, text):
+        image = self.image(image).float()
+        text = self.text(text).float()
+        return F.normalize(image, dim=1), F.normalize(text, dim=1)
+
+
+def gathered(x):
+    """x [B, D] of all ranks, with gradients: [ranks x B, D]."""
+    return torch.cat(dist.nn.functional.all_gather(x))
+
+
+class Contrastive(Samples):
+    """Each image finds its text among those of all ranks."""
+
+    couples_samples = True
+
+    def build_model(self):
+        return TwoTowers()
+
+    def columns(self, generator):
+        return {name: torch.randn(SAMPLES, 16, generator=generator) for name in ("image", "text")}
+
+    def loss_sum(self, model, batch):
+        image, text = model(batch["image"], batch["text"])
+        labels = torch.arange(len(image), device=image.device)
+        texts = text
+        if dist.is_initialized():
+            texts = gathered(text)
+            labels += dist.get_rank() * len(image)
+        return F.cross_entropy(image @ texts.T / 0.1, labels, reduction="sum")
+
+    def weight(self, batch):
+        return len(batch["image"])
+
+
+class Undeclared(Contrastive):
+    """Without saying so."""
+
+    couples_samples = False
+
+
+WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+LANGUAGE = {
+    **WIDTHS,
+    "vocab_size": TOKENS,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 16,
+    "num_key_value_heads": 2,
+}
+VISION = {**WIDTHS, "num_hidden_layers": 2, "image_size": 16, "patch_size": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+T5 = {"vocab_size": TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+LAYERS = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": TOKENS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+STAGES = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3}
+DEEPSEEK = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+GRIFFIN = {
+    "lru_width": 32,
+    "attention_window_size": 8,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+WAVES = {
+    **WIDTHS,
+    "num_hidden_layers": 2,
+    "conv_dim": (8, 8),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+    "num_labels": 3,
+    "mask_time_prob": 0.0,
+}
+
+TASKS = {
+    "t5": lambda: Translation("T5", "ForConditionalGeneration", **T5, decoder_start_token_id=0),
+    "bart": lambda: Translation("Bart", "ForConditionalGeneration", **LAYERS),
+    "whisper": lambda: Speech(
+        "Whisper",
+        "ForConditionalGeneration",
+        **LAYERS,
+        num_mel_bins=8,
+        max_source_positions=8,
+        max_target_positions=LENGTH,
+    ),
+    "vit": lambda: Images(
+        "ViT", "ForImageClassification", **{**VISION, "image_size": 32}, num_labels=3
+    ),
+    "swin": lambda: Images(
+        "Swin",
+        "ForImageClassification",
+        image_size=32,
+        patch_size=4,
+        embed_dim=8,
+        depths=[2, 1],
+        num_heads=[2, 2],
+        window_size=4,
+        num_labels=3,
+    ),
+    "convnext": lambda: Images("ConvNext", "ForImageClassification", **STAGES, num_stages=2),
+    "resnet": lambda: Images(
+        "ResNet", "ForImageClassification", **STAGES, embedding_size=8, layer_type="basic"
+    ),
+    "mixtral": lambda: Language("Mixtral", "ForCausalLM", **LANGUAGE, num_local_experts=4),
+    "mixtral_balanced": lambda: Balanced(
+        "Mixtral", "ForCausalLM", **LANGUAGE, num_local_experts=4, router_aux_loss_coef=0.001
+    ),
+    "qwen3_moe": lambda: Language("Qwen3Moe", "ForCausalLM", **LANGUAGE, **EXPERTS, head_dim=8),
+    "deepseek_v3": lambda: Language("DeepseekV3", "ForCausalLM", **{**LANGUAGE, **DEEPSEEK}),
+    "mamba": lambda: Language(
+        "Mamba",
+        "ForCausalLM",
+        vocab_size=TOKENS,
+        hidden_size=16,
+        state_size=4,
+        num_hidden_layers=2,
+        time_step_rank=2,
+    ),
+    "rwkv": lambda: Language(
+        "Rwkv",
+        "ForCausalLM",
+        vocab_size=TOKENS,
+        hidden_size=16,
+        attention_hidden_size=16,
+        num_hidden_layers=2,
+        context_length=16,
+    ),
+    "recurrent_gemma": lambda: Language("RecurrentGemma", "ForCausalLM", **{**LANGUAGE, **GRIFFIN}),
+    "wav2vec2": lambda: Waves("Wav2Vec2", "ForSequenceClassification", **WAVES, layerdrop=0.0),
+    "layerdrop": lambda: Waves("Wav2Vec2", "ForSequenceClassification", **WAVES, layerdrop=0.5),
+    "llava": lambda: ImagesAndText("Llava", ""),
+    "albert": lambda: Masked(
+        "Albert", "ForMaskedLM", **{**LANGUAGE, "embedding_size": 16, "num_hidden_groups": 1}
+    ),
+    "bert": lambda: Masked("Bert", "ForMaskedLM", **LANGUAGE),
+    "unet": Diffusion,
+    "unet_random": RandomDiffusion,
+    "vae": Variational,
+    "lstm_packed": PackedSequences,
+    "gnn": Graphs,
+    "byol": Byol,
+    "contrastive": Contrastive,
+    "contrastive_undeclared": Undeclared,
+}
+
+
+# What `verify` notes besides dropout and parameters that no sample reaches, in order.
+DRAWS = "the result is drawn at random in training mode; every {} is compared in evaluation mode"
+NOTES = {
+    "t5": [DRAWS.format("T5Attention")],
+    "bart": [DRAWS.format("BartEncoder"), DRAWS.format("BartDecoder")],
+    "swin": [DRAWS.format("SwinDropPath")],
+    "resnet": ["(batch statistics), which no split of it can equal; every BatchNorm2d is compared"],
+    "wav2vec2": [DRAWS.format("Wav2Vec2Attention")],
+    "layerdrop": [DRAWS.format("Wav2Vec2Encoder")],
+    "byol": ["forward changes target.0.weight"],
+    "contrastive": ["the task has couples_samples=True"],
+}
+
+# What it fails, with the cause and the remedy.
+FAILS = {
+    "mixtral_balanced": ["their gradients differ by", "verify with a coefficient of 0"],
+    "contrastive_undeclared": ["a contrastive loss (docs/recipes.md shows one that verify can"],
+    "unet_random": ["the task's loss_sum: the result is drawn", "augment(sample, rng)"],
+    "vae": ["VariationalAutoencoder: the result is drawn", "augment(sample, rng)"],
+}
+
+# What training refuses under FSDP2's policy, and so `verify`, with the way to run it.
+REFUSED = {"llava": "precision.cast_by=autocast"}  # a layer of its vision tower is not used
+
+ALSO_IN_FP16 = ("vit", "lstm_packed", "gnn", "contrastive")
+
+
+def build(name):
+    return TASKS[name]()
