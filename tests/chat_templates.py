@@ -71,12 +71,12 @@ DEEPSEEK_R1 = """\
 {%- for m in messages %}
 {%- if m['role'] == 'system' %}{{- m['content'] }}{% endif %}{% endfor %}
 {%- for m in messages %}
-{%- if m['role'] == 'user' %}{{- '<｜User｜>' + m['content'] }}{% endif %}
+{%- if m['role'] == 'user' %}{{- '<\uff5cUser\uff5c>' + m['content'] }}{% endif %}
 {%- if m['role'] == 'assistant' %}{% set content = m['content'] %}
 {%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
-{{- '<｜Assistant｜>' + content + eos_token }}{% endif %}
+{{- '<\uff5cAssistant\uff5c>' + content + eos_token }}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c><think>\\n' }}{% endif %}"""
 
 GPT_OSS = """\
 {%- for m in messages %}

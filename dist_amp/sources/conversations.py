@@ -242,6 +242,10 @@ def chat_of(row: dict[str, Any], text_column: str, tokenizer: Any) -> tuple[list
     else:
         messages = turns(row, form, tokenizer)
     if row.get("system") and form != "messages":
+        if any(one["role"] == "system" for one in messages):
+            raise DataError(
+                f"{form} has a message of the system beside the column system; keep one"
+            )
         messages.insert(0, {"role": "system", "content": text_of(row, "system")})
     return messages, 0
 
@@ -281,13 +285,16 @@ def turn(message: Message, column: str, template: str) -> Message:
             f"{column} has the unknown role {role}{near and f' (is it {near}?)'}; use one of "
             f"{', '.join(ROLES)}, or a chat template that names it"
         )
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+    if isinstance(content, list) and all(is_text(part) for part in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise DataError(
             f"{column} has the content {content!s:.100}, which is not text; this task reads text "
             "alone"
         )
+    calls = kept.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(one, dict) for one in calls):
+        raise DataError(f"{column} has the tool_calls {calls!s:.100}; make them a list of objects")
     weight = kept.get("weight", int(role == "assistant"))
     if isinstance(weight, str) or weight not in (0, 1) or (weight and role != "assistant"):
         raise DataError(
@@ -302,6 +309,12 @@ def turn(message: Message, column: str, template: str) -> Message:
     return {**kept, "role": role, "content": content}
 
 
+def is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") == "text"
+    )
+
+
 def without_nulls(value: Any) -> Any:
     """Arrow gives each of a column's dicts the keys of all, with nulls."""
     if isinstance(value, dict):
@@ -312,11 +325,14 @@ def without_nulls(value: Any) -> Any:
 
 
 def to_learn(messages: list[Message], learned_from: int) -> list[int]:
-    """The numbers of the assistant's messages that are learned."""
+    """The numbers of the assistant's messages that are learned: not those that say nothing."""
     return [
         number
         for number, one in enumerate(messages)
-        if number >= learned_from and one["role"] == "assistant" and one.get("weight", 1)
+        if number >= learned_from
+        and one["role"] == "assistant"
+        and one.get("weight", 1)
+        and (one["content"] or one.get("tool_calls"))
     ]
 
 
@@ -339,8 +355,7 @@ def encode_chat(
         ids, labels = encode_marked(messages, learned, apply)
     else:
         ids, labels = encode_unmarked(messages, learned, tokenizer, apply)
-    answered = any(messages[number]["content"] for number in learned)
-    if answered and all(label == IGNORE_INDEX for label in labels):
+    if learned and all(label == IGNORE_INDEX for label in labels):
         raise DataError(
             f"the chat template of {tokenizer.name_or_path} finds no token of the assistant's "
             "answers; put {% generation %} and {% endgeneration %} around what the assistant writes"
@@ -352,7 +367,7 @@ def tools_of(tools: Any, tokenizer: Any) -> list[Message] | None:
     """A row's tools as the template takes them. Errors: DataError for what is no list of dicts."""
     found = tools
     if isinstance(tools, str) and tools.strip():
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(tools)
     if not found:
         return None
@@ -392,7 +407,7 @@ def check_nothing_is_dropped(
         found = THOUGHTS.match(answer["content"] or "")
         thoughts = found[1] if found else ""
         for key in ("reasoning_content", "reasoning", "thinking"):
-            thoughts = answer.get(key, "") or thoughts
+            thoughts = str(answer.get(key, "")) or thoughts
         if thoughts.strip() not in text:
             raise DataError(
                 f"{template} drops the thoughts of an answer, {thoughts.strip()[:40]!r}; use one "

@@ -294,7 +294,7 @@ def tokenize_split(
     if not documents:  # a shard ends before a document, so there was none
         raise DataError(
             f"none of the {end:,} rows of the {name} split has anything to learn; check that their "
-            "texts, answers or completions are not empty"
+            "texts, answers or completions are not empty, nor of weight 0"
         )
     return write_shard(folder, name, manifest, documents, end)
 
