@@ -51,12 +51,18 @@ LLAMA3 = """\
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
 GEMMA = """\
-{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported')
-}}{% endif %}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{
-raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif
-%}{% if m['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = m['role'] %}{%
-endif %}{{ '<start_of_turn>' + role + '\\n' + m['content'] | trim + '<end_of_turn>\\n' }}{% endfor
-%}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+{{- raise_exception('System role not supported') }}{% endif %}
+{%- for m in messages %}
+{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{%- endif %}
+{%- if m['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = m['role'] %}
+{%- endif %}
+{{- '<start_of_turn>' + role + '\\n' + m['content'] | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{% endif %}"""
 
 MISTRAL = """\
 {{- bos_token }}

@@ -274,6 +274,18 @@ def test_a_chat_that_can_not_be_learned_as_it_stands_is_refused(row, template, s
     assert re.match(said, message_of(65, encode, row, open_with(template), "text"))
 
 
+@pytest.mark.bad_input("a message that the chat template leaves out")
+def test_a_message_that_the_template_leaves_out_is_refused(open_with):
+    tool = {"role": "tool", "content": 'a "b"\n'}
+    row = {"messages": [HI, ONE, tool, TWO]}
+    said = message_of(65, encode, row, open_with("DEEPSEEK_R1"), "text")
+    assert re.match(
+        'the chat template of .* leaves out the message of the tool a "b"; use one', said
+    )
+    quoting = TEMPLATE.replace("{% else %}{{ m['content'] ", "{% else %}{{ m['content'] | tojson ")
+    assert learned(row, open_with(quoting)) == learned(row, open_with(TEMPLATE))
+
+
 @pytest.mark.bad_input("an empty answer, beside others and alone")
 def test_empty_answers_are_not_learned(open_with):
     empty = {**ONE, "content": ""}

@@ -95,11 +95,13 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
             "template writes can teach the model to stop; set eos_token in tokenizer_config.json"
         )
     if chats:
-        warn_of_template(rows, text_column, tokenizer.chat)
+        rows = rows.select_columns(columns_read(rows.column_names, text_column))
+        some = rows.__getitems__(list(range(min(len(rows), ROWS_TO_TRY))))
+        warn_of_template(some, text_column, tokenizer.chat)
 
 
-def warn_of_template(rows: Any, text_column: str, tokenizer: Any) -> None:
-    """Warn of answers that differ from those asked for, or are left out of the first rows' chats.
+def warn_of_template(rows: list[Any], text_column: str, tokenizer: Any) -> None:
+    """Warn of answers that differ from those asked for, or that some of these rows leave out.
 
     What fails is passed over here: it is named, with its row, when all rows are encoded.
     """
@@ -115,9 +117,7 @@ def warn_of_template(rows: Any, text_column: str, tokenizer: Any) -> None:
                 "answers: the model will be asked in another way than it is trained; use a "
                 "template that keeps it in both"
             )
-    columns = columns_read(rows.column_names, text_column)
-    some = rows.select_columns(columns).__getitems__(list(range(min(len(rows), ROWS_TO_TRY))))
-    for row in some:
+    for row in rows:
         with suppress(Exception):
             messages, learned_from = chat_of(row, text_column, tokenizer)
             wanted = len(to_learn(messages, learned_from))
@@ -160,8 +160,7 @@ class RowEncoder:
     """Rows as tokens; of their columns only those that are needed: images, for one, cost time."""
 
     def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
-        needed = columns_read(rows.column_names, text_column)
-        self.rows = rows.select_columns([name for name in rows.column_names if name in needed])
+        self.rows = rows.select_columns(columns_read(rows.column_names, text_column))
         self.tokenizer = tokenizer
         self.text_column = text_column
 
@@ -354,7 +353,7 @@ def encode_chat(
     if MARKS_ANSWERS.search(str(tokenizer.chat_template)):
         ids, labels = encode_marked(messages, learned, apply)
     else:
-        ids, labels = encode_unmarked(messages, learned, tokenizer, apply)
+        ids, labels = encode_unmarked(messages, learned, text, tokenizer, apply)
     if learned and all(label == IGNORE_INDEX for label in labels):
         raise DataError(
             f"the chat template of {tokenizer.name_or_path} finds no token of the assistant's "
@@ -386,11 +385,19 @@ def tools_of(tools: Any, tokenizer: Any) -> list[Message] | None:
 def check_nothing_is_dropped(
     messages: list[Message], learned: list[int], text: str, tokenizer: Any
 ) -> None:
-    """Errors: DataError for calls of tools or thoughts that the chat's text does not have.
+    """Errors: DataError for messages, calls of tools or thoughts that the chat's text lacks.
 
     Of thoughts only the last answer's: templates drop earlier ones, as they do when they ask.
     """
     template = f"the chat template of {tokenizer.name_or_path}"
+    for one in messages:
+        quoted = json.dumps(one["content"] or "", ensure_ascii=False)[1:-1]  # as of a tool
+        said = ((one["content"] or "").strip(), quoted.strip())
+        if one["role"] != "assistant" and not any(content in text for content in said):
+            raise DataError(
+                f"{template} leaves out the message of the {one['role']} {said[0]:.40}; use one "
+                "that writes it, or remove such messages"
+            )
     for call in (call for one in messages for call in one.get("tool_calls", ())):
         if "tool_calls" not in str(tokenizer.chat_template):
             raise DataError(
@@ -435,13 +442,13 @@ def encode_marked(messages: list[Message], learned: list[int], apply: Apply) -> 
 
 
 def encode_unmarked(
-    messages: list[Message], learned: list[int], tokenizer: Any, apply: Apply
+    messages: list[Message], learned: list[int], text: str, tokenizer: Any, apply: Apply
 ) -> Encoded:
-    """An answer is what the chat gets longer by when the turn is added.
+    """An answer is what the chat's text gets longer by when the turn is added.
 
     Not learned: turns that the template renders in another way later on, or after another prompt.
     """
-    ids = ids_of(apply(messages, tokenize=False), tokenizer)
+    ids = ids_of(text, tokenizer)
     labels = [IGNORE_INDEX] * len(ids)
     for number in learned:
         prompt = ids_of(prompt_of(messages, number, apply), tokenizer)
