@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("transformers")
 from test_bad_inputs import message_of
-from tiny_hf import MARKED_TEMPLATE, TEMPLATE, chats, make_tokenizer, write_rows
+from test_tokens import source
+from tiny_hf import MARKED_TEMPLATE, TEMPLATE, chats, make_tokenizer
 
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import IGNORE_INDEX, asks_in_turns, check_rows, encode
@@ -358,10 +359,6 @@ def cache(tmp_path, monkeypatch):
     """An empty cache of tokens."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache/datasets")
     return tmp_path / "cache/dist_amp/tokens"
-
-
-def source(folder, rows):
-    return DataConfig(path=str(write_rows(folder / "rows.jsonl", rows)), validation_split=0.25)
 
 
 @pytest.mark.parametrize(
