@@ -314,16 +314,16 @@ def test_a_model_that_is_no_folder_or_of_another_kind(tmp_path, monkeypatch):
         HFCausalLM(DataConfig(), str(tmp_path / "t5")).build_model()
 
 
-SHARE_GPT = [{"from": "human", "value": "hi"}]
+OTHER_KEYS = [{"speaker": "human", "said": "hi"}]
 BAD_ROWS = [
     ({"prompt": "a", "response": "b"}, "rows have the columns prompt, response; they need messag"),
     (
-        {"messages": SHARE_GPT},
-        "row 0: messages holds [{'from': 'human', 'value': 'hi'}]; make",
+        {"messages": OTHER_KEYS},
+        "row 0: messages holds [{'speaker': 'human', 'said': 'hi'}]; mak",
     ),
     (
-        {"prompt": MESSAGES[:1], "completion": SHARE_GPT},
-        "row 0: completion holds [{'from': 'hu",
+        {"prompt": MESSAGES[:1], "completion": OTHER_KEYS},
+        "row 0: completion holds [{'speaker': ",
     ),
     ({"messages": "hi"}, "row 0: messages holds hi; make it a list of messages, each with role"),
     ({"messages": ["hi"]}, "row 0: messages holds ['hi']; make it a list of messages"),
@@ -331,8 +331,8 @@ BAD_ROWS = [
 
 
 @pytest.mark.bad_input(
-    "rows with other columns (prompt and response), other keys (`from` and `value`), or no list of "
-    "messages"
+    "rows with other columns (prompt and response), other keys (`speaker` and `said`), or no list "
+    "of messages"
 )
 @pytest.mark.parametrize(("row", "said"), BAD_ROWS)
 def test_rows_of_another_form_are_described(row, said, folder):

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -212,6 +213,65 @@ def test_one_process_writes_while_another_waits(tmp_path, monkeypatch):
     assert made.empty()
 
 
+def interrupted(folder, monkeypatch):
+    """Whether the command on rows.jsonl was interrupted after its first shards."""
+
+    def write_two(folder, name, manifest, *args):
+        if len(manifest.splits[name].shards) == 2:
+            raise KeyboardInterrupt
+        return tokens_write_shard(folder, name, manifest, *args)
+
+    tokens_write_shard = tokens.write_shard
+    monkeypatch.setattr(tokens, "write_shard", write_two)
+    code = run(folder, "--out", folder / "tokens", "--shard_tokens", 40)
+    monkeypatch.undo()
+    return code != 0 and len(read_manifest(folder / "tokens").splits["train"].shards) == 2
+
+
+@pytest.mark.parametrize("kind", [texts, pairs])
+def test_an_interrupted_command_continues_after_its_source_was_touched_or_copied(
+    kind, tmp_path, monkeypatch, capsys
+):
+    """And once it is complete, there is nothing to do; the files are those of a whole run."""
+    rows_file(tmp_path, kind(100))
+    assert run(tmp_path, "--out", tmp_path / "whole", "--shard_tokens", 40) == 0
+    assert interrupted(tmp_path, monkeypatch)
+    os.utime(tmp_path / "rows.jsonl", (1, 1))
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / "rows.jsonl", tmp_path / "copy")
+    shutil.copytree(tmp_path / "tokens", tmp_path / "copied")
+    for folder, out in ((tmp_path, "tokens"), (tmp_path / "copy", "copied")):
+        for _ in range(2):
+            assert run(folder, "--out", tmp_path / out, "--shard_tokens", 40) == 0
+            assert content(tmp_path / out) == content(tmp_path / "whole")
+
+
+@pytest.mark.bad_input("`tokenize` that continues after its source was changed, at the same size")
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_command_does_not_continue_with_other_content_of_the_same_size(
+    complete, tmp_path, monkeypatch, capsys
+):
+    rows_file(tmp_path, texts(100))
+    if complete:
+        assert run(tmp_path, "--out", tmp_path / "tokens", "--shard_tokens", 40) == 0
+    else:
+        assert interrupted(tmp_path, monkeypatch)
+    before = content(tmp_path / "tokens")
+    rows_file(tmp_path, [*texts(100)[:-1], {"text": "é" * 4 + "98"}])
+    status = run(tmp_path, "--out", tmp_path / "tokens", "--shard_tokens", 40)
+    said = refused(capsys, status)
+    assert said.startswith(f"{tmp_path}/tokens holds tokens of splits ")
+    assert content(tmp_path / "tokens") == before
+
+
+def test_unchanged_sources_are_not_hashed_again(tmp_path, monkeypatch, capsys):
+    rows_file(tmp_path, texts(100))
+    assert interrupted(tmp_path, monkeypatch)
+    monkeypatch.setattr(tokens, "content_hash", lambda *_: 1 / 0)
+    for _ in range(2):
+        assert run(tmp_path, "--out", tmp_path / "tokens", "--shard_tokens", 40) == 0
+
+
 # The command.
 
 
@@ -322,6 +382,17 @@ def test_check_finds_a_flipped_bit_in_any_file(tmp_path, capsys):
 
 
 # Bad inputs.
+
+
+@pytest.mark.bad_input("a file without rows")
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_a_file_without_rows_is_named(content, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(content)
+    said = refused(capsys, run(tmp_path, "--out", tmp_path / "tokens"), 65)
+    assert (
+        said
+        == f"data.path={tmp_path}/rows.jsonl could not be loaded: it has no rows; check the files"
+    )
 
 
 @pytest.mark.bad_input("a disk that is full while tokens are written")

@@ -24,7 +24,7 @@ from dist_amp.config.load import load_config
 from dist_amp.distributed.process import configure_logging
 from dist_amp.distributed.signals import raise_on_signals
 from dist_amp.errors import ConfigError
-from dist_amp.sources.conversations import check_rows
+from dist_amp.sources.conversations import LAYOUTS, check_rows
 from dist_amp.sources.load import load_rows
 from dist_amp.sources.token_shards import TokenShards, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
@@ -95,9 +95,9 @@ def write(folder: Path, words: Sequence[str], workers: int, shard_tokens: int) -
     tokenizer = open_tokenizer(data.tokenizer)
     splits = {}
     for split in ("train", "validation"):
-        rows = load_rows(data, split, "messages", "prompt")
+        rows = load_rows(data, split, *LAYOUTS)
         if rows is not None:
-            check_rows(rows, data.text_column, tokenizer)
+            check_rows(rows, split, data.text_column, tokenizer)
             splits[split] = rows
     if workers == 1:
         workers = 0

@@ -183,6 +183,8 @@ def not_loaded(source: str, error: Exception, fix: str) -> Failure:
         )
     cause = error.__cause__ or error  # the library wraps the error in a general one
     text = " ".join(str(cause).split()) or type(cause).__name__
+    if text == "StopIteration" or "corresponds to no data" in text:
+        text = "it has no rows"
     if "scripts are no longer supported" in text:
         fix = "convert it to Parquet with datasets below 4, and set data.path to the files"
     return DataError(f"{source} could not be loaded: {text:.400}; {fix}")

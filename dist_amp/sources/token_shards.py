@@ -54,6 +54,7 @@ class Split:
     rows: int
     chats: bool
     shards: tuple[TokenShard, ...] = ()
+    content: str = ""  # a hash of its rows: the same for files that were touched or copied
 
     def total(self, what: str) -> int:
         """The number of "documents", "tokens" or "counted" tokens in all shards."""
@@ -104,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
         content.pop("dtype")
         for name, split in content["splits"].items():
             shards = tuple(TokenShard(**shard) for shard in split["shards"])
-            content["splits"][name] = Split(split["source"], split["rows"], split["chats"], shards)
+            content["splits"][name] = Split(**{**split, "shards": shards})
         return Manifest(**content)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(

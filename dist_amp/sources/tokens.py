@@ -5,21 +5,30 @@ from rows as they are read.
 import hashlib
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.loading.loader import load
 from dist_amp.settings import DataConfig
-from dist_amp.sources.conversations import RowEncoder, are_chats, check_rows
-from dist_amp.sources.load import load_rows, warn
+from dist_amp.sources.conversations import (
+    CHAT_ENCODING,
+    LAYOUTS,
+    RowEncoder,
+    are_chats,
+    check_rows,
+    columns_read,
+)
+from dist_amp.sources.load import load_rows
 from dist_amp.sources.token_shards import (
     FORMAT,
     IGNORE_INDEX,
@@ -68,20 +77,20 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
     if rows is not None and data.view == "parquet":
         raise ConfigError("data.view=parquet reads files, and data.path names none; set data.path")
     if rows is None:
-        rows = load_rows(data, split, "messages", "prompt")
+        rows = load_rows(data, split, *LAYOUTS)
     if rows is None:
         return None
-    check_rows(rows, data.text_column, tokenizer)
-    if tokenizer.end is None and split == "train":
-        warn(
-            "the tokenizer has no eos_token, so no sample ends with one, and only what a chat "
-            "template writes can teach the model to stop; set eos_token in tokenizer_config.json"
-        )
+    check_rows(rows, split, data.text_column, tokenizer)
     if not hasattr(rows, "map"):
         return TokenizedWhenRead(rows, tokenizer, data.text_column)
     import datasets
 
-    facts = (split, source_fingerprint(rows), tokenizer.identity, data.text_column)
+    facts = (
+        split,
+        source_fingerprint(rows, data.text_column),
+        tokenizer.identity,
+        data.text_column,
+    )
     cache = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist_amp" / "tokens"
     folder = cache / short_hash(*facts, FORMAT, SHARD_TOKENS)
     tokenize(folder, {split: rows}, tokenizer, data.text_column, data.workers)
@@ -108,9 +117,26 @@ def short_hash(*facts: Any) -> str:
     return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:32]
 
 
-def source_fingerprint(rows: Any) -> str:
-    """The identity of rows, of a `datasets.Dataset` or a Parquet view."""
-    return str(getattr(rows, "fingerprint", None) or rows._fingerprint)
+def source_fingerprint(rows: Any, text_column: str) -> str:
+    """The identity of rows, of a `datasets.Dataset` or a Parquet view, and of what chats become."""
+    identity = str(getattr(rows, "fingerprint", None) or rows._fingerprint)
+    return f"{identity} chats {CHAT_ENCODING}" if are_chats(rows, text_column) else identity
+
+
+def content_hash(splits: Mapping[str, Any], text_column: str, name: str) -> str:
+    """A hash of what is read of a split's rows; "" of a Parquet view, whose fingerprint is one.
+
+    It reads them once: some GB/s, where tokenizing takes MB/s.
+    """
+    rows = splits[name]
+    if not hasattr(rows, "data"):
+        return ""
+    rows = rows.select_columns(columns_read(rows.column_names, text_column))
+    content = xxh3_128(repr((rows.features, CHAT_ENCODING)).encode())
+    for table in (rows.data, rows._indices):
+        for batch in table.to_batches() if table is not None else ():
+            content.update(batch.serialize())
+    return content.hexdigest()
 
 
 class TokenizedWhenRead(RowEncoder):
@@ -119,12 +145,14 @@ class TokenizedWhenRead(RowEncoder):
     def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
         super().__init__(rows, tokenizer, text_column)
         template = getattr(tokenizer.chat, "chat_template", "")
-        if "strftime_now" in str(template) and are_chats(rows):
+        if "strftime_now" in str(template) and are_chats(rows, text_column):
             raise ConfigError(
                 "the chat template writes today's date, so rows that are tokenized as they are "
                 "read would differ after a resume; use python -m dist_amp.tokenize"
             )
-        self.fingerprint = short_hash(source_fingerprint(rows), tokenizer.identity, text_column)
+        self.fingerprint = short_hash(
+            source_fingerprint(rows, text_column), tokenizer.identity, text_column
+        )
         self.shuffled = self.rows.shuffled
 
     def __len__(self) -> int:
@@ -170,11 +198,14 @@ def tokenize(
         text_column,
         shard_tokens,
         splits={
-            name: Split(source_fingerprint(rows), len(rows), are_chats(rows))
+            name: Split(
+                source_fingerprint(rows, text_column), len(rows), are_chats(rows, text_column)
+            )
             for name, rows in splits.items()
         },
     )
-    manifest = existing_manifest(folder, wanted)
+    content_of = cache(partial(content_hash, splits, text_column))
+    manifest = existing_manifest(folder, wanted, content_of)
     if manifest is not None and manifest.complete:  # perhaps where nothing can be written
         return manifest
     log.info("data: making tokens in %s, after any other process that does", folder)
@@ -182,9 +213,12 @@ def tokenize(
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock").acquire()
     with lock:
-        manifest = existing_manifest(folder, wanted)
+        manifest = existing_manifest(folder, wanted, content_of)
         if manifest is None:
-            manifest = wanted
+            of = {
+                name: replace(one, content=content_of(name)) for name, one in wanted.splits.items()
+            }
+            manifest = replace(wanted, splits=of)
             manifest.write(folder)
         if not manifest.complete:
             for name, rows in splits.items():
@@ -195,8 +229,13 @@ def tokenize(
         return manifest
 
 
-def existing_manifest(folder: Path, wanted: Manifest) -> Manifest | None:
-    """The folder's manifest, if it has one. Errors: ConfigError if it is of something else."""
+def existing_manifest(
+    folder: Path, wanted: Manifest, content_of: Callable[[str], str]
+) -> Manifest | None:
+    """The folder's manifest, if it has one. Errors: ConfigError if it is of something else.
+
+    content_of: a split's hash; files that are new may hold the same rows.
+    """
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; give a folder for the tokens")
     # One listing: another process may begin. The manifest is written first.
@@ -208,7 +247,12 @@ def existing_manifest(folder: Path, wanted: Manifest) -> Manifest | None:
             )
         return None
     manifest = read_manifest(folder)
-    sources = {name: replace(split, shards=()) for name, split in manifest.splits.items()}
+    sources = {}
+    for name, split in manifest.splits.items():
+        now = wanted.splits.get(name, split).source
+        if now != split.source and split.content and split.content == content_of(name):
+            split = replace(split, source=now)
+        sources[name] = replace(split, shards=(), content="")
     begun = replace(manifest, tokenizer=wanted.tokenizer, complete=False, splits=sources)
     for what, now in asdict(wanted).items():
         if (before := asdict(begun)[what]) != now:
@@ -250,7 +294,7 @@ def tokenize_split(
     if not documents:  # a shard ends before a document, so there was none
         raise DataError(
             f"none of the {end:,} rows of the {name} split has anything to learn; check that their "
-            "texts, answers or completions are not empty"
+            "texts, answers or completions are not empty, nor of weight 0"
         )
     return write_shard(folder, name, manifest, documents, end)
 
