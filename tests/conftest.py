@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 ENGINES = {
     *("test_browser", "test_container", "test_kubernetes", "test_launch"),
-    *("test_optim", "test_ray", "test_slurm", "test_trackers"),
+    *("test_optim", "test_ray", "test_s3", "test_slurm", "test_trackers"),
 }
 """Tests of what runs launch/. DIST_AMP_ENGINES=required, as in .ci/run: a skip is a failure."""
 REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"

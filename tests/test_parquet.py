@@ -341,16 +341,78 @@ def test_a_damaged_row_group_is_named(tmp_path):
         next(batches[0])
 
 
-@pytest.mark.bad_input("Parquet files whose columns or types differ")
-def test_files_with_other_columns_are_refused_with_file_and_column(tmp_path):
+@pytest.mark.bad_input("Parquet files whose columns or types differ, where the column is read")
+def test_columns_that_differ_between_files_are_refused_only_if_they_are_read(tmp_path, caplog):
     (first,) = written(tmp_path / "a", [[5]])
-    (other,) = written(tmp_path / "b", [[5]], columns={"text": pa.large_string()})
+    (other,) = written(tmp_path / "b", [[5]], columns={"text": pa.binary()})
     less = str(tmp_path / "c.parquet")
     pq.write_table(pa.table({"index": [1]}), less)
-    for path, kind in ((other, "large_string"), (less, "missing")):
+    for path, kind in ((other, "binary"), (less, "missing")):
+        caplog.clear()
+        rows = view([first, path])
         text = f"column text is {kind} in {path} and string in {first}"
+        assert caplog.messages == [
+            f"warning: left out, unless the task asks for it: {text}; write the files with the "
+            "same columns, or name those that have them in data.path"
+        ]
+        assert rows.select_columns("index")[5] == {"index": 0 if path == other else 1}
+        assert list(rows[5]) == ["index"]
         with pytest.raises(DataError, match=text):
-            view([first, path])
+            rows.select_columns(["text", "index"])
+    for name in ("a", "b"):
+        os.rename(tmp_path / name / "part-000.parquet", tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError, match=r"column text is binary in .*b.parquet and string in .*a"):
+        split_of(f"{tmp_path}/[ab].parquet", view="parquet")
+
+
+WIDER = {
+    "null": (pa.null(), [None]),
+    "int32": (pa.int32(), [1]),
+    "float": (pa.float64(), [1.5]),
+    "large_string": (pa.large_string(), ["x"]),
+    "dictionary": (pa.dictionary(pa.int8(), pa.string()), ["x"]),
+    "list of nulls": (pa.list_(pa.null()), [[]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *[("null", other) for other in ("int32", "dictionary", "list of nulls")],
+        *[("dictionary", "null"), ("dictionary", "large_string"), ("int32", "float")],
+    ],
+)
+def test_types_are_widened_where_that_loses_nothing(first, second, tmp_path):
+    narrow = {
+        **WIDER,
+        "large_string": (pa.string(), ["y"]),
+        "list of nulls": (pa.list_(pa.int16()), [[3]]),
+        "float": (pa.int64(), [7]),
+    }
+    paths = []
+    tables = [WIDER[first], WIDER[second], narrow[second]]
+    for number, (kind, values) in enumerate(tables):
+        paths.append(str(tmp_path / f"{number}.parquet"))
+        pq.write_table(pa.table({"value": pa.array(values, kind)}), paths[-1])
+    for order in (paths, paths[::-1]):
+        values = [row["value"] for row in view(order, streams=1)]
+        assert values == [table[1][0] for table in (tables if order == paths else tables[::-1])]
+        assert second != "float" or {type(value) for value in values} == {float}
+
+
+def test_folders_of_hive_partitions_are_columns(tmp_path):
+    for folder, size in (("year=2020/lang=de", 2), ("year=2021/lang=en%20us", 1)):
+        (tmp_path / folder).mkdir(parents=True)
+        written(tmp_path / folder, [[size]])
+    paths = sorted(map(str, tmp_path.rglob("*.parquet")))
+    rows = view(paths, streams=1)
+    assert rows.column_names == ["year", "lang", "index", "text"]
+    assert rows[1] == {"index": 1, "text": "row 1", "year": 2020, "lang": "de"}
+    assert rows.select_columns("lang")[2] == {"lang": "en us"}
+    (tmp_path / "year=2021").rename(tmp_path / "year=__HIVE_DEFAULT_PARTITION__")
+    moved = view(sorted(map(str, tmp_path.rglob("*.parquet"))), streams=1)
+    assert [row["year"] for row in moved] == [2020, 2020, None]
+    assert moved.fingerprint != rows.fingerprint, "its rows have other values"
 
 
 @pytest.mark.bad_input("Parquet files without any row")

@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
         del content["xxh3"]
     except OSError as error:
         raise CheckpointRejected(f"{MANIFEST} can't be read ({error.strerror})") from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise CheckpointRejected(f"{MANIFEST} is damaged") from None
     # Compare byte by byte: a flipped bit in JSON's whitespace would go unnoticed otherwise.
     if signed_text(content) != text:

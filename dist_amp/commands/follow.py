@@ -171,7 +171,8 @@ class Follower:
         self.offset += len(complete)
         rows = []
         for line in complete.splitlines():
-            with suppress(ValueError):  # damaged, as a run leaves out too when it resumes
+            # A damaged one is left out, as by a run that resumes.
+            with suppress(ValueError, RecursionError):
                 rows.append(json.loads(line))
         return rows
 
@@ -236,7 +237,7 @@ class Follower:
             return self.new_position(project or default)
         try:
             position = Position(**json.loads(self.path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(
                 f"{self.path} can't be read ({first_line(error)}); remove it to send the run "
                 "again, as a new one"

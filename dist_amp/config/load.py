@@ -192,7 +192,7 @@ def _from_file(path: str) -> Settings:
         raise ConfigError(
             f"--config {path}: {error.strerror or error}; give the path of a TOML file"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}; fix that line") from None
     settings = {}
     for key, value in leaves(table):

@@ -66,14 +66,19 @@ def capacity_of(world: World) -> tuple[int, int]:
         allocated = torch.cuda.memory_allocated(world.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(world.device))
         return min(allowed, free + reserved), reserved - allocated
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with suppress(OSError, ValueError):  # not in a container, or its limit is "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    share = min(limits) // world.local_world_size
+    share = host_memory() // world.local_world_size
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         share = min(share, limit)
     return share, 0
+
+
+def host_memory() -> int:
+    """Bytes of the host, or of the container."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):  # not in a container, or its limit is "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
 
 
 def size_text(count: float) -> str:

@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
+from fsspec.utils import infer_compression
 from huggingface_hub import constants
 
 from dist_amp.errors import DataError, Failure, in_one_line
 from dist_amp.settings import SourceConfig
 from dist_amp.sources.files import Files, stay_local_without_network
+from dist_amp.sources.footers import read_source
+from dist_amp.sources.limits import check_file
+from dist_amp.sources.remote import access_problem
 
 log = logging.getLogger(__name__)
 # Format -> (the loader of the library, its options).
@@ -80,10 +85,14 @@ def from_files(config: SourceConfig, files: Files) -> Any:
                 saved = datasets.load_from_disk(files.address(files.root))
                 return saved if isinstance(saved, dict) else datasets.DatasetDict(train=saved)
             return convert(files, files.splits)
+    except DataError as error:
+        raise DataError(f"data.path={config.path}: {error}") from error
     except Exception as error:
         if "ompression type zstd not supported" in str(error):
             fix = "install it with `pip install zstandard`"
         source = f"data.path={config.path}"
+        if problem := access_problem(files.fs, error):
+            raise DataError(f"{source} could not be loaded: {problem}") from error
         if files.format in LOADERS and not is_full(error):
             broken = first_broken(files)
             fix = broken_line(files, broken) + fix
@@ -98,7 +107,36 @@ def convert(files: Files, splits: dict[str, list[str]]) -> Any:
     # The library takes names as patterns.
     escape = glob.escape if files.is_local else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in splits.items()}
-    return datasets.load_dataset(loader, data_files=data_files, **options)
+    builder = datasets.load_dataset_builder(loader, data_files=data_files, **options)
+    if not Path(builder.cache_dir, "dataset_info.json").exists():
+        manager = None  # the library's, which knows addresses within others
+        if not files.rest:
+            # By its ETag, a file that has changed in its store is fetched again.
+            cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
+            config = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
+            manager = datasets.DownloadManager(builder.dataset_name, download_config=config)
+        for inside in splits.values():
+            for path in inside:
+                check(files, path, manager)
+        builder.download_and_prepare(dl_manager=manager)
+    return builder.as_dataset()
+
+
+def check(files: Files, path: str, manager: Any) -> None:
+    """Errors: DataError for a file that would crash the library or fill the memory."""
+    if files.format == "parquet":
+        source = read_source(files.fs, [path])
+        for number, group in source.large:
+            source.check_memory(number, group, source.schema.names)
+        return
+    fs = files.fs
+    place = path
+    if not files.is_local and manager is not None:
+        place = manager.download(files.address(path))
+        fs = fsspec.filesystem("file")
+    with fs.open(place, "rb") as file:
+        compression = infer_compression(path)
+        check_file(files.address(path), file, fs.size(place), compression, files.format == "json")
 
 
 def first_broken(files: Files) -> str:

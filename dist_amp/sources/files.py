@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from urllib.request import getproxies
 
 from dist_amp.errors import MASK, ConfigError, DataError, first_line
 from dist_amp.settings import SourceConfig
+from dist_amp.sources.remote import address_of, is_local, patiently, unreachable
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ MARKS = {
     **dict.fromkeys(("dataset_dict.json", "dataset_info.json", "state.json"), "saved"),
     "tokens.json": "tokens",
 }
+HAVE_BUCKETS = {"s3", "gs", "abfs"}
 TOKENS_INDEX = "documents.bin"
 # A whole word, as in wiki.train.txt or en_test-00.jsonl.
 SPLIT_NAME = re.compile(r"(?:^|(?<=[._-]))(train|test|valid|val|dev)(?:ing|ation)?(?=[._\-\d]|$)")
@@ -57,11 +60,11 @@ class Files:
 
     @property
     def is_local(self) -> bool:
-        return "file" in self.fs.protocol
+        return is_local(self.fs)
 
     def address(self, path: str) -> str:
         """The path with its protocol, unless it is local."""
-        return path if self.is_local else self.fs.unstrip_protocol(path) + self.rest
+        return path if self.is_local else address_of(self.fs, path) + self.rest
 
 
 def find_files(config: SourceConfig) -> Files:
@@ -69,15 +72,18 @@ def find_files(config: SourceConfig) -> Files:
     fs, root = file_system(config.path)
     rest = "".join(config.path.partition("::")[1:])
     try:
-        is_folder = not fs.isfile(root) and fs.isdir(root)
-        sizes = list_files(fs, root, is_folder)
-    except Exception as error:  # each file system has errors of its own
-        raise DataError(
-            f"data.path={config.path} could not be listed: "
-            f"{first_line(error) or type(error).__name__}; check the address, the network and the "
-            "credentials"
-        ) from error
+        kind = patiently(fs, root, partial(kind_of, fs, root))
+        is_folder = kind == "directory"
+        sizes = patiently(fs, root, partial(list_files, fs, root, kind))
+    except FileNotFoundError as error:
+        raise unreachable(fs, root, error) from error
     if not sizes:
+        bucket = root.partition("/")[0]
+        if HAVE_BUCKETS & set(fs.protocol) and not fs.exists(bucket):
+            raise DataError(
+                f"data.path={config.path}: there is no bucket {bucket}, or the credentials may not "
+                "list it; check the name"
+            )
         raise DataError(f"data.path={config.path} names no file; give a file, a folder or a glob")
     marks = [mark for name, mark in MARKS.items() if posixpath.join(root, name) in sizes]
     if is_folder and marks:
@@ -112,11 +118,20 @@ def file_system(path: str) -> tuple[Any, str]:
         ) from error
 
 
-def list_files(fs: Any, root: str, is_folder: bool) -> Sizes:
+def kind_of(fs: Any, root: str) -> str:
+    """ "file", "directory", or "" for a glob or nothing: a name may hold [ or *."""
+    try:
+        return str(fs.info(root)["type"])  # unlike isfile, it does not hide errors
+    except FileNotFoundError:
+        return ""
+
+
+def list_files(fs: Any, root: str, kind: str) -> Sizes:
     """The files of a folder or glob, without hidden ones; or a single file."""
-    if fs.isfile(root):  # first: its name may hold [ or *
+    if kind == "file":
         return {root: fs.info(root).get("size")}
-    if is_folder and "file" in fs.protocol:
+    is_folder = kind == "directory"
+    if is_folder and is_local(fs):
         sizes: Sizes = {path: os.path.getsize(path) for path in local_files(root)}
     else:
         search = fs.find if is_folder else fs.glob

@@ -104,7 +104,12 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
         rows = rows()
     if isinstance(held_out, float):
         rows = held_out_part(rows, split, held_out)
-    if rows is not None and not {config.text_column, *other_columns} & set(rows.column_names):
+    if rows is None:
+        return None
+    present = {config.text_column, *other_columns} & set(rows.column_names)
+    if len(present) == 1:
+        rows.select_columns([*present])  # refuses one that the files do not agree on
+    if not present:
         names = " or ".join(other_columns)
         others = names and f", nor {names}"
         raise DataError(

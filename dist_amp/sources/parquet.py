@@ -5,17 +5,17 @@ is fast: in it, each row group is read once per epoch.
 """
 
 import copy
-import hashlib
 import logging
 import math
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -23,10 +23,11 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
+from dist_amp.sources.footers import Source, open_kept, parse, read_source, short_hash, version_of
+from dist_amp.sources.remote import RangeFile, address_of
 
 log = logging.getLogger(__name__)
 OPEN_FILES = 32  # per process
-FOOTERS_AT_ONCE = 16  # threads: an object store takes some 50 ms per request (assumed)
 # Row groups of a stream whose rows are mixed. More come nearer to a full shuffle, by little
 # (python -m benchmarks.shuffle), and take as much more memory.
 SHUFFLE_GROUPS = 2
@@ -37,56 +38,17 @@ GOLDEN = -0x61C8864680B583EB
 def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
     """The rows of these files of an fsspec file system; only their footers are read here.
 
-    Errors: DataError for a file that is no Parquet, other columns than the first file's, no rows.
+    Errors: DataError for a file that is no Parquet or can't be reached, no rows.
     """
-    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
-        footers = list(pool.map(partial(read_footer, fs), files))
-    all_rows, schemas, identities = zip(*footers, strict=True)
-    types = [{column.name: str(column.type) for column in schema} for schema in schemas]
-    for file, others in zip(files, types, strict=True):
-        for name in types[0] | others:
-            here, first = others.get(name, "missing"), types[0].get(name, "missing")
-            if here != first:
-                raise DataError(
-                    f"column {name} is {here} in {file} and {first} in {files[0]}; write the files "
-                    "with the same columns, or name those that have them in data.path"
-                )
-    groups = [
-        (file, number, count)
-        for file, rows in enumerate(all_rows)
-        for number, count in enumerate(rows)
-        if count
-    ]
-    if not groups:
+    source = read_source(fs, files)
+    if not source.groups:
         raise DataError(f"{files[0]} has no rows, nor any file beside it; give files with data")
-    fingerprint = short_hash(repr([types[0], *identities]).encode())
-    view = ParquetView(fs, files, schemas[0], np.array(groups, np.int64), fingerprint, data.streams)
-    log.info(f"data: {len(view):,} rows in {len(groups):,} row groups of {len(files)} files")
+    for why in source.refused.values():
+        log.warning("warning: left out, unless the task asks for it: %s", why)
+    view = ParquetView(source, np.array(source.groups, np.int64), source.fingerprint, data.streams)
+    source.groups.clear()
+    log.info(f"data: {len(view):,} rows in {len(view._groups):,} row groups of {len(files)} files")
     return view
-
-
-def read_footer(fs: Any, file: str) -> tuple[list[int], Any, tuple[Any, ...]]:
-    """(rows of each group; Arrow schema; what identifies the file, wherever it lies)."""
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(file, filesystem=fs) as opened:
-            schema = opened.schema_arrow
-            metadata = opened.metadata
-        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        size = fs.size(file)
-        # It has each column's sizes and limits.
-        footer = fs.cat_file(file, size - metadata.serialized_size - 8, size)
-    except Exception as error:  # file systems raise what they like
-        raise DataError(
-            f"{file} can't be read as Parquet: {type(error).__name__}: {first_line(error)}; "
-            "download or write it again"
-        ) from error
-    return rows, schema, (os.path.basename(file), size, hashlib.sha256(footer).hexdigest())
-
-
-def short_hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 class ParquetView:
@@ -95,24 +57,17 @@ class ParquetView:
     groups: int64 [R, 3], file, number within it, and rows of each. May be pickled and forked.
     """
 
-    def __init__(
-        self,
-        fs: Any,
-        files: Sequence[str],
-        schema: Any,
-        groups: NDArray[np.int64],
-        fingerprint: str,
-        streams: int,
-    ):
-        self.column_names: list[str] = schema.names
+    def __init__(self, source: Source, groups: NDArray[np.int64], fingerprint: str, streams: int):
+        # Also those that only some files have, so that a task that takes one is told.
+        self.column_names: list[str] = [*source.types, *source.refused]
         self.features: Any = None  # the `datasets.Features` in the file, such as pictures
-        if b"huggingface" in (schema.metadata or {}):
+        if b"huggingface" in (source.schema.metadata or {}):
             import datasets
 
-            self.features = datasets.Features.from_arrow_schema(schema)
+            self.features = datasets.Features.from_arrow_schema(source.schema)
         self.fingerprint = fingerprint
-        self._fs = fs
-        self._files = files
+        self._source = source
+        self._columns = list(source.types)
         self._groups = groups
         self._ends = groups[:, 2].cumsum()
         self._streams = streams
@@ -132,14 +87,17 @@ class ParquetView:
         if len(outside):
             raise IndexError(f"row {outside[0]} of {len(self)}")
         if self._reader is None or self._reader.pid != os.getpid():  # a fork shares no open files
-            self._reader = Reader(self._fs, self._files, self.column_names, self._kept_groups)
+            self._reader = Reader(self._source, self._columns, self._kept_groups)
         groups = np.searchsorted(self._ends, wanted, side="right")
         file, number, count = self._groups[groups].T
         inside = wanted - (self._ends[groups] - count)
         rows: list[Any] = [None] * len(wanted)
         for place in np.argsort(groups, kind="stable"):
             row = self._reader.row(int(file[place]), int(number[place]), int(inside[place]))
-            rows[place] = self.features.decode_example(row) if self.features else row
+            if self.features:
+                stored = {name: row[name] for name in row if name in self.features}
+                row |= self.features.decode_example(stored)
+            rows[place] = row
         return rows
 
     def select_columns(self, names: str | Sequence[str]) -> "ParquetView":
@@ -149,8 +107,12 @@ class ParquetView:
             if name not in self.column_names:
                 columns = ", ".join(self.column_names)
                 raise DataError(f"column {name} does not exist; the columns are {columns}")
+            if name in self._source.refused:
+                raise DataError(self._source.refused[name])
         view = copy.copy(self)
         view.column_names = names
+        view._columns = names
+        view._reader = None
         return view
 
     def train_test_split(self, test_size: float, seed: int = 0) -> dict[str, "ParquetView"]:
@@ -186,6 +148,8 @@ class ParquetView:
                 f"most the number of row groups, {groups}; choose such a number, write smaller row "
                 "groups, or use data.view=map"
             )
+        for file, number, _ in self._groups.tolist():
+            self._source.check_memory(file, number, self._columns)
         # Twice what is open: where workers share a stream, none knows when a window has ended.
         self._kept_groups = 2 * streams // world_size * SHUFFLE_GROUPS
         self._reader = None
@@ -200,23 +164,35 @@ class ParquetView:
 class Reader:
     """Reads rows in one process; keeps the row groups and open files that were used last."""
 
-    def __init__(self, fs: Any, files: Sequence[str], columns: list[str], most_groups: int):
-        import pyarrow.parquet as pq
-
+    def __init__(self, source: Source, columns: list[str], most_groups: int):
         self.pid = os.getpid()
-        open_file = partial(
-            pq.ParquetFile,
-            # A file system of this process: those of object stores do not survive a fork.
-            filesystem=type(fs)(*fs.storage_args, **fs.storage_options),
-            pre_buffer=type(fs).__name__ != "LocalFileSystem",
-            page_checksum_verification=True,
-        )
-        self.open = lru_cache(OPEN_FILES)(open_file)
-        self.files = files
+        self.source = source
+        # A file system of this process: those of object stores do not survive a fork.
+        self.fs = type(source.fs)(*source.fs.storage_args, **source.fs.storage_options)
+        self.footers = open_kept(source.footers) if source.footers else None
+        self.open = lru_cache(OPEN_FILES)(self._open)
         self.columns = columns
         self.most_groups = most_groups
         # (file, group) -> (its Arrow columns, rows that are left to read)
         self.groups: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
+
+    def _open(self, number: int) -> Any:
+        """The `pyarrow.parquet.ParquetFile`. Errors: DataError if it is not what it was."""
+        file = self.source.files[number]
+        if version_of(self.fs, file, refresh=True) != self.source.versions[number]:
+            raise DataError(
+                f"{address_of(self.fs, file)} has changed since the run started; put the old file "
+                "back, or start a new run"
+            )
+        if self.footers is None:
+            return pq.ParquetFile(file, filesystem=self.fs, page_checksum_verification=True)
+        return pq.ParquetFile(
+            # Python's file systems read ahead, by far more than a column.
+            RangeFile(self.fs, file, self.source.versions[number][0]),
+            metadata=parse(self.footers[number].as_py()),
+            pre_buffer=True,
+            page_checksum_verification=True,
+        )
 
     def row(self, file: int, group: int, number: int) -> dict[str, Any]:
         """The row of this number within the group."""
@@ -231,18 +207,32 @@ class Reader:
         # Each value by itself: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
-    def _read(self, file: int, group: int) -> tuple[dict[str, Any], int]:
+    def _read(self, number: int, group: int) -> tuple[dict[str, Any], int]:
         """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
+        source = self.source
+        source.check_memory(number, group, self.columns)
+        partition = source.partitions[number]
+        columns: dict[str, Any] = {}
         try:
+            opened = self.open(number)
+            inside = [name for name in self.columns if name in opened.schema_arrow.names]
             # Single-threaded: there is a process per GPU, or per loader worker, already.
-            opened = self.open(self.files[file])
-            table = opened.read_row_group(group, columns=self.columns, use_threads=False)
+            table = opened.read_row_group(group, columns=inside, use_threads=False)
+            for name in self.columns:
+                kind = source.types[name]
+                if name in inside:
+                    column = table[name]
+                    columns[name] = column if column.type == kind else column.cast(kind)
+                else:
+                    columns[name] = pa.repeat(pa.scalar(partition[name], kind), table.num_rows)
+        except DataError:
+            raise
         except Exception as error:  # file systems raise what they like
             raise DataError(
-                f"row group {group} of {self.files[file]} can't be read: {type(error).__name__}: "
-                f"{first_line(error)}; download or write it again"
+                f"row group {group} of {address_of(self.fs, source.files[number])} can't be read: "
+                f"{type(error).__name__}: {first_line(error)}; download or write it again"
             ) from error
-        return {name: table[name] for name in self.columns}, table.num_rows
+        return columns, table.num_rows
 
 
 def stream_order(

@@ -30,6 +30,14 @@ FORMAT = 1  # newer ones are refused
 MANIFEST = "tokens.json"
 INDEX = "documents.bin"
 INDEX_BYTES = 24  # per document
+MALFORMED = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
 Array = np.ndarray[Any, Any]
 
@@ -107,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
             shards = tuple(TokenShard(**shard) for shard in split["shards"])
             content["splits"][name] = Split(**{**split, "shards": shards})
         return Manifest(**content)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise DataError(
             f"{folder / MANIFEST} can't be read ({type(error).__name__}: {error}); give the folder "
             "that dist_amp.tokenize wrote, copy it again, or make the tokens again"

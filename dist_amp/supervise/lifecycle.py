@@ -192,7 +192,7 @@ def completed_summary(folder: Path) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         return summary if summary["stopped_by"] == "completed" else {}
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}
 
 

@@ -93,7 +93,7 @@ def weight_files(folder: Path) -> list[Path]:
         )
     try:
         names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{folder / INDEX} is damaged ({error}); fetch it again") from error
     return [folder / name for name in sorted(names)]
 

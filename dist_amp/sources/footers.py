@@ -1,0 +1,267 @@
+"""What the footers of Parquet files say together: rows, columns and their common types.
+
+The footers of files at an address are read once per node and kept beside the cache of `datasets`.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dist_amp.config.memory import host_memory, size_text
+from dist_amp.errors import DataError, Failure, first_line
+from dist_amp.files import write_durably
+from dist_amp.sources.remote import address_of, fetch, is_local, patiently
+
+log = logging.getLogger(__name__)
+AT_ONCE = 16  # threads: an object store takes some 50 ms per request (assumed)
+LIKELY_BYTES = 2**16  # of a footer: what is fetched first
+MOST_ROWS = 2**40  # of a row group: their sums fit into 64 bits
+MAGIC = b"PAR1"
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+# Bytes of a value in memory, at least, by its type in the file.
+WIDTHS = {
+    "BOOLEAN": 1,
+    "INT32": 4,
+    "FLOAT": 4,
+    "INT64": 8,
+    "DOUBLE": 8,
+    "INT96": 8,
+}
+Version = tuple[int, str]  # a file's size and, if its store has one, the mark of its content
+
+
+def short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+@dataclass
+class Source:
+    """Parquet files of one file system, and what a view of their rows needs to know."""
+
+    fs: Any
+    files: Sequence[str]
+    schema: Any = None  # the first file's, Arrow
+    groups: list[tuple[int, int, int]] = field(default_factory=list)  # file, number in it, rows
+    types: dict[str, Any] = field(default_factory=dict)  # of each column that all files have
+    refused: dict[str, str] = field(default_factory=dict)  # the other columns, and why
+    partitions: list[dict[str, Any]] = field(default_factory=list)  # {key: value} of each file
+    versions: list[Version] = field(default_factory=list)
+    footers: Path | None = None  # None: the files are local
+    large: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
+    fingerprint: str = ""
+
+    def check_memory(self, file: int, group: int, columns: Sequence[str]) -> None:
+        """Errors: DataError for a row group whose columns would take too much memory."""
+        size = sum(self.large.get((file, group), {}).get(name, 0) for name in columns)
+        if size > most_bytes():
+            raise DataError(
+                f"row group {group} of {self.files[file]} takes {size_text(size)} in memory, as "
+                f"its footer says, above a quarter of {size_text(host_memory())}; write smaller "
+                "row groups, or read fewer columns"
+            )
+
+
+def read_source(fs: Any, files: Sequence[str]) -> Source:
+    """Errors: DataError for a file that can't be reached, or is no Parquet."""
+    source = Source(fs, files, partitions=partitions_of(files))
+    schemas = []
+    identities: list[Any] = []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        source.versions = list(pool.map(partial(version_of, fs), files))
+        read_tails = partial(pool.map, partial(read_tail, fs), files, source.versions)
+        if is_local(fs):
+            tails = read_tails()
+        else:
+            facts = [address_of(fs, files[0]), *files, *source.versions]
+            source.footers = kept(read_tails, short_hash(repr(facts).encode()))
+            tails = (tail.as_py() for tail in open_kept(source.footers))
+        for number, tail in enumerate(tails):
+            schema, groups = content_of(fs, files[number], tail)
+            for group, (rows, columns) in enumerate(groups):
+                if rows:
+                    source.groups.append((number, group, rows))
+                if sum(columns.values()) > most_bytes():
+                    source.large[number, group] = columns
+            schemas.append(schema)
+            name = os.path.basename(files[number])
+            identity = (name, source.versions[number][0], hashlib.sha256(tail).hexdigest())
+            # Without partitions as before there were any, for the checkpoints of that time.
+            identities.append(identity + tuple(source.partitions[number].items()))
+    source.schema = schemas[0]
+    first = {column.name: str(column.type) for column in schemas[0]}
+    source.fingerprint = short_hash(repr([first, *identities]).encode())
+    source.types, source.refused = common_types(files, schemas, source.partitions)
+    return source
+
+
+def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
+    """Errors: DataError if the file can't be reached."""
+    if refresh:
+        fs.invalidate_cache(file)
+    try:
+        about = patiently(fs, file, partial(fs.info, file))
+    except FileNotFoundError as error:
+        raise DataError(f"{address_of(fs, file)} does not exist any more; put it back") from error
+    return about["size"], str(about.get("ETag") or about.get("etag") or "")
+
+
+def read_tail(fs: Any, file: str, version: Version) -> bytes:
+    """The footer as it is, with the file's last 8 bytes. Errors: DataError if there is none."""
+    size = version[0]
+    tail = fetch(fs, file, max(0, size - LIKELY_BYTES), size)
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if tail[-4:] != MAGIC or length > size:
+        raise no_parquet(fs, file, "its end is not a footer's")
+    if length > len(tail):
+        tail = fetch(fs, file, size - length, size - len(tail)) + tail
+    return tail[-length:]
+
+
+def content_of(fs: Any, file: str, tail: bytes) -> tuple[Any, list[tuple[int, dict[str, int]]]]:
+    """(Arrow schema; rows, and bytes of each column, of each row group), as a footer says.
+
+    Errors: DataError for a damaged one.
+    """
+    try:
+        metadata = parse(tail)
+        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        content = [(group.num_rows, bytes_of(group)) for group in groups]
+        if any(rows < 0 or rows > MOST_ROWS for rows, _ in content):
+            raise ValueError("a number of rows is negative, or above 2^40")
+        return metadata.schema.to_arrow_schema(), content
+    except Exception as error:  # of many types, in a forged one
+        raise no_parquet(fs, file, f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def parse(tail: bytes) -> Any:
+    """A footer's `pyarrow.parquet.FileMetaData`."""
+    return pq.read_metadata(pa.BufferReader(MAGIC + tail))
+
+
+def no_parquet(fs: Any, file: str, why: str) -> DataError:
+    where = address_of(fs, file)
+    return DataError(f"{where} can't be read as Parquet: {why}; download or write it again")
+
+
+def kept(read_tails: Callable[[], Iterator[bytes]], name: str) -> Path:
+    """The file in which this node keeps these footers; written if it is not there yet."""
+    import datasets
+    from filelock import FileLock
+
+    folder = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist_amp" / "footers"
+    path = folder / f"{name}.arrow"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f".{name}.lock"):
+            if not path.exists():
+                table = pa.table({"tail": pa.array(read_tails(), pa.large_binary())})
+                sink = pa.BufferOutputStream()
+                with pa.ipc.new_file(sink, table.schema) as writer:
+                    writer.write_table(table)
+                write_durably(path, sink.getvalue().to_pybytes())
+    except OSError as error:
+        raise Failure(
+            f"{folder} can't be written ({error.strerror}), where footers are kept; make room, or "
+            "set HF_DATASETS_CACHE"
+        ) from error
+    return path
+
+
+def open_kept(path: Path) -> Any:
+    """The footers in this file, which is mapped into memory: an Arrow column of bytes."""
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["tail"]
+
+
+def most_bytes() -> int:
+    """That one row group may take in memory."""
+    return host_memory() // 4
+
+
+def bytes_of(group: Any) -> dict[str, int]:
+    """{column: bytes in memory, at least} of a row group, as its footer says."""
+    sizes: dict[str, int] = {}
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        name = chunk.path_in_schema.partition(".")[0]
+        # A run of equal values takes next to nothing in the file.
+        decoded = chunk.num_values * WIDTHS.get(chunk.physical_type, 4)
+        sizes[name] = sizes.get(name, 0) + max(chunk.total_uncompressed_size, decoded)
+    return sizes
+
+
+def partitions_of(files: Sequence[str]) -> list[dict[str, Any]]:
+    """{key: value} of each file's folders key=value, as Hive writes them: integers or texts."""
+    partitions: list[dict[str, Any]] = []
+    for file in files:
+        pairs = [folder.partition("=") for folder in file.split("/")[:-1] if "=" in folder]
+        partitions.append({unquote(key): unquote(value) for key, _, value in pairs})
+    for key in {key for partition in partitions for key in partition}:
+        inside = [partition for partition in partitions if key in partition]
+        values = {partition[key] for partition in inside} - {NO_VALUE}
+        is_number = all(re.fullmatch(r"-?(0|[1-9]\d{0,17})", value) for value in values)
+        for partition in inside:
+            if partition[key] == NO_VALUE:
+                partition[key] = None
+            elif is_number:
+                partition[key] = int(partition[key])
+    return partitions
+
+
+def common_types(
+    files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """({column: its type in all files, the widest that loses nothing}, {other column: why})."""
+    distinct: dict[str, tuple[str, dict[str, Any]]] = {}  # of thousands of files
+    for file, schema, partition in zip(files, schemas, partitions, strict=True):
+        kinds = {key: pa.scalar(value).type for key, value in partition.items()}
+        kinds |= {column.name: column.type for column in schema}
+        distinct.setdefault(repr(kinds), (file, kinds))
+    types: dict[str, Any] = dict(next(iter(distinct.values()))[1])
+    refused: dict[str, str] = {}
+    for file, kinds in distinct.values():
+        for name in (types | kinds).keys() - refused.keys():
+            here = kinds.get(name)
+            before = types.get(name)
+            types[name] = widest(before, here)
+            if types[name] is None:
+                refused[name] = (
+                    f"column {name} is {here or 'missing'} in {file} and {before or 'missing'} in "
+                    f"{files[0]}; write the files with the same columns, or name those that have "
+                    "them in data.path"
+                )
+    return {name: kind for name, kind in types.items() if name not in refused}, refused
+
+
+def widest(one: Any, other: Any) -> Any:
+    """The Arrow type of the values of both; None if there is none, as of a missing column."""
+    if one is None or other is None or one == other:
+        return one if one == other else None
+    if pa.types.is_dictionary(one):
+        one = one.value_type
+    if pa.types.is_dictionary(other):
+        other = other.value_type
+    if is_text(one) != is_text(other) and pa.null() not in (one, other):
+        return None  # Arrow would make bytes of a text
+    schemas = [
+        pa.schema({"column": one}),
+        pa.schema({"column": other}),
+    ]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+
+
+def is_text(kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

@@ -1,0 +1,85 @@
+"""What a file may hold: forged ones crash the libraries that read it, or fill the memory.
+
+JSON that is nested too deeply overflows Arrow's stack; a small compressed file can expand without
+end.
+"""
+
+import re
+from contextlib import closing
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dist_amp.config.memory import host_memory, size_text
+from dist_amp.errors import DataError
+
+# Arrow's JSON reader needs some 1 KiB of stack per level: it crashed at 20,000, not at 5,000
+# (pyarrow 26, 8 MiB of stack; threads have less).
+MOST_NESTED = 1000
+# Text shrinks to a third to a tenth, logs of few different lines to a hundredth.
+MOST_EXPANDED = 100
+BLOCK = 2**20
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def check_file(
+    name: str, file: BinaryIO, size: int, compression: str | None, is_json: bool
+) -> None:
+    """Read a file, as it is stored, in blocks. Errors: DataError for what no library must read.
+
+    compression: fsspec's name of it.
+    """
+    if compression is None and not is_json:
+        return
+    nesting = Nesting()
+    expanded = 0
+    with closing(decompressed(file, compression)) as content:
+        while block := content.read(BLOCK):
+            expanded += len(block)
+            if expanded > max(MOST_EXPANDED * size, host_memory() // 4):
+                raise DataError(
+                    f"{name} has {size_text(size)} and expands to more than {size_text(expanded)}, "
+                    f"{MOST_EXPANDED} times as much and a quarter of the memory; if that is right, "
+                    "give it decompressed"
+                )
+            if is_json and nesting.add(block) > MOST_NESTED:
+                raise DataError(
+                    f"{name} has JSON that is nested more than {MOST_NESTED} levels deep, in its "
+                    f"first {size_text(expanded)}; remove that row"
+                )
+
+
+def decompressed(file: BinaryIO, compression: str | None) -> Any:
+    from fsspec.compression import compr
+
+    return compr[compression](file, mode="rb") if compression else file
+
+
+class Nesting:
+    """How deeply JSON is nested, block by block; strings don't count, wherever a block ends."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.is_in_string = False
+        self.rest = b""  # a backslash at a block's end
+
+    def add(self, block: bytes) -> int:
+        """The deepest level in this block."""
+        block = self.rest + block
+        self.rest = b""
+        if (len(block) - len(block.rstrip(b"\\"))) % 2:
+            self.rest = block[-1:]
+            block = block[:-1]
+        if self.is_in_string:
+            block = b'"' + block
+        # The last quote ends a string that is open, or else is left over.
+        block = STRING.sub(b"", block + b'"')
+        self.is_in_string = not block.endswith(b'"')
+        brackets = np.frombuffer(block.translate(None, NOT_BRACKETS), np.uint8)
+        # [ is 91 and ] 93, { is 123 and } 125.
+        depths = self.depth + np.where((brackets & 2) != 0, 1, -1).cumsum()
+        if not len(depths):
+            return self.depth
+        self.depth = max(0, int(depths[-1]))
+        return int(depths.max())

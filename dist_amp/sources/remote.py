@@ -1,0 +1,165 @@
+"""Files at an address: ranges of their bytes, repeated over faults that pass; causes in words."""
+
+import io
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from dist_amp.errors import DataError, first_line
+
+log = logging.getLogger(__name__)
+OUTAGE_SECONDS = 120.0  # that are waited for a store; below run.timeout_seconds
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 8.0
+CHECK = "check the network and the address, then start again"
+# Errors that another try does not change.
+LASTING = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+
+
+def fetch(fs: Any, path: str, start: int, end: int) -> bytes:
+    """Bytes [start, end) of a file, all of them.
+
+    Errors: DataError with the cause, at once if it lasts, else after OUTAGE_SECONDS of tries.
+    """
+    return patiently(fs, path, partial(fetch_once, fs, path, start, end))
+
+
+def fetch_once(fs: Any, path: str, start: int, end: int) -> bytes:
+    # By name: a file system may have other arguments between, such as S3's version_id.
+    content = fs.cat_file(path, start=start, end=end)
+    if len(content) != end - start:
+        raise OSError(f"{len(content)} bytes came in place of {end - start}")
+    return content
+
+
+def patiently(fs: Any, path: str, call: Callable[[], Any]) -> Any:
+    """call(), which reads this file or folder, repeated while its error may pass.
+
+    Errors: DataError with the cause; FileNotFoundError as it is.
+    """
+    start = time.monotonic()
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each file system has errors of its own
+            left = OUTAGE_SECONDS - (time.monotonic() - start)
+            if is_lasting(fs, error) or left < pause:
+                raise unreachable(fs, path, error) from error
+            log.warning(
+                "warning: %s can't be reached: %s; trying again for %.0f s",
+                address_of(fs, path),
+                first_line(error) or type(error).__name__,
+                left,
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def is_local(fs: Any) -> bool:
+    return "file" in fs.protocol
+
+
+def is_lasting(fs: Any, error: Exception) -> bool:
+    return is_local(fs) or isinstance(error, LASTING) or lacks_credentials(error)
+
+
+def unreachable(fs: Any, path: str, error: BaseException) -> DataError:
+    cause = access_problem(fs, error) or f"{type(error).__name__}: {first_line(error)}; {CHECK}"
+    return DataError(f"{address_of(fs, path)} can't be read: {cause}")
+
+
+def address_of(fs: Any, path: str) -> str:
+    if is_local(fs):
+        return path
+    return str(fs.unstrip_protocol(path))
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def lacks_credentials(error: BaseException) -> bool:
+    return any("Credential" in type(cause).__name__ for cause in causes_of(error))
+
+
+def access_problem(fs: Any, error: BaseException) -> str:
+    """Why a store did not give a file, and what to do; "" if that is not the error's cause."""
+    if is_local(fs):
+        return ""
+    fix = "check the credentials, and what they may read"
+    if "s3" in fs.protocol and "AWS_ACCESS_KEY_ID" not in os.environ:
+        fix = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    for cause in causes_of(error):
+        line = first_line(cause)
+        kind = type(cause)
+        if lacks_credentials(cause):
+            return f"no credentials ({line}); {fix}"
+        if "bucket does not exist" in line:
+            return f"there is no such bucket ({line}); check its name in data.path"
+        if isinstance(cause, PermissionError):
+            return f"403 Forbidden ({line}); {fix}"
+        if isinstance(cause, FileNotFoundError):
+            return f"it does not exist ({line}); check data.path"
+        is_of_network = kind.__module__.partition(".")[0] in ("aiohttp", "botocore")
+        if is_of_network or isinstance(cause, (ConnectionError, TimeoutError)):
+            return f"{kind.__name__}: {line}; {CHECK}"
+    return ""
+
+
+class RangeFile(io.RawIOBase):
+    """A file to read, of which exactly the ranges that are asked for are fetched."""
+
+    def __init__(self, fs: Any, path: str, size: int):
+        self.fs = fs
+        self.path = path
+        self.size = size
+        self.position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_SET:
+            self.position = offset
+        elif whence == os.SEEK_CUR:
+            self.position += offset
+        else:
+            self.position = self.size + offset
+        return self.position
+
+    def read(self, size: int = -1) -> bytes:
+        end = self.size
+        if size >= 0:
+            end = min(self.position + size, self.size)
+        if end <= self.position:
+            return b""
+        content = fetch(self.fs, self.path, self.position, end)
+        self.position = end
+        return content

@@ -1,0 +1,302 @@
+"""Data on object storage: which bytes and requests it takes, what it survives, and causes by name.
+
+The tests of faults run on a real S3 server (moto) and need the extra `engines`.
+"""
+
+import importlib.util
+import io
+import logging
+import re
+import threading
+import time
+from collections import Counter
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from s3_server import s3_server
+
+from dist_amp.errors import DataError
+from dist_amp.settings import DataConfig
+from dist_amp.sources import remote
+from dist_amp.sources.load import load_split
+from dist_amp.sources.parquet import open_parquet
+
+needs_s3 = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("s3fs", "moto", "flask"))),
+    reason="needs s3fs and moto: bash tests/engines.sh",
+)
+GROUP_ROWS = 1000
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache" / "datasets"))
+
+
+def parquet_bytes(groups=4, rows=GROUP_ROWS, seed=0):
+    """A file with an `index`, and a column `image` that is much larger and never read."""
+    numbers = np.random.default_rng(seed)
+    sink = io.BytesIO()
+    schema = pa.schema({"index": pa.int64(), "text": pa.string(), "image": pa.binary()})
+    with pq.ParquetWriter(sink, schema, compression="none", use_dictionary=False) as writer:
+        for group in range(groups):
+            index = range(group * rows, (group + 1) * rows)
+            text = [numbers.bytes(16).hex() for _ in index]
+            image = [numbers.bytes(200) for _ in index]
+            columns = {"index": list(index), "text": text, "image": image}
+            writer.write_table(pa.table(columns, schema=schema))
+    return sink.getvalue()
+
+
+def column_bytes(content, name="text"):
+    """The compressed bytes of a column of the first row group."""
+    group = pq.read_metadata(io.BytesIO(content)).row_group(0)
+    chunks = (group.column(number) for number in range(group.num_columns))
+    return next(c.total_compressed_size for c in chunks if c.path_in_schema == name)
+
+
+class Counted(MemoryFileSystem):
+    """Memory that counts, as a store on the network bills it; `broken` changes what is read."""
+
+    protocol = "counted"
+
+    def cat_file(self, path, version_id=None, start=None, end=None):
+        assert version_id is None, "S3's second argument"
+        content = Counted.broken(super().cat_file(path, start=start, end=end))
+        Counted.requests["GET"] += 1
+        Counted.fetched[path] += len(content)
+        return content
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    empty = {"store": {}, "pseudo_dirs": [""], "requests": Counter(), "fetched": Counter()}
+    for name, value in {**empty, "broken": staticmethod(bytes)}.items():
+        monkeypatch.setattr(Counted, name, value, raising=False)
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    return fsspec.filesystem("counted")
+
+
+def text_of(fs, files, streams=1):
+    return open_parquet(fs, files, DataConfig(streams=streams)).select_columns("text")
+
+
+# ---- bytes and requests ----
+
+
+def test_random_row_groups_fetch_the_bytes_of_their_columns_alone(counted):
+    """24 groups: their columns' bytes, and what lies between two ranges that Arrow joins."""
+    content = parquet_bytes(groups=48)
+    counted.pipe("/bucket/a.parquet", content)
+    rows = text_of(counted, ["/bucket/a.parquet"])
+    counted.fetched.clear()
+    counted.requests.clear()
+    for group in np.random.default_rng(0).permutation(48)[:24].tolist():
+        assert re.fullmatch(r"[0-9a-f]{32}", rows[group * GROUP_ROWS]["text"])
+    # Up to 8 KiB, Arrow's hole_size_limit, may be read beside a range.
+    assert counted.fetched.total() <= 24 * (column_bytes(content) + 2**13)
+    assert counted.requests["GET"] == 24
+
+
+def test_a_node_fetches_footers_once(counted):
+    files = [f"/bucket/{number}.parquet" for number in range(5)]
+    for number, file in enumerate(files):
+        counted.pipe(file, parquet_bytes(groups=2, rows=10, seed=number))
+    first = text_of(counted, files)
+    assert counted.requests["GET"] == 5
+    second = text_of(counted, files)  # another rank, or the validation split
+    assert counted.requests["GET"] == 5
+    assert (list(second), second.fingerprint) == (list(first), first.fingerprint)
+    counted.pipe(files[2], parquet_bytes(groups=3, rows=10))
+    assert len(text_of(counted, files)) == len(first) + 10, "a changed file is noticed"
+
+
+def test_a_long_footer_is_fetched_whole(counted):
+    sink = io.BytesIO()
+    pq.write_table(pa.table({f"column_{number}": [1] for number in range(2000)}), sink)
+    counted.pipe("/bucket/wide.parquet", sink.getvalue())
+    rows = open_parquet(counted, ["/bucket/wide.parquet"], DataConfig(streams=1))
+    assert rows.select_columns("column_1999")[0] == {"column_1999": 1}
+
+
+# ---- what is not silently wrong ----
+
+
+def test_an_answer_that_is_too_short_is_asked_for_again(counted, monkeypatch, caplog):
+    content = parquet_bytes()
+    counted.pipe("/bucket/a.parquet", content)
+    rows = text_of(counted, ["/bucket/a.parquet"])
+    expected = list(rows)
+    cut = iter([True, False] * 100)
+    monkeypatch.setattr(Counted, "broken", lambda data: data[:-1] if next(cut) else data)
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.0)
+    rows = text_of(counted, ["/bucket/a.parquet"])
+    assert list(rows) == expected
+    size = column_bytes(content)
+    said = f"counted:///bucket/a.parquet can't be reached: {size - 1} bytes came in place of {size}"
+    assert any(f"warning: {said}; trying again for 120 s" == text for text in caplog.messages)
+
+
+@pytest.mark.bad_input("a store that does not answer for two minutes")
+def test_an_outage_without_end_ends_with_its_cause(counted, monkeypatch):
+    counted.pipe("/bucket/a.parquet", parquet_bytes())
+    rows = text_of(counted, ["/bucket/a.parquet"])
+
+    def refuse(content):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(Counted, "broken", refuse)
+    monkeypatch.setattr(remote, "OUTAGE_SECONDS", 0.0)
+    text = (
+        "counted:///bucket/a.parquet can't be read: ConnectionRefusedError: .*Connection refused; "
+        "check the network and the address, then start again"
+    )
+    with pytest.raises(DataError, match=text):
+        rows[0]
+
+
+@pytest.mark.bad_input("a Parquet file that is replaced while a run reads it")
+def test_a_file_that_changes_between_its_footer_and_its_rows_is_named(counted, tmp_path):
+    local = fsspec.filesystem("file")
+    for fs, file in ((counted, "/bucket/a.parquet"), (local, str(tmp_path / "a.parquet"))):
+        fs.pipe(file, parquet_bytes())
+        rows = text_of(fs, [file])
+        fs.pipe(file, parquet_bytes(groups=5))
+        with pytest.raises(DataError, match=r"a.parquet has changed since the run started; put"):
+            rows[0]
+        fs.rm(file)
+        with pytest.raises(DataError, match=r"a.parquet does not exist any more; put it back"):
+            rows[0]
+
+
+# ---- a real S3 server ----
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    with s3_server() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        yield server
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def rows_at(path, **settings):
+    data = DataConfig(path=path, validation_split="train", **settings)
+    return load_split(data, "train")
+
+
+def view_at(path):
+    return rows_at(path, view="parquet", streams=1).select_columns("text")
+
+
+@needs_s3
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("fault", ["", "500", "503", "reset", "truncate", "slow"])
+def test_the_view_reads_s3_and_survives_its_faults(s3, fault):
+    content = parquet_bytes()
+    s3.put("bucket/corpus/part-0.parquet", content)
+    s3.put("bucket/corpus/part-1.parquet", parquet_bytes(seed=1))
+    s3.faults = [fault] * 3
+    rows = view_at("s3://bucket/corpus")
+    s3.faults = [fault, "", fault, ""] * 8
+    s3.fetched = 0
+    expected = pq.read_table(io.BytesIO(content), columns=["text"])["text"].to_pylist()
+    assert [rows[n]["text"] for n in range(len(expected))] == expected
+    if fault == "":
+        assert s3.fetched <= 4 * (column_bytes(content) + 2**13)
+
+
+@needs_s3
+@pytest.mark.slow
+def test_an_outage_of_45_seconds_is_survived_and_said(s3, caplog):
+    s3.put("bucket/a.parquet", parquet_bytes())
+    rows = view_at("s3://bucket/a.parquet")
+    timer = threading.Timer(45, setattr, (s3, "every", ""))
+    s3.every = "reset"
+    timer.start()
+    start = time.monotonic()
+    assert len(rows[0]["text"]) == 32
+    assert time.monotonic() - start > 44, "the outage was real"
+    said = r"warning: s3://bucket/a.parquet can't be reached: .+; trying again for \d+ s"
+    assert len([text for text in caplog.messages if re.fullmatch(said, text)]) >= 2
+
+
+CAUSES = [
+    ("403", "403 Forbidden (", "check the credentials, and what they may read"),
+    ("no credentials", "no credentials (", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+    ("no bucket", "there is no bucket nowhere", "check the name"),
+]
+
+
+@needs_s3
+@pytest.mark.slow
+@pytest.mark.bad_input("an S3 address without credentials, without permission or without a bucket")
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "rows.txt", "*.parquet"])
+@pytest.mark.parametrize(("problem", "cause", "fix"), CAUSES)
+def test_a_read_that_fails_has_its_cause_and_what_to_do(s3, monkeypatch, problem, cause, fix, name):
+    if problem == "403":
+        s3.every = "403"
+    if problem == "no credentials":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(DataError) as caught:
+        rows_at(f"s3://nowhere/{name}")
+    message = str(caught.value)
+    assert re.search(
+        f"s3://nowhere/{re.escape(name)}(:| can't be read:) {re.escape(cause)}", message
+    )
+    assert fix in message
+
+
+@needs_s3
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "rows.txt"])
+def test_a_failed_read_of_what_is_converted_has_its_cause(s3, name):
+    s3.put(f"bucket/{name}", b'{"text": "one"}\n')
+    s3.faults = ["403"] * 50
+    text = f"data.path=s3://bucket/{name}.*: 403 Forbidden .*; check the cred"
+    with pytest.raises(DataError, match=text):
+        rows_at(f"s3://bucket/{name}", view="map")
+    s3.faults = ["500"]
+    if name != "rows.parquet":
+        s3.put(f"bucket/{name}", b'{"text": "two"}\n')
+        (row,) = rows_at(f"s3://bucket/{name}", view="map")
+        assert "two" in row["text"]
+        s3.put(f"bucket/{name}", b'{"text": "six"}\n')
+        fsspec.filesystem("s3").invalidate_cache()
+        (row,) = rows_at(f"s3://bucket/{name}", view="map")
+        assert "six" in row["text"], "a changed object is not taken from the cache"
+
+
+@needs_s3
+@pytest.mark.slow
+def test_thousands_of_files_take_few_requests_beside_a_get_for_each_footer(s3):
+    content = parquet_bytes(groups=1, rows=1)
+    for number in range(FILES := 2100):
+        s3.put(f"bucket/corpus/{number:04}.parquet", content)
+    s3.put("bucket/corpus/", b"")  # the marker of a folder
+    s3.put("bucket/corpus/_SUCCESS", b"")
+    s3.requests.clear()
+    rows = view_at("s3://bucket/corpus")
+    assert len(rows) == FILES
+    assert s3.requests["GET"] == FILES
+    # Pages of 1,000 files, and what tells a folder from a file.
+    assert s3.requests["LIST"] <= 6
+    assert s3.requests["HEAD"] <= 2
+    view_at("s3://bucket/corpus")
+    assert s3.requests["GET"] == FILES
