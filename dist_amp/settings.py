@@ -101,6 +101,8 @@ class DataConfig(SourceConfig):
     """A mixture, in place of a name or path: a table data.sources.NAME per source, with the keys
     above and a weight.
     """
+    max_repeats: Count = 20
+    """Warn of a source of a mixture whose rows come more often than this in an epoch."""
     view: Literal["auto", "parquet", "map"] = "auto"
     """parquet: read Parquet files by row group; map: convert files once into a memory-mapped
     dataset; auto: map, but Parquet files of more than 4 GiB by row group.
@@ -359,7 +361,7 @@ class Config:
 FREE_TO_CHANGE = (
     *("run.", "eval.", "checkpoint.", "metrics.", "debug.", "compile."),
     *("data.name", "data.path", "data.format", "data.split", "data.validation_split"),
-    *("data.tokenizer", "data.workers", "data.view", "data.streams"),
+    *("data.tokenizer", "data.workers", "data.view", "data.streams", "data.max_repeats"),
     *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
     *("parallel.activation_checkpointing", "parallel.cpu_offload"),
     *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),

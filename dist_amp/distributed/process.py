@@ -95,6 +95,12 @@ def configure_logging(rank: int) -> None:
         logger.addHandler(handler)
 
 
+def warn(text: str) -> None:
+    """Print a warning on rank 0: the other ranks' log shows errors alone."""
+    if logging.getLogger("dist_amp").isEnabledFor(logging.WARNING):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def hide_progress_bars() -> None:
     """Switch off the bars of the `datasets` library, unless the user has set its variable."""
     hidden = os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1") == "1"

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import sys
 from functools import partial
 from typing import Any
 
@@ -129,9 +128,3 @@ def held_out_part(rows: Any, split: str, share: float) -> Any:
     parts = rows.train_test_split(test_size=share, seed=0)
     name = "train" if split == "train" else "test"
     return parts[name]
-
-
-def warn(text: str) -> None:
-    """Print a warning on rank 0: the other ranks' log shows errors alone."""
-    if log.isEnabledFor(logging.WARNING):
-        print(f"warning: {text}", file=sys.stderr, flush=True)

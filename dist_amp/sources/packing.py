@@ -14,10 +14,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.plan import epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
-from dist_amp.sources.load import warn
 from dist_amp.sources.token_shards import IGNORE_INDEX
 
 log = logging.getLogger(__name__)

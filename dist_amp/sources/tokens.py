@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.loading.loader import load
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import RowEncoder, are_chats, check_rows
-from dist_amp.sources.load import load_rows, warn
+from dist_amp.sources.load import load_rows
 from dist_amp.sources.token_shards import (
     FORMAT,
     IGNORE_INDEX,
