@@ -124,6 +124,13 @@ class DataConfig(SourceConfig):
     """Length-bucketing window in steps: batches are formed from samples of similar length within
     it, which saves padding; off: no bucketing.
     """
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """What to do with a sample that can't be read, augmented or collated. stop: end the run; skip:
+    leave it out, and list it in RUN/bad_samples/.
+    """
+    max_bad_samples: Count | Annotated[float, Range(above=0, below=1)] = 100
+    """on_bad_sample=skip: end the run if an epoch has more bad samples; below 1: a share of them.
+    """
     workers: Annotated[int, Range(low=0)] = 0
     """Loader processes per rank; 0: batches are prepared in the training process."""
     shuffle: bool = True
@@ -362,6 +369,7 @@ FREE_TO_CHANGE = (
     *("run.", "eval.", "checkpoint.", "metrics.", "debug.", "compile."),
     *("data.name", "data.path", "data.format", "data.split", "data.validation_split"),
     *("data.tokenizer", "data.workers", "data.view", "data.streams", "data.max_repeats"),
+    *("data.on_bad_sample", "data.max_bad_samples"),
     *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
     *("parallel.activation_checkpointing", "parallel.cpu_offload"),
     *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),
