@@ -190,9 +190,7 @@ def rows_of_tables(files: Files, paths: list[str]) -> Any:
             read_table(files, table, set(paths), rows)
         except (csv.Error, UnicodeDecodeError) as error:
             address = files.address(table)
-            raise DataError(
-                f"{address} can't be read as CSV: {error}; write it as UTF-8"
-            ) from error
+            raise DataError(f"{address} can't be read as CSV: {error}; write it as UTF-8") from None
     without = [path for path in paths if path not in rows]
     if without:
         raise DataError(
