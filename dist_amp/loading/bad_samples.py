@@ -42,37 +42,49 @@ class SkippingFetch(Fetch):
         batch = super().__getitem__(shard)
         if not isinstance(batch, DataError):
             return batch
-        alone = {index: self._batch_of(shard, index) for index in shard.indices}
-        errors = {index: str(one) for index, one in alone.items() if isinstance(one, DataError)}
-        good = [index for index in alone if index not in errors]
+        good: list[int] = []
+        errors: dict[int, str] = {}
+        for index in shard.indices:
+            alone = self._batch_of(shard, index)
+            if isinstance(alone, DataError):
+                errors[index] = str(alone)
+            else:
+                good.append(index)
         batch = self._batch_of(shard, *good)
         is_alone = len(good) == 1 < len(shard.indices)  # so that nothing tells whether it fits
         if is_alone or (good and isinstance(batch, DataError)):
             errors |= self._odd_ones(shard, good)
             good = [index for index in good if index not in errors]
             batch = self._batch_of(shard, *good)
-        if good:
-            return Rest(batch, replace(shard, indices=tuple(good)), errors)
-        return self._padding(shard, errors)
+        if not good:
+            return self._padding(shard, errors)
+        return Rest(batch, replace(shard, indices=tuple(good)), errors)
 
     def _batch_of(self, shard: Shard, *indices: int) -> Any:
         return super().__getitem__(replace(shard, indices=indices))
 
     def _odd_ones(self, shard: Shard, indices: Sequence[int]) -> dict[int, str]:
         """{sample: error} of those that do not make a batch with most others of the dataset."""
-        length = len(self.dataset)
-        spread = {number * (length - 1) // (WITNESSES - 1) for number in range(WITNESSES)}
+        voters = list(indices)
+        last = len(self.dataset) - 1
+        for number in range(WITNESSES):
+            witness = number * last // (WITNESSES - 1)
+            if witness not in voters:
+                voters.append(witness)
         groups: list[list[int]] = []
-        for index in [*indices, *sorted(spread.difference(indices))]:
-            pairs = (self._batch_of(shard, group[0], index) for group in groups)
-            fits = [not isinstance(pair, DataError) for pair in pairs]
-            if any(fits):
-                groups[fits.index(True)].append(index)
+        for index in voters:
+            for group in groups:
+                if not isinstance(self._batch_of(shard, group[0], index), DataError):
+                    group.append(index)
+                    break
             else:
                 groups.append([index])
         most = max(groups, key=len)
-        odd = [index for index in indices if index not in most]
-        return {index: str(self._batch_of(shard, most[0], index)) for index in odd}
+        errors = {}
+        for index in indices:
+            if index not in most:
+                errors[index] = str(self._batch_of(shard, most[0], index))
+        return errors
 
     def _padding(self, shard: Shard, errors: Mapping[int, str]) -> Any:
         """Some other sample, to run the same steps on. Ever further away: files may be damaged."""
@@ -118,24 +130,27 @@ class BadSamples:
         """
         if is_new and data is self.training and not self._is_continued:
             self._continue()
-        kept = []
+        good_batches = []
+        good_shards = []
         for batch, shard in zip(batches, shards, strict=True):
             if isinstance(batch, Rest):
                 if is_new and shard.counts:  # else another rank has these samples
                     self._list(data, batch.errors)
-                kept.append((batch.batch, batch.shard))
-            else:
-                kept.append((batch, shard))
-        return [batch for batch, _ in kept], [shard for _, shard in kept]
+                shard = batch.shard
+                batch = batch.batch
+            good_batches.append(batch)
+            good_shards.append(shard)
+        return good_batches, good_shards
 
     def _list(self, data: Any, errors: Mapping[int, str]) -> None:
         epoch = 0  # an evaluation takes the same samples each time
         if data is self.training:
             epoch = (data.position - 1) // data.plan.length
         for index, error in errors.items():
-            if (data.split, epoch, index) in self.seen:
+            key = (data.split, epoch, index)
+            if key in self.seen:
                 continue
-            self.seen.add((data.split, epoch, index))
+            self.seen.add(key)
             entry = {
                 "split": data.split,
                 "sample": index,
@@ -168,23 +183,30 @@ class BadSamples:
         self._is_continued = True
         for path in sorted(self.folder.glob("rank*.jsonl")):
             # Those of ranks that are no longer there are shared out.
-            if int(path.stem.removeprefix("rank")) % self.world.world_size != self.world.rank:
-                continue
-            kept = ""
-            for line in path.read_text(errors="replace").splitlines():
-                with suppress(ValueError, LookupError, TypeError):  # of a torn line
-                    entry = json.loads(line)
-                    if entry["samples_seen"] < self.training.position:
-                        self.seen.add((entry["split"], entry["epoch"], entry["sample"]))
-                        kept += f"{line}\n"
-            write_durably(path, kept)
+            number = int(path.stem.removeprefix("rank"))
+            if number % self.world.world_size == self.world.rank:
+                self._continue_file(path)
+
+    def _continue_file(self, path: Path) -> None:
+        kept = ""
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError, LookupError, TypeError):  # of a torn line
+                entry = json.loads(line)
+                if entry["samples_seen"] < self.training.position:
+                    key = (entry["split"], entry["epoch"], entry["sample"])
+                    self.seen.add(key)
+                    kept += f"{line}\n"
+        write_durably(path, kept)
 
     def _write(self) -> None:
         """Append what is not written yet; what a full disk refuses is written later."""
-        lines = "".join(f"{json.dumps(entry)}\n" for entry in self._unwritten)
+        lines = ""
+        for entry in self._unwritten:
+            lines += f"{json.dumps(entry)}\n"
+        path = self.folder / f"rank{self.world.rank:05d}.jsonl"
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / f"rank{self.world.rank:05d}.jsonl").open("a") as file:
+            with path.open("a") as file:
                 file.write(lines)
             self._unwritten = []
 
@@ -200,7 +222,9 @@ class BadSamples:
         total, in_epoch = self.world.gather(counts).sum(0).tolist()
         if total > self._reported:
             self._reported = total
-            self.world.warn(f"skipped {total:,} bad samples since step 0; {self.folder} lists them")
+            self.world.warn(
+                f"bad samples skipped since step 0: {total:,}; {self.folder} lists them"
+            )
         self._check(data, in_epoch, f"{self.folder} lists them")
         if self.world.is_main:
             return {"train/skipped_samples": total}

@@ -198,17 +198,17 @@ def rows_of_tables(files: Files, paths: list[str]) -> Any:
             f"({len(without):,} have none); add one, or remove the image"
         )
     names = list(rows[paths[0]])
-    columns: dict[str, list[Any]] = {"image": [files.address(path) for path in paths]}
-    features: dict[str, Any] = {"image": NamedImage()}
+    columns: dict[str, list[Any]] = {}
     for name in names:
         columns[name] = typed([rows[path][name] for path in paths])
+    images = [files.address(path) for path in paths]
+    everything = datasets.Dataset.from_dict({"image": images, **columns})
+    everything = everything.cast_column("image", NamedImage())
+    for name in names:
         label = name == "label" or len(names) == 1
         if label and isinstance(columns[name][0], str):
-            features[name] = datasets.ClassLabel(names=sorted(set(columns[name])))
-            columns[name] = features[name].str2int(columns[name])
-        else:
-            features[name] = datasets.Dataset.from_dict({name: columns[name]}).features[name]
-    everything = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+            classes = sorted(set(columns[name]))
+            everything = everything.cast_column(name, datasets.ClassLabel(names=classes))
     splits = datasets.DatasetDict()
     first = 0
     for split, inside in files.splits.items():
@@ -228,33 +228,47 @@ def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[s
         reader = csv.DictReader(file, strict=True)
         names = [name.strip() for name in reader.fieldnames or ()]
         reader.fieldnames = names
-        key = next((name for name in ("file_name", "file") if name in names), "")
-        others = [name for name in names if name != key]
-        if not key or not others or len({*names, "image"}) != len(names) + 1:
-            raise DataError(
-                f"{address} has the columns {', '.join(names) or 'none'}; it needs file or "
-                "file_name, then label, separated by commas, each once, and none named image"
-            )
-        expected = next(iter(rows.values()), dict.fromkeys(others))
-        if expected.keys() != set(others):
-            raise DataError(
-                f"{address} has the columns {', '.join(others)}, and another table beside images "
-                f"{', '.join(expected)}; write the same ones"
-            )
+        key, label = columns_of_table(address, names)
         for row in reader:
             where = f"{address}, line {reader.line_num}"
             if None in row or None in row.values():
                 raise DataError(f"{where} has more or fewer values than the {len(names)} columns")
-            name = row.pop(key).strip()
-            path = posixpath.normpath(posixpath.join(posixpath.dirname(table), name))
+            values = {column: text.strip() for column, text in row.items()}
+            name = values.pop(key)
+            path = posixpath.join(posixpath.dirname(table), name)
+            path = posixpath.normpath(path)
             if path not in paths:
                 raise DataError(f"{where} names {name!r}, which is no image that is there")
             if path in rows:
                 raise DataError(f"{where} names {name}, which has a row already; remove one")
-            rows[path] = {column: row[column].strip() for column in others}
-            label = "label" if "label" in others else others[0]
-            if not rows[path][label] and (label == "label" or len(others) == 1):
+            if not values.get(label, "unknown"):
                 raise DataError(f"{where} has no {label} for {name}; write one, or remove both")
+            rows[path] = values
+            first = next(iter(rows.values()))
+            if first.keys() != values.keys():
+                raise DataError(
+                    f"{address} has the columns {', '.join(values)}, and another table beside "
+                    f"images {', '.join(first)}; write the same ones"
+                )
+
+
+def columns_of_table(address: str, names: list[str]) -> tuple[str, str]:
+    """(the column of files, that of labels; "" if it is not known)."""
+    key = ""
+    for name in ("file", "file_name"):
+        if name in names:
+            key = name
+    others = set(names) - {key}
+    if not key or not others or "image" in others or len(others) + 1 < len(names):
+        raise DataError(
+            f"{address} has the columns {', '.join(names) or 'none'}; it needs file or "
+            "file_name, then label, separated by commas, each once, and none named image"
+        )
+    if "label" in others:
+        return key, "label"
+    if len(others) == 1:
+        return key, others.pop()
+    return key, ""
 
 
 def typed(texts: list[str]) -> list[Any]:
@@ -274,6 +288,8 @@ def not_loaded(source: str, error: Exception, fix: str) -> Failure:
         )
     cause = error.__cause__ or error  # the library wraps the error in a general one
     text = " ".join(str(cause).split()) or type(cause).__name__
+    if isinstance(cause, StopIteration):
+        text = "it has no rows"
     if "scripts are no longer supported" in text:
         fix = "convert it to Parquet with datasets below 4, and set data.path to the files"
     return DataError(f"{source} could not be loaded: {text:.400}; {fix}")

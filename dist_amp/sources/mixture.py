@@ -128,10 +128,10 @@ class MixedLengths:
 
     def __init__(self, mixture: Mixture):
         self.mixture = mixture
-        self.of_source = {
-            index: numpy.asarray(mixture.sources[index].lengths, numpy.int64)
-            for index in numpy.flatnonzero(mixture.counts).tolist()
-        }
+        self.of_source = {}
+        for index in numpy.flatnonzero(mixture.counts).tolist():
+            lengths = mixture.sources[index].lengths
+            self.of_source[index] = numpy.asarray(lengths, numpy.int64)
 
     def __len__(self) -> int:
         return len(self.mixture)
@@ -189,28 +189,31 @@ def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
     """
     # As they are written: 0.1 is a tenth.
     exact = [Fraction(str(weight)) for weight in weights.values()]
-    shares = [weight / sum(exact) for weight in exact]
+    total = sum(exact)
+    shares = [weight / total for weight in exact]
     counts = counts_in_block(weights)
     if all(counts):
         blocks = max(-(-size // count) for size, count in zip(sizes, counts, strict=True))
         block = sum(counts)
-        both = zip(counts, shares, strict=True)
-        if all(abs(count - block * share) * blocks < 1 for count, share in both):
+        errors = [count - block * share for count, share in zip(counts, shares, strict=True)]
+        if max(map(abs, errors)) * blocks < 1:
             return counts
-    rows = {
-        name: math.ceil(size / share)
-        for name, size, share in zip(weights, sizes, shares, strict=True)
-    }
-    longest = max(rows, key=lambda name: rows[name])
-    length = rows[longest]
-    if length > LONGEST_EPOCH:
-        raise ConfigError(
-            f"data.sources.{longest}.weight={weights[longest]:g} is too small: to read its rows "
-            f"once takes {length:.1e} of the mixture; raise it, or remove the source"
-        )
-    counts = [math.floor(length * share) for share in shares]
-    remainders = [length * share - count for share, count in zip(shares, counts, strict=True)]
-    largest_first = sorted(range(len(counts)), key=lambda index: -remainders[index])
+    length = 0
+    for name, size, share in zip(weights, sizes, shares, strict=True):
+        rows = math.ceil(size / share)
+        if rows > LONGEST_EPOCH:
+            raise ConfigError(
+                f"data.sources.{name}.weight={weights[name]:g} is too small: to read its rows once "
+                f"takes {rows:.1e} of the mixture; raise it, or remove the source"
+            )
+        length = max(length, rows)
+    counts = []
+    remainders = []
+    for share in shares:
+        count = math.floor(length * share)
+        counts.append(count)
+        remainders.append(length * share - count)
+    largest_first = sorted(range(len(counts)), key=remainders.__getitem__, reverse=True)
     for index in largest_first[: length - sum(counts)]:
         counts[index] += 1
     return counts
@@ -274,9 +277,10 @@ def describe(mixture: Mixture, max_repeats: int) -> None:
     """Log shares and repeats; warn of a source that an epoch repeats too often."""
     times = mixture.blocks * mixture.counts / mixture.sizes
     longest = mixture.names[times.argmin()]
-    for name, size, count, often in zip(
-        mixture.names, mixture.sizes, mixture.counts, times, strict=True
-    ):
+    for index, name in enumerate(mixture.names):
+        size = mixture.sizes[index]
+        count = mixture.counts[index]
+        often = times[index]
         log.info(
             f"data: {name}: {size:,} rows, {100 * count / mixture.block:.4g}% of rows, "
             f"{often:.2f} times each"
