@@ -62,6 +62,7 @@ class Batches:
         self.split = split
         self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
         self.on_evaluate: Callable[[int, int], Any] = lambda done, steps: None
+        self.bad_samples: Any = None  # a BadSamples, which leaves them out
         self._clock = clock or PhaseClock()
         self._count_tokens: Callable[[Any], int] = lambda batch: 0
         if split == "training" and hasattr(task, "tokens"):
@@ -83,11 +84,13 @@ class Batches:
         position, shards = next(self._steps)
         with self._clock.phase("data"):
             batches = [self._receive() for _ in shards]
+        self.position = position
+        if self.bad_samples is not None:
+            batches, shards = self.bad_samples.leave_out(self, batches, shards, is_new=True)
         for batch, shard in zip(batches, shards, strict=True):
             if shard.counts:
                 self.items += len(shard.indices)
                 self.tokens += self._count_tokens(batch)
-        self.position = position
         self.last_step = indexed(self.to_device(batches), shards)
         return [batch for batch, _ in self.last_step]
 
@@ -132,6 +135,8 @@ class Batches:
             if self._workers:
                 seed_all(shard.seed)  # as the worker did
             batches.append(self._checked(self.fetch[shard]))
+        if self.bad_samples is not None:
+            batches, shards = self.bad_samples.leave_out(self, batches, shards, is_new=False)
         return indexed(self.to_device(batches), shards)
 
     def _open(self, limit: int | None) -> None:

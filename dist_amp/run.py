@@ -125,6 +125,10 @@ def build_run(
         validation=validation,
         metrics=Metrics(world, clip),
     )
+    if config.data.on_bad_sample == "skip":
+        from dist_amp.loading.bad_samples import skip_bad_samples
+
+        skip_bad_samples(run)
     if any(not p.requires_grad for p in parallel.module.parameters()):
         from dist_amp.scaling.frozen import FrozenBase
 

@@ -101,6 +101,8 @@ class DataConfig(SourceConfig):
     """A mixture, in place of a name or path: a table data.sources.NAME per source, with the keys
     above and a weight.
     """
+    max_repeats: Count = 20
+    """Warn of a source of a mixture whose rows come more often than this in an epoch."""
     view: Literal["auto", "parquet", "map"] = "auto"
     """parquet: read Parquet files by row group; map: convert files once into a memory-mapped
     dataset; auto: map, but Parquet files of more than 4 GiB by row group.
@@ -121,6 +123,13 @@ class DataConfig(SourceConfig):
     group_by_length: Count | Literal["off"] = "off"
     """Length-bucketing window in steps: batches are formed from samples of similar length within
     it, which saves padding; off: no bucketing.
+    """
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """What to do with a sample that can't be read, augmented or collated. stop: end the run; skip:
+    leave it out, and list it in RUN/bad_samples/.
+    """
+    max_bad_samples: Count | Annotated[float, Range(above=0, below=1)] = 100
+    """on_bad_sample=skip: end the run if an epoch has more bad samples; below 1: a share of them.
     """
     workers: Annotated[int, Range(low=0)] = 0
     """Loader processes per rank; 0: batches are prepared in the training process."""
@@ -359,7 +368,8 @@ class Config:
 FREE_TO_CHANGE = (
     *("run.", "eval.", "checkpoint.", "metrics.", "debug.", "compile."),
     *("data.name", "data.path", "data.format", "data.split", "data.validation_split"),
-    *("data.tokenizer", "data.workers", "data.view", "data.streams"),
+    *("data.tokenizer", "data.workers", "data.view", "data.streams", "data.max_repeats"),
+    *("data.on_bad_sample", "data.max_bad_samples"),
     *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
     *("parallel.activation_checkpointing", "parallel.cpu_offload"),
     *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),

@@ -4,11 +4,13 @@ import io
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
+from test_bad_inputs import message_of
 from tiny import make_run, take_steps
 
 from dist_amp.config.load import load_config
@@ -17,6 +19,7 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.plan import Plan
 from dist_amp.settings import DataConfig
 from dist_amp.sources.labelled_images import LabelledImages, opened
+from dist_amp.sources.load import load_split
 from dist_amp.step import evaluate
 from dist_amp.tasks.image_classification import ImageClassification
 from dist_amp.verify.cells import check_cell
@@ -295,3 +298,106 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     text = r"is missing; pip install -e '.\[images\]' in the clone's folder, or set data.name or "
     with pytest.raises(ConfigError, match=text + "data.path"):
         ImageClassification(DataConfig()).build_model()
+
+
+# ---- labels in a table ----
+
+
+def folder_with_table(folder, text, name="labels.csv", images=("a.png", "b.png", "sub/c.png")):
+    for number, image in enumerate(images):
+        (folder / image).parent.mkdir(parents=True, exist_ok=True)
+        picture(number).save(folder / image)
+    if text is not None:
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    return DataConfig(path=str(folder), validation_split=0.34)
+
+
+def labels_of(rows):
+    names = rows.features["label"].names
+    return {row["image"].getpixel((0, 0)): names[row["label"]] for row in rows}
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "metadata.csv"])
+@pytest.mark.parametrize("format_", ["auto", "images"])
+def test_a_table_beside_images_has_their_labels(name, format_, tmp_path):
+    text = "\ufefffile_name, label\nsub/c.png,tabby cat\n\n./a.png, dog\nb.png,dog\n"
+    data = replace(folder_with_table(tmp_path, text, name), format=format_)
+    parts = [load_split(data, split, "image") for split in ("train", "validation")]
+    assert labels_of(parts[0]) | labels_of(parts[1]) == {0: "dog", 1: "dog", 2: "tabby cat"}
+    task = ImageClassification(data)
+    assert (task.classes, list(task.names)) == (2, ["dog", "tabby cat"])
+    sample = task.build_dataset("train")[0]
+    assert sample["image"].shape == (1, 8, 8)
+
+
+def test_tables_in_the_folders_of_splits_have_each_their_own_labels(tmp_path):
+    images = ("train/a.png", "train/b.png", "test/c.png")
+    folder_with_table(tmp_path, "file,label\na.png,0\nb.png,12\n", "train/labels.csv", images)
+    (tmp_path / "test/labels.csv").write_text("file,label\nc.png,1\n")
+    data = DataConfig(path=str(tmp_path))
+    rows = load_split(data, "train", "image")
+    assert rows["label"] == [0, 12], "plain numbers"
+    assert load_split(data, "validation", "image")["label"] == [1]
+    task = ImageClassification(data, classes=13)
+    assert task.build_dataset("validation")[0]["label"] == 1
+
+
+def test_a_tables_other_columns_are_kept_and_folders_are_no_classes_then(tmp_path):
+    text = "file_name,caption,score,label\na.png,,0.5,x\nb.png,a bee,,y\nsub/c.png,c,2,y\n"
+    rows = load_split(folder_with_table(tmp_path, text), "train", "image")
+    assert rows.column_names == ["image", "caption", "score", "label"]
+    assert {None, "a bee", "c"} > set(rows["caption"])
+    assert {None, 0.5, 2.0} > set(rows["score"])
+
+
+@pytest.mark.bad_input("a table of labels that names a file that is not there, or one twice")
+@pytest.mark.bad_input("an image without a row in the table of labels, or with an empty label")
+@pytest.mark.bad_input("a table of labels with other columns, another separator or no header")
+@pytest.mark.bad_input("a table of labels with a row too long or short, or that is not UTF-8")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("file,label\nz.png,x\n", "labels.csv, line 2 names 'z.png', which is no image that is"),
+        ("file,label\n../a.png,x\n", "labels.csv, line 2 names '../a.png', which is no image"),
+        ("file,label\na.png,x\n./a.png,y\n", "labels.csv, line 3 names ./a.png, which has a row"),
+        ("file,label\na.png,x\nb.png,y\n", "sub/c.png has no row in "),
+        ("file,label\na.png,x\n", "labels.csv (2 have none); add one, or remove the image"),
+        ("file,label\na.png,x\nb.png, \n", "labels.csv, line 3 has no label for b.png; write one"),
+        ("file,kind\na.png,\n", "labels.csv, line 2 has no kind for a.png; write one"),
+        ("file;label\na.png;x\n", "labels.csv has the columns file;label; it needs file or file_"),
+        ("a.png,x\nb.png,y\n", "labels.csv has the columns a.png, x; it needs file or file_name"),
+        (
+            "file\na.png\n",
+            "labels.csv has the columns file; it needs file or file_name, then label",
+        ),
+        ("file,x,x\na.png,1,2\n", "labels.csv has the columns file, x, x; it needs file or"),
+        ("file,image\na.png,1\n", "labels.csv has the columns file, image; it needs file or"),
+        ("", "labels.csv has the columns none; it needs file or file_name"),
+        ("file,label\na.png,x,y\n", "labels.csv, line 2 has more or fewer values than the 2 col"),
+        ("file,label\na.png\n", "labels.csv, line 2 has more or fewer values than the 2 columns"),
+        ('file,label\n"a.png,x\n', "labels.csv can't be read as CSV: unexpected end of data"),
+        ("file,label\na.png,\xe4\n".encode("latin-1"), "labels.csv can't be read as CSV: 'utf-8'"),
+    ],
+)
+def test_a_table_of_labels_that_does_not_fit_is_refused_by_line_and_name(text, said, tmp_path):
+    data = folder_with_table(tmp_path, text)
+    assert said in message_of(65, load_split, data, "train", "image")
+
+
+@pytest.mark.bad_input("two tables of labels beside the same images")
+def test_two_tables_for_the_same_images_are_refused(tmp_path):
+    text = "file,label\na.png,x\nb.png,y\nsub/c.png,y\n"
+    data = folder_with_table(tmp_path, text)
+    (tmp_path / "metadata.csv").write_text(text)
+    said = "metadata.csv, line 2 names a.png, which has a row already"
+    assert said in message_of(65, load_split, data, "train", "image")
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\n")
+    said = "metadata.csv has the columns text, and another table beside images label"
+    assert said in message_of(65, load_split, data, "train", "image")
+
+
+@pytest.mark.bad_input("a table of labels in which all images are of one class")
+def test_a_table_of_one_class_says_what_to_add(tmp_path):
+    data = folder_with_table(tmp_path, "file,label\na.png,x\nb.png,x\nsub/c.png,x\n")
+    message = message_of(65, lambda: ImageClassification(data).classes)
+    assert message.startswith("the column label names one class, 'x', so there is nothing to tell")

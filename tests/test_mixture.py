@@ -16,7 +16,14 @@ from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.length_groups import LengthGroups
 from dist_amp.settings import DataConfig, MixedSourceConfig
-from dist_amp.sources.mixture import Mixture, counts_in_block, losses_by_source, mixed
+from dist_amp.sources.mixture import (
+    Mixture,
+    counts_in_block,
+    counts_of,
+    losses_by_source,
+    mixed,
+    portion,
+)
 from dist_amp.train import main
 from dist_amp.world import World
 
@@ -81,6 +88,61 @@ def test_every_share_is_met_within_a_thousandth_or_as_closely_as_a_block_allows(
 
 
 @pytest.mark.parametrize(
+    ("weights", "sizes", "length"),
+    [
+        ([1.0, 1e-6], [1000, 3], 3_000_003),
+        ([1.0, 1e-9, 0.333], [1000, 70, 5], 93_310_000_070),
+        ([0.3333, 0.6667], [100_000, 1000], 300_031),
+        ([math.pi**-n for n in range(8)], [100] * 8, 443_013),
+    ],
+)
+def test_shares_of_an_epoch_are_exact_to_a_sample_at_any_weight(weights, sizes, length):
+    named = dict(zip("abcdefgh", weights, strict=False))
+    counts = counts_of(named, sizes)
+    shares = numpy.array(weights) / sum(weights)
+    assert sum(counts) == length, "the shortest in which each sample comes once"
+    assert (numpy.array(counts) >= sizes).all()
+    assert (abs(numpy.array(counts) - length * shares) < 1).all()
+    mix = Mixture({name: range(size) for name, size in zip(named, sizes, strict=True)}, counts)
+    assert len(mix) == length
+    if length < 10**7:
+        source, number = mix.locate(numpy.arange(length))
+        for index, size in enumerate(sizes):
+            often = numpy.bincount(number[source == index])
+            assert len(often) == size
+            assert often.max() - often.min() <= 1
+            # Evenly spread: no beginning has more or less than its share, but for a few.
+            early = (source == index).cumsum() - numpy.arange(1, length + 1) * shares[index]
+            assert abs(early).max() < len(sizes)
+
+
+def test_shares_that_a_short_block_has_exactly_keep_its_order():
+    assert counts_of({"a": 0.7, "b": 0.2, "c": 0.1}, [30_000, 20, 1]) == [7, 2, 1]
+    assert counts_of({"a": 0.3333, "b": 0.6667}, [100, 100]) == [1, 2], "to a sample"
+    mix = Mixture({"a": range(7), "b": range(2)}, [7, 2])
+    assert mix.locate(range(9))[0].tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0], "as in older runs"
+
+
+def test_a_rare_source_costs_no_memory_or_time():
+    mix = Mixture({"a": Tokens(6), "b": Tokens(4)}, counts_of({"a": 1.0, "b": 1e-14}, [6, 4]))
+    assert len(mix) == 4 * 10**14 + 4
+    assert not hasattr(mix, "_source"), "no table of places"
+    grouped = LengthGroups(mix, 2)
+    _, order = grouped.shuffled(8, 1)
+    assert len(grouped.__getitems__(order(0, 0)(torch.arange(64)).tolist())) == 64
+
+
+def test_a_portion_of_a_large_number_is_exact():
+    rng = numpy.random.default_rng(0)
+    for whole in rng.integers(2**40, 2**52, 200).tolist():
+        count = rng.integers(1, whole).item()
+        places = rng.integers(0, whole, 20, endpoint=True)
+        assert portion(places, count, whole).tolist() == [
+            place * count // whole for place in places.tolist()
+        ]
+
+
+@pytest.mark.parametrize(
     ("sizes", "counts"), [((10, 10), (2, 1)), ((7, 100, 3), (3, 4, 1)), ((1, 9), (1, 3))]
 )
 def test_every_sample_is_taken_and_a_sources_samples_equally_often_in_as_few_blocks_as_possible(
@@ -115,7 +177,9 @@ def test_samples_come_in_the_order_asked_for_with_their_source_beside_each_token
 def test_lengths_are_those_of_the_samples():
     mix = Mixture({"a": Tokens(6), "b": Tokens(4)}, [2, 1])
     expected = [len(sample["input_ids"]) for sample in mix.__getitems__(range(len(mix)))]
-    assert mix.lengths.tolist() == expected
+    lengths = mix.lengths
+    assert lengths[numpy.arange(len(mix))].tolist() == expected
+    assert (len(lengths), lengths.min(), lengths.max()) == (len(mix), 1, 5)
     order = LengthGroups(mix, 2).shuffled(4, 1)[1](0, 0)(torch.arange(len(mix)))
     assert sorted(order.tolist()) == list(range(len(mix)))
 
@@ -269,11 +333,27 @@ def test_a_weight_that_is_not_positive_and_finite_is_refused(weight):
     assert message.startswith(f"data.sources.wiki.weight={weight} on the command line must be ")
 
 
-@pytest.mark.bad_input("a weight so small that its source would not occur")
-def test_a_weight_too_small_to_occur_is_refused():
-    said = "data.sources.code.weight=1e-06 is less than one in 10,000 samples of the mixture"
-    assert message_of(64, counts_in_block, {"wiki": 1.0, "code": 1e-6}).startswith(said)
-    assert counts_in_block({"wiki": 1.0, "code": 2e-4}) == [4996, 1]
+@pytest.mark.bad_input("a weight so small that an epoch would have more than 2^52 samples")
+def test_a_weight_whose_epoch_can_not_be_counted_is_refused():
+    said = "data.sources.code.weight=1e-15 is too small: to read its rows once takes 4.0e+17 of the"
+    assert message_of(64, counts_of, {"wiki": 1.0, "code": 1e-15}, [1, 400]).startswith(said)
+
+
+@pytest.mark.bad_input("a source so small that an epoch repeats each row more than 20 times")
+def test_a_source_that_an_epoch_repeats_too_often_is_warned_of_with_both_numbers(caplog, capsys):
+    caplog.set_level("INFO", "dist_amp")
+    sizes = {"wiki": 41_000, "tiny": 1}
+    data = tables(wiki=0.99, tiny=0.01)
+    rows = mixed(data, "train", lambda data: Tokens(sizes[data.path]))
+    assert rows.counts.tolist() == [99, 1]
+    said = (
+        "warning: data.sources.tiny: an epoch, in which wiki is read once, takes each of its 1 "
+        "rows 415 times, more than data.max_repeats=20; lower its weight, raise wiki's, or raise "
+        "data.max_repeats\n"
+    )
+    assert capsys.readouterr().err == said
+    mixed(replace(data, max_repeats=415), "train", lambda data: Tokens(sizes[data.path]))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.bad_input("a mixture beside a key of a single source, as `data.path`")
@@ -307,9 +387,13 @@ NO_SAMPLES = "has no samples; check its path, split and columns"
     ],
 )
 def test_a_source_that_can_not_be_mixed_is_refused(path, rows, status, said):
-    data = DataConfig(sources={"wiki": MixedSourceConfig(path=path)})
-    message = message_of(status, mixed, data, "train", lambda data: rows)
-    assert message.startswith(f"data.sources.wiki {said}")
+    for more in {}, {"big": MixedSourceConfig(path="big", weight=1e7)}:
+        data = DataConfig(sources={"wiki": MixedSourceConfig(path=path), **more})
+        build = {path: rows, "big": Tokens(9)}
+        message = message_of(
+            status, mixed, data, "train", lambda data, build=build: build[data.path]
+        )
+        assert message.startswith(f"data.sources.wiki {said}")
 
 
 @pytest.mark.bad_input(

@@ -3,11 +3,14 @@
 from itertools import pairwise
 
 import numpy
+import pyarrow.parquet
 import pytest
 import torch
+from ranks import on_ranks
 from test_bad_inputs import message_of
-from tiny import make_run, take_steps
+from tiny import make_run, parameters_of, take_steps
 
+from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config
 from dist_amp.settings import DataConfig
 from dist_amp.sources.packing import (
@@ -21,6 +24,7 @@ from dist_amp.sources.packing import (
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokens import token_documents
 from dist_amp.supervise.callbacks import train_metrics
+from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.world import World
 
 
@@ -251,6 +255,87 @@ def test_the_shipped_model_trains_on_rows_of_each_kind_and_its_shares_are_metric
     assert ("position_ids" in batch) == (pack == "best_fit")
 
 
+# As they are read, from a Parquet view.
+
+
+def written_view(folder):
+    """256 documents of 1 to 60 bytes in row groups of 8."""
+    sizes = torch.randint(1, 60, (256,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = {"text": [chr(97 + number % 26) * size for number, size in enumerate(sizes)]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), folder / "train.parquet", row_group_size=8)
+    rows = {"text": ["held", "out"]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), folder / "validation.parquet")
+
+
+def run_of_view(world, folder, pack, ranks_micro_batch, *more):
+    task = CausalLM(
+        DataConfig(path=str(folder), view="parquet", streams=8, pack=pack), context=31, width=32
+    )
+    words = ["--train.global_batch_size", 32, "--train.micro_batch_size", ranks_micro_batch]
+    words += ["--data.path", folder, "--precision.use_amp", "false", "--optim.name", "sgd"]
+    return make_run(world, task, *words, "--optim.warmup_steps", 0, *more)
+
+
+def view_steps(world, folder, pack, micro_batch, steps):
+    run = run_of_view(world, folder, pack, micro_batch)
+    reports = take_steps(run, steps)
+    sums = world.sum(torch.stack([report.loss_sum for report in reports]))
+    rows = [len(batch["input_ids"]) for batch, _ in run.data.last_step if isinstance(batch, dict)]
+    values = {name: value.numpy() for name, value in parameters_of(run).items()}
+    return sums.tolist(), [float(report.weight) for report in reports], rows, values
+
+
+def test_documents_packed_as_they_are_read_compute_the_step_of_a_document_per_row(tmp_path):
+    written_view(tmp_path)
+    off = view_steps(World(), tmp_path, "off", 8, 10)
+    packed = view_steps(World(), tmp_path, "best_fit", 8, 10)
+    on_two, _ = on_ranks(2, view_steps, tmp_path, "best_fit", 4, 10)
+    assert off[2] == [8, 8, 8, 8]
+    assert max(packed[2]) < 8, "fewer rows"
+    for other in packed, on_two:
+        assert other[1] == off[1], "the same tokens count"
+        # Sums in another order, in float32, over ten steps.
+        torch.testing.assert_close(other[0], off[0], rtol=1e-5, atol=0)
+        for name, value in off[3].items():
+            torch.testing.assert_close(torch.tensor(other[3][name]), torch.tensor(value), msg=name)
+
+
+def test_a_run_that_packs_as_it_reads_resumes_to_the_bit(tmp_path):
+    rows = tmp_path / "rows"
+    for name in "rows", "run":
+        (tmp_path / name).mkdir()
+    written_view(rows)
+    more = ["--run.dir", tmp_path / "run", "--data.workers", 1]
+    run = run_of_view(World(), rows, "best_fit", 8, *more)
+    take_steps(run, 3)
+    save(run)
+    take_steps(run, 7)
+    again = run_of_view(World(), rows, "best_fit", 8, *more, "--run.resume", "auto")
+    assert again.step == 3
+    take_steps(again, 7)
+    run.data.close()
+    again.data.close()
+    for name, value in parameters_of(run).items():
+        assert torch.equal(value, parameters_of(again)[name]), name
+
+
+def test_a_micro_batchs_documents_are_packed_whole_or_by_their_beginning():
+    packing = Packing(6, "best_fit", "truncate")
+    samples = [{"input_ids": ids, "labels": ids} for ids in torch.arange(20).split([4, 9, 2, 1, 4])]
+    samples = [{name: x.clone() for name, x in sample.items()} for sample in samples]
+    batch = packing.collate(samples)
+    assert batch["input_ids"].shape == (3, 6)
+    rows = [
+        documents_in({name: batch[name][row] for name in ("input_ids", "position_ids")})
+        for row in range(3)
+    ]
+    documents = [document for row in rows for document in row]
+    for document in [0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [13, 14], [15], [16, 17, 18, 19]:
+        assert document in documents
+    assert batch["counted"] == (4 - 1) + (6 - 1) + (2 - 1) + (1 - 1) + (4 - 1)
+    assert batch["tokens"] == 4 + 6 + 2 + 1 + 4
+
+
 # Bad inputs.
 
 
@@ -272,6 +357,9 @@ def test_documents_without_lengths_are_refused_with_what_to_run(pack, long_docum
     said = message_of(64, packing.rows, [{}], "train")
     assert said.startswith(f"data.pack={pack} with data.long_documents={long_documents} needs ")
     assert " python -m dist_amp.tokenize" in said
+    assert Packing.of(DataConfig(pack="best_fit", view="parquet"), 6, "cut") == Packing(
+        6, "best_fit", "truncate"
+    )
 
 
 @pytest.mark.bad_input("documents of which no token counts")

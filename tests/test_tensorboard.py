@@ -102,6 +102,7 @@ def test_every_tag_that_a_run_writes_is_in_the_table_of_the_docs(folder):
     # step that is taken by the optimizer that is hooked.
     elsewhere = {tag for tag in tags if tag.startswith(("host/", "memory/host", "train/counted"))}
     elsewhere |= {"train/lr_*", "ranks/slowest_rank", "train/padding_pct", "eval/loss_*"}
+    elsewhere |= {"train/skipped_samples"}  # with data.on_bad_sample=skip
     assert unused <= on_a_gpu | elsewhere | {"numerics/lost_update_share/*"}
 
 

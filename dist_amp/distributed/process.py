@@ -102,6 +102,12 @@ def _without_secrets(record: logging.LogRecord) -> bool:
     return True
 
 
+def warn(text: str) -> None:
+    """Print a warning on rank 0: the other ranks' log shows errors alone."""
+    if logging.getLogger("dist_amp").isEnabledFor(logging.WARNING):
+        print(f"warning: {masked(text)}", file=sys.stderr, flush=True)
+
+
 def hide_progress_bars() -> None:
     """Switch off the bars of the `datasets` library, unless the user has set its variable."""
     hidden = os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1") == "1"

@@ -35,7 +35,7 @@ class Fetch:
         self.dataset = dataset
         self.collate = getattr(task, "collate", default_collate)
         self.split = split
-        self.augment = getattr(task, "augment", None) if split == "training" else None
+        self.augment: Any = getattr(task, "augment", None) if split == "training" else None
         self._generator = torch.Generator()
 
     def __getitem__(self, shard: Shard) -> Any:
@@ -47,14 +47,8 @@ class Fetch:
             samples = list(read(self.dataset, indices))
         except Exception as error:
             return self._unreadable(indices, error)
-        if self.augment is not None:
-            for place, index in enumerate(indices):
-                rng = self._generator.manual_seed(hash((shard.augmentation, index)))
-                try:
-                    samples[place] = self.augment(samples[place], rng)
-                except Exception as error:
-                    failed = f"the task's augment(sample, rng) failed on sample {index}"
-                    return DataError(f"{failed}: {in_one_line(error)}; fix it")
+        if self.augment is not None and (failed := self._augment(samples, shard)):
+            return failed
         try:
             return self.collate(samples)
         except Exception as error:
@@ -63,6 +57,17 @@ class Fetch:
                 f"{self._odd_column(samples, indices)}{in_one_line(error)}; give all samples the "
                 "same keys, shapes and types, or the task a collate(samples)"
             )
+
+    def _augment(self, samples: list[Any], shard: Shard) -> DataError | None:
+        """Augment the samples in place; returns the error of the first that can't be."""
+        for place, index in enumerate(shard.indices):
+            rng = self._generator.manual_seed(hash((shard.augmentation, index)))
+            try:
+                samples[place] = self.augment(samples[place], rng)
+            except Exception as error:
+                failed = f"the task's augment(sample, rng) failed on sample {index}"
+                return DataError(f"{failed}: {in_one_line(error)}; fix it")
+        return None
 
     def _odd_column(self, samples: Sequence[Any], indices: Sequence[int]) -> str:
         """What torch can't collate, as "x is Tensor [3] in sample 7, Tensor [8] in sample 4: ".
@@ -75,11 +80,11 @@ class Fetch:
             for key in {**samples[0], **sample}:
                 kinds = kind_of(sample, key), kind_of(samples[0], key)
                 if kinds[0] != kinds[1] or "None" in kinds[0]:
-                    found = f"{key} is {kinds[0]} in {self._row(index)}"
-                    return f"{found}, {kinds[1]} in {self._row(indices[0])}: "
+                    found = f"{key} is {kinds[0]} in {self.row_of(index)}"
+                    return f"{found}, {kinds[1]} in {self.row_of(indices[0])}: "
         return ""
 
-    def _row(self, index: int) -> str:
+    def row_of(self, index: int) -> str:
         """A sample, and its row in the data's files where a part of them is held out."""
         chosen = getattr(getattr(self.dataset, "rows", self.dataset), "_indices", None)
         if chosen is None:

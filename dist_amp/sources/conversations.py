@@ -15,9 +15,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from dist_amp.distributed.process import warn
 from dist_amp.errors import DataError, Failure, first_line, in_one_line, nearest_name
 from dist_amp.settings import DataConfig
-from dist_amp.sources.load import load_rows, warn
+from dist_amp.sources.load import load_rows
 from dist_amp.sources.mixture import source_configs
 from dist_amp.sources.token_shards import IGNORE_INDEX, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import Tokenizer

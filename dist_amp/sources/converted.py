@@ -1,12 +1,13 @@
 """Rows through the `datasets` library: memory-mapped in its cache, or images where they are."""
 
+import csv
 import errno
 import glob
 import json
 import logging
 import posixpath
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,12 @@ class NamedImage(datasets.Image):
 def image_rows(files: Files) -> Any:
     """A row per image, in the order of their names: image and, in folders of classes, label.
 
-    Nothing is copied, nor read before it is needed. Errors: DataError for an image beside folders.
+    A table beside the images has the labels instead. Nothing is copied, nor read before it is
+    needed. Errors: DataError for an image beside folders, or a table that does not fit.
     """
     paths = [path for inside in files.splits.values() for path in inside]
+    if files.tables:
+        return rows_of_tables(files, paths)
     top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     below = int(len(files.splits) > 1)  # the folders train, test ... are no classes
     class_of = {}
@@ -210,6 +214,107 @@ def image_rows(files: Files) -> Any:
             columns["label"] = [classes.index(class_of[path]) for path in inside]
         splits[split] = datasets.Dataset.from_dict(columns, features=features)
     return splits
+
+
+def rows_of_tables(files: Files, paths: list[str]) -> Any:
+    """A row per image with the columns of the tables; texts in the only one, or label, are classes.
+
+    Errors: DataError for an image without a row, and as `read_table`.
+    """
+    rows: dict[str, dict[str, str]] = {}
+    for table in files.tables:
+        log.info("data: labels are those of %s", files.address(table))
+        try:
+            read_table(files, table, set(paths), rows)
+        except (csv.Error, UnicodeDecodeError) as error:
+            address = files.address(table)
+            raise DataError(f"{address} can't be read as CSV: {error}; write it as UTF-8") from None
+    without = [path for path in paths if path not in rows]
+    if without:
+        raise DataError(
+            f"the image {files.address(without[0])} has no row in {files.address(files.tables[0])} "
+            f"({len(without):,} have none); add one, or remove the image"
+        )
+    names = list(rows[paths[0]])
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        columns[name] = typed([rows[path][name] for path in paths])
+    images = [files.address(path) for path in paths]
+    everything = datasets.Dataset.from_dict({"image": images, **columns})
+    everything = everything.cast_column("image", NamedImage())
+    for name in names:
+        label = name == "label" or len(names) == 1
+        if label and isinstance(columns[name][0], str):
+            classes = sorted(set(columns[name]))
+            everything = everything.cast_column(name, datasets.ClassLabel(names=classes))
+    splits = datasets.DatasetDict()
+    first = 0
+    for split, inside in files.splits.items():
+        splits[split] = everything.select(range(first, first + len(inside)))
+        first += len(inside)
+    return splits
+
+
+def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[str, str]]) -> None:
+    """Add {image: {column: text}} of a CSV table to `rows`.
+
+    Errors: DataError for columns that do not fit, a file that is not there or comes twice, a row
+    of another length, and an empty label.
+    """
+    address = files.address(table)
+    with files.fs.open(table, "r", encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        names = [name.strip() for name in reader.fieldnames or ()]
+        reader.fieldnames = names
+        key, label = columns_of_table(address, names)
+        for row in reader:
+            where = f"{address}, line {reader.line_num}"
+            if None in row or None in row.values():
+                raise DataError(f"{where} has more or fewer values than the {len(names)} columns")
+            values = {column: text.strip() for column, text in row.items()}
+            name = values.pop(key)
+            path = posixpath.join(posixpath.dirname(table), name)
+            path = posixpath.normpath(path)
+            if path not in paths:
+                raise DataError(f"{where} names {name!r}, which is no image that is there")
+            if path in rows:
+                raise DataError(f"{where} names {name}, which has a row already; remove one")
+            if not values.get(label, "unknown"):
+                raise DataError(f"{where} has no {label} for {name}; write one, or remove both")
+            rows[path] = values
+            first = next(iter(rows.values()))
+            if first.keys() != values.keys():
+                raise DataError(
+                    f"{address} has the columns {', '.join(values)}, and another table beside "
+                    f"images {', '.join(first)}; write the same ones"
+                )
+
+
+def columns_of_table(address: str, names: list[str]) -> tuple[str, str]:
+    """(the column of files, that of labels; "" if it is not known)."""
+    key = ""
+    for name in ("file", "file_name"):
+        if name in names:
+            key = name
+    others = set(names) - {key}
+    if not key or not others or "image" in others or len(others) + 1 < len(names):
+        raise DataError(
+            f"{address} has the columns {', '.join(names) or 'none'}; it needs file or "
+            "file_name, then label, separated by commas, each once, and none named image"
+        )
+    if "label" in others:
+        return key, "label"
+    if len(others) == 1:
+        return key, others.pop()
+    return key, ""
+
+
+def typed(texts: list[str]) -> list[Any]:
+    """Texts as whole numbers, or numbers, if all are; an empty one as None."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return [kind(text) if text else None for text in texts]
+    return [text or None for text in texts]
 
 
 def not_loaded(source: str, error: Exception, fix: str) -> Failure:

@@ -39,6 +39,7 @@ HAVE_BUCKETS = {"s3", "gs", "abfs"}
 TOKENS_INDEX = "documents.bin"
 # A whole word, as in wiki.train.txt or en_test-00.jsonl.
 SPLIT_NAME = re.compile(r"(?:^|(?<=[._-]))(train|test|valid|val|dev)(?:ing|ation)?(?=[._\-\d]|$)")
+LABEL_TABLES = {"labels.csv", "metadata.csv"}  # beside images
 COMPANION = re.compile(
     r"(licen[cs]e|readme|notice|copying|citation|changelog|requirements|vocab|merges|config|"
     r"tokenizer|tokenizer_config|special_tokens_map|dataset_infos|metadata)\."
@@ -57,6 +58,7 @@ class Files:
     splits: dict[str, list[str]]  # in order of their names; none for the format saved or tokens
     bytes: int
     rest: str = ""  # after :: in an address within another, as zip://*.csv::s3://bucket/all.zip
+    tables: tuple[str, ...] = ()  # of labels, beside images
 
     @property
     def is_local(self) -> bool:
@@ -95,9 +97,13 @@ def find_files(config: SourceConfig) -> Files:
             f"data.path={config.path} holds tokens without their tokens.json, such as {tokens[0]}; "
             "give the folder that has this file, or copy it too"
         )
-    format_, paths = of_one_format(config, sorted(sizes), is_folder)
+    tables: list[str] = []
+    if config.format in ("auto", "images") and any(format_of(path) == "images" for path in sizes):
+        tables = [path for path in sizes if posixpath.basename(path).lower() in LABEL_TABLES]
+    format_, paths = of_one_format(config, sorted(sizes.keys() - set(tables)), is_folder)
     size = sum(sizes[path] or 0 for path in paths)
-    return Files(fs, root, format_, split_by_name(paths, format_), size, rest)
+    splits = split_by_name(paths, format_)
+    return Files(fs, root, format_, splits, size, rest, tuple(sorted(tables)))
 
 
 def file_system(path: str) -> tuple[Any, str]:

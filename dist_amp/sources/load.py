@@ -2,11 +2,10 @@
 
 import logging
 import math
-import sys
 from functools import partial
 from typing import Any
 
-from dist_amp.errors import ConfigError, DataError, masked
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.files import find_files, stay_local_without_network
 from dist_amp.sources.mixture import tables_of
@@ -134,9 +133,3 @@ def held_out_part(rows: Any, split: str, share: float) -> Any:
     parts = rows.train_test_split(test_size=share, seed=0)
     name = "train" if split == "train" else "test"
     return parts[name]
-
-
-def warn(text: str) -> None:
-    """Print a warning on rank 0: the other ranks' log shows errors alone."""
-    if log.isEnabledFor(logging.WARNING):
-        print(f"warning: {masked(text)}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Several sources as one dataset, each with its exact share of every block of positions."""
+"""Several sources as one dataset, each with its exact share of an epoch, evenly spread."""
 
 import hashlib
 import json
@@ -6,13 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import cached_property
+from fractions import Fraction
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
+from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError, Failure, in_one_line
 from dist_amp.loading.loader import read, samples_text
 from dist_amp.settings import DataConfig, MixedSourceConfig, SourceConfig
@@ -20,9 +21,9 @@ from dist_amp.settings import DataConfig, MixedSourceConfig, SourceConfig
 log = logging.getLogger(__name__)
 Array = numpy.ndarray[Any, Any]
 
-# Samples: a table of 160 KB; a source below about 1 in 20,000 does not occur.
-LONGEST_BLOCK = 10_000
-CLOSE_ENOUGH = 1e-3  # of a source's share: far below what a weight is known to be good for
+LONGEST_BLOCK = 10_000  # samples: a table of 160 KB; for a longer block places are computed
+CLOSE_ENOUGH = 1e-3  # of a source's share, by which short blocks are tried
+LONGEST_EPOCH = 2**52  # samples, as `permute` takes them
 SOURCE_KEYS = [item.name for item in fields(SourceConfig)]
 
 
@@ -30,8 +31,8 @@ class Mixture:
     """Map-style dataset of blocks, in each of which source k occurs counts[k] times, evenly spread.
 
     There are as many blocks as it takes to draw every sample of every source in order, again and
-    again. A sample with "input_ids" also has "source_ids", int64 of the same shape: its source's
-    index in `sources`, map-style datasets by name, where None takes a count of 0. It has
+    again. A block may be as long as the epoch. A sample with "input_ids" also has "source_ids",
+    int64 of the same shape: its source's index in `sources`, where None takes a count of 0. It has
     `fingerprint` and `lengths` if all sources have them. Errors: ConfigError for a source with an
     order of its own; DataError for an empty one.
     """
@@ -64,12 +65,13 @@ class Mixture:
                 self.blocks = max(self.blocks, -(-len(source) // count))
                 prints.append(getattr(source, "fingerprint", None))
             facts.append((name, int(self.sizes[index]), count))
-        # A block: of each place, its source and how often that came before.
-        source = numpy.repeat(numpy.arange(len(counts)), self.counts)
-        draw = numpy.concatenate([numpy.arange(count) for count in counts])
-        order = numpy.argsort((draw + 0.5) / self.counts[source], kind="stable")
-        self._source = source[order]
-        self._draw = draw[order]
+        if self.block <= LONGEST_BLOCK:
+            # Of each place in a block, its source and how often that came before.
+            source = numpy.repeat(numpy.arange(len(counts)), self.counts)
+            draw = numpy.concatenate([numpy.arange(count) for count in counts])
+            order = numpy.argsort((draw + 0.5) / self.counts[source], kind="stable")
+            self._source = source[order]
+            self._draw = draw[order]
         if all(isinstance(one, str) for one in prints):
             content = json.dumps([facts, prints])
             self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -78,21 +80,21 @@ class Mixture:
         return self.blocks * self.block
 
     def locate(self, positions: Any) -> tuple[Array, Array]:
-        """Positions, int64 of any shape -> (each one's source, its sample there), of that shape."""
-        block, within = numpy.divmod(numpy.asarray(positions, numpy.int64), self.block)
-        source = self._source[within]
-        draw = block * self.counts[source] + self._draw[within]
+        """Positions, int64 [n] -> (each one's source, its sample there), [n] each."""
+        positions = numpy.atleast_1d(numpy.asarray(positions, numpy.int64))
+        block, within = numpy.divmod(positions, self.block)
+        if self.block <= LONGEST_BLOCK:
+            source = self._source[within]
+            draw = self._draw[within]
+        else:
+            source, draw = spread(within, self.counts.tolist())
+        draw += block * self.counts[source]
         return source, draw % self.sizes[source]
 
-    @cached_property
-    def lengths(self) -> Array:
-        """The length of each sample, int64 [len]; AttributeError if a source has none."""
-        source, number = self.locate(numpy.arange(len(self)))
-        lengths = numpy.empty(len(self), numpy.int64)
-        for index in numpy.flatnonzero(self.counts).tolist():
-            drawn = source == index
-            lengths[drawn] = numpy.asarray(self.sources[index].lengths)[number[drawn]]
-        return lengths
+    @property
+    def lengths(self) -> "MixedLengths":
+        """The length of each sample; AttributeError if a source has none."""
+        return MixedLengths(self)
 
     def __getitem__(self, position: int) -> Any:
         if not 0 <= position < len(self):
@@ -121,11 +123,106 @@ class Mixture:
         return samples
 
 
+class MixedLengths:
+    """The lengths of a mixture's samples as an array of `len(mixture)`, of which none is made."""
+
+    def __init__(self, mixture: Mixture):
+        self.mixture = mixture
+        self.of_source = {}
+        for index in numpy.flatnonzero(mixture.counts).tolist():
+            lengths = mixture.sources[index].lengths
+            self.of_source[index] = numpy.asarray(lengths, numpy.int64)
+
+    def __len__(self) -> int:
+        return len(self.mixture)
+
+    def __getitem__(self, positions: Any) -> Array:
+        source, number = self.mixture.locate(positions)
+        lengths = numpy.empty(source.shape, numpy.int64)
+        for index, of_source in self.of_source.items():
+            drawn = source == index
+            lengths[drawn] = of_source[number[drawn]]
+        return lengths
+
+    def min(self) -> int:
+        return int(min(lengths.min() for lengths in self.of_source.values()))
+
+    def max(self) -> int:
+        return int(max(lengths.max() for lengths in self.of_source.values()))
+
+
+def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
+    """Places below sum(counts), int64 -> (each one's source, how often that came before).
+
+    Each source is spread evenly over the places that the ones before it leave.
+    """
+    source = numpy.zeros_like(places)
+    draw = numpy.zeros_like(places)
+    is_open = numpy.ones(places.shape, bool)
+    left = sum(counts)
+    rest = places  # the places' numbers among the `left` that are open
+    for index, count in enumerate(counts):
+        if not count:
+            continue
+        before = portion(rest, count, left)
+        taken = is_open & (portion(rest + 1, count, left) > before)
+        source[taken] = index
+        draw[taken] = before[taken]
+        is_open &= ~taken
+        rest = rest - before
+        left -= count
+    return source, draw
+
+
+def portion(places: Array, count: int, whole: int) -> Array:
+    """places * count // whole, exactly, for places up to `whole`, and that at most 2^52."""
+    about = (places * (count / whole)).astype(numpy.int64)
+    # Products wrap around, but the remainder of a quotient that is off by a few is small.
+    return about + (places * count - about * whole) // whole
+
+
+def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
+    """How often each source occurs in a block, for shares within one sample in an epoch.
+
+    A block of at most LONGEST_BLOCK, if one is exact; else the epoch, the shortest in which every
+    sample of `sizes` comes. Errors: ConfigError for a weight that makes it too long.
+    """
+    # As they are written: 0.1 is a tenth.
+    exact = [Fraction(str(weight)) for weight in weights.values()]
+    total = sum(exact)
+    shares = [weight / total for weight in exact]
+    counts = counts_in_block(weights)
+    if all(counts):
+        blocks = max(-(-size // count) for size, count in zip(sizes, counts, strict=True))
+        block = sum(counts)
+        errors = [count - block * share for count, share in zip(counts, shares, strict=True)]
+        if max(map(abs, errors)) * blocks < 1:
+            return counts
+    length = 0
+    for name, size, share in zip(weights, sizes, shares, strict=True):
+        rows = math.ceil(size / share)
+        if rows > LONGEST_EPOCH:
+            raise ConfigError(
+                f"data.sources.{name}.weight={weights[name]:g} is too small: to read its rows once "
+                f"takes {rows:.1e} of the mixture; raise it, or remove the source"
+            )
+        length = max(length, rows)
+    counts = []
+    remainders = []
+    for share in shares:
+        count = math.floor(length * share)
+        counts.append(count)
+        remainders.append(length * share - count)
+    largest_first = sorted(range(len(counts)), key=remainders.__getitem__, reverse=True)
+    for index in largest_first[: length - sum(counts)]:
+        counts[index] += 1
+    return counts
+
+
 def counts_in_block(weights: Mapping[str, float]) -> list[int]:
     """How often each source occurs in a block: the shortest with shares within CLOSE_ENOUGH.
 
-    If none up to LONGEST_BLOCK has, the closest. Division is by largest remainder. Errors:
-    ConfigError for a weight that is too small to occur at all.
+    If none up to LONGEST_BLOCK has, the closest. Division is by largest remainder.
     """
     shares = numpy.array(list(weights.values())) / sum(weights.values())
     best = math.inf
@@ -141,12 +238,6 @@ def counts_in_block(weights: Mapping[str, float]) -> list[int]:
             chosen = counts.tolist()
         if error <= CLOSE_ENOUGH:
             break
-    for name, count in zip(weights, chosen, strict=True):
-        if count == 0:
-            raise ConfigError(
-                f"data.sources.{name}.weight={weights[name]:g} is less than one in "
-                f"{LONGEST_BLOCK:,} samples of the mixture; raise it, or remove the source"
-            )
     return chosen  # type: ignore[no-any-return]
 
 
@@ -175,14 +266,32 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
             return None
         return Mixture(sources, list(sizes.values()))
     weights = {name: table.weight for name, table in tables.items()}
-    mixture = Mixture(sources, counts_in_block(weights))
-    for name, size, count in zip(tables, mixture.sizes, mixture.counts, strict=True):
-        log.info(
-            f"data: {name}: {size:,} rows, {count / mixture.block:.2%} of rows, "
-            f"{mixture.blocks * count / size:.2f} times each"
-        )
-    log.info(f"data: an epoch has {len(mixture):,} rows")
+    # An empty source is refused by its name, as one that is drawn.
+    drawn = [max(1, len(rows or ())) for rows in sources.values()]
+    mixture = Mixture(sources, counts_of(weights, drawn))
+    describe(mixture, data.max_repeats)
     return mixture
+
+
+def describe(mixture: Mixture, max_repeats: int) -> None:
+    """Log shares and repeats; warn of a source that an epoch repeats too often."""
+    times = mixture.blocks * mixture.counts / mixture.sizes
+    longest = mixture.names[times.argmin()]
+    for index, name in enumerate(mixture.names):
+        size = mixture.sizes[index]
+        count = mixture.counts[index]
+        often = times[index]
+        log.info(
+            f"data: {name}: {size:,} rows, {100 * count / mixture.block:.4g}% of rows, "
+            f"{often:.2f} times each"
+        )
+        if often > max_repeats:
+            warn(
+                f"data.sources.{name}: an epoch, in which {longest} is read once, takes each of "
+                f"its {size:,} rows {often:,.0f} times, more than data.max_repeats={max_repeats}; "
+                f"lower its weight, raise {longest}'s, or raise data.max_repeats"
+            )
+    log.info(f"data: an epoch has {len(mixture):,} rows")
 
 
 def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:

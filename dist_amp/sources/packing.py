@@ -14,10 +14,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.plan import epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
-from dist_amp.sources.load import warn
 from dist_amp.sources.token_shards import IGNORE_INDEX
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class Packing:
         pack = auto if data.pack == "auto" else data.pack
         long_documents = data.long_documents
         if long_documents == "auto":
-            long_documents = "truncate" if pack == "off" else "split"
+            as_read = pack == "off" or data.view == "parquet"
+            long_documents = "truncate" if as_read else "split"
         return cls(length, pack, long_documents)
 
     def rows(self, documents: Any, split: str) -> Any:
@@ -56,14 +57,19 @@ class Packing:
         if documents is None:
             return None
         if not hasattr(documents, "lengths"):
-            if self.pack == "off" and self.long_documents == "truncate":
-                return documents
-            raise ConfigError(
-                f"data.pack={self.pack} with data.long_documents={self.long_documents} needs the "
-                "documents' lengths, which data.view=parquet does not know; use data.pack=off and "
-                "data.long_documents=truncate, or tokenize first by python -m dist_amp.tokenize, "
-                "and set data.path to its folder"
-            )
+            if self.pack == "cut" or self.long_documents != "truncate":
+                raise ConfigError(
+                    f"data.pack={self.pack} with data.long_documents={self.long_documents} needs "
+                    "the documents' lengths, which data.view=parquet does not know; use data.pack="
+                    "best_fit or off and data.long_documents=truncate, or tokenize first by python "
+                    "-m dist_amp.tokenize, and set data.path to its folder"
+                )
+            if self.pack == "best_fit":
+                log.info(
+                    f"data: {split}: documents are packed as they are read, those of a micro-batch "
+                    f"together; of longer ones the first {self.length:,} tokens are taken"
+                )
+            return documents
         rows = PackedRows(documents, self)
         if not len(rows) and split == "validation":
             log.info("data: the held-out documents do not fill one row, so there is no evaluation")
@@ -78,8 +84,11 @@ class Packing:
 
         input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each
         document and in the padding; source_ids of a mixture; attention_mask, 0 at padding, if asked
-        for; tokens: how many there are without padding; counted: how many are learned.
+        for; tokens: how many there are without padding; counted: how many are learned. With
+        best_fit, documents that are no packed rows yet become as few rows as they can.
         """
+        if self.pack == "best_fit" and "position_ids" not in samples[0]:
+            samples = self.packed(samples)
         lengths = [min(len(sample["input_ids"]), self.length) for sample in samples]
         width = max(lengths) if self.pack == "off" else self.length
         fills = {"input_ids": pad_id, "labels": IGNORE_INDEX}
@@ -98,6 +107,18 @@ class Packing:
             batch["attention_mask"] = filled.long()
         counted = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         return {**batch, "tokens": sum(lengths), "counted": counted}
+
+    def packed(self, documents: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The beginnings of documents as packed rows; their order does not matter."""
+        pieces = [
+            {name: values[: self.length] for name, values in document.items()}
+            for document in documents
+        ]
+        row_of = best_fit(numpy.array([len(piece["input_ids"]) for piece in pieces]), self.length)
+        rows: list[list[dict[str, Tensor]]] = [[] for _ in range(max(row_of) + 1)]
+        for row, piece in zip(row_of, pieces, strict=True):
+            rows[row].append(piece)
+        return [joined(row) for row in rows]
 
 
 class PackedRows:
@@ -154,13 +175,11 @@ class PackedRows:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         pieces = self.documents.pieces(self.pieces(index))
-        if self.packing.pack != "cut":
-            for piece in pieces:
-                piece["labels"][0] = IGNORE_INDEX
-        row = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        if self.packing.pack == "best_fit":
-            positions = [torch.arange(len(piece["input_ids"])) for piece in pieces]
-            row["position_ids"] = torch.cat(positions)
+        if self.packing.pack == "cut":
+            return concatenated(pieces)
+        row = joined(pieces)
+        if self.packing.pack == "off":
+            del row["position_ids"]
         return row
 
     def pieces(self, index: int) -> list[tuple[int, int, int]]:
@@ -216,6 +235,18 @@ class PackedRows:
                 f"data: {split}: {cut_off:.1%} of the tokens are cut off, in documents longer than "
                 f"{length} tokens; use longer rows, or data.long_documents=split"
             )
+
+
+def concatenated(pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def joined(pieces: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pieces as one row with position_ids; each one's first token is context, and not learned."""
+    for piece in pieces:
+        piece["labels"][0] = IGNORE_INDEX
+    positions = [torch.arange(len(piece["input_ids"])) for piece in pieces]
+    return {**concatenated(pieces), "position_ids": torch.cat(positions)}
 
 
 def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:

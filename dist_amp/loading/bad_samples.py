@@ -1,0 +1,231 @@
+"""data.on_bad_sample=skip: what can't be read, augmented or collated is left out, and listed.
+
+A micro-batch keeps its other samples, and counts for as much as they do. One that keeps none is
+padding, so that every rank takes as many micro-batches as before.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_amp.errors import DataError
+from dist_amp.files import write_durably
+from dist_amp.loading.loader import Fetch
+from dist_amp.loading.plan import Shard
+from dist_amp.world import World
+
+FOLDER = "bad_samples"
+WITNESSES = 8  # other samples that tell which of two that do not make a batch is the odd one
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is left of a micro-batch: `shard` has the samples of `batch`; errors: by sample."""
+
+    batch: Any
+    shard: Shard
+    errors: Mapping[int, str]
+
+
+class SkippingFetch(Fetch):
+    """A `Fetch` that returns a `Rest` for a micro-batch with bad samples.
+
+    A DataError if none is left, nor any can be read in its place.
+    """
+
+    def __getitem__(self, shard: Shard) -> Any:
+        batch = super().__getitem__(shard)
+        if not isinstance(batch, DataError):
+            return batch
+        good: list[int] = []
+        errors: dict[int, str] = {}
+        for index in shard.indices:
+            alone = self._batch_of(shard, index)
+            if isinstance(alone, DataError):
+                errors[index] = str(alone)
+            else:
+                good.append(index)
+        batch = self._batch_of(shard, *good)
+        is_alone = len(good) == 1 < len(shard.indices)  # so that nothing tells whether it fits
+        if is_alone or (good and isinstance(batch, DataError)):
+            errors |= self._odd_ones(shard, good)
+            good = [index for index in good if index not in errors]
+            batch = self._batch_of(shard, *good)
+        if not good:
+            return self._padding(shard, errors)
+        return Rest(batch, replace(shard, indices=tuple(good)), errors)
+
+    def _batch_of(self, shard: Shard, *indices: int) -> Any:
+        return super().__getitem__(replace(shard, indices=indices))
+
+    def _odd_ones(self, shard: Shard, indices: Sequence[int]) -> dict[int, str]:
+        """{sample: error} of those that do not make a batch with most others of the dataset."""
+        voters = list(indices)
+        last = len(self.dataset) - 1
+        for number in range(WITNESSES):
+            witness = number * last // (WITNESSES - 1)
+            if witness not in voters:
+                voters.append(witness)
+        groups: list[list[int]] = []
+        for index in voters:
+            for group in groups:
+                if not isinstance(self._batch_of(shard, group[0], index), DataError):
+                    group.append(index)
+                    break
+            else:
+                groups.append([index])
+        most = max(groups, key=len)
+        errors = {}
+        for index in indices:
+            if index not in most:
+                errors[index] = str(self._batch_of(shard, most[0], index))
+        return errors
+
+    def _padding(self, shard: Shard, errors: Mapping[int, str]) -> Any:
+        """Some other sample, to run the same steps on. Ever further away: files may be damaged."""
+        length = len(self.dataset)
+        for power in range(length.bit_length()):
+            index = (shard.indices[0] + 2**power) % length
+            indices = (index,) * min(2, len(shard.indices))  # batch norm fails on one
+            batch = self._batch_of(shard, *indices)
+            if not isinstance(batch, DataError):
+                return Rest(batch, replace(shard, indices=indices, counts=False), errors)
+        return DataError(f"no sample can be used, the last because: {batch}")
+
+
+def skip_bad_samples(run: Any) -> None:
+    """Skip those of a run's training and validation data."""
+    skipped = BadSamples(run)
+    run.metrics.more_tags.append(skipped.tags)
+    for data in (run.data, run.validation):
+        if data is not None:
+            data.fetch = SkippingFetch(data.fetch.dataset, run.task, data.split)
+            data.bad_samples = skipped
+
+
+class BadSamples:
+    """Lists what a run skips in RUN/bad_samples/, a file per rank, and ends it above a limit."""
+
+    def __init__(self, run: Any):
+        self.world: World = run.world
+        self.folder: Path = run.folder / FOLDER
+        self.training = run.data
+        self.most: float = run.config.data.max_bad_samples  # of an epoch; below 1 a share
+        self.seen: set[tuple[str, int, int]] = set()  # split, epoch and sample, in this rank's list
+        self._is_continued = False
+        self._reported = 0
+        self._unwritten: list[dict[str, Any]] = []
+
+    def leave_out(
+        self, data: Any, batches: Sequence[Any], shards: Sequence[Shard], *, is_new: bool
+    ) -> tuple[list[Any], list[Shard]]:
+        """The micro-batches and shards without bad samples, which are listed if they are new.
+
+        Errors: DataError above the limit.
+        """
+        if is_new and data is self.training and not self._is_continued:
+            self._continue()
+        good_batches = []
+        good_shards = []
+        for batch, shard in zip(batches, shards, strict=True):
+            if isinstance(batch, Rest):
+                if is_new and shard.counts:  # else another rank has these samples
+                    self._list(data, batch.errors)
+                shard = batch.shard
+                batch = batch.batch
+            good_batches.append(batch)
+            good_shards.append(shard)
+        return good_batches, good_shards
+
+    def _list(self, data: Any, errors: Mapping[int, str]) -> None:
+        epoch = 0  # an evaluation takes the same samples each time
+        if data is self.training:
+            epoch = (data.position - 1) // data.plan.length
+        for index, error in errors.items():
+            key = (data.split, epoch, index)
+            if key in self.seen:
+                continue
+            self.seen.add(key)
+            entry = {
+                "split": data.split,
+                "sample": index,
+                "where": data.fetch.row_of(index),
+                "error": error,
+                "epoch": epoch,
+                "samples_seen": self.training.position,
+                "rank": self.world.rank,
+            }
+            self._unwritten.append(entry)
+        self._write()
+        self._check(data, self._in_epoch(data.split, epoch), error)
+
+    def _in_epoch(self, split: str, epoch: int) -> int:
+        return sum(key[:2] == (split, epoch) for key in self.seen)
+
+    def _check(self, data: Any, count: int, error: str) -> None:
+        limit = self.most
+        if limit < 1:
+            limit *= data.plan.length
+        if count > limit:
+            raise DataError(
+                f"{count:,} of the {data.plan.length:,} samples of the {data.split} split are bad "
+                f"in one epoch, more than data.max_bad_samples={self.most:g}; fix or remove them, "
+                f"or raise it: {error}"
+            )
+
+    def _continue(self) -> None:
+        """Take over the lists in the folder, without what this step and later ones had listed."""
+        self._is_continued = True
+        for path in sorted(self.folder.glob("rank*.jsonl")):
+            # Those of ranks that are no longer there are shared out.
+            number = int(path.stem.removeprefix("rank"))
+            if number % self.world.world_size == self.world.rank:
+                self._continue_file(path)
+
+    def _continue_file(self, path: Path) -> None:
+        kept = ""
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError, LookupError, TypeError):  # of a torn line
+                entry = json.loads(line)
+                if entry["samples_seen"] < self.training.position:
+                    key = (entry["split"], entry["epoch"], entry["sample"])
+                    self.seen.add(key)
+                    kept += f"{line}\n"
+        write_durably(path, kept)
+
+    def _write(self) -> None:
+        """Append what is not written yet; what a full disk refuses is written later."""
+        lines = ""
+        for entry in self._unwritten:
+            lines += f"{json.dumps(entry)}\n"
+        path = self.folder / f"rank{self.world.rank:05d}.jsonl"
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(lines)
+            self._unwritten = []
+
+    def tags(self, row: Any) -> dict[str, int]:
+        """Of rank 0, how many samples were skipped since step 0; every rank calls it.
+
+        Errors: DataError on every rank, if together they are above the limit.
+        """
+        data = self.training
+        epoch = (data.position - 1) // data.plan.length
+        total = sum(split == data.split for split, _, _ in self.seen)
+        counts = torch.tensor([total, self._in_epoch(data.split, epoch)])
+        total, in_epoch = self.world.gather(counts).sum(0).tolist()
+        if total > self._reported:
+            self._reported = total
+            self.world.warn(
+                f"bad samples skipped since step 0: {total:,}; {self.folder} lists them"
+            )
+        self._check(data, in_epoch, f"{self.folder} lists them")
+        if self.world.is_main:
+            return {"train/skipped_samples": total}
+        return {}
