@@ -70,9 +70,7 @@ def test_the_recipes_loop_is_killed_run_again_and_ends_as_if_undisturbed(ranks, 
     evaluations = re.findall(r"^eval .*$", through.stdout, re.MULTILINE)
     assert len(evaluations) == 5
     assert re.findall(r"^eval .*$", rerun.stdout, re.MULTILINE) == evaluations[-2:]
-    one, other = (
-        tmp_path / name / "checkpoints/step_00000050" for name in ("mine", "killed_run")
-    )
+    one, other = (tmp_path / name / "checkpoints/step_00000050" for name in ("mine", "killed_run"))
     shards = sorted(path.name for path in one.glob("*.distcp"))
     assert len(shards) == ranks
     assert all((one / name).read_bytes() == (other / name).read_bytes() for name in shards)

@@ -1,4 +1,4 @@
-"""A loop of one's own in a script or notebook: it evaluates, saves, is killed, resumes, and closes."""
+"""A loop of one's own in a script or notebook: it evaluates, saves, is killed, resumes, closes."""
 
 import pytest
 import torch
