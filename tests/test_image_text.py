@@ -222,7 +222,7 @@ def test_an_export_opens_in_transformers_with_its_processor(rank, folder, monkey
 def test_verify_passes_on_one_and_two_ranks(folder, capfd):
     write_rows(folder / "rows.jsonl", questions(300))
     words = f"--task.target {TARGET} --task.args.model {folder} --data.path {folder}/rows.jsonl"
-    status = verify.main([*words.split(), "--world_sizes", "1,2"])
+    status = verify.main([*words.split(), "--world_sizes", "1,2", "--precisions", "fp32"])
     assert status == 0, capfd.readouterr().out
 
 

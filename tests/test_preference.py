@@ -189,7 +189,7 @@ def test_an_export_is_the_policy_alone(rank, folder, monkeypatch):
 def test_verify_passes_on_one_and_two_ranks(rank, folder, capfd):
     write_rows(folder / "rows.jsonl", pairs())
     words = f"--task.target {TARGET} --task.args.model {folder} --data.path {folder}/rows.jsonl"
-    words += f" --world_sizes 1,2 --task.args.lora_rank {rank}"
+    words += f" --world_sizes 1,2 --precisions fp32 --task.args.lora_rank {rank}"
     status = verify.main(words.split())
     assert status == 0, capfd.readouterr().out
 
