@@ -18,7 +18,13 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 LIBRARIES = ("torch", "transformers", "peft")
 
 
-def write_card(folder: Path, name: str, config: Config, checkpoint: Path, weights: str) -> None:
+def write_card(
+    folder: Path,
+    name: str,
+    config: Config,
+    checkpoint: Path,
+    weights: str,
+) -> None:
     """Write the card into the export's folder, unless the task's export has written one."""
     path = folder / CARD
     if path.exists() and OF_PEFT not in path.read_text(encoding="utf-8"):
@@ -42,8 +48,21 @@ def write_card(folder: Path, name: str, config: Config, checkpoint: Path, weight
         "versions": ", ".join(f"{key} {value}" for key, value in versions(manifest).items()),
     }
     table = [f"| {key} | {value} |" for key, value in rows.items() if value]
-    lines = [*front, "", f"# {name}", "", "| | |", "|---|---|", *table, "", "```python", *code]
-    path.write_text("\n".join([*lines, "```", ""]), encoding="utf-8")
+    lines = [
+        *front,
+        "",
+        f"# {name}",
+        "",
+        "| | |",
+        "|---|---|",
+        *table,
+        "",
+        "```python",
+        *code,
+        "```",
+        "",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
 
 
 def last_part(path: str) -> str:
@@ -91,7 +110,12 @@ def versions(manifest: Manifest) -> dict[str, str]:
     return known
 
 
-def how_to_load(folder: Path, name: str, target: str, base: str) -> tuple[str, list[str]]:
+def how_to_load(
+    folder: Path,
+    name: str,
+    target: str,
+    base: str,
+) -> tuple[str, list[str]]:
     """(the hub's name of the library, lines of code), by the files in the export."""
     adapter = folder / "adapter_config.json"
     if adapter.exists():

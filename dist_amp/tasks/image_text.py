@@ -138,7 +138,11 @@ class ImageText:
             if value.shape == labels.shape:
                 batch[name] = value[:, : self.length]
         counted = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
-        return {**batch, "tokens": int(batch["attention_mask"].sum()), "counted": counted}
+        return {
+            **batch,
+            "tokens": int(batch["attention_mask"].sum()),
+            "counted": counted,
+        }
 
     def processed(self, pairs: list[Any]) -> Batch:
         """Of (image, text) pairs, padded on the right. A beginning of a chat may have no image."""
@@ -159,7 +163,10 @@ class ImageText:
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logits, labels = next_tokens(model, batch)
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        return {"loss": loss, "accuracy": logits.argmax(1).eq(labels).sum()}
+        return {
+            "loss": loss,
+            "accuracy": logits.argmax(1).eq(labels).sum(),
+        }
 
     def export(self, model: nn.Module, folder: str) -> None:
         model.save_pretrained(folder)  # type: ignore[operator]
@@ -192,7 +199,10 @@ class ChatWithImage:
         return self.task.processed([(self.image, text)])["input_ids"][0].tolist()  # type: ignore[no-any-return]
 
     def apply_chat_template(
-        self, messages: list[Any], return_dict: bool, add_generation_prompt: bool = False
+        self,
+        messages: list[Any],
+        return_dict: bool,
+        add_generation_prompt: bool = False,
     ) -> dict[str, list[int]]:
         return {"input_ids": self.ids(self.text(messages, add_generation_prompt))}
 

@@ -119,7 +119,10 @@ class DPO:
             raise DataError(f"the answer {name} is empty; write one, or remove the row")
         whole = {"prompt": row["prompt"], "completion": answer}
         ids, labels = encode(whole, of_transformers(self.tokenizer), name)
-        sample = {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
+        sample = {
+            "input_ids": torch.tensor(ids),
+            "labels": torch.tensor(labels),
+        }
         sample = {key: values[: self.length] for key, values in sample.items()}
         if (sample["labels"][1:] == IGNORE_INDEX).all():
             raise DataError(
@@ -155,7 +158,11 @@ class DPO:
         chosen, rejected = self.rewards(model, batch)
         loss = -F.logsigmoid(chosen - rejected).sum()
         accuracy = (chosen > rejected).sum()
-        return {"loss": loss, "accuracy": accuracy, "margin": (chosen - rejected).sum()}
+        return {
+            "loss": loss,
+            "accuracy": accuracy,
+            "margin": (chosen - rejected).sum(),
+        }
 
     def export(self, model: Any, folder: str) -> None:
         model.policy.save_pretrained(folder)
@@ -180,7 +187,10 @@ class WithReference(nn.Module):
         return self
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """[2 B, T] each -> ([2 B], [2 B]) float32, the second without a gradient."""
         inputs = (input_ids, attention_mask, labels)
@@ -199,7 +209,10 @@ class WithReference(nn.Module):
 
 
 def log_probabilities(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    labels: Tensor,
 ) -> Tensor:
     """Of each row's answer, the sum over its tokens: [rows] float32."""
     output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
