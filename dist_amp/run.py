@@ -1,12 +1,12 @@
-"""A run: everything that training needs, assembled from one config; for jobs and scripts."""
+"""A run: everything that training needs, assembled from one config; for jobs and scripts.
+
+A loop of your own calls `train_step` and the methods of `ScriptRun`.
+"""
 
 import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dist_amp.checkpoint.format import checkpoint_folder
+from dist_amp.checkpoint.resume import resume
+from dist_amp.checkpoint.saver import Saver
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_strategy
-from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
@@ -25,61 +28,68 @@ from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
 from dist_amp.settings import Config, RunConfig
+from dist_amp.step import Run, evaluate
 from dist_amp.task import Task, build_split, built_model
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
 
-__all__ = ["Run", "build_run", "load_config"]
+__all__ = ["Run", "ScriptRun", "build_run", "load_config"]
 
 
-@dataclass
-class Run:
-    """Everything that one run needs; `step` counts the steps taken, applied or skipped."""
+class ScriptRun(Run):
+    """A run with what a loop of your own needs; every rank calls each method at the same step."""
 
-    config: Config
-    world: World
-    folder: Path
-    task: Task
-    precision: Precision
-    parallel: Parallel
-    scaler: Scaler
-    clip: Clip
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    # What optional features keep beside the parameters, by name: `tensors` to save, `after_step`,
-    # `evaluating` and `start`, as optimizers/ema.py has them.
-    extra_states: dict[str, Any]
-    data: Batches
-    validation: Batches | None
-    metrics: Metrics
-    frozen: Any = None  # a FrozenBase, where some parameters are not trained
-    step: int = 0
-    resumed_from_step: int | None = None
-    resumed_from: Path | None = None
+    _saver: Saver | None = None
 
-    @property
-    def config_text(self) -> str:
-        return to_toml(self.config)
+    def resume(self) -> Path | None:
+        """Restore the newest valid checkpoint that `run.resume` allows; None if there is none.
 
-    @property
-    def model(self) -> nn.Module:
-        """The model to call: wrapped or sharded."""
-        return self.parallel.model
+        Errors: ConfigError after the first step; DataError as for `checkpoint_to_resume`.
+        """
+        if self.step:
+            raise ConfigError(
+                f"resume() after step {self.step}: it comes before the first step; build the run "
+                "again"
+            )
+        return resume(self)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients, equal on all ranks."""
-        with ExitStack() as contexts:
-            contexts.enter_context(self.parallel.evaluating())
-            for extra in self.extra_states.values():
-                contexts.enter_context(extra.evaluating())
-            yield
+    def evaluate(self) -> dict[str, float]:
+        """The validation loss and the task's metrics, of `eval.batches`; see `step.evaluate`.
+
+        Checkpoints of this step hold them. Errors: ConfigError if nothing is held out.
+        """
+        if self.validation is None:
+            raise ConfigError(
+                f"evaluate() has nothing to evaluate: eval.every={self.config.eval.every}, and the "
+                "task's build_dataset('validation') must return samples; set eval.every to a "
+                "number of steps, and hold some out"
+            )
+        values = evaluate(self)
+        self.metrics.write_evaluation(self.step, values)
+        return values
+
+    def save(self, wait: bool = True) -> Path:
+        """Write a checkpoint of this step into `folder`; returns its path. Errors: Failure.
+
+        wait: until it is written; else, with checkpoint.async_save, until the next save or close().
+        """
+        if self._saver is None:
+            self._saver = Saver(self)
+        self._saver.save(wait)
+        return checkpoint_folder(self.folder, self.step)
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, and end the loader's workers."""
+        if self._saver is not None:
+            self._saver.finish()
+        self.data.close()
+        self.metrics.close()
 
 
 def build_run(
     config: Config, world: World | None = None, task: Task | None = None, resumes: bool = False
-) -> Run:
-    """Assemble a run at step 0; it writes nothing to disk. `checkpoint.resume.resume` resumes it.
+) -> ScriptRun:
+    """Assemble a run at step 0; it writes nothing to disk. `ScriptRun.resume` resumes it.
 
     world: from `world.start`; without one, the process group that exists already, or this process
     alone. task: an object in place of `task.target`. resumes: a checkpoint is loaded next, so
@@ -109,7 +119,7 @@ def build_run(
 
     seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
     clip = Clip(config.train.clip_by, config.train.clip_limit)
-    run = Run(
+    run = ScriptRun(
         config=config,
         world=world,
         folder=folder,
@@ -133,6 +143,9 @@ def build_run(
         from dist_amp.scaling.frozen import FrozenBase
 
         run.frozen = FrozenBase(parallel.module, world, parallel.replicas)
+    from dist_amp.checkpoint.task_state import Unsaved
+
+    run.unsaved = Unsaved(run)
     return run
 
 

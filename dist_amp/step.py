@@ -5,18 +5,73 @@ Words: a micro-batch is one forward and backward; a step is one optimizer step f
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dist_amp.config.load import to_toml
 from dist_amp.config.validate import check_loss, check_model_use, check_weight
-from dist_amp.data import Padding
+from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
-from dist_amp.run import Run
+from dist_amp.optim import Schedule
+from dist_amp.parallel import Parallel
+from dist_amp.precision import Clip, Precision, Scaler
+from dist_amp.settings import Config
 from dist_amp.task import Task, as_scalar
+from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.telemetry.sums import WeightedMeans
+from dist_amp.world import World
+
+
+@dataclass
+class Run:
+    """Everything that one run needs; `step` counts the steps taken, applied or skipped."""
+
+    config: Config
+    world: World
+    folder: Path
+    task: Task
+    precision: Precision
+    parallel: Parallel
+    scaler: Scaler
+    clip: Clip
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    # What optional features keep beside the parameters, by name: `tensors` to save, `after_step`,
+    # `evaluating` and `start`, as optimizers/ema.py has them.
+    extra_states: dict[str, Any]
+    data: Batches
+    validation: Batches | None
+    metrics: Metrics
+    frozen: Any = None  # a FrozenBase, where some parameters are not trained
+    unsaved: Any = None  # an Unsaved, which knows the task as it was before the first step
+    step: int = 0
+    saved_step: int | None = None
+    resumed_from_step: int | None = None
+    resumed_from: Path | None = None
+
+    @property
+    def config_text(self) -> str:
+        return to_toml(self.config)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model to call: wrapped or sharded."""
+        return self.parallel.model
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients, equal on all ranks."""
+        with ExitStack() as contexts:
+            contexts.enter_context(self.parallel.evaluating())
+            for extra in self.extra_states.values():
+                contexts.enter_context(extra.evaluating())
+            yield
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:

@@ -1,23 +1,39 @@
 """A trained model leaves as transformers' own: from_pretrained opens it with equal logits."""
 
 import json
+import re
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import make_run, take_steps
+from tiny import Tiny, make_run, take_steps, whole
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 pytest.importorskip("transformers")
 from peft import AutoPeftModelForCausalLM, PeftModel
 from test_hf_tasks import TEXTS
-from tiny_hf import chats, in_own_memory, make_model, make_tokenizer, write_rows
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from tiny_hf import TRANSFORMER, chats, in_own_memory, make_model, make_tokenizer, write_rows
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    CLIPConfig,
+    GenerationConfig,
+)
 
 from dist_amp.checkpoint.format import CONFIG, all_checkpoints
 from dist_amp.checkpoint.saver import save
 from dist_amp.commands import export
+from dist_amp.commands.model_card import write_card
+from dist_amp.config.load import load_config
+from dist_amp.settings import TaskConfig
+from dist_amp.tasks.pretrained import as_published, load_pretrained
 
 CAUSAL = "dist_amp.tasks.hf_causal_lm:HFCausalLM"
 CLASSES = "dist_amp.tasks.hf_classification:HFClassification"
@@ -196,3 +212,181 @@ def test_the_whole_way_from_files_to_files(folder, launch):
     answer = model.generate(**ids, max_new_tokens=30, do_sample=False)[0]
     answer = answer[ids["input_ids"].shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True) == "abababab"  # chats()[3]
+
+
+# ---- what an own task's model would lose ----
+
+
+class OwnTask:
+    """As docs/huggingface.md shows it: a model built of a config, which has no other files."""
+
+    def __init__(self, model: str):
+        self.model = model
+
+    def build_model(self):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.model))
+
+    def load(self, model):
+        load_pretrained(model, self.model)
+
+    def build_dataset(self, split):
+        return [{"input_ids": torch.arange(8) + number} for number in range(16)]
+
+    def loss_sum(self, model, batch):
+        logits = model(batch["input_ids"]).logits[:, :-1].float()
+        return cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten()) * 7
+
+    def weight(self, batch):
+        return batch["input_ids"][:, 1:].numel()
+
+
+OWN = "test_hf_export:OwnTask"
+
+
+def saved_own(world, folder, target, *words):
+    few = f"--train.steps 4 --train.micro_batch_size 2 --use_amp false --run.dir {folder}/run"
+    words = [*few.split(), "--task.target", target, "--task.args.model", f"{folder}/model", *words]
+    run = make_run(world, None, *words)
+    take_steps(run, 2)
+    save(run)
+    return {name: whole(p) for name, p in run.parallel.module.named_parameters()}
+
+
+def test_an_own_tasks_model_keeps_the_generation_config_of_its_files(folder):
+    model_in(folder, "llama")
+    theirs = GenerationConfig(
+        do_sample=True, temperature=0.3, max_new_tokens=7, eos_token_id=[2, 5]
+    )
+    theirs.save_pretrained(folder / "model")
+    saved_own(None, folder, OWN)
+    assert exported(folder) == 0
+    ours = GenerationConfig.from_pretrained(folder / "out")
+    assert ours.to_diff_dict() == GenerationConfig.from_pretrained(folder / "model").to_diff_dict()
+    assert (ours.temperature, ours.eos_token_id) == (0.3, [2, 5])
+
+
+def test_a_generation_config_that_the_task_has_set_is_kept(folder):
+    model_in(folder, "llama")
+    GenerationConfig(temperature=0.3, do_sample=True).save_pretrained(folder / "model")
+    model = OwnTask(str(folder / "model")).build_model()
+    model.generation_config.max_new_tokens = 3
+    as_published(model)
+    assert model.generation_config.max_new_tokens == 3
+    assert model.generation_config.temperature != 0.3
+
+
+class Clip:
+    """Pairs of an image and a text; a scalar is made [1], as FSDP2 asks for."""
+
+    def __init__(self, model: str, sharded: bool = True):
+        self.model = model
+        self.sharded = sharded
+
+    def build_model(self):
+        model = AutoModel.from_config(AutoConfig.from_pretrained(self.model))
+        if self.sharded:
+            model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
+        return model
+
+    def load(self, model):
+        load_pretrained(model, self.model)
+
+    def build_dataset(self, split):
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(16, 3, 16, 16, generator=generator)
+        return [{"pixel_values": one, "input_ids": torch.arange(6)} for one in images]
+
+    def loss_sum(self, model, batch):
+        logits = model(**batch).logits_per_image.float()
+        return (logits - 1).square().sum()
+
+    def weight(self, batch):
+        return len(batch["input_ids"])
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "fsdp"), (1, "single")])
+def test_a_scalar_that_was_made_1_for_fsdp_is_a_scalar_in_the_export(ranks, strategy, folder):
+    text = {**TRANSFORMER, "vocab_size": 16, "eos_token_id": 5, "bos_token_id": 1}
+    vision = {**TRANSFORMER, "image_size": 16, "patch_size": 8}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    published = AutoModel.from_config(config)
+    published.save_pretrained(folder / "model")
+    target = "test_hf_export:Clip"
+    expected = on_ranks(ranks, saved_own, folder, target, "--parallel.strategy", strategy)[0]
+    assert expected["logit_scale"].shape == (1,)
+    assert expected["logit_scale"] != published.logit_scale
+    assert exported(folder) == 0
+    model = AutoModel.from_pretrained(folder / "out")
+    assert model.logit_scale.shape == ()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name].reshape(parameter.shape)), name
+
+
+# ---- the model card ----
+
+
+def front_matter(path):
+    _, front, body = path.read_text().split("---\n", 2)
+    return dict(line.split(": ") for line in front.splitlines() if ": " in line), body
+
+
+@pytest.mark.parametrize(("words", "library"), [("", "transformers"), ("--merge", "transformers")])
+def test_an_export_has_a_card_that_says_what_it_is_and_how_to_load_it(words, library, folder):
+    model_in(folder, "llama")
+    rank = 2 if words else 0
+    trained(1, folder, CAUSAL, f"--task.args.lora_rank {rank} --eval.every 2")
+    assert exported(folder, words) == 0
+    front, body = front_matter(folder / "out" / "README.md")
+    assert front == {"library_name": library}, "a folder is no name on the hub"
+    for text in (
+        "| base model | model |",
+        "| task | dist_amp.tasks.hf_causal_lm:HFCausalLM |",
+        "| data | rows.jsonl |",
+        "| steps | 2 of 2 samples |",
+        "trained in fp32",
+        f"torch {torch.__version__}",
+        "transformers",
+    ):
+        assert text in body
+    assert str(folder) not in body
+    (code,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
+    names = {}
+    exec(code, names)
+    assert type(names["model"]).__name__ == "LlamaForCausalLM"
+
+
+def test_the_card_of_adapters_is_ours_and_names_no_folder_of_this_machine(folder):
+    model_in(folder, "llama")
+    trained(1, folder, CAUSAL, "--task.args.lora_rank 2")
+    assert exported(folder) == 0
+    front, body = front_matter(folder / "out" / "README.md")
+    assert front["library_name"] == "peft"
+    assert str(folder) not in body
+    (code,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
+    names = {}
+    exec(code, names)  # in the folder that has both
+    assert type(names["base"]).__name__ == "LlamaForCausalLM"
+
+
+def test_a_model_of_the_hub_and_data_with_a_password_are_named_without_it(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    run = make_run(None, Tiny(), "--train.steps", 4, "--run.dir", tmp_path / "run")
+    run.metrics.write_evaluation(0, {"loss": 1.25})
+    checkpoint = save(run)
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0, "train/loss": 2.5}\n{"st\n12\n')
+    config = load_config([], environ={})
+    path = "s3://key:hush@bucket/a/chats.jsonl?signature=hush"
+    task = TaskConfig("my_file:Mine", {"model": "Qwen/Qwen2.5-0.5B"})
+    config = replace(config, task=task, data=replace(config.data, path=path))
+    write_card(folder, "out", config, checkpoint, "model")
+    front, body = front_matter(folder / "README.md")
+    assert front == {"library_name": "transformers", "base_model": "Qwen/Qwen2.5-0.5B"}
+    assert "| data | chats.jsonl |" in body
+    assert "| training loss | 2.5000 (step 0) |" in body
+    assert "| held out | loss 1.2500 (step 0) |" in body
+    assert "hush" not in body
+    (folder / "README.md").write_text("the task's own")
+    write_card(folder, "out", config, checkpoint, "model")
+    assert (folder / "README.md").read_text() == "the task's own"

@@ -1,6 +1,8 @@
 """The snippets and commands of the README and of docs/recipes.md do what they show."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -21,21 +23,54 @@ def test_the_readmes_task_trains_by_the_command_that_it_shows(launch, tmp_path):
     assert "done: 300 steps (300 applied, 0 skipped)" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("snippet", "printed"),
-    [
-        pytest.param(SNIPPET, r"last loss ([\d.]+)\n", id="README"),
-        pytest.param(NOTEBOOK, r"last loss ([\d.]+), held out ([\d.]+)\n", id="recipes"),
-    ],
-)
-def test_the_notebook_snippets_train_and_leave_no_files(launch, snippet, printed, tmp_path):
+def files_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name[0] not in "._")
+
+
+def test_the_readmes_snippet_trains_and_leaves_no_files(launch, tmp_path):
     (tmp_path / "my_file.py").write_text(TASK)
-    (tmp_path / "notebook.py").write_text(snippet)
+    (tmp_path / "notebook.py").write_text(SNIPPET)
     done = launch.module("notebook.py", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.fullmatch(printed, done.stdout).groups()]
+    printed = re.search(r"last loss ([\d.]+), held out ([\d.]+)\n$", done.stdout)
+    losses = [float(loss) for loss in printed.groups()]
     assert max(losses) < 2, "from 16 at the start, the mean of |x| squared"
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] not in "._") == [
-        "my_file.py",
-        "notebook.py",
-    ]
+    assert files_in(tmp_path) == ["my_file.py", "notebook.py"]
+
+
+KILLED = "import os\nfrom pathlib import Path\n"
+KILL = """
+        if run.step == 30 and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_recipes_loop_is_killed_run_again_and_ends_as_if_undisturbed(ranks, launch, tmp_path):
+    (tmp_path / "my_file.py").write_text(TASK)
+    (tmp_path / "undisturbed.py").write_text(NOTEBOOK)
+    script = KILLED + NOTEBOOK.replace("--run.dir mine", "--run.dir killed_run")
+    script = script.replace("        run.save()\n", f"        run.save(){KILL}")
+    (tmp_path / "killed.py").write_text(script)
+
+    def run(name):
+        command = [sys.executable, name]
+        if ranks > 1:
+            options = f"--standalone --local-addr 127.0.0.1 --nproc_per_node={ranks}"
+            command = [sys.executable, "-m", "torch.distributed.run", *options.split(), name]
+        environ = launch.environ({"HOME": str(tmp_path)})
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+
+    through = run("undisturbed.py")
+    assert through.returncode == 0, through.stderr
+    assert run("killed.py").returncode != 0
+    rerun = run("killed.py")
+    assert rerun.returncode == 0, rerun.stderr
+    evaluations = re.findall(r"^eval .*$", through.stdout, re.MULTILINE)
+    assert len(evaluations) == 5
+    assert re.findall(r"^eval .*$", rerun.stdout, re.MULTILINE) == evaluations[-2:]
+    one, other = (tmp_path / name / "checkpoints/step_00000050" for name in ("mine", "killed_run"))
+    shards = sorted(path.name for path in one.glob("*.distcp"))
+    assert len(shards) == ranks
+    assert all((one / name).read_bytes() == (other / name).read_bytes() for name in shards)

@@ -20,8 +20,8 @@ from dist_amp.distributed.process import random_state, seed_all, set_random_stat
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
 from dist_amp.loading.plan import Order, Plan
-from dist_amp.run import Run
 from dist_amp.settings import FREE_TO_CHANGE, Config
+from dist_amp.step import Run
 from dist_amp.world import World
 
 # Settings of earlier versions that changed what is computed, with the values that are fixed now.

@@ -10,8 +10,8 @@ from dist_amp.checkpoint.state import load
 from dist_amp.config.task_class import find_task
 from dist_amp.distributed.process import attempt
 from dist_amp.errors import DataError
-from dist_amp.run import Run
 from dist_amp.settings import Config
+from dist_amp.step import Run
 from dist_amp.task import Task
 from dist_amp.world import World
 

@@ -29,7 +29,7 @@ from dist_amp.checkpoint.format import (
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.errors import Failure
 from dist_amp.files import appears, sync_folder, write_synced
-from dist_amp.run import Run
+from dist_amp.step import Run
 from dist_amp.telemetry.step_report import LogRow, Observer
 from dist_amp.world import World
 
@@ -52,21 +52,17 @@ class Saver(Observer):
         # per shard of any rank (measured for 64 to 1,024 ranks).
         self._planner = DefaultSavePlanner(enable_plan_caching=True)
         self._planner._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
-
-        from dist_amp.checkpoint.task_state import Unsaved
-
-        self._unsaved = Unsaved(run)
-
         self._background: Any = None
 
     def save(self, wait: bool) -> None:
         """Save the state; every rank calls it. wait: until it is written. Errors: Failure."""
         with self._run.world.clock.hold("checkpoint"):
-            self._finish()
+            self.finish()
             if self._is_saved():
                 return
-            self._unsaved.warn_of_changes()
+            self._run.unsaved.warn_of_changes()
             snapshot = take_snapshot(self._run)
+            self._run.saved_step = self._run.step
             work = partial(write, world=self._run.world, planner=self._planner)
             if self._run.config.checkpoint.async_save and not wait:
                 from dist_amp.checkpoint.background import Background
@@ -79,20 +75,26 @@ class Saver(Observer):
     def on_log(self, row: LogRow) -> None:
         """Check whether the background save has ended, and how: the same on every rank."""
         if self._run.metrics.save is not None and row.column("save_done").all():
-            self._finish()
+            self.finish()
 
     def _is_saved(self) -> bool:
-        """Whether this step has a valid checkpoint, as after a resume; a damaged one is renamed."""
+        """Whether this run's state is saved, as after a resume.
+
+        A damaged checkpoint of this step, and what another run has left from here on, are renamed.
+        """
         run = self._run
-        error = ""
+        error = "there is no checkpoint of this run's step"
         if run.world.is_main:
-            folder = checkpoint_folder(run.folder, run.step)
-            error = integrity_error(folder)
-            if error and folder.exists():
-                quarantine_after(run.folder, run.step - 1)
+            if run.step in (run.saved_step, run.resumed_from_step):
+                error = integrity_error(checkpoint_folder(run.folder, run.step))
+            if error:
+                for path in quarantine_after(run.folder, run.step - 1):
+                    run.world.warn(
+                        f"{path} is damaged, or of another run: it is kept under this name"
+                    )
         return not run.world.from_main(error)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Wait for the pending save, also another Saver's: they share a process group."""
         pending = self._run.metrics.save
         self._run.metrics.save = None

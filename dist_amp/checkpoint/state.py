@@ -26,7 +26,7 @@ from dist_amp.checkpoint.format import (
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.parallel import averaged_statistics, set_statistics
-from dist_amp.run import Run
+from dist_amp.step import Run
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_amp.errors import ConfigError, DataError, in_one_line
-from dist_amp.run import Run
+from dist_amp.step import Run
 from dist_amp.task import call_task, kept_by
 from dist_amp.world import World, local
 

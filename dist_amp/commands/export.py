@@ -2,7 +2,7 @@
 file.
 
 Reads a checkpoint of any strategy and number of ranks, or a run's newest valid one. DIR gets
-model.safetensors and the run's config.toml. In your code:
+model.safetensors, the run's config.toml and a model card, README.md. In your code:
 
     import safetensors.torch
     model = task.build_model()
@@ -96,6 +96,9 @@ def run(argv: Sequence[str]) -> None:
                 "checkpoint": checkpoint.resolve().name,
             }
             save_model(model, str(folder / MODEL), metadata)
+        from dist_amp.commands.model_card import write_card
+
+        write_card(folder, out.name, config, checkpoint, weights)
         if settings:
             (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
         else:
@@ -164,6 +167,10 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 def save_for_transformers(task: Any, model: Any, folder: Path) -> None:
     """By task.export or save_pretrained. Errors: ConfigError for a model that can do neither."""
+    if "transformers" in sys.modules:
+        from dist_amp.tasks.pretrained import as_published
+
+        as_published(model)
     if hasattr(task, "export"):
         task.export(model, str(folder))
     elif hasattr(model, "save_pretrained"):

@@ -1,6 +1,7 @@
-"""What the tasks for Hugging Face models share: a model from its folder, LoRA adapters, samples."""
+"""What the tasks for Hugging Face models share: a model from its folder, LoRA, rows, samples."""
 
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from dist_amp.errors import ConfigError, DataError, first_line
+from dist_amp.loading.loader import read
 from dist_amp.sources.files import stay_local_without_network
 
 FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
@@ -134,6 +136,26 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
         with suppress(OSError):  # not every model has such a file
             model.generation_config = GenerationConfig.from_pretrained(folder)
     return lora.add_to(model) if lora.rank else model
+
+
+class Converted:
+    """A map-style dataset of `convert(row)`, called when a row is read."""
+
+    def __init__(self, rows: Any, convert: Callable[[dict[str, Any]], Any]):
+        self.rows = rows
+        self.convert = convert
+        for name in ("shuffled", "fingerprint"):  # a Parquet view's
+            if hasattr(rows, name):
+                setattr(self, name, getattr(rows, name))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self.convert(row) for row in read(self.rows, indices)]
 
 
 def embedding_and_head(model: Any) -> list[nn.Module]:

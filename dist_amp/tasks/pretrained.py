@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dist_amp.errors import DataError
 from dist_amp.scaling.meta import some
+from dist_amp.sources.files import stay_local_without_network
 from dist_amp.world import local
 
 log = logging.getLogger(__name__)
@@ -114,11 +115,39 @@ def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
         shape = slices[name].get_shape()
         dtype = slices[name].get_dtype()
         is_quantized = target.is_floating_point() and not dtype.startswith(("F", "BF"))
-        if shape != list(target.shape) or is_quantized:
+        fits = shape == list(target.shape) or (not shape and target.shape == (1,))
+        if not fits or is_quantized:
             raise DataError(
                 f"{name} is {dtype} {shape} in {folder} and {target.dtype} {list(target.shape)} in "
                 "the model; use the config of these files, and weights that are not quantized"
             )
+
+
+def as_published(model: nn.Module) -> None:
+    """Make models of transformers inside what `from_pretrained` of their class expects.
+
+    A scalar that was made [1], since FSDP2 can't shard it, is a scalar again; and a model that was
+    built of a config gets the generation_config of that config's folder.
+    """
+    from transformers import GenerationConfig, PreTrainedModel
+
+    inside: set[nn.Module] = set()
+    for part in model.modules():
+        if part in inside or not isinstance(part, PreTrainedModel):
+            continue
+        inside |= set(part.modules())
+        shapes = {name: p.shape for name, p in empty_twin(part).named_parameters()}
+        for name, parameter in part.named_parameters():
+            if parameter.shape == (1,) and shapes.get(name) == ():
+                parameter.data = parameter.data.reshape(())
+        config: Any = part.config
+        if part.can_generate() and config.name_or_path:
+            made = GenerationConfig.from_model_config(config)
+            if part.generation_config.to_diff_dict() == made.to_diff_dict():
+                stay_local_without_network()
+                with suppress(OSError):  # not every model has such a file
+                    saved = GenerationConfig.from_pretrained(config.name_or_path)
+                    part.generation_config = saved
 
 
 def empty_twin(base: Any) -> Any:
@@ -147,6 +176,9 @@ def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[s
     mapping: Any = get_model_conversion_mapping(twin)
     config = LoadStateDictConfig(weight_mapping=mapping)
     present = {name: of[0].detach() for name, of in targets.items()}
+    for name, parameter in twin.named_parameters():
+        if parameter.ndim == 0 and name in present:  # which FSDP2 can't shard: [1] in the model
+            present[name] = torch.empty(())
     layers: dict[str, dict[str, Any]] = {}
     for key, part in slices.items():
         layer = "".join(re.findall(r"^.*?\d\.", key))
@@ -189,6 +221,8 @@ def split_head(
 
 def place(value: Tensor, target: Tensor) -> None:
     """Copy a tensor, whole or sharded as the target, into the target or this rank's shard of it."""
+    if value.ndim == 0:
+        value = value.reshape(target.shape)
     if isinstance(target, DTensor) and not isinstance(value, DTensor):
         mesh = target.device_mesh
         value = value.to(mesh.device_type)

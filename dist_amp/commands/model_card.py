@@ -1,0 +1,146 @@
+"""The README.md of an export: a model card in the hub's format, without paths of this machine."""
+
+import json
+import math
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dist_amp import __version__
+from dist_amp.checkpoint.format import Manifest, read_manifest
+from dist_amp.config.load import flat, to_toml
+from dist_amp.settings import Config
+from dist_amp.sources.mixture import tables_of
+
+CARD = "README.md"
+OF_PEFT = "Model Card for Model ID"  # in the unfilled card that peft writes
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+LIBRARIES = ("torch", "transformers", "peft")
+
+
+def write_card(
+    folder: Path,
+    name: str,
+    config: Config,
+    checkpoint: Path,
+    weights: str,
+) -> None:
+    """Write the card into the export's folder, unless the task's export has written one."""
+    path = folder / CARD
+    if path.exists() and OF_PEFT not in path.read_text(encoding="utf-8"):
+        return
+    manifest = read_manifest(checkpoint)
+    model = str(flat(to_toml(config)).get("task.args.model", ""))
+    is_on_hub = not Path(model).exists() and bool(HUB_NAME.fullmatch(model))
+    base = model if is_on_hub else last_part(model)
+    library, code = how_to_load(folder, name, config.task.target, base)
+    front = ["---", f"library_name: {library}"]
+    if is_on_hub and library != "pytorch":
+        front.append(f"base_model: {model}")
+    front += ["tags:", "- dist_amp", "---"]
+    rows = {
+        "base model": base,
+        "task": last_part(config.task.target),
+        "data": ", ".join(data_names(config)),
+        "steps": f"{manifest.step:,} of {manifest.global_batch_size:,} samples",
+        "weights": f"{weights}, trained in {manifest.precision}",
+        **losses(checkpoint, manifest),
+        "versions": ", ".join(f"{key} {value}" for key, value in versions(manifest).items()),
+    }
+    table = [f"| {key} | {value} |" for key, value in rows.items() if value]
+    lines = [
+        *front,
+        "",
+        f"# {name}",
+        "",
+        "| | |",
+        "|---|---|",
+        *table,
+        "",
+        "```python",
+        *code,
+        "```",
+        "",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def last_part(path: str) -> str:
+    """The name at the end of a path or address, without its folders, password and query."""
+    return path.partition("?")[0].rstrip("/").rpartition("/")[2].rpartition("@")[2]
+
+
+def data_names(config: Config) -> list[str]:
+    names = []
+    for source in tables_of(config.data).values() or [config.data]:
+        name = source.name if source.path == "off" else last_part(source.path)
+        names.append("the task's" if name == "auto" else name)
+    return names
+
+
+def losses(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
+    """Of the last evaluation, and of the run's last logged interval before the checkpoint."""
+    found = {}
+    try:
+        lines = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
+    except (OSError, ValueError):
+        lines = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            step, loss = int(row["step"]), float(row["train/loss"])
+        except (ValueError, LookupError, TypeError):  # of an evaluation, or damaged
+            continue
+        if step <= manifest.step and math.isfinite(loss):
+            found["training loss"] = f"{loss:.4f} (step {step:,})"
+    if manifest.evaluation:
+        values = ", ".join(f"{key} {value:.4f}" for key, value in manifest.evaluation.items())
+        found["held out"] = f"{values} (step {manifest.evaluated_step:,})"
+    return found
+
+
+def versions(manifest: Manifest) -> dict[str, str]:
+    """Of the training, as the checkpoint has them, and of the libraries that export."""
+    known = {"dist_amp": __version__, **manifest.versions}
+    for name in LIBRARIES:
+        try:
+            known.setdefault(name, version(name))
+        except PackageNotFoundError:
+            continue
+    return known
+
+
+def how_to_load(
+    folder: Path,
+    name: str,
+    target: str,
+    base: str,
+) -> tuple[str, list[str]]:
+    """(the hub's name of the library, lines of code), by the files in the export."""
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        mapping = json.loads(adapter.read_text()).get("auto_mapping") or {}
+        kind = mapping.get("base_model_class", "AutoModel")
+        return "peft", [
+            "from peft import PeftModel",
+            f"from transformers import {kind}",
+            "",
+            f'base = {kind}.from_pretrained("{base}")',
+            f'model = PeftModel.from_pretrained(base, "{name}")',
+        ]
+    if (folder / "config.json").exists():
+        named = json.loads((folder / "config.json").read_text()).get("architectures")
+        kind = (named or ["AutoModel"])[0]
+        return "transformers", [
+            f"from transformers import {kind}",
+            "",
+            f'model = {kind}.from_pretrained("{name}")',
+        ]
+    module, _, task = last_part(target).partition(":")
+    return "pytorch", [
+        "from safetensors.torch import load_model",
+        f"from {module.removesuffix('.py')} import {task}",
+        "",
+        f"model = {task}(...).build_model()  # with the task.args of config.toml",
+        f'load_model(model, "{name}/model.safetensors")',
+    ]

@@ -1,0 +1,234 @@
+"""Train a causal language model on preferences by DPO (arXiv:2305.18290), whole or with LoRA.
+
+Rows: prompt, chosen and rejected, which are texts, or lists of messages. The reference is a frozen
+copy of the model; with LoRA, the base weights without the adapters.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.settings import DataConfig, Range
+from dist_amp.sources.conversations import encode, text_of, turns
+from dist_amp.sources.load import load_split
+from dist_amp.sources.packing import Packing
+from dist_amp.sources.token_shards import IGNORE_INDEX
+from dist_amp.sources.tokenizer import of_transformers
+from dist_amp.tasks import huggingface
+from dist_amp.tasks.pretrained import load_pretrained
+
+COLUMNS = ("prompt", "chosen", "rejected")
+NO_LORA = huggingface.Lora(0, "all-linear")
+Batch = dict[str, Any]
+
+
+class DPO:
+    """Batch: input_ids, attention_mask, labels [2 B, T]: B chosen answers, then B rejected ones.
+
+    reference: a model to use in place of the one that is trained.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        model: str,
+        beta: Annotated[float, Range(above=0)] = 0.1,
+        length: Annotated[int, Range(low=2)] = 1024,
+        lora_rank: Annotated[int, Range(low=0)] = 0,
+        lora_targets: str = "all-linear",
+        reference: str = "auto",
+    ):
+        self.data = data
+        self.beta = beta
+        self.length = length
+        self.lora = huggingface.Lora(lora_rank, lora_targets)
+        self.folder = huggingface.model_folder(model)
+        self.tokenizer = huggingface.open_tokenizer(self.folder)
+        self.reference = self.folder
+        if reference != "auto":
+            self.reference = huggingface.model_folder(reference)
+        self.has_copy = reference != "auto" or lora_rank == 0
+
+    def build_model(self) -> nn.Module:
+        kind = AutoModelForCausalLM
+        policy: Any = huggingface.build(kind, self.folder, self.lora, self.tokenizer)
+        if not self.has_copy:
+            return WithReference(policy, None)
+        reference: Any = huggingface.build(kind, self.reference, NO_LORA, self.tokenizer)
+        sizes = [one.config.get_text_config().vocab_size for one in (policy, reference)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"task.args.reference: {self.reference} has a vocabulary of {sizes[1]} tokens and "
+                f"the model {sizes[0]}; use a reference with the model's own tokenizer"
+            )
+        return WithReference(policy, reference.requires_grad_(False))
+
+    def load(self, model: Any) -> None:
+        load_pretrained(model.policy, self.folder)
+        if self.has_copy:
+            load_pretrained(model.reference, self.reference)
+
+    def units(self, model: Any) -> list[nn.Module]:
+        if self.lora.rank:
+            return []
+        parts = (model.policy, model.reference)
+        return [unit for part in parts for unit in huggingface.embedding_and_head(part)]
+
+    def build_dataset(self, split: str) -> Any:
+        rows = load_split(self.data, split, *COLUMNS)
+        if rows is None:
+            return None
+        if missing := [name for name in COLUMNS if name not in rows.column_names]:
+            raise DataError(
+                f"the rows have no column {missing[0]}; the columns are "
+                f"{', '.join(rows.column_names)}: rename one"
+            )
+        return huggingface.Converted(rows, self.pair)
+
+    def pair(self, row: dict[str, Any]) -> list[Batch]:
+        """[chosen, rejected] as tokens. Errors: DataError if there is nothing to prefer."""
+        pair = [self.encoded(row, name) for name in COLUMNS[1:]]
+        if pair[0]["input_ids"].tolist() == pair[1]["input_ids"].tolist():
+            raise DataError(
+                f"chosen and rejected are equal within task.args.length={self.length} tokens, so "
+                "there is nothing to prefer; remove the row, or use a greater length"
+            )
+        return pair
+
+    def encoded(self, row: dict[str, Any], name: str) -> Batch:
+        """The prompt and the answer `name`, cut to `length`; of labels the answer's alone count."""
+        if not isinstance(row["prompt"], list):
+            answer: Any = text_of(row, name)
+            is_empty = not answer.strip()
+        elif self.tokenizer.chat_template:
+            answer = turns(row, name)
+            is_empty = not any(one["content"] for one in answer)
+        else:
+            raise DataError(
+                "the rows are chats, but the tokenizer has no chat template; use a chat model, or "
+                "texts"
+            )
+        if is_empty:
+            raise DataError(f"the answer {name} is empty; write one, or remove the row")
+        whole = {"prompt": row["prompt"], "completion": answer}
+        ids, labels = encode(whole, of_transformers(self.tokenizer), name)
+        sample = {
+            "input_ids": torch.tensor(ids),
+            "labels": torch.tensor(labels),
+        }
+        sample = {key: values[: self.length] for key, values in sample.items()}
+        if (sample["labels"][1:] == IGNORE_INDEX).all():
+            raise DataError(
+                f"task.args.length={self.length} ends before the answer {name}, of which nothing "
+                f"is left of {len(ids)} tokens; use a greater length, or remove the row"
+            )
+        return sample
+
+    def collate(self, pairs: list[list[Batch]]) -> Batch:
+        sides = [pair[side] for side in (0, 1) for pair in pairs]
+        pad_id = self.tokenizer.pad_token_id or 0
+        rows = Packing(self.length, "off", "truncate")
+        return rows.collate(sides, pad_id, attention_mask=True)
+
+    def tokens(self, batch: Batch) -> int:
+        return batch["tokens"]  # type: ignore[no-any-return]
+
+    def rewards(self, model: nn.Module, batch: Batch) -> Tensor:
+        """beta times how much likelier an answer is than to the reference: [2, B] float32."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+        policy, reference = model(**inputs)
+        return self.beta * (policy - reference).view(2, -1)  # type: ignore[no-any-return]
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        chosen, rejected = self.rewards(model, batch)
+        return -F.logsigmoid(chosen - rejected).sum()
+
+    def weight(self, batch: Batch) -> float:
+        return len(batch["labels"]) / 2
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
+        """Means over the pairs; accuracy: how often the chosen answer has the greater reward."""
+        chosen, rejected = self.rewards(model, batch)
+        loss = -F.logsigmoid(chosen - rejected).sum()
+        accuracy = (chosen > rejected).sum()
+        return {
+            "loss": loss,
+            "accuracy": accuracy,
+            "margin": (chosen - rejected).sum(),
+        }
+
+    def export(self, model: Any, folder: str) -> None:
+        model.policy.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+class WithReference(nn.Module):
+    """A model and its reference: one call gives the log-probabilities of answers by both.
+
+    reference: None for the policy without its adapters.
+    """
+
+    def __init__(self, policy: nn.Module, reference: nn.Module | None):
+        super().__init__()
+        self.policy = policy
+        self.reference = reference
+
+    def train(self, mode: bool = True) -> "WithReference":
+        super().train(mode)
+        if self.reference is not None:
+            self.reference.eval()
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """[2 B, T] each -> ([2 B], [2 B]) float32, the second without a gradient."""
+        inputs = (input_ids, attention_mask, labels)
+        with torch.no_grad():
+            if self.reference is not None:
+                reference = log_probabilities(self.reference, *inputs)
+            else:
+                with without_adapters(self.policy):
+                    reference = log_probabilities(self.policy, *inputs)
+        return log_probabilities(self.policy, *inputs), reference
+
+    def merge_and_unload(self) -> "WithReference":
+        """For `export --merge`."""
+        self.policy = self.policy.merge_and_unload()  # type: ignore[operator]
+        return self
+
+
+def log_probabilities(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    labels: Tensor,
+) -> Tensor:
+    """Of each row's answer, the sum over its tokens: [rows] float32."""
+    output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    logits = output.logits[:, :-1].float()
+    losses = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return -losses.view(len(labels), -1).sum(1)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The base model: adapters add zero. (peft's disable_adapter would freeze them.)"""
+    layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
+    for layer in layers:
+        layer.set_scale("default", 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale("default", 1.0)
