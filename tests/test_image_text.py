@@ -132,6 +132,16 @@ PARTS = [{"type": "text", "text": "which?"}, {"type": "image", "text": None}]
             f"<user>which?{FOUR}</s><assistant>red</s>",
             "red</s>",
         ),
+        (
+            {"conversations": [{"from": "human", "value": PARTS}, chat()[1]], "system": "be brief"},
+            f"<system>be brief</s><user>which?{FOUR}</s><assistant>red</s>",
+            "red</s>",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a <image>?"}, chat()[1]]},
+            f"<user>a {FOUR}?</s><assistant>red</s>",
+            "red</s>",
+        ),
     ],
 )
 def test_answers_are_learned_and_the_image_is_where_the_text_says_or_first(

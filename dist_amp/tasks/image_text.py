@@ -16,7 +16,15 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig, Range
-from dist_amp.sources.conversations import check_rows, common_prefix, encode_chat, text_of, turns
+from dist_amp.sources.conversations import (
+    chat_of,
+    check_rows,
+    common_prefix,
+    encode_chat,
+    layout,
+    text_of,
+    without_nulls,
+)
 from dist_amp.sources.labelled_images import opened
 from dist_amp.sources.load import load_split
 from dist_amp.sources.token_shards import IGNORE_INDEX
@@ -63,18 +71,18 @@ class ImageText:
         return [] if self.lora.rank else huggingface.embedding_and_head(model)
 
     def build_dataset(self, split: str) -> Any:
-        rows = load_split(self.data, split, "messages", "prompt")
+        columns = ("messages", "prompt", "conversations", "instruction")
+        rows = load_split(self.data, split, *columns)
         if rows is None:
             return None
-        columns = rows.column_names
-        if self.image_column not in columns:
+        if self.image_column not in rows.column_names:
             raise DataError(
                 f"task.args.image_column={self.image_column} does not exist; the columns are "
-                f"{', '.join(columns)}"
+                f"{', '.join(rows.column_names)}"
             )
         tokenizer = of_transformers(self.processor.tokenizer)
         tokenizer = replace(tokenizer, chat=self.processor.chat_template)
-        check_rows(rows, self.data.text_column, tokenizer)
+        check_rows(rows, split, self.data.text_column, tokenizer)
         return huggingface.Converted(rows, self.sample_of)
 
     def sample_of(self, row: dict[str, Any]) -> tuple[Any, str, list[int]]:
@@ -111,10 +119,17 @@ class ImageText:
 
     def encoded(self, row: dict[str, Any], image: Any) -> tuple[str, list[int], list[int]]:
         """(the whole text, its token ids, labels)."""
+        form = layout(list(row), self.data.text_column)
         chat = ChatWithImage(self, image)
-        if "messages" in row:
-            messages = with_place(turns(row, "messages"))
-            return chat.text(messages), *encode_chat(messages, chat)
+        if form in ("messages", "conversations", "instruction"):
+            if form != "instruction":
+                row = {**row, form: chat.take_images(row[form])}
+            messages, learned_from = chat_of(row, self.data.text_column, chat)
+            if form != "instruction":  # the column system comes first
+                chat.skip_messages(len(messages) - len(row[form]))
+            chat.place_image(messages)
+            tokens = encode_chat(messages, chat, learned_from, row.get("tools"))
+            return chat.apply_chat_template(messages), *tokens
         column = "completion" if "completion" in row else self.data.text_column
         prompt = text_of(row, "prompt") if "completion" in row else ""
         answer = text_of(row, column)
@@ -124,8 +139,8 @@ class ImageText:
         end = self.processor.tokenizer.eos_token or ""
         if answer.strip() and not answer.endswith(end):
             answer += end
-        ids = chat.ids(prompt + answer)
-        start = common_prefix(ids, chat.ids(prompt))
+        ids = chat(prompt + answer)["input_ids"]
+        start = common_prefix(ids, chat(prompt)["input_ids"])
         return prompt + answer, ids, [IGNORE_INDEX] * start + ids[start:]
 
     def collate(self, samples: list[tuple[Any, str, list[int]]]) -> Batch:
@@ -148,7 +163,9 @@ class ImageText:
         """Of (image, text) pairs, padded on the right. A beginning of a chat may have no image."""
         images = [[image] for image, text in pairs if self.processor.image_token in text]
         texts = [text for _, text in pairs]
-        options = {"padding": True, "return_tensors": "pt"}
+        options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+        if (start := self.processor.tokenizer.bos_token) and texts[0].startswith(start):
+            options["add_special_tokens"] = False  # the chat template writes them
         return dict(self.processor(images=images or None, text=texts, **options))
 
     def weight(self, batch: Batch) -> int:
@@ -182,7 +199,11 @@ def next_tokens(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class ChatWithImage:
-    """What `encode_chat` asks of a tokenizer: chats about one image as token ids."""
+    """What `encode_chat` asks of a tokenizer, for a chat about one image.
+
+    parts: of a message that has a place for the image, its parts in order. `encode_chat` sees the
+    text of the others.
+    """
 
     chat_template = ""  # marks of what is generated do not survive the image's expansion
 
@@ -190,36 +211,66 @@ class ChatWithImage:
         self.task = task
         self.image = image
         self.name_or_path = task.folder
+        self.parts: dict[int, list[dict[str, Any]]] = {}
 
-    def text(self, messages: list[Any], add_generation_prompt: bool = False) -> str:
-        render = self.task.processor.apply_chat_template
-        return render(messages, add_generation_prompt=add_generation_prompt)  # type: ignore[no-any-return]
+    def take_images(self, messages: Any) -> Any:
+        """The messages without the parts of those that have an image, which are kept."""
+        if not isinstance(messages, list):
+            return messages
+        taken = list(messages)
+        for number, one in enumerate(messages):
+            content = content_of(one)
+            if isinstance(content, list) and any(is_image(part) for part in content):
+                self.parts[number] = without_nulls(content)
+                taken[number] = {"role": one.get("role", one.get("from")), "content": ""}
+        return taken
 
-    def ids(self, text: str) -> list[int]:
-        return self.task.processed([(self.image, text)])["input_ids"][0].tolist()  # type: ignore[no-any-return]
+    def skip_messages(self, count: int) -> None:
+        """`count` messages were put before the chat."""
+        self.parts = {number + count: parts for number, parts in self.parts.items()}
+
+    def place_image(self, messages: list[Any]) -> None:
+        """Put the image first in the first turn of the user, if nothing has a place for it."""
+        token = self.task.processor.image_token
+        if self.parts or any(token in (one["content"] or "") for one in messages):
+            return
+        for number, one in enumerate(messages):
+            if one["role"] == "user":
+                self.parts[number] = [{"type": "image"}, *text_parts(one["content"])]
+                return
+        raise DataError("the chat has no user's turn for the image; add one")
 
     def apply_chat_template(
         self,
         messages: list[Any],
-        return_dict: bool,
+        tools: None = None,
+        tokenize: bool = False,
         add_generation_prompt: bool = False,
-    ) -> dict[str, list[int]]:
-        return {"input_ids": self.ids(self.text(messages, add_generation_prompt))}
+    ) -> str:
+        """The chat as text. `tools` are refused before, since this template names none."""
+        parted = []
+        for number, one in enumerate(messages):
+            parts = text_parts(one["content"])
+            if one["role"] == "user":
+                parts = self.parts.get(number, parts)
+            parted.append({**one, "content": parts})
+        render = self.task.processor.apply_chat_template
+        return render(parted, add_generation_prompt=add_generation_prompt)  # type: ignore[no-any-return]
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        """The token ids of the text and the image; options: of a tokenizer, without effect."""
+        return {"input_ids": self.task.processed([(self.image, text)])["input_ids"][0].tolist()}
 
 
-def with_place(messages: list[Any]) -> list[Any]:
-    """Messages as lists of parts, with a place for the image in the user's first turn."""
-    parted = []
-    for one in messages:
-        parts = one["content"]
-        if isinstance(parts, str):
-            parts = [{"type": "text", "text": parts}] if parts else []
-        # Rows of a table have every key in every part.
-        parts = [{key: part[key] for key in part if part[key] is not None} for part in parts]
-        parted.append({**one, "content": parts})
-    if not any(part["type"] == "image" for one in parted for part in one["content"]):
-        first = next((one for one in parted if one["role"] == "user"), None)
-        if first is None:
-            raise DataError("the chat has no user's turn for the image; add one")
-        first["content"] = [{"type": "image"}, *first["content"]]
-    return parted
+def content_of(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return None
+    return message.get("content", message.get("value"))  # of ShareGPT
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def text_parts(text: str | None) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}] if text else []

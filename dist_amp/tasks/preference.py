@@ -108,7 +108,7 @@ class DPO:
             answer: Any = text_of(row, name)
             is_empty = not answer.strip()
         elif self.tokenizer.chat_template:
-            answer = turns(row, name)
+            answer = turns(row, name, self.tokenizer)
             is_empty = not any(one["content"] for one in answer)
         else:
             raise DataError(
