@@ -93,10 +93,10 @@ def test_a_steady_step_executes_at_most_400_lines_in_9_files(step_sizes, strateg
 
 
 # The goal is 1,600 lines in 40 files; this is the limit of today, which only rises for a check of
-# what would be wrong in silence (130 lines for tensors of the task, hooks and writes in forward).
+# what would be wrong in silence (tensors of the task, hooks and writes in forward, secrets).
 def test_what_runs_until_the_first_backward_does_not_grow():
     size = architecture.start_size("fsdp")  # which takes the longest way
-    assert fits(size, lines=3715, files=57), size
+    assert fits(size, lines=3680, files=55), size
 
 
 def test_importing_the_step_loads_at_most_5000_lines_in_35_files():
@@ -111,8 +111,9 @@ def test_importing_the_main_job_loads_at_most_9500_lines_in_65_files():
 
 def test_the_package_does_not_grow():
     # The goal is 20,000 lines in 130 files; this is the limit of today, which only rises for what
-    # would be wrong in silence (320 lines and a file for the task's state, writes and splits).
-    assert fits(architecture.package_size(), lines=22690, files=131), architecture.package_size()
+    # would be wrong in silence or was asked for: object storage 600 lines, tasks for preferences
+    # and images 500, chats 330, bad samples 230, verify 230, masking 190, model cards 140.
+    assert fits(architecture.package_size(), lines=25310, files=137), architecture.package_size()
 
 
 def test_lines_of_code_hold_at_most_eight_and_a_half_tokens_and_few_conditional_expressions():

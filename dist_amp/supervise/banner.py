@@ -138,14 +138,15 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         result += f", loss {loss:.4f}"
     for name, value in summary["evaluation"].items():
         result += f", held-out {name} {value:.4f}"
-    if "goodput" in summary:
+    # Of a shorter run it only says how long a start takes.
+    if "goodput" in summary and summary["wall_seconds"] > 60:
         applied = timedelta(seconds=round(summary["spent_seconds"]["applied_steps"]))
         wall = timedelta(seconds=round(summary["wall_seconds"]))
         share = f"{100 * summary['goodput']:.0f} %"
         rest = {k: v for k, v in summary["spent_seconds"].items() if k != "applied_steps"}
-        most = max(rest, key=lambda kind: rest[kind]).replace("_", " ")
+        most = "mostly " + max(rest, key=lambda kind: rest[kind]).replace("_", " ")
         most = most.replace("elsewhere", "starting, ending and pauses")
-        rows.append(f"goodput {share}: {applied} of {wall} in applied steps, then most in {most}")
+        rows.append(f"goodput {share}: {applied} of {wall} in applied steps; the rest: {most}")
     return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])
 
 

@@ -53,7 +53,8 @@ class HFCausalLM:
         self.shares = TokenShares(self.source_names)
         self.prompt = prompt
         self.sample_tokens = sample_tokens
-        self.leak_checked = False
+        # An iterator: a flag that changes would be warned of, as unsaved.
+        self.first_log_step = iter([True])
         self.flash = False
         self.balance = 0.0  # the coefficient of a mixture's auxiliary loss
 
@@ -114,9 +115,8 @@ class HFCausalLM:
 
     def train_metrics(self, run: Any, report: Any) -> Batch:
         """Shares of padding and of what counts; the first call also checks for a leak."""
-        if self.packing.pack == "best_fit" and not self.leak_checked:
+        if self.packing.pack == "best_fit" and next(self.first_log_step, False):
             check_documents_are_apart(run, self.flash)
-            self.leak_checked = True
         return self.shares.read(run.world)
 
     def sample(self, model: nn.Module) -> str:
