@@ -174,21 +174,17 @@ def build_batches(
     seed: int,
 ) -> Batches:
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
-    length = 0
-    if dataset is not None:
-        length = len(dataset)
+    length = 0 if dataset is None else len(dataset)
     check_length(length, micro_batch_size, accumulation_steps, world)
     if config.group_by_length != "off":
         from dist_amp.loading.length_groups import grouped
 
         dataset = grouped(config, dataset)
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
-    order: str = "dataset"
+    order: str = shuffled_order(length) if config.shuffle else "dataset"
     dataset_order = None
-    if config.shuffle:
-        order = shuffled_order(length)
-        if hasattr(dataset, "shuffled"):  # an order of its own, such as Parquet by row group
-            order, dataset_order = dataset.shuffled(global_batch_size, world.world_size)
+    if config.shuffle and hasattr(dataset, "shuffled"):  # such as Parquet by row group
+        order, dataset_order = dataset.shuffled(global_batch_size, world.world_size)
     plan = Plan(
         length,
         global_batch_size,

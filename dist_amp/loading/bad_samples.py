@@ -220,7 +220,7 @@ class BadSamples:
         total = sum(split == data.split for split, _, _ in self.seen)
         counts = torch.tensor([total, self._in_epoch(data.split, epoch)])
         total, in_epoch = self.world.gather(counts).sum(0).tolist()
-        if total > self._reported:
+        if total and total >= 2 * self._reported:  # not at each log step
             self._reported = total
             self.world.warn(
                 f"bad samples skipped since step 0: {total:,}; {self.folder} lists them"

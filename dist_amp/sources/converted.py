@@ -273,6 +273,12 @@ def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[s
                 raise DataError(f"{where} has more or fewer values than the {len(names)} columns")
             values = {column: text.strip() for column, text in row.items()}
             name = values.pop(key)
+            first = next(iter(rows.values()), values)
+            if first.keys() != values.keys():
+                raise DataError(
+                    f"{address} has the columns {', '.join(values)}, and another table beside "
+                    f"images {', '.join(first)}; write the same ones"
+                )
             path = posixpath.join(posixpath.dirname(table), name)
             path = posixpath.normpath(path)
             if path not in paths:
@@ -282,12 +288,6 @@ def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[s
             if not values.get(label, "unknown"):
                 raise DataError(f"{where} has no {label} for {name}; write one, or remove both")
             rows[path] = values
-            first = next(iter(rows.values()))
-            if first.keys() != values.keys():
-                raise DataError(
-                    f"{address} has the columns {', '.join(values)}, and another table beside "
-                    f"images {', '.join(first)}; write the same ones"
-                )
 
 
 def columns_of_table(address: str, names: list[str]) -> tuple[str, str]:
