@@ -149,8 +149,9 @@ def leaves_of(value: Any, owner: type) -> Iterator[Any]:
             yield from leaf.buffers()
         elif isinstance(leaf, Optimizer):
             yield from tree_leaves(list(leaf.state.values()))
-        elif hasattr(leaf, "__array_interface__") and leaf.dtype.kind in "biufc":
-            yield torch.as_tensor(leaf)
+        elif hasattr(leaf, "__array_interface__") and hasattr(leaf, "dtype"):
+            if leaf.dtype.kind in "biufc":
+                yield torch.as_tensor(leaf)
         elif isinstance(leaf, torch.Generator):
             yield leaf.get_state().numpy().tobytes()
         elif hasattr(leaf, "bit_generator"):  # of NumPy

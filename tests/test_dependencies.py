@@ -17,7 +17,13 @@ from dist_amp.commands.__main__ import COMMANDS
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
 # Which extra each optional module is for.
 NEEDS_EXTRA = {
-    "hf": ["tasks/hf_causal_lm", "tasks/hf_classification", "tasks/huggingface"],
+    "hf": [
+        "tasks/hf_causal_lm",
+        "tasks/hf_classification",
+        "tasks/huggingface",
+        "tasks/image_text",
+        "tasks/preference",
+    ],
     "images": ["sources/labelled_images"],
 }
 # Where an extra's package is imported by a function that says what to install.

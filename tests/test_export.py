@@ -145,7 +145,7 @@ def test_an_export_of_a_sharded_model_gives_the_runs_logits(tmp_path, text):
         assert torch.equal(half.bfloat16()(inputs), model.bfloat16()(inputs))
     assert (tmp_path / "fp32" / CONFIG).read_bytes() == (checkpoint / CONFIG).read_bytes()
     files = sorted(path.name for path in (tmp_path / "fp32").iterdir())
-    assert files == [CONFIG, "model.safetensors"]
+    assert files == ["README.md", CONFIG, "model.safetensors"]
 
 
 def test_tied_weights_are_stored_once_and_the_file_has_metadata(tmp_path, text):

@@ -92,12 +92,11 @@ class Task(Tiny):
 """
 REFUSED = """
 from dist_amp.errors import ConfigError
-from tiny import Tiny as Task
+from tiny import Tiny
 
-def units(self, model):
-    raise ConfigError("no units for this one; use ddp")
-
-Task.units = units
+class Task(Tiny):
+    def units(self, model):
+        raise ConfigError("no units for this one; use ddp")
 """
 
 

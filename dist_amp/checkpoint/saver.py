@@ -89,9 +89,7 @@ class Saver(Observer):
                 error = integrity_error(checkpoint_folder(run.folder, run.step))
             if error:
                 for path in quarantine_after(run.folder, run.step - 1):
-                    run.world.warn(
-                        f"{path} is damaged, or of another run: it is kept under this name"
-                    )
+                    run.world.warn(f"{path} is damaged, or of another run: it keeps this name")
         return not run.world.from_main(error)
 
     def finish(self) -> None:
