@@ -227,7 +227,10 @@ class ChatWithImage:
 
     def skip_messages(self, count: int) -> None:
         """`count` messages were put before the chat."""
-        self.parts = {number + count: parts for number, parts in self.parts.items()}
+        moved = {}
+        for number, parts in self.parts.items():
+            moved[number + count] = parts
+        self.parts = moved
 
     def place_image(self, messages: list[Any]) -> None:
         """Put the image first in the first turn of the user, if nothing has a place for it."""
@@ -273,4 +276,6 @@ def is_image(part: Any) -> bool:
 
 
 def text_parts(text: str | None) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": text}] if text else []
+    if not text:
+        return []
+    return [{"type": "text", "text": text}]
