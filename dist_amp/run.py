@@ -51,7 +51,10 @@ class ScriptRun(Run):
                 f"resume() after step {self.step}: it comes before the first step; build the run "
                 "again"
             )
-        return resume(self)
+        path = resume(self)
+        if path is not None:
+            self.world.say(f"run    resumed from {path}")
+        return path
 
     def evaluate(self) -> dict[str, float]:
         """The validation loss and the task's metrics, of `eval.batches`; see `step.evaluate`.

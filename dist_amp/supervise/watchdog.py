@@ -335,7 +335,8 @@ class Watchdog:
             if not self._ends_within(0.0):
                 self._end_hanging(error)
             return
-        self._kill(verdict.silent)
+        if event in (TIMED_OUT, SILENT):  # else a silent rank may be ending by itself
+            self._kill(verdict.silent)
         # The main thread gets an error in most cases: a peer that ends closes its connections.
         seconds = self._answer_seconds if verdict.at_fault else min(30.0, self._timeout / 2)
         if not self._ends_within(seconds):
