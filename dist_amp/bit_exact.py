@@ -225,7 +225,7 @@ class AllReduce:
             self._stream = torch.cuda.stream(torch.cuda.Stream(world.device))
             self._devices = [world.device]
 
-    def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
+    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         ranks = self._world.world_size
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
