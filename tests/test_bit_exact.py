@@ -2,6 +2,7 @@
 
 import hashlib
 
+import forked
 import pytest
 import torch
 from bit_exact_models import Augmented, Blocks, Convolutions
@@ -13,6 +14,8 @@ from dist_amp.bit_exact import exact_config, row_squares, tree_sum
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.step import evaluate
+from dist_amp.verify import __main__ as verify_main
+from dist_amp.verify import cells
 from dist_amp.world import World
 
 QUICK = [(1, "single"), (2, "ddp"), (2, "fsdp")]
@@ -234,3 +237,61 @@ def test_a_rows_sum_of_squares_does_not_depend_on_its_shard(columns):
     assert together.equal(torch.cat([row_squares(row[None].clone()) for row in rows]))
     # Sums of 1,000 squares in pairs: 10 roundings.
     assert together.allclose(rows.double().square().sum(1).float(), rtol=1e-6, atol=0)
+
+
+# ---- verify --bit_exact
+
+
+OWN_GENERATOR = """
+import torch
+from bit_exact_models import Blocks
+
+class Leaky(Blocks):
+    '''One layer draws from a generator of its own, which knows nothing of micro-batches.'''
+
+    def build_model(self):
+        model = super().build_model()
+        generator = torch.Generator().manual_seed(0)
+        model.first[1].out.register_forward_hook(
+            lambda module, inputs, output: output + torch.rand((), generator=generator)
+        )
+        return model
+"""
+
+
+@pytest.fixture
+def verify_bits(monkeypatch, capfd):
+    """verify_bits(words): (status, output, errors) of the command here; its ranks are forked."""
+    monkeypatch.setattr(cells.multiprocessing, "get_context", lambda method: forked.context)
+
+    def run(words):
+        capfd.readouterr()
+        words = f"--bit_exact --train.micro_batch_size 2 --precisions fp32 {words}"
+        return verify_main.main(words.split()), *capfd.readouterr()
+
+    return run
+
+
+def test_verify_compares_the_users_task_bit_for_bit(verify_bits):
+    status, output, _ = verify_bits("--task.target bit_exact_models:Blocks --world_sizes 1,2")
+    assert status == 0, output
+    assert output.count("  same\n") == 4
+    assert "passed: 4 of 4 have the same bits" in output
+
+
+def test_verify_names_the_first_module_that_differs(verify_bits, tmp_path, monkeypatch):
+    (tmp_path / "own_generator.py").write_text(OWN_GENERATOR)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "--task.target own_generator:Leaky --world_sizes 1,2 --strategies single,ddp"
+    status, output, _ = verify_bits(words)
+    assert status == 1
+    first = "FAIL: the output of first.1.out (Linear) of micro-batch 1 differs first, in step 1"
+    assert first in output
+
+
+@pytest.mark.bad_input("`verify --bit_exact` of a task that bit-exact training rejects")
+def test_verify_says_why_a_task_cannot_be_bit_exact(verify_bits):
+    words = "--task.target test_bit_exact:Normed --world_sizes 1"
+    status, output, _ = verify_bits(words)
+    assert status == 1
+    assert "refused: parallel.bit_exact=true can't hold: 1 of the model keeps" in output
