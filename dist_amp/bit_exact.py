@@ -89,10 +89,11 @@ def exact_config(config: Config, world: World) -> Config:
 
 def check_exact(run: Run) -> None:
     """Errors: ConfigError for a model, task or optimizer whose steps can't be exact."""
+    module = run.parallel.module
+    layers = [name.rpartition(".")[0] for name in batch_statistics(module)]
     reason = ""
-    if statistics := batch_statistics(run.parallel.module):
-        layer = next(iter(statistics)).rpartition(".")[0]
-        reason = f"{layer} of the model keeps statistics of each rank's batches; use GroupNorm"
+    if training := [layer for layer in layers if module.get_submodule(layer).training]:
+        reason = f"{training[0]} of the model keeps statistics of each rank's batches; use GroupNorm"
     elif getattr(run.task, "couples_samples", False):
         reason = "the task has couples_samples=True, so the loss depends on what ranks hold"
     elif run.world.device.type == "cpu" and takes_grad_scale(run.optimizer):
