@@ -12,6 +12,7 @@ shuffle      how close the Parquet view's order comes to a full shuffle; time to
 packing      how full packed rows are, and how long planning them takes
 tripwires    the share of time that the consistency checks take (torchrun ... -m
              benchmarks.tripwires)
+bit_exact    time, bytes and memory of parallel.bit_exact (torchrun -m benchmarks.bit_exact)
 pretrained   time and memory to load pretrained weights into FSDP2 shards, and by from_pretrained
 data         how fast a config's data are read, next to torch's DataLoader
 """

@@ -1,6 +1,8 @@
 """`parallel.bit_exact`: the same bits on any number of ranks, under every strategy."""
 
 import hashlib
+import math
+import re
 
 import forked
 import pytest
@@ -10,13 +12,16 @@ from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps, whole
 from torch import nn
 
+from benchmarks.bit_exact import kept_bytes
+from benchmarks.collectives import Counting, bytes_in
 from dist_amp.bit_exact import exact_config, row_squares, tree_sum
 from dist_amp.config.load import load_config
+from dist_amp.config.memory import tensor_bytes
 from dist_amp.errors import ConfigError
-from dist_amp.step import evaluate
+from dist_amp.step import evaluate, train_step
 from dist_amp.verify import __main__ as verify_main
 from dist_amp.verify import cells
-from dist_amp.world import World
+from dist_amp.world import World, local
 
 QUICK = [(1, "single"), (2, "ddp"), (2, "fsdp")]
 ALL = [(1, "single"), (2, "ddp"), (4, "ddp"), (8, "ddp")]
@@ -303,3 +308,63 @@ def test_verify_says_why_a_task_cannot_be_bit_exact(verify_bits):
     status, output, _ = verify_bits(words)
     assert status == 1
     assert "refused: parallel.bit_exact=true can't hold: 1 of the model keeps" in output
+
+
+# ---- what it costs
+
+
+def sent_by(world, strategy, *words):
+    """{collective: bytes that this rank puts into a step of 4 micro-batches}, of large ones."""
+    words = [*SETTINGS, "--parallel.strategy", strategy, "--train.steps", 4, *words]
+    run = make_run(world, Blocks(), *words)
+    take_steps(run, 2)
+    micro_batches = next(run.data)
+    with Counting() as counting:
+        train_step(run, micro_batches)
+    run.close()
+    return bytes_in(counting.collectives), gradient_bytes(run)
+
+
+def gradient_bytes(run):
+    """Of all parameters as DDP sums them, and as FSDP2 pads them to equal shards."""
+    sizes = [p.shape for p in run.parallel.module.parameters()]
+    whole = 4 * sum(size.numel() for size in sizes)
+    rows = sum(math.ceil(size[0] / 2) * 2 * size[1:].numel() for size in sizes)
+    return whole, 4 * rows
+
+
+def test_a_reduction_sends_the_bytes_of_an_ordinary_one_once_per_micro_batch():
+    micro_batches = 4
+    sent, (whole, padded) = on_ranks(2, sent_by, "ddp")[0]
+    # An all-to-all puts in all gradients, the all-gather this rank's half, rounded up by a bucket.
+    assert sent["alltoall_base_ of 2"] - micro_batches * whole in range(4 * micro_batches * 8)
+    assert sent["all_gather of 2"] == sent["alltoall_base_ of 2"] / 2
+    sent, _ = on_ranks(2, sent_by, "fsdp")[0]
+    assert sent["alltoall_base_ of 2"] == micro_batches * padded
+    off = ["--parallel.bit_exact", "false", "--parallel.accumulate_reduce", "every"]
+    ordinary, _ = on_ranks(2, sent_by, "fsdp", *off)[0]
+    assert ordinary["reduce_scatter of 2"] == sent["alltoall_base_ of 2"]
+
+
+def kept_by(world, strategy, micro_batches):
+    """The most bytes that sums take after a micro-batch, over those of this rank's gradients."""
+    size = 2 * world.world_size * micro_batches
+    words = ["--train.global_batch_size", size, "--parallel.strategy", strategy]
+    run = make_run(world, Blocks(samples=2 * size), *SETTINGS, *words, "--train.steps", 2)
+    return kept_bytes(run, run.parallel) / tensor_bytes(map(local, run.parallel.parameters))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("micro_batches", "copies"), [(1, 0), (2, 1), (4, 2), (8, 3)])
+def test_sums_take_one_copy_of_a_ranks_gradients_per_power_of_two(strategy, micro_batches, copies):
+    assert on_ranks(2, kept_by, strategy, micro_batches) == [copies, copies]
+
+
+def test_the_bench_compares_time_bytes_and_memory_with_the_ordinary_step(launch):
+    words = ["--task.target", "tiny:Tiny", "--train.global_batch_size", "8"]
+    words += ["--train.micro_batch_size", "2", "--train.steps", "1000", "--use_amp", "false"]
+    done = launch.module("benchmarks.bit_exact", *words)
+    assert done.returncode == 0, done.stderr
+    assert "single on 1 x cpu, fp32, 4 micro-batches per rank" in done.stdout
+    assert re.search(r"^processor ms +[\d.]+ +[\d.]+ +[\d.]+  \[", done.stdout, re.MULTILINE)
+    assert re.search(r"^bytes kept for sums +0 +\d+ +2.00 x the", done.stdout, re.MULTILINE)

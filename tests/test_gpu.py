@@ -119,6 +119,18 @@ def test_verify_proves_every_way_of_running_on_these_gpus(tmp_path):
     assert "Tiny on cuda" in done.stdout
 
 
+def test_all_ways_of_running_on_these_gpus_have_the_same_bits(tmp_path):
+    sizes = [size for size in (1, 2, 4, 8) if size <= torch.cuda.device_count()]
+    words = ["--task.target", "bit_exact_models:Crossed", "--train.micro_batch_size", "2"]
+    words += ["--bit_exact", "--world_sizes", ",".join(map(str, sizes))]
+    path = os.pathsep.join([str(ROOT), str(TESTS)])
+    command = [sys.executable, "-m", "dist_amp.verify", *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_mfu_is_measured_where_the_peak_of_the_gpu_is_known():
     run = make_run(gpu(), Counted())
     log_mfu(run.metrics, run.config, run.task, run.parallel)
