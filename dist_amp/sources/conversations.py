@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,7 @@ def columns_read(columns: Sequence[str], text_column: str) -> list[str]:
 
 
 def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) -> None:
-    """Errors: DataError for rows of none of these forms, or chats without a chat template.
-
-    What works and may surprise is printed, for the split to train on.
-    """
+    """Refuse rows of no form, or chats without a template; warn of what works and may surprise."""
     form = layout(rows.column_names, text_column)
     if not form:
         raise DataError(
@@ -166,10 +163,7 @@ class RowEncoder:
         self.text_column = text_column
 
     def encode(self, numbers: Sequence[int]) -> list[Encoded]:
-        """(token ids, labels) of rows; a first token is predicted from nothing, so not learned.
-
-        Errors: DataError, with the row's number in its source, for what can't be encoded.
-        """
+        """(token ids, labels) of rows; a first token is predicted from nothing, so not learned."""
         encoded = []
         rows = self.rows.__getitems__(list(numbers))
         for number, row in zip(numbers, rows, strict=True):
@@ -266,10 +260,7 @@ def not_messages(column: str, content: Any) -> DataError:
 
 
 def turn(message: Message, column: str, template: str) -> Message:
-    """A message with the keys and the role that templates know, without Arrow's filling of nulls.
-
-    Errors: DataError for an unknown role, for what is no text, and for a weight other than 0 or 1.
-    """
+    """A message with the keys and the role that templates know, without Arrow's filling of nulls."""
     kept = without_nulls(message)
     if "from" in kept and "role" not in kept:  # ShareGPT
         kept["role"] = kept.pop("from")
@@ -285,8 +276,10 @@ def turn(message: Message, column: str, template: str) -> Message:
             f"{column} has the unknown role {role}{near and f' (is it {near}?)'}; use one of "
             f"{', '.join(ROLES)}, or a chat template that names it"
         )
-    if isinstance(content, list) and all(is_text(part) for part in content):
-        content = "".join(part["text"] for part in content)
+    if isinstance(content, list):
+        with suppress(TypeError, KeyError):  # of another part, which is refused below
+            if all(part["type"] == "text" for part in content):
+                content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise DataError(
             f"{column} has the content {content!s:.100}, which is not text; this task reads text "
@@ -307,12 +300,6 @@ def turn(message: Message, column: str, template: str) -> Message:
             "that are not learned use weight 0"
         )
     return {**kept, "role": role, "content": content}
-
-
-def is_text(part: Any) -> bool:
-    return (
-        isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") == "text"
-    )
 
 
 def without_nulls(value: Any) -> Any:
@@ -341,8 +328,7 @@ def encode_chat(
 ) -> Encoded:
     """(token ids, labels) of a chat; of its messages from `learned_from` on, answers are learned.
 
-    tools: descriptions of functions for the template, or their JSON. Errors: DataError for a chat
-    with answers of which nothing would be learned, or of which the template drops a part.
+    tools: descriptions of functions for the template, or their JSON.
     """
     if not messages:
         return [], []  # some templates fail on it
@@ -491,9 +477,5 @@ def ids_of(text: str, tokenizer: Any) -> list[int]:
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """How many of the first elements are equal."""
-    length = 0
-    for one, other in zip(a, b, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return sum(1 for _ in same)

@@ -49,11 +49,7 @@ class Packing:
         return cls(length, pack, long_documents)
 
     def rows(self, documents: Any, split: str) -> Any:
-        """A token dataset's rows as samples for `collate`, which also truncates; None without any.
-
-        Errors: ConfigError for a setting that needs the `lengths` that the dataset lacks; DataError
-        for a document that is too long where none may be, and if no token counts.
-        """
+        """A token dataset's rows as samples for `collate`, which also truncates; None without any."""
         if documents is None:
             return None
         if not hasattr(documents, "lengths"):
@@ -84,8 +80,7 @@ class Packing:
 
         input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each
         document and in the padding; source_ids of a mixture; attention_mask, 0 at padding, if asked
-        for; tokens: how many there are without padding; counted: how many are learned. With
-        best_fit, documents that are no packed rows yet become as few rows as they can.
+        for; tokens: how many there are without padding; counted: how many are learned.
         """
         if self.pack == "best_fit" and "position_ids" not in samples[0]:
             samples = self.packed(samples)
@@ -126,8 +121,7 @@ class PackedRows:
 
     A row is {"input_ids", "labels"}, with best_fit "position_ids" too, each [n] int64. Of a split
     document every piece but the first begins with the token before it, which is context: its label
-    is -100, and each token is learned once. Pieces of one token are left out where a row holds
-    whole pieces. Memory: 24 bytes per piece and 16 per row. Errors: as `Packing.rows`.
+    is -100, and each token is learned once. Memory: 24 bytes per piece and 16 per row.
     """
 
     def __init__(self, documents: Any, packing: Packing):
@@ -344,11 +338,7 @@ class TokenShares:
         return int(batch["tokens"])
 
     def read(self, world: Any) -> dict[str, Tensor]:
-        """The shares since the last call, in percent, over all ranks of the `World`: all call it.
-
-        padding_pct: of the places in rows; counted_pct: of the tokens; counted_pct_NAME: of the
-        counted tokens. Scalars on the world's device.
-        """
+        """The shares since the last call, in percent, over all ranks of the `World`: all call it."""
         total = self._total
         since = torch.from_numpy(total - self._read)
         self._read = total

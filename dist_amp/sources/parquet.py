@@ -23,7 +23,7 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
-from dist_amp.sources.footers import Source, open_kept, parse, read_source, short_hash, version_of
+from dist_amp.sources.footers import MAGIC, Source, open_kept, read_source, short_hash, version_of
 from dist_amp.sources.remote import RangeFile, address_of
 
 log = logging.getLogger(__name__)
@@ -36,10 +36,7 @@ GOLDEN = -0x61C8864680B583EB
 
 
 def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
-    """The rows of these files of an fsspec file system; only their footers are read here.
-
-    Errors: DataError for a file that is no Parquet or can't be reached, no rows.
-    """
+    """The rows of these files of an fsspec file system; only their footers are read here."""
     source = read_source(fs, files)
     if not source.groups:
         raise DataError(f"{files[0]} has no rows, nor any file beside it; give files with data")
@@ -188,8 +185,8 @@ class Reader:
             return pq.ParquetFile(file, filesystem=self.fs, page_checksum_verification=True)
         return pq.ParquetFile(
             # Python's file systems read ahead, by far more than a column.
-            RangeFile(self.fs, file, self.source.versions[number][0]),
-            metadata=parse(self.footers[number].as_py()),
+            RangeFile(self.fs, file, size=self.source.versions[number][0], cache_type="none"),
+            metadata=pq.read_metadata(pa.BufferReader(MAGIC + self.footers[number].as_py())),
             pre_buffer=True,
             page_checksum_verification=True,
         )
@@ -242,14 +239,13 @@ def stream_order(
 
     rows: int64 [R], those of each group; none is 0, and R is at least `streams`.
 
-    The groups are put in a random order, and the sequence of their rows is cut into `streams` of
-    equal length. Position p takes the next row of stream p mod streams, so that a rank owns whole
-    streams. Inside a stream, windows of `shuffle_groups` groups are shuffled by row.
-
-    A group that is cut belongs to two neighbouring streams. One rank's streams lie side by side,
-    and every other stream runs backwards, so that neighbours reach the group at the same time and
-    it is read once. All ranks make groups + ranks - 1 reads at most, if the world size is a product
-    of the first prime factors of `streams`; otherwise groups + streams - 1.
+    The rows of the groups, in random order, are cut into `streams` of equal length. Position p
+    takes the next row of stream p mod streams, so that a rank owns whole streams; windows of
+    `shuffle_groups` groups are shuffled by row. A group that is cut belongs to two neighbouring
+    streams: one rank's lie side by side, and every other one runs backwards, so that neighbours
+    reach the group at the same time and it is read once. All ranks make groups + ranks - 1 reads at
+    most, if the world size is a product of the first prime factors of `streams`; otherwise groups +
+    streams - 1.
     """
     total = int(rows.sum())
     groups = epoch_order("randperm", len(rows), seed, epoch)(torch.arange(len(rows)))

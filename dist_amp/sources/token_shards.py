@@ -132,8 +132,7 @@ class TokenShards:
 
     A document is {"input_ids" [n], "labels" [n]} int64; labels are the ids, or IGNORE_INDEX at the
     first token and where a token is not learned. `lengths` and `firsts`: each document's tokens and
-    first learned token, int64 [documents]. Errors: DataError for a missing or damaged file, at
-    opening (by its size) or when a document is read.
+    first learned token, int64 [documents].
     """
 
     def __init__(self, folder: Path, split: str):
@@ -235,8 +234,7 @@ def write_shard(
 ) -> Manifest:
     """Write the next shard of a split, of the documents before a row; returns the new manifest.
 
-    A document: (ids [n] of manifest.dtype, which are learned [n] bool: not the first, at least one
-    other). Errors: DataError if the index is damaged; Failure if the folder can't be written.
+    A document: (ids [n] of manifest.dtype, which are learned [n] bool: at least one).
     """
     split = manifest.splits[name]
     number = len(split.shards)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -26,16 +25,15 @@ from dist_amp.sources.conversations import (
     without_nulls,
 )
 from dist_amp.sources.labelled_images import opened
-from dist_amp.sources.load import load_split
+from dist_amp.sources.load import Converted, load_split
 from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.tasks import huggingface
-from dist_amp.tasks.pretrained import load_pretrained
 
 Batch = dict[str, Any]
 
 
-class ImageText:
+class ImageText(huggingface.FineTuning):
     """Batch: what the processor makes of images and texts, labels [B, T], and two counts."""
 
     def __init__(
@@ -47,11 +45,9 @@ class ImageText:
         lora_rank: Annotated[int, Range(low=0)] = 0,
         lora_targets: str = "all-linear",
     ):
-        self.data = data
+        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
         self.length = length
         self.image_column = image_column
-        self.lora = huggingface.Lora(lora_rank, lora_targets)
-        self.folder = huggingface.model_folder(model)
         self.processor = huggingface.opened(AutoProcessor, self.folder)
         if not hasattr(self.processor, "image_token"):
             raise ConfigError(
@@ -63,12 +59,6 @@ class ImageText:
     def build_model(self) -> nn.Module:
         kind = AutoModelForImageTextToText
         return huggingface.build(kind, self.folder, self.lora, self.processor.tokenizer)
-
-    def load(self, model: nn.Module) -> None:
-        load_pretrained(model, self.folder)
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return [] if self.lora.rank else huggingface.embedding_and_head(model)
 
     def build_dataset(self, split: str) -> Any:
         columns = ("messages", "prompt", "conversations", "instruction")
@@ -83,7 +73,7 @@ class ImageText:
         tokenizer = of_transformers(self.processor.tokenizer)
         tokenizer = replace(tokenizer, chat=self.processor.chat_template)
         check_rows(rows, split, self.data.text_column, tokenizer)
-        return huggingface.Converted(rows, self.sample_of)
+        return Converted(rows, self.sample_of)
 
     def sample_of(self, row: dict[str, Any]) -> tuple[Any, str, list[int]]:
         """(image, text, labels). Errors: DataError for what can't be read or learned."""
@@ -168,34 +158,13 @@ class ImageText:
             options["add_special_tokens"] = False  # the chat template writes them
         return dict(self.processor(images=images or None, text=texts, **options))
 
-    def weight(self, batch: Batch) -> int:
-        return batch["counted"]  # type: ignore[no-any-return]
-
     def tokens(self, batch: Batch) -> int:
         return batch["tokens"]  # type: ignore[no-any-return]
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(*next_tokens(model, batch), reduction="sum")
-
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logits, labels = next_tokens(model, batch)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        return {
-            "loss": loss,
-            "accuracy": logits.argmax(1).eq(labels).sum(),
-        }
-
-    def export(self, model: nn.Module, folder: str) -> None:
-        model.save_pretrained(folder)  # type: ignore[operator]
-        self.processor.save_pretrained(folder)
-
-
-def next_tokens(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
-    others = ("labels", "tokens", "counted")
-    inputs = {name: value for name, value in batch.items() if name not in others}
-    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-    return logits.flatten(0, 1), batch["labels"][:, 1:].flatten()
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        others = ("labels", "tokens", "counted")
+        inputs = {name: value for name, value in batch.items() if name not in others}
+        return huggingface.next_tokens(model(**inputs, use_cache=False), batch)
 
 
 class ChatWithImage:
@@ -219,7 +188,9 @@ class ChatWithImage:
             return messages
         taken = list(messages)
         for number, one in enumerate(messages):
-            content = content_of(one)
+            content = None
+            if isinstance(one, dict):
+                content = one.get("content", one.get("value"))  # of ShareGPT
             if isinstance(content, list) and any(is_image(part) for part in content):
                 self.parts[number] = without_nulls(content)
                 taken[number] = {"role": one.get("role", one.get("from")), "content": ""}
@@ -227,10 +198,7 @@ class ChatWithImage:
 
     def skip_messages(self, count: int) -> None:
         """`count` messages were put before the chat."""
-        moved = {}
-        for number, parts in self.parts.items():
-            moved[number + count] = parts
-        self.parts = moved
+        self.parts = {number + count: parts for number, parts in self.parts.items()}
 
     def place_image(self, messages: list[Any]) -> None:
         """Put the image first in the first turn of the user, if nothing has a place for it."""
@@ -263,12 +231,6 @@ class ChatWithImage:
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         """The token ids of the text and the image; options: of a tokenizer, without effect."""
         return {"input_ids": self.task.processed([(self.image, text)])["input_ids"][0].tolist()}
-
-
-def content_of(message: Any) -> Any:
-    if not isinstance(message, dict):
-        return None
-    return message.get("content", message.get("value"))  # of ShareGPT
 
 
 def is_image(part: Any) -> bool:
