@@ -36,10 +36,7 @@ PRODUCTS = {
 
 
 def checkpoint_activations(checkpointing: int | str, blocks: Sequence[nn.Module]) -> None:
-    """Recompute every n-th block ("full", "selective": all) in backward, from the first one on.
-
-    Errors: ConfigError if there are fewer than n blocks.
-    """
+    """Recompute every n-th block ("full", "selective": all) in backward, from the first one on."""
     every = 1
     if isinstance(checkpointing, int):
         every = checkpointing
@@ -61,11 +58,9 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
     """The block's forward, run again in backward with the same random numbers and buffers."""
     forward: Forward = block.forward
     buffers = Buffers(block)
-    options: dict[str, Any] = {"use_reentrant": False}
     contexts: Callable[[], Any] = noop_context_fn
     if selective:
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        options["context_fn"] = contexts
 
     def with_buffers(copies: Copies) -> tuple[Any, Any]:
         first, again = contexts()
@@ -77,7 +72,7 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
             return forward(*args, **kwargs)
         # Compiled code updates buffers once, and takes only torch's contexts.
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, **options, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         copies = buffers.copies()
         around = partial(with_buffers, copies)
         outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=around, **kwargs)

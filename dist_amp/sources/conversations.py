@@ -43,22 +43,21 @@ FORCED = re.compile(r"[<\[][\w:|]*(think|thought|reason)\w*[|>\]]+\s*$", re.IGNO
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 ROWS_TO_TRY = 32
 Encoded = tuple[list[int], list[int]]  # token ids, labels
-Message = dict[str, Any]
+Row = dict[str, Any]
+Message = Row
 Apply = Callable[..., Any]  # apply_chat_template, with the row's tools
 
 
 def layout(columns: Sequence[str], text_column: str) -> str:
     """The column that tells the form of rows; "" for none of the forms."""
-    names = set(columns)
-    if "messages" in names:
-        return "messages"
-    if {"prompt", "completion"} <= names:
-        return "prompt"
-    if text_column in names:
-        return text_column
-    if "conversations" in names:
-        return "conversations"
-    return "instruction" if {"instruction", "output"} <= names else ""
+    forms = [
+        ("messages",),
+        ("prompt", "completion"),
+        (text_column,),
+        ("conversations",),
+        ("instruction", "output"),
+    ]
+    return next((form[0] for form in forms if set(form) <= set(columns)), "")
 
 
 def columns_read(columns: Sequence[str], text_column: str) -> list[str]:
@@ -188,7 +187,7 @@ class RowEncoder:
         return encoded
 
 
-def encode(row: dict[str, Any], tokenizer: Tokenizer, text_column: str) -> Encoded:
+def encode(row: Row, tokenizer: Tokenizer, text_column: str) -> Encoded:
     """(token ids, labels) of one row; a text ends with the tokenizer's end of document, if any."""
     form = layout(list(row), text_column)
     if form == "prompt" and not isinstance(row["prompt"], list):
@@ -210,7 +209,7 @@ def encode_text(prompt: str, text: str, tokenizer: Tokenizer) -> Encoded:
     return ids, [IGNORE_INDEX] * start + ids[start:]
 
 
-def text_of(row: dict[str, Any], column: str) -> str:
+def text_of(row: Row, column: str) -> str:
     """Errors: DataError for what is no text."""
     text = row[column]
     if not isinstance(text, str):
@@ -221,7 +220,7 @@ def text_of(row: dict[str, Any], column: str) -> str:
     return text
 
 
-def chat_of(row: dict[str, Any], text_column: str, tokenizer: Any) -> tuple[list[Message], int]:
+def chat_of(row: Row, text_column: str, tokenizer: Any) -> tuple[list[Message], int]:
     """(a row's messages, the number of the first one that may be learned)."""
     form = layout(list(row), text_column)
     if form == "prompt":
@@ -244,7 +243,7 @@ def chat_of(row: dict[str, Any], text_column: str, tokenizer: Any) -> tuple[list
     return messages, 0
 
 
-def turns(row: dict[str, Any], column: str, tokenizer: Any) -> list[Message]:
+def turns(row: Row, column: str, tokenizer: Any) -> list[Message]:
     """The messages in a column. Errors: DataError for what is no list of {"role", "content"}."""
     messages = row[column]
     if isinstance(messages, list) and all(isinstance(one, dict) for one in messages):
@@ -260,7 +259,7 @@ def not_messages(column: str, content: Any) -> DataError:
 
 
 def turn(message: Message, column: str, template: str) -> Message:
-    """A message with the keys and the role that templates know, without Arrow's filling of nulls."""
+    """A message with the keys and the role that templates know, without Arrow's nulls."""
     kept = without_nulls(message)
     if "from" in kept and "role" not in kept:  # ShareGPT
         kept["role"] = kept.pop("from")

@@ -214,7 +214,7 @@ def image_rows(files: Files) -> Any:
 
 
 def rows_of_tables(files: Files, paths: list[str]) -> Any:
-    """A row per image with the columns of the tables; texts in the only one, or label, are classes."""
+    """A row per image with the columns of tables; texts in the only one, or label, are classes."""
     rows: dict[str, dict[str, str]] = {}
     for table in files.tables:
         log.info("data: labels are those of %s", files.address(table))

@@ -40,6 +40,7 @@ WIDTHS = {
     "INT96": 8,
 }
 Version = tuple[int, str]  # a file's size and, if its store has one, the mark of its content
+Columns = dict[str, Any]  # by their names: types, values or Arrow arrays
 
 
 def short_hash(content: bytes) -> str:
@@ -54,9 +55,9 @@ class Source:
     files: Sequence[str]
     schema: Any = None  # the first file's, Arrow
     groups: list[tuple[int, int, int]] = field(default_factory=list)  # file, number in it, rows
-    types: dict[str, Any] = field(default_factory=dict)  # of each column that all files have
+    types: Columns = field(default_factory=dict)  # of each column that all files have
     refused: dict[str, str] = field(default_factory=dict)  # the other columns, and why
-    partitions: list[dict[str, Any]] = field(default_factory=list)  # {key: value} of each file
+    partitions: list[Columns] = field(default_factory=list)  # {key: value} of each file
     versions: list[Version] = field(default_factory=list)
     footers: Path | None = None  # None: the files are local
     large: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
@@ -186,9 +187,9 @@ def bytes_of(group: Any) -> dict[str, int]:
     return sizes
 
 
-def partitions_of(files: Sequence[str]) -> list[dict[str, Any]]:
+def partitions_of(files: Sequence[str]) -> list[Columns]:
     """{key: value} of each file's folders key=value, as Hive writes them: integers or texts."""
-    partitions: list[dict[str, Any]] = []
+    partitions: list[Columns] = []
     for file in files:
         pairs = [folder.partition("=") for folder in file.split("/")[:-1] if "=" in folder]
         partitions.append({unquote(key): unquote(value) for key, _, value in pairs})
@@ -205,15 +206,15 @@ def partitions_of(files: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def common_types(
-    files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[dict[str, Any]]
-) -> tuple[dict[str, Any], dict[str, str]]:
+    files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[Columns]
+) -> tuple[Columns, dict[str, str]]:
     """({column: its type in all files, the widest that loses nothing}, {other column: why})."""
-    distinct: dict[str, tuple[str, dict[str, Any]]] = {}  # of thousands of files
+    distinct: dict[str, tuple[str, Columns]] = {}  # of thousands of files
     for file, schema, partition in zip(files, schemas, partitions, strict=True):
         kinds = {key: pa.scalar(value).type for key, value in partition.items()}
         kinds |= {column.name: column.type for column in schema}
         distinct.setdefault(repr(kinds), (file, kinds))
-    types: dict[str, Any] = dict(next(iter(distinct.values()))[1])
+    types: Columns = dict(next(iter(distinct.values()))[1])
     refused: dict[str, str] = {}
     for file, kinds in distinct.values():
         for name in (types | kinds).keys() - refused.keys():

@@ -23,7 +23,15 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
-from dist_amp.sources.footers import MAGIC, Source, open_kept, read_source, short_hash, version_of
+from dist_amp.sources.footers import (
+    MAGIC,
+    Columns,
+    Source,
+    open_kept,
+    read_source,
+    short_hash,
+    version_of,
+)
 from dist_amp.sources.remote import RangeFile, address_of
 
 log = logging.getLogger(__name__)
@@ -74,10 +82,10 @@ class ParquetView:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Columns:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Columns]:
         """The rows of these numbers; each row group that they lie in is decoded once."""
         wanted = np.asarray(indices, np.int64)
         outside = wanted[(wanted < 0) | (wanted >= len(self))]
@@ -133,10 +141,7 @@ class ParquetView:
         return view
 
     def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
-        """The order's name, and its function of seed and epoch; the same at every world size.
-
-        Errors: ConfigError for data.streams that the ranks can't share, or more than row groups.
-        """
+        """The order's name, and its function of seed and epoch; the same at every world size."""
         groups = len(self._groups)
         streams = self._streams
         if streams % world_size or streams > groups:
@@ -154,7 +159,7 @@ class ParquetView:
         name = f"parquet streams={streams} shuffle_groups={SHUFFLE_GROUPS}"  # in checkpoints
         return name, partial(stream_order, rows, streams, SHUFFLE_GROUPS)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Columns:
         return {**self.__dict__, "_reader": None}
 
 
@@ -171,7 +176,7 @@ class Reader:
         self.columns = columns
         self.most_groups = most_groups
         # (file, group) -> (its Arrow columns, rows that are left to read)
-        self.groups: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
+        self.groups: OrderedDict[tuple[int, int], tuple[Columns, int]] = OrderedDict()
 
     def _open(self, number: int) -> Any:
         """The `pyarrow.parquet.ParquetFile`. Errors: DataError if it is not what it was."""
@@ -191,7 +196,7 @@ class Reader:
             page_checksum_verification=True,
         )
 
-    def row(self, file: int, group: int, number: int) -> dict[str, Any]:
+    def row(self, file: int, group: int, number: int) -> Columns:
         """The row of this number within the group."""
         key = (file, group)
         if key not in self.groups:
@@ -204,12 +209,12 @@ class Reader:
         # Each value by itself: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
-    def _read(self, number: int, group: int) -> tuple[dict[str, Any], int]:
+    def _read(self, number: int, group: int) -> tuple[Columns, int]:
         """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         source = self.source
         source.check_memory(number, group, self.columns)
         partition = source.partitions[number]
-        columns: dict[str, Any] = {}
+        columns: Columns = {}
         try:
             opened = self.open(number)
             inside = [name for name in self.columns if name in opened.schema_arrow.names]

@@ -40,6 +40,7 @@ MALFORMED = (
 )
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
 Array = np.ndarray[Any, Any]
+Sample = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -172,14 +173,14 @@ class TokenShards:
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
+    def __getitem__(self, number: int) -> Sample:
         return self._piece(number, 0, int(self.lengths[number]))
 
-    def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[dict[str, Tensor]]:
+    def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[Sample]:
         """Parts of documents: (document, first token, one past its last). Nothing else is read."""
         return [self._piece(*piece) for piece in pieces]
 
-    def _piece(self, number: int, first: int, last: int) -> dict[str, Tensor]:
+    def _piece(self, number: int, first: int, last: int) -> Sample:
         start = int(self._index[number, 0])
         length = min(int(self.lengths[number]), last) - first
         shard = bisect_right(self._starts, start) - 1

@@ -30,7 +30,7 @@ class Tokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: "bytes", a file, a folder, or a model on the hub."""
+    """The tokenizer that `data.tokenizer` names: bytes, a file, a folder, or a model on the hub."""
     if name == "auto":
         raise ConfigError(
             "data.tokenizer=auto names none here; give a tokenizer's file or folder, a model, or "

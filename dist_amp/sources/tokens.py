@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from xxhash import xxh3_128
 
 from dist_amp.errors import ConfigError, DataError, Failure
@@ -35,6 +34,7 @@ from dist_amp.sources.token_shards import (
     MANIFEST,
     Array,
     Manifest,
+    Sample,
     Split,
     TokenShards,
     holds_tokens,
@@ -53,7 +53,7 @@ SECONDS = 10.0  # between lines of progress
 
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
-    """A split's documents, `TokenShards` or of a Parquet view `TokenizedWhenRead`; None without any.
+    """A split's `TokenShards`, or of a Parquet view `TokenizedWhenRead`; None without such a split.
 
     rows: in place of those that `data` names. Errors: ConfigError for tokens of another tokenizer.
     """
@@ -149,10 +149,10 @@ class TokenizedWhenRead(RowEncoder):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
+    def __getitem__(self, number: int) -> Sample:
         return self.__getitems__([number])[0]
 
-    def __getitems__(self, numbers: list[int]) -> list[dict[str, Tensor]]:
+    def __getitems__(self, numbers: list[int]) -> list[Sample]:
         samples = []
         for number, (ids, labels) in zip(numbers, self.encode(numbers), strict=True):
             if not ids:
@@ -292,19 +292,20 @@ def encoded_chunks(
     chunks: "Chunks", ranges: Sequence[range], workers: int
 ) -> Generator[list[tuple[int, Array, Array]], None, None]:
     """chunks[range] of each, in order. Errors: DataError of a row; Failure for a dead worker."""
-    encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
     try:
-        for batch in encoded:
-            if isinstance(batch, DataError):
-                raise batch
-            yield batch
+        encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
+        try:
+            for batch in encoded:
+                if isinstance(batch, DataError):
+                    raise batch
+                yield batch
+        finally:
+            close()
     except (RuntimeError, OSError, EOFError) as error:
         if not workers:
             raise
         message = "a worker has died, perhaps for lack of memory; use fewer workers"
         raise Failure(message) from error
-    finally:
-        close()
 
 
 class Chunks(RowEncoder):

@@ -5,7 +5,7 @@ share rows, and the model is checked for cross-document attention.
 """
 
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dist_amp.errors import ConfigError
-from dist_amp.settings import DataConfig, Range
+from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import asks_in_turns
 from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
 from dist_amp.sources.packing import Packing, TokenShares
@@ -38,8 +38,8 @@ class HFCausalLM(huggingface.FineTuning):
         self,
         data: DataConfig,
         model: str,
-        length: Annotated[int, Range(low=2)] = 1024,
-        lora_rank: Annotated[int, Range(low=0)] = 0,
+        length: huggingface.Length = 1024,
+        lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
         prompt: str = "Hello",
         sample_tokens: int = 50,
@@ -75,7 +75,7 @@ class HFCausalLM(huggingface.FineTuning):
 
         return mixed(self.data, split, rows_of)
 
-    def collate(self, samples: list[Batch]) -> dict[str, Any]:
+    def collate(self, samples: list[Batch]) -> Batch:
         pad_id = self.tokenizer.pad_token_id or 0
         batch = self.packing.collate(samples, pad_id, attention_mask=self.packing.pack == "off")
         if self.flash and "position_ids" in batch:
@@ -96,7 +96,7 @@ class HFCausalLM(huggingface.FineTuning):
     def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         return next_tokens(forward(model, batch), batch)
 
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
         logits, labels = self.predictions(model, batch)
         losses = F.cross_entropy(logits, labels, reduction="none")
         values = {"loss": losses.sum(), "accuracy": logits.argmax(1).eq(labels).sum()}

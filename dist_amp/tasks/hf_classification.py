@@ -29,8 +29,8 @@ class HFClassification(huggingface.FineTuning):
         model: str,
         classes: Annotated[int, Range(low=2)],
         of: Literal["text", "image"] = "text",
-        length: Annotated[int, Range(low=2)] = 512,
-        lora_rank: Annotated[int, Range(low=0)] = 0,
+        length: huggingface.Length = 512,
+        lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
     ):
         super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets, new_head=True))

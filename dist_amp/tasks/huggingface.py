@@ -4,7 +4,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,12 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.settings import DataConfig
+from dist_amp.settings import DataConfig, Range
 from dist_amp.sources.files import stay_local_without_network
 from dist_amp.tasks.pretrained import load_pretrained
 
+Length = Annotated[int, Range(low=2)]  # of a sample, in tokens
+Rank = Annotated[int, Range(low=0)]  # of LoRA
 FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 
 
@@ -112,8 +114,7 @@ class Lora:
 def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options: Any) -> nn.Module:
     """A model of `kind` (AutoModelFor...) from the folder's config, which `options` override.
 
-    float32, or with LoRA in the files' dtype. Errors: ConfigError for a kind that this architecture
-    lacks; DataError for a tokenizer with more tokens than the model.
+    float32, or with LoRA in the files' dtype.
     """
     config = opened(AutoConfig, folder, **options)
     rows = getattr(config.get_text_config(), "vocab_size", None)
@@ -157,7 +158,13 @@ class FineTuning:
         load_pretrained(model, self.folder, fresh_head=self.lora.new_head)
 
     def units(self, model: Any) -> list[nn.Module]:
-        return [] if self.lora.rank else embedding_and_head(model)
+        """The model's embedding and head, unless they are tied or it does not have both."""
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        is_tied = embedding is None or head is None or embedding.weight is head.weight
+        if self.lora.rank or is_tied:
+            return []
+        return [embedding, head]
 
     def weight(self, batch: Any) -> float:
         return batch["counted"]  # type: ignore[no-any-return]
@@ -179,15 +186,6 @@ def next_tokens(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
     logits = output.logits[:, :-1].float().flatten(0, 1)
     return logits, batch["labels"][:, 1:].flatten()
-
-
-def embedding_and_head(model: Any) -> list[nn.Module]:
-    """The model's embedding and head, unless they are tied or it does not have both."""
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    if embedding is None or head is None or embedding.weight is head.weight:
-        return []
-    return [embedding, head]
 
 
 def continued(model: Any, tokenizer: Any, prompt: str, tokens: int, chat: bool) -> str:

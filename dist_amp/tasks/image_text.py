@@ -7,15 +7,16 @@ place for it.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import DataConfig, Range
+from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import (
+    Row,
     chat_of,
     check_rows,
     common_prefix,
@@ -30,7 +31,7 @@ from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.tasks import huggingface
 
-Batch = dict[str, Any]
+Batch = Row
 
 
 class ImageText(huggingface.FineTuning):
@@ -40,9 +41,9 @@ class ImageText(huggingface.FineTuning):
         self,
         data: DataConfig,
         model: str,
-        length: Annotated[int, Range(low=2)] = 2048,
+        length: huggingface.Length = 2048,
         image_column: str = "image",
-        lora_rank: Annotated[int, Range(low=0)] = 0,
+        lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
     ):
         super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
@@ -75,7 +76,7 @@ class ImageText(huggingface.FineTuning):
         check_rows(rows, split, self.data.text_column, tokenizer)
         return Converted(rows, self.sample_of)
 
-    def sample_of(self, row: dict[str, Any]) -> tuple[Any, str, list[int]]:
+    def sample_of(self, row: Row) -> tuple[Any, str, list[int]]:
         """(image, text, labels). Errors: DataError for what can't be read or learned."""
         image = self.image_of(row[self.image_column])
         text, ids, labels = self.encoded(row, image)
@@ -107,7 +108,7 @@ class ImageText(huggingface.FineTuning):
                 ) from error
         return opened(value).convert("RGB")
 
-    def encoded(self, row: dict[str, Any], image: Any) -> tuple[str, list[int], list[int]]:
+    def encoded(self, row: Row, image: Any) -> tuple[str, list[int], list[int]]:
         """(the whole text, its token ids, labels)."""
         form = layout(list(row), self.data.text_column)
         chat = ChatWithImage(self, image)
@@ -115,8 +116,9 @@ class ImageText(huggingface.FineTuning):
             if form != "instruction":
                 row = {**row, form: chat.take_images(row[form])}
             messages, learned_from = chat_of(row, self.data.text_column, chat)
-            if form != "instruction":  # the column system comes first
-                chat.skip_messages(len(messages) - len(row[form]))
+            if form != "instruction":
+                before = len(messages) - len(row[form])  # the column system comes first
+                chat.parts = {number + before: parts for number, parts in chat.parts.items()}
             chat.place_image(messages)
             tokens = encode_chat(messages, chat, learned_from, row.get("tools"))
             return chat.apply_chat_template(messages), *tokens
@@ -153,7 +155,7 @@ class ImageText(huggingface.FineTuning):
         """Of (image, text) pairs, padded on the right. A beginning of a chat may have no image."""
         images = [[image] for image, text in pairs if self.processor.image_token in text]
         texts = [text for _, text in pairs]
-        options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+        options: Row = {"padding": True, "return_tensors": "pt"}
         if (start := self.processor.tokenizer.bos_token) and texts[0].startswith(start):
             options["add_special_tokens"] = False  # the chat template writes them
         return dict(self.processor(images=images or None, text=texts, **options))
@@ -180,7 +182,7 @@ class ChatWithImage:
         self.task = task
         self.image = image
         self.name_or_path = task.folder
-        self.parts: dict[int, list[dict[str, Any]]] = {}
+        self.parts: dict[int, list[Row]] = {}
 
     def take_images(self, messages: Any) -> Any:
         """The messages without the parts of those that have an image, which are kept."""
@@ -195,10 +197,6 @@ class ChatWithImage:
                 self.parts[number] = without_nulls(content)
                 taken[number] = {"role": one.get("role", one.get("from")), "content": ""}
         return taken
-
-    def skip_messages(self, count: int) -> None:
-        """`count` messages were put before the chat."""
-        self.parts = {number + count: parts for number, parts in self.parts.items()}
 
     def place_image(self, messages: list[Any]) -> None:
         """Put the image first in the first turn of the user, if nothing has a place for it."""
@@ -237,7 +235,7 @@ def is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "image"
 
 
-def text_parts(text: str | None) -> list[dict[str, Any]]:
+def text_parts(text: str | None) -> list[Row]:
     if not text:
         return []
     return [{"type": "text", "text": text}]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig, Range
-from dist_amp.sources.conversations import encode, text_of, turns
+from dist_amp.sources.conversations import Row, encode, text_of, turns
 from dist_amp.sources.load import Converted, load_split
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.token_shards import IGNORE_INDEX
@@ -26,7 +26,7 @@ from dist_amp.tasks.pretrained import load_pretrained
 
 COLUMNS = ("prompt", "chosen", "rejected")
 NO_LORA = huggingface.Lora(0, "all-linear")
-Batch = dict[str, Any]
+Batch = Row
 
 
 class DPO(huggingface.FineTuning):
@@ -40,8 +40,8 @@ class DPO(huggingface.FineTuning):
         data: DataConfig,
         model: str,
         beta: Annotated[float, Range(above=0)] = 0.1,
-        length: Annotated[int, Range(low=2)] = 1024,
-        lora_rank: Annotated[int, Range(low=0)] = 0,
+        length: huggingface.Length = 1024,
+        lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
         reference: str = "auto",
     ):
@@ -89,7 +89,7 @@ class DPO(huggingface.FineTuning):
             )
         return Converted(rows, self.pair)
 
-    def pair(self, row: dict[str, Any]) -> list[Batch]:
+    def pair(self, row: Row) -> list[Batch]:
         """[chosen, rejected] as tokens. Errors: DataError if there is nothing to prefer."""
         pair = [self.encoded(row, name) for name in COLUMNS[1:]]
         if pair[0]["input_ids"].tolist() == pair[1]["input_ids"].tolist():
@@ -99,7 +99,7 @@ class DPO(huggingface.FineTuning):
             )
         return pair
 
-    def encoded(self, row: dict[str, Any], name: str) -> Batch:
+    def encoded(self, row: Row, name: str) -> Batch:
         """The prompt and the answer `name`, cut to `length`; of labels the answer's alone count."""
         if not isinstance(row["prompt"], list):
             answer: Any = text_of(row, name)
@@ -163,10 +163,7 @@ class DPO(huggingface.FineTuning):
 
 
 class WithReference(nn.Module):
-    """A model and its reference: one call gives the log-probabilities of answers by both.
-
-    reference: None for the policy without its adapters.
-    """
+    """A model and its reference, None for the model without its adapters: answers by both."""
 
     def __init__(self, policy: nn.Module, reference: nn.Module | None):
         super().__init__()
