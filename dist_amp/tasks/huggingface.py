@@ -159,10 +159,11 @@ class FineTuning:
 
     def units(self, model: Any) -> list[nn.Module]:
         """The model's embedding and head, unless they are tied or it does not have both."""
+        if self.lora.rank or self.lora.new_head:  # adapters, or a head on no embedding
+            return []
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
-        is_tied = embedding is None or head is None or embedding.weight is head.weight
-        if self.lora.rank or is_tied:
+        if embedding is None or head is None or embedding.weight is head.weight:
             return []
         return [embedding, head]
 
@@ -170,7 +171,8 @@ class FineTuning:
         return batch["counted"]  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(*self.predictions(model, batch), reduction="sum")
+        logits, labels = self.predictions(model, batch)
+        return F.cross_entropy(logits, labels, reduction="sum")
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         logits, labels = self.predictions(model, batch)
