@@ -58,9 +58,11 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
     """The block's forward, run again in backward with the same random numbers and buffers."""
     forward: Forward = block.forward
     buffers = Buffers(block)
+    options: dict[str, Any] = {"use_reentrant": False}
     contexts: Callable[[], Any] = noop_context_fn
     if selective:
         contexts = partial(create_selective_checkpoint_contexts, policy)
+        options["context_fn"] = contexts
 
     def with_buffers(copies: Copies) -> tuple[Any, Any]:
         first, again = contexts()
@@ -72,7 +74,7 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
             return forward(*args, **kwargs)
         # Compiled code updates buffers once, and takes only torch's contexts.
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(forward, *args, **options, **kwargs)
         copies = buffers.copies()
         around = partial(with_buffers, copies)
         outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=around, **kwargs)

@@ -23,15 +23,7 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
-from dist_amp.sources.footers import (
-    MAGIC,
-    Columns,
-    Source,
-    open_kept,
-    read_source,
-    short_hash,
-    version_of,
-)
+from dist_amp.sources.footers import MAGIC, Source, open_kept, read_source, short_hash, version_of
 from dist_amp.sources.remote import RangeFile, address_of
 
 log = logging.getLogger(__name__)
@@ -41,6 +33,7 @@ OPEN_FILES = 32  # per process
 SHUFFLE_GROUPS = 2
 # 2^64 / the golden ratio: its multiples lie far apart, and so do the keys of two windows.
 GOLDEN = -0x61C8864680B583EB
+Row = dict[str, Any]  # or a row group's columns, by their names
 
 
 def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
@@ -82,10 +75,10 @@ class ParquetView:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Columns:
+    def __getitem__(self, index: int) -> Row:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Columns]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         """The rows of these numbers; each row group that they lie in is decoded once."""
         wanted = np.asarray(indices, np.int64)
         outside = wanted[(wanted < 0) | (wanted >= len(self))]
@@ -159,7 +152,7 @@ class ParquetView:
         name = f"parquet streams={streams} shuffle_groups={SHUFFLE_GROUPS}"  # in checkpoints
         return name, partial(stream_order, rows, streams, SHUFFLE_GROUPS)
 
-    def __getstate__(self) -> Columns:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
 
 
@@ -176,7 +169,7 @@ class Reader:
         self.columns = columns
         self.most_groups = most_groups
         # (file, group) -> (its Arrow columns, rows that are left to read)
-        self.groups: OrderedDict[tuple[int, int], tuple[Columns, int]] = OrderedDict()
+        self.groups: OrderedDict[tuple[int, int], tuple[Row, int]] = OrderedDict()
 
     def _open(self, number: int) -> Any:
         """The `pyarrow.parquet.ParquetFile`. Errors: DataError if it is not what it was."""
@@ -196,7 +189,7 @@ class Reader:
             page_checksum_verification=True,
         )
 
-    def row(self, file: int, group: int, number: int) -> Columns:
+    def row(self, file: int, group: int, number: int) -> Row:
         """The row of this number within the group."""
         key = (file, group)
         if key not in self.groups:
@@ -209,12 +202,12 @@ class Reader:
         # Each value by itself: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
-    def _read(self, number: int, group: int) -> tuple[Columns, int]:
+    def _read(self, number: int, group: int) -> tuple[Row, int]:
         """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         source = self.source
         source.check_memory(number, group, self.columns)
         partition = source.partitions[number]
-        columns: Columns = {}
+        columns: Row = {}
         try:
             opened = self.open(number)
             inside = [name for name in self.columns if name in opened.schema_arrow.names]

@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import (
+    LAYOUTS,
     Row,
     chat_of,
     check_rows,
@@ -62,8 +63,7 @@ class ImageText(huggingface.FineTuning):
         return huggingface.build(kind, self.folder, self.lora, self.processor.tokenizer)
 
     def build_dataset(self, split: str) -> Any:
-        columns = ("messages", "prompt", "conversations", "instruction")
-        rows = load_split(self.data, split, *columns)
+        rows = load_split(self.data, split, *LAYOUTS)
         if rows is None:
             return None
         if self.image_column not in rows.column_names:
