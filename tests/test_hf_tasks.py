@@ -15,7 +15,12 @@ pytest.importorskip("transformers")
 import datasets
 from PIL import Image
 from tiny_hf import CHAT, MARKED_TEMPLATE, TEMPLATE, chats, make_model, make_tokenizer, write_rows
-from transformers import AutoModelForCausalLM, ViTImageProcessorPil
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    ResNetConfig,
+    ViTImageProcessorPil,
+)
 
 from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config
@@ -252,6 +257,14 @@ def test_images_are_classified(tmp_path):
     run = make_run(World(), task, *QUICK, *LONGER)
     *_, last = take_steps(run, 16)
     assert last.losses[0] / last.weight < math.log(3) / 2  # half of what guessing costs
+
+
+def test_a_classifier_is_not_asked_for_an_embedding_which_some_models_lack(tmp_path):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    AutoModelForImageClassification.from_config(config).save_pretrained(tmp_path)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    task = HFClassification(DataConfig(), str(tmp_path), classes=3, of="image")
+    assert task.units(task.build_model()) == []
 
 
 @pytest.mark.bad_input("a label that is not one of `task.args.classes`")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_with_path
 
+from dist_amp.checkpoint.format import State
 from dist_amp.checkpoint.state import Snapshot
 from dist_amp.world import World
 
@@ -59,9 +60,9 @@ class Staging:
         self._kept: dict[tuple[Any, ...], Tensor] = {}  # by path in the state, and layout
 
     @torch.no_grad()
-    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+    def copy(self, state: State) -> State:
         """The state with every tensor in this memory, in place of the copy before."""
-        copy: dict[str, Any] = tree_map_with_path(self._staged, state)
+        copy: State = tree_map_with_path(self._staged, state)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return copy
@@ -98,7 +99,7 @@ class Staging:
         return torch.empty_like(tensor, device="cpu")
 
 
-def without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
+def without_replicas(state: State, world: World) -> State:
     """The state without the replicas that another rank writes; one copy of each is enough.
 
     They are spread over the ranks by their sizes: of an ordinary tensor, one rank keeps it; of a
@@ -116,7 +117,7 @@ def without_replicas(state: dict[str, Any], world: World) -> dict[str, Any]:
         kept[keeper] += value.numel() * value.element_size()
         return keeper == replica
 
-    def part_of(section: dict[str, Any]) -> dict[str, Any]:
+    def part_of(section: State) -> State:
         kept = {}
         for name, value in section.items():
             if isinstance(value, dict):

@@ -22,21 +22,17 @@ from dist_amp.loading.loader import read
 from dist_amp.loading.plan import Order, Plan
 from dist_amp.settings import FREE_TO_CHANGE, Config
 from dist_amp.step import Run
+from dist_amp.task import PLAIN
 from dist_amp.world import World
 
 # Settings of earlier versions that changed what is computed, with the values that are fixed now.
 FIXED = {"data.mix_by": "rows", "optim.decay_ratio": 0.2}
 
-PLAIN = (str, bytes, int, float, bool, type(None))
-
 OR_ALLOW = "or continue anyway with --run.allow_config_change true"
 
 
 def check_config(path: Path, config: Config, task: Any, world: World) -> None:
-    """Check that the run computes the checkpoint's training. task: the run's, or its class.
-
-    Errors: ConfigError with each key and both values; DataError for another seed or global batch.
-    """
+    """Refuse settings that differ, by key and both values. task: the run's, or its class."""
     manifest = read_manifest(path)
     now = flat(to_toml(config))
     before = settings_of(path, config)
@@ -133,7 +129,6 @@ def order_to_continue(
     """The order of samples from here on: the checkpoint's, in which its position counts.
 
     The run's if there is nothing to continue: data of another length, or another data.shuffle.
-    Errors: DataError for a dataset's own order that isn't the checkpoint's, unless `allowed`.
     """
     saved = manifest.order
     if saved == plan.order or manifest.data_length != plan.length:

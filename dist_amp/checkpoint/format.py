@@ -36,6 +36,9 @@ FORMAT = 1  # version of the folder's layout; newer ones are rejected
 MANIFEST = "manifest.json"
 CONFIG = "config.toml"
 
+State = dict[str, Any]
+Entry = dict[str, Any]  # of a file: {"bytes": size, "xxh3": hash}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -58,7 +61,7 @@ class Manifest:
     versions: dict[str, str]
     order: str = "randperm"  # of the samples, see loading/plan.py
     # name -> {"bytes": size, "xxh3": hash}
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, Entry] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_text(self) -> str:
@@ -68,7 +71,7 @@ class Manifest:
         return signed_text(content)
 
 
-def signed_text(content: dict[str, Any]) -> str:
+def signed_text(content: State) -> str:
     """JSON with a hash of itself."""
     return json.dumps({**content, "xxh3": hash_text(json.dumps(content))}, indent=1) + "\n"
 
@@ -130,7 +133,7 @@ def all_checkpoints(run_folder: Path) -> list[Path]:
     return [path for path in paths if path.name.removeprefix("step_").isdigit()]
 
 
-def entry_of(path: Path) -> dict[str, Any]:
+def entry_of(path: Path) -> Entry:
     """The manifest's entry for a file: its size, and its hash.
 
     128-bit xxh3: finds accidental damage ten times faster than sha256, but no forgery.
@@ -140,7 +143,7 @@ def entry_of(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 
-def hash_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+def hash_files(paths: Iterable[Path]) -> dict[str, Entry]:
     return {path.name: entry_of(path) for path in paths}
 
 
@@ -221,7 +224,7 @@ class Reader(FileSystemReader):
         return metadata
 
 
-def read_into(state: dict[str, Any], reader: Reader, world: World | None = None) -> None:
+def read_into(state: State, reader: Reader, world: World | None = None) -> None:
     """Fill the tensors of `state`; every rank calls it. Errors: CheckpointException."""
     world = world or World()
     # No process group is fine here. Set for good, because threads share warning filters.

@@ -27,11 +27,10 @@ def resume(run: Run) -> Path | None:
 def checkpoint_to_resume(
     config: Config, run_folder: Path, world: World, task: Task | None = None
 ) -> Path | None:
-    """The newest valid checkpoint that `run.resume` allows, or None to start at step 0.
+    """The newest valid checkpoint that `run.resume` allows, or None; every rank calls it.
 
-    Every rank calls it and verifies its share of the files. task: an object in place of
-    `task.target`. Errors: DataError if a given path is not a checkpoint, and if there are
-    checkpoints but none is valid; ConfigError if it was made with another config.
+    task: an object in place of `task.target`. Errors: DataError if a given path is not a
+    checkpoint, or none is valid; ConfigError if it was made with another config.
     """
     checkpoint = newest_checkpoint(config.run.resume, run_folder, world)
     if checkpoint is not None:

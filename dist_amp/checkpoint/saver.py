@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from dist_amp.checkpoint.format import (
     CONFIG,
+    Entry,
     checkpoint_folder,
     hash_files,
     integrity_error,
@@ -140,7 +141,7 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner) -> None
         if not appears(temporary):
             raise Failure("run.dir is not on a disk that all ranks share; put it on one")
 
-    def write_shards() -> dict[str, dict[str, Any]]:
+    def write_shards() -> dict[str, Entry]:
         # No process group is fine here. Set for good, because threads share warning filters.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         write_tensors(
@@ -160,7 +161,7 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner) -> None
         # collective stage.
         on_all_ranks(world, make_folder)
         on_all_ranks(world, find_folder)
-        files: dict[str, Any] = {}
+        files: dict[str, Entry] = {}
         for entries in on_all_ranks(world, write_shards):
             files |= entries
 

@@ -19,6 +19,7 @@ from dist_amp.checkpoint.compatibility import check_fit, continue_data, fingerpr
 from dist_amp.checkpoint.format import (
     Manifest,
     Reader,
+    State,
     checkpoint_folder,
     read_into,
     rejection_as_data_error,
@@ -34,7 +35,7 @@ class Snapshot:
     """The state of a run after a step: what to write, and where."""
 
     folder: Path  # RUN/checkpoints/step_N
-    state: dict[str, Any]
+    state: State
     manifest: Manifest
     config: str
     keep: int
@@ -84,7 +85,7 @@ def load(run: Run, path: Path) -> None:
     run.resumed_from = path
 
 
-def read_state(run: Run, reader: Reader) -> dict[str, Any]:
+def read_state(run: Run, reader: Reader) -> State:
     """The checkpoint's state, laid out as this run's is: what it has of what the run needs."""
     manifest = reader.manifest
     metadata = reader.read_metadata()
@@ -114,12 +115,12 @@ def read_state(run: Run, reader: Reader) -> dict[str, Any]:
     return state
 
 
-def set_state(run: Run, manifest: Manifest, state: dict[str, Any]) -> None:
+def set_state(run: Run, manifest: Manifest, state: State) -> None:
     options = StateDictOptions(strict="frozen" not in state)
     set_model_state_dict(run.parallel.module, state["model"], options=options)
     if state["optimizer"]:
         groups = get_optimizer_state_dict(run.parallel.module, run.optimizer)["param_groups"]
-        moments: dict[str, Any] = {"state": state["optimizer"], "param_groups": groups}
+        moments: State = {"state": state["optimizer"], "param_groups": groups}
         set_optimizer_state_dict(run.parallel.module, run.optimizer, moments, options=options)
     for name, extra in run.extra_states.items():
         if name not in state:
@@ -147,7 +148,7 @@ def set_state(run: Run, manifest: Manifest, state: dict[str, Any]) -> None:
         seed_all((run.config.run.seed + 1 + run.world.rank + 1_000_003 * run.step) % 2**63)
 
 
-def state_of(run: Run, with_moments: bool = False) -> dict[str, Any]:
+def state_of(run: Run, with_moments: bool = False) -> State:
     """Everything that a step depends on, as tensors: to save, or for a load to fill in place.
 
     with_moments: let torch make moments where the optimizer has none yet, for a load to replace.

@@ -1,7 +1,6 @@
 """Loads a checkpoint's model weights into an ordinary model, in one process."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dist_amp.checkpoint.compatibility import check_tensors
-from dist_amp.checkpoint.format import Reader, read_into, rejection_as_data_error
+from dist_amp.checkpoint.format import Reader, State, read_into, rejection_as_data_error
 from dist_amp.scaling.frozen import check_frozen, expect_checksums
 
 # The others are extra states: another value for each trained parameter.
@@ -24,11 +23,9 @@ def load_weights(model: nn.Module, checkpoint: Path, average: str = "") -> int:
     """Set the model's weights to the checkpoint's, in the model's dtypes; return its step.
 
     average: what `average_of` returned, to use it in place of each trained parameter. Frozen
-    parameters that the checkpoint does not contain stay as the model has them. Errors: DataError if
-    the checkpoint is rejected, has other parameter names or shapes, or was trained on other frozen
-    parameters.
+    parameters that the checkpoint does not contain stay as the model has them. Errors: DataError.
     """
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    state: State = {"model": get_model_state_dict(model)}
     if average:
         state[average] = {
             name: p.detach().float().clone()

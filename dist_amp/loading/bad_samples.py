@@ -33,10 +33,7 @@ class Rest:
 
 
 class SkippingFetch(Fetch):
-    """A `Fetch` that returns a `Rest` for a micro-batch with bad samples.
-
-    A DataError if none is left, nor any can be read in its place.
-    """
+    """Returns a `Rest` for a micro-batch with bad samples; a DataError if no other can be read."""
 
     def __getitem__(self, shard: Shard) -> Any:
         batch = super().__getitem__(shard)
@@ -124,10 +121,7 @@ class BadSamples:
     def leave_out(
         self, data: Any, batches: Sequence[Any], shards: Sequence[Shard], *, is_new: bool
     ) -> tuple[list[Any], list[Shard]]:
-        """The micro-batches and shards without bad samples, which are listed if they are new.
-
-        Errors: DataError above the limit.
-        """
+        """Those without bad samples, which are listed if new. Errors: DataError above the limit."""
         if is_new and data is self.training and not self._is_continued:
             self._continue()
         good_batches = []
@@ -184,37 +178,29 @@ class BadSamples:
         for path in sorted(self.folder.glob("rank*.jsonl")):
             # Those of ranks that are no longer there are shared out.
             number = int(path.stem.removeprefix("rank"))
-            if number % self.world.world_size == self.world.rank:
-                self._continue_file(path)
-
-    def _continue_file(self, path: Path) -> None:
-        kept = ""
-        for line in path.read_text(errors="replace").splitlines():
-            with suppress(ValueError, LookupError, TypeError):  # of a torn line
-                entry = json.loads(line)
-                if entry["samples_seen"] < self.training.position:
-                    key = (entry["split"], entry["epoch"], entry["sample"])
-                    self.seen.add(key)
-                    kept += f"{line}\n"
-        write_durably(path, kept)
+            if number % self.world.world_size != self.world.rank:
+                continue
+            kept = ""
+            for line in path.read_text(errors="replace").splitlines():
+                with suppress(ValueError, LookupError, TypeError):  # of a torn line
+                    entry = json.loads(line)
+                    if entry["samples_seen"] < self.training.position:
+                        key = (entry["split"], entry["epoch"], entry["sample"])
+                        self.seen.add(key)
+                        kept += f"{line}\n"
+            write_durably(path, kept)
 
     def _write(self) -> None:
         """Append what is not written yet; what a full disk refuses is written later."""
-        lines = ""
-        for entry in self._unwritten:
-            lines += f"{json.dumps(entry)}\n"
         path = self.folder / f"rank{self.world.rank:05d}.jsonl"
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
-                file.write(lines)
+                file.write("".join(f"{json.dumps(entry)}\n" for entry in self._unwritten))
             self._unwritten = []
 
     def tags(self, row: Any) -> dict[str, int]:
-        """Of rank 0, how many samples were skipped since step 0; every rank calls it.
-
-        Errors: DataError on every rank, if together they are above the limit.
-        """
+        """How many samples all ranks have skipped; all call it. DataError above the limit."""
         data = self.training
         epoch = (data.position - 1) // data.plan.length
         total = sum(split == data.split for split, _, _ in self.seen)

@@ -35,9 +35,7 @@ class LengthGroups:
     """A map-style dataset whose shuffle gives the samples of a step similar lengths.
 
     steps: the length-bucketing window; more: less padding, and less of a shuffle. lengths: a number
-    per sample, or a function that makes them; if None, dataset.lengths. Errors: ConfigError for a
-    dataset without lengths, with a single one, or with an order of its own; DataError for a wrong
-    number of lengths.
+    per sample, or a function that makes them; if None, dataset.lengths.
     """
 
     def __init__(self, dataset: Any, steps: int, lengths: Any = None):
@@ -99,9 +97,8 @@ def bucketed(
     """positions, int64 -> samples: a bijection if `shuffle` is one.
 
     The samples of a window of `steps` steps are sorted by length and cut into steps again, which
-    take place in random order. Within a step they stay sorted: its micro-batches on all ranks take
-    neighbours. A step that is not full, at the end of an epoch, keeps its samples, so that
-    data.drop_last leaves out long and short ones alike.
+    take place in random order. A step that is not full, at the end of an epoch, keeps its samples,
+    so that data.drop_last leaves out long and short ones alike.
     """
     window = global_batch_size * steps
     size = window * max(1, LOOKED_UP // window)  # whole windows, worked out at once

@@ -155,10 +155,7 @@ def load(
     pin_memory: bool,
     rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
-    """(fetch[request] for each of requests(), in order; what ends the workers).
-
-    Errors: DataError where the workers do not start.
-    """
+    """(fetch[request] for each of requests(), in order; what ends the workers); or DataError."""
     if not workers:
         return map(fetch.__getitem__, requests()), lambda: None
     for _ in range(START_ATTEMPTS):

@@ -29,10 +29,7 @@ NOT_ON_SHARDS = re.compile(r"sharding strategy|placement|Sharding propagation|DT
 
 
 def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]:
-    """The task's groups(model), with tensors in place of names and patterns, and the defaults.
-
-    Errors: ConfigError for a malformed group, and a parameter that is missed or in two groups.
-    """
+    """The task's groups(model), with tensors in place of names and patterns, and the defaults."""
     what = "the task's groups(model)"
     named = model.named_parameters(remove_duplicate=False)  # a tied one has all its names
     parameters = {name: p for name, p in named if p.requires_grad}
@@ -120,10 +117,7 @@ def check_keys(given: Sequence[Group], optimizer: Optimizer) -> None:
 
 
 def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
-    """What the task's optimizer(groups, lr) returned, made to step on shards.
-
-    Errors: ConfigError for what can't be used.
-    """
+    """What the task's optimizer(groups, lr) returned, made to step on shards; or ConfigError."""
     copies = [dict(group) for group in groups]  # the optimizer adds its defaults to them
     optimizer = call_task(ConfigError, "optimizer(groups, lr)", task.optimizer, copies, lr)
     if not isinstance(optimizer, Optimizer):
@@ -203,12 +197,10 @@ def _refuse_changed_options(optimizer: Optimizer) -> None:
 
 
 class _Permissive(TorchFunctionMode):
-    """Lets an optimizer that was written for whole tensors step on DTensors.
+    """Lets an optimizer that was written for whole tensors step on DTensors, as Adafactor.
 
-    They refuse to change a tensor in place where the result would be laid out in another way: a
-    norm that is still to be summed over the ranks, or a sharded state that moves towards a value
-    that is not, as in torch.optim.Adafactor. This sums partial results at once, and does out of
-    place what can't be done in place.
+    They refuse to change a tensor in place where the result would be laid out in another way. This
+    sums partial results at once, and does out of place what can't be done in place.
     """
 
     def __torch_function__(

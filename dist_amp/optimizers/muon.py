@@ -20,6 +20,8 @@ from dist_amp.world import local
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 
+Group = dict[str, Any]
+
 
 class Muon(torch.optim.Optimizer):
     """groups: dicts as for any torch optimizer. One with `use_muon` true gets Muon, others AdamW.
@@ -36,7 +38,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Iterable[Group],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -78,7 +80,7 @@ class Muon(torch.optim.Optimizer):
                     if parameter.grad is not None:
                         self._update(parameter, group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: Group) -> None:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -104,11 +106,8 @@ class Muon(torch.optim.Optimizer):
         part.sub_(update.to(part) * (lr * ratio))
 
 
-def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Hidden matrices for Muon; embeddings, the last matrix (the output) and vectors for AdamW.
-
-    Source: https://kellerjordan.github.io/posts/muon/
-    """
+def muon_groups(model: nn.Module, weight_decay: float) -> list[Group]:
+    """Hidden matrices for Muon; embeddings, the last matrix (the output) and vectors for AdamW."""
     trained = [p for p in model.parameters() if p.requires_grad]
     two_d = [p for p in trained if p.ndim == 2]
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
@@ -116,7 +115,7 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     hidden = [p for p in two_d if p not in by_adamw]
     others = [p for p in trained if p.ndim > 2 or p in by_adamw]
     vectors = [p for p in trained if p.ndim < 2]
-    groups: list[dict[str, Any]] = [
+    groups: list[Group] = [
         {"name": "hidden matrices", "params": hidden, "use_muon": True},
         {"name": "matrices", "params": others, "use_muon": False},
         {"name": "vectors", "params": vectors, "use_muon": False},
@@ -152,7 +151,7 @@ def orthogonalised_part(part: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return orthogonalised(part)
     mesh = like.device_mesh
-    size: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
+    size: Group = {"shape": like.shape, "stride": like.stride()}
     sharded = DTensor.from_local(part, mesh, like.placements, run_check=False, **size)
     full = orthogonalised(sharded.full_tensor())
     whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)

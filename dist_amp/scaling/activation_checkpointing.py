@@ -36,10 +36,7 @@ PRODUCTS = {
 
 
 def checkpoint_activations(checkpointing: int | str, blocks: Sequence[nn.Module]) -> None:
-    """Recompute every n-th block ("full", "selective": all) in backward, from the first one on.
-
-    Errors: ConfigError if there are fewer than n blocks.
-    """
+    """Recompute every n-th block ("full", "selective": all) in backward, from the first one on."""
     every = 1
     if isinstance(checkpointing, int):
         every = checkpointing

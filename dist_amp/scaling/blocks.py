@@ -1,7 +1,4 @@
-"""The blocks of a model: the units that are sharded, compiled and recomputed.
-
-They are named by the task, or found: the repeated layers.
-"""
+"""The blocks of a model, which are sharded, compiled and recomputed: the task's, or found."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,10 +16,7 @@ FEW = 0.05
 
 
 def pick_blocks(strategy: Strategy, task: Task, module: nn.Module, world: World) -> list[nn.Module]:
-    """The model's blocks; prints what they are.
-
-    Errors: as `blocks_of`; ConfigError under fsdp and hsdp for a block with shared parameters.
-    """
+    """The model's blocks; prints what they are. If sharded, they must not share parameters."""
     blocks = blocks_of(task, module)
     shared = shared_parameters(module, blocks)
     if shared and strategy in ("fsdp", "hsdp"):
@@ -58,8 +52,7 @@ def blocks_of(task: Task, module: nn.Module) -> list[nn.Module]:
 def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """What FSDP2 gathers at once, in the model's order: its blocks, and the task's units(model).
 
-    Errors: DataError for units that are not in the model, lie in a block, or share a parameter with
-    the rest: tied weights are gathered with the root.
+    Tied weights are gathered with the root.
     """
     blocks = list(blocks)
     units: list[nn.Module] = []

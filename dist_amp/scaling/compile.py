@@ -99,10 +99,7 @@ def _missing_compiler(device: torch.device) -> str:
 def compile_blocks(
     config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World, task: Any
 ) -> None:
-    """Compile the blocks as configured, each at its first call, and the task's loss_sum.
-
-    Errors there: ConfigError if it can't be compiled.
-    """
+    """Compile the blocks as configured, each at its first call, and the task's loss_sum."""
     if isinstance(task.loss_sum, CompiledLoss):  # by an earlier run
         object.__setattr__(task, "loss_sum", task.loss_sum.as_written)
     if not config.blocks:

@@ -51,10 +51,7 @@ def checksum(tensor: Tensor) -> Tensor:
 def expect_checksums(
     state: dict[str, Any], module: nn.Module, metadata: Metadata, path: Path
 ) -> None:
-    """If the checkpoint holds checksums in place of frozen parameters, so will the state to load.
-
-    Errors: DataError if it was made with another number of frozen parameters.
-    """
+    """If the checkpoint has checksums in place of frozen parameters, so will the state to load."""
     saved = 0
     entry = metadata.state_dict_metadata.get("frozen")
     if isinstance(entry, TensorStorageMetadata):

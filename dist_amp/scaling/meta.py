@@ -37,10 +37,7 @@ def build_module(task: Task) -> nn.Module:
 def build_whole(
     task: Task, device: torch.device, frozen_too: bool = False, resumes: bool = False
 ) -> nn.Module:
-    """The model with its first weights, whole and on one device.
-
-    frozen_too: as for `to_float32`; resumes: as for `load_parameters`.
-    """
+    """The model with its first weights, whole and on one device; see `to_float32`."""
     module = build_module(task)
     to_float32(module, frozen_too)
     module = materialise(module, device).to(device)
@@ -86,8 +83,7 @@ def like(parameter: nn.Parameter, content: Tensor) -> nn.Parameter:
 def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = False) -> None:
     """Call task.load(model), if there is one, on every rank, with the module sharded or whole.
 
-    resumes: a checkpoint is loaded next, so load is needed only for frozen parameters. Errors:
-    DataError, the same on all ranks, if load leaves a parameter unset, or nan.
+    resumes: a checkpoint is loaded next, so load is needed only for frozen parameters.
     """
     if not hasattr(task, "load"):
         return
@@ -136,9 +132,8 @@ def _register_on_meta(
 def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
     """The task's model, on every rank but the first with its parameters on the meta device.
 
-    resumes: a checkpoint is loaded next; if that fills all parameters, rank 0's are on the meta
-    device too. A model that can't be built so is built whole on every
-    rank, with a warning of what that costs.
+    resumes: a checkpoint is loaded next; if that fills all parameters, rank 0's are on meta too. A
+    model that can't be built so is built whole on every rank, with a warning of what that costs.
     """
     start = random_state(world.device)
     module: nn.Module | None = None

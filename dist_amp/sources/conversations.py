@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +43,21 @@ FORCED = re.compile(r"[<\[][\w:|]*(think|thought|reason)\w*[|>\]]+\s*$", re.IGNO
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 ROWS_TO_TRY = 32
 Encoded = tuple[list[int], list[int]]  # token ids, labels
-Message = dict[str, Any]
+Row = dict[str, Any]
+Message = Row
 Apply = Callable[..., Any]  # apply_chat_template, with the row's tools
 
 
 def layout(columns: Sequence[str], text_column: str) -> str:
     """The column that tells the form of rows; "" for none of the forms."""
-    names = set(columns)
-    if "messages" in names:
-        return "messages"
-    if {"prompt", "completion"} <= names:
-        return "prompt"
-    if text_column in names:
-        return text_column
-    if "conversations" in names:
-        return "conversations"
-    return "instruction" if {"instruction", "output"} <= names else ""
+    forms = [
+        ("messages",),
+        ("prompt", "completion"),
+        (text_column,),
+        ("conversations",),
+        ("instruction", "output"),
+    ]
+    return next((form[0] for form in forms if set(form) <= set(columns)), "")
 
 
 def columns_read(columns: Sequence[str], text_column: str) -> list[str]:
@@ -68,10 +67,7 @@ def columns_read(columns: Sequence[str], text_column: str) -> list[str]:
 
 
 def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) -> None:
-    """Errors: DataError for rows of none of these forms, or chats without a chat template.
-
-    What works and may surprise is printed, for the split to train on.
-    """
+    """Refuse rows of no form, or chats without a template; warn of what works and may surprise."""
     form = layout(rows.column_names, text_column)
     if not form:
         raise DataError(
@@ -166,10 +162,7 @@ class RowEncoder:
         self.text_column = text_column
 
     def encode(self, numbers: Sequence[int]) -> list[Encoded]:
-        """(token ids, labels) of rows; a first token is predicted from nothing, so not learned.
-
-        Errors: DataError, with the row's number in its source, for what can't be encoded.
-        """
+        """(token ids, labels) of rows; a first token is predicted from nothing, so not learned."""
         encoded = []
         rows = self.rows.__getitems__(list(numbers))
         for number, row in zip(numbers, rows, strict=True):
@@ -194,7 +187,7 @@ class RowEncoder:
         return encoded
 
 
-def encode(row: dict[str, Any], tokenizer: Tokenizer, text_column: str) -> Encoded:
+def encode(row: Row, tokenizer: Tokenizer, text_column: str) -> Encoded:
     """(token ids, labels) of one row; a text ends with the tokenizer's end of document, if any."""
     form = layout(list(row), text_column)
     if form == "prompt" and not isinstance(row["prompt"], list):
@@ -216,7 +209,7 @@ def encode_text(prompt: str, text: str, tokenizer: Tokenizer) -> Encoded:
     return ids, [IGNORE_INDEX] * start + ids[start:]
 
 
-def text_of(row: dict[str, Any], column: str) -> str:
+def text_of(row: Row, column: str) -> str:
     """Errors: DataError for what is no text."""
     text = row[column]
     if not isinstance(text, str):
@@ -227,7 +220,7 @@ def text_of(row: dict[str, Any], column: str) -> str:
     return text
 
 
-def chat_of(row: dict[str, Any], text_column: str, tokenizer: Any) -> tuple[list[Message], int]:
+def chat_of(row: Row, text_column: str, tokenizer: Any) -> tuple[list[Message], int]:
     """(a row's messages, the number of the first one that may be learned)."""
     form = layout(list(row), text_column)
     if form == "prompt":
@@ -250,7 +243,7 @@ def chat_of(row: dict[str, Any], text_column: str, tokenizer: Any) -> tuple[list
     return messages, 0
 
 
-def turns(row: dict[str, Any], column: str, tokenizer: Any) -> list[Message]:
+def turns(row: Row, column: str, tokenizer: Any) -> list[Message]:
     """The messages in a column. Errors: DataError for what is no list of {"role", "content"}."""
     messages = row[column]
     if isinstance(messages, list) and all(isinstance(one, dict) for one in messages):
@@ -266,10 +259,7 @@ def not_messages(column: str, content: Any) -> DataError:
 
 
 def turn(message: Message, column: str, template: str) -> Message:
-    """A message with the keys and the role that templates know, without Arrow's filling of nulls.
-
-    Errors: DataError for an unknown role, for what is no text, and for a weight other than 0 or 1.
-    """
+    """A message with the keys and the role that templates know, without Arrow's nulls."""
     kept = without_nulls(message)
     if "from" in kept and "role" not in kept:  # ShareGPT
         kept["role"] = kept.pop("from")
@@ -285,8 +275,10 @@ def turn(message: Message, column: str, template: str) -> Message:
             f"{column} has the unknown role {role}{near and f' (is it {near}?)'}; use one of "
             f"{', '.join(ROLES)}, or a chat template that names it"
         )
-    if isinstance(content, list) and all(is_text(part) for part in content):
-        content = "".join(part["text"] for part in content)
+    if isinstance(content, list):
+        with suppress(TypeError, KeyError):  # of another part, which is refused below
+            if all(part["type"] == "text" for part in content):
+                content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise DataError(
             f"{column} has the content {content!s:.100}, which is not text; this task reads text "
@@ -307,12 +299,6 @@ def turn(message: Message, column: str, template: str) -> Message:
             "that are not learned use weight 0"
         )
     return {**kept, "role": role, "content": content}
-
-
-def is_text(part: Any) -> bool:
-    return (
-        isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") == "text"
-    )
 
 
 def without_nulls(value: Any) -> Any:
@@ -341,8 +327,7 @@ def encode_chat(
 ) -> Encoded:
     """(token ids, labels) of a chat; of its messages from `learned_from` on, answers are learned.
 
-    tools: descriptions of functions for the template, or their JSON. Errors: DataError for a chat
-    with answers of which nothing would be learned, or of which the template drops a part.
+    tools: descriptions of functions for the template, or their JSON.
     """
     if not messages:
         return [], []  # some templates fail on it
@@ -491,9 +476,5 @@ def ids_of(text: str, tokenizer: Any) -> list[int]:
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """How many of the first elements are equal."""
-    length = 0
-    for one, other in zip(a, b, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return sum(1 for _ in same)

@@ -21,7 +21,7 @@ from dist_amp.settings import SourceConfig
 from dist_amp.sources.files import Files, stay_local_without_network
 from dist_amp.sources.footers import read_source
 from dist_amp.sources.limits import check_file
-from dist_amp.sources.remote import access_problem
+from dist_amp.sources.remote import access_problem, causes_of
 
 log = logging.getLogger(__name__)
 # Format -> (the loader of the library, its options).
@@ -35,10 +35,7 @@ LOADERS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def from_hub(config: SourceConfig) -> Any:
-    """All splits of data.name, NAME[:CONFIGURATION][@REVISION]: on the hub, cached, or a folder.
-
-    Errors: DataError if it can't be loaded.
-    """
+    """All splits of data.name, NAME[:CONFIGURATION][@REVISION]: on the hub, cached, or a folder."""
     source, _, revision = config.name.partition("@")
     if Path(config.name.partition(":")[0]).exists():
         source = config.name
@@ -186,7 +183,7 @@ def image_rows(files: Files) -> Any:
     """A row per image, in the order of their names: image and, in folders of classes, label.
 
     A table beside the images has the labels instead. Nothing is copied, nor read before it is
-    needed. Errors: DataError for an image beside folders, or a table that does not fit.
+    needed.
     """
     paths = [path for inside in files.splits.values() for path in inside]
     if files.tables:
@@ -217,10 +214,7 @@ def image_rows(files: Files) -> Any:
 
 
 def rows_of_tables(files: Files, paths: list[str]) -> Any:
-    """A row per image with the columns of the tables; texts in the only one, or label, are classes.
-
-    Errors: DataError for an image without a row, and as `read_table`.
-    """
+    """A row per image with the columns of tables; texts in the only one, or label, are classes."""
     rows: dict[str, dict[str, str]] = {}
     for table in files.tables:
         log.info("data: labels are those of %s", files.address(table))
@@ -256,11 +250,7 @@ def rows_of_tables(files: Files, paths: list[str]) -> Any:
 
 
 def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[str, str]]) -> None:
-    """Add {image: {column: text}} of a CSV table to `rows`.
-
-    Errors: DataError for columns that do not fit, a file that is not there or comes twice, a row
-    of another length, and an empty label.
-    """
+    """Add {image: {column: text}} of a CSV table to `rows`; DataError for what does not fit."""
     address = files.address(table)
     with files.fs.open(table, "r", encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
@@ -292,21 +282,16 @@ def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[s
 
 def columns_of_table(address: str, names: list[str]) -> tuple[str, str]:
     """(the column of files, that of labels; "" if it is not known)."""
-    key = ""
-    for name in ("file", "file_name"):
-        if name in names:
-            key = name
+    key = next((name for name in ("file_name", "file") if name in names), "")
     others = set(names) - {key}
     if not key or not others or "image" in others or len(others) + 1 < len(names):
         raise DataError(
             f"{address} has the columns {', '.join(names) or 'none'}; it needs file or "
             "file_name, then label, separated by commas, each once, and none named image"
         )
-    if "label" in others:
-        return key, "label"
     if len(others) == 1:
         return key, others.pop()
-    return key, ""
+    return key, "label" if "label" in others else ""
 
 
 def typed(texts: list[str]) -> list[Any]:
@@ -333,14 +318,13 @@ def not_loaded(source: str, error: Exception, fix: str) -> Failure:
     return DataError(f"{source} could not be loaded: {text:.400}; {fix}")
 
 
-def is_full(error: BaseException | None) -> bool:
+def is_full(error: BaseException) -> bool:
     """Whether a disk without room is the cause."""
-    while error is not None:
-        number = getattr(error, "errno", None)
-        if number in (errno.ENOSPC, errno.EDQUOT) or "Not enough disk space" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        or "Not enough disk space" in str(cause)
+        for cause in causes_of(error)
+    )
 
 
 @contextmanager

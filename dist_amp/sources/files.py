@@ -209,8 +209,7 @@ def format_of(path: str) -> str:
 def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
     """{split: paths} if each names its split, as train/0.csv or en_train.csv; else all to train on.
 
-    Left out is what comes with a data set, such as a licence. Errors: DataError for a file that
-    names no split beside others that name one to hold out, and where none is to train on.
+    Left out is what comes with a data set, such as a licence.
     """
     data = [path for path in paths if not COMPANION.match(posixpath.basename(path).lower())]
     data = data or paths

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ WIDTHS = {
     "INT96": 8,
 }
 Version = tuple[int, str]  # a file's size and, if its store has one, the mark of its content
+Columns = dict[str, Any]  # by their names: types, values or Arrow arrays
 
 
 def short_hash(content: bytes) -> str:
@@ -53,9 +55,9 @@ class Source:
     files: Sequence[str]
     schema: Any = None  # the first file's, Arrow
     groups: list[tuple[int, int, int]] = field(default_factory=list)  # file, number in it, rows
-    types: dict[str, Any] = field(default_factory=dict)  # of each column that all files have
+    types: Columns = field(default_factory=dict)  # of each column that all files have
     refused: dict[str, str] = field(default_factory=dict)  # the other columns, and why
-    partitions: list[dict[str, Any]] = field(default_factory=list)  # {key: value} of each file
+    partitions: list[Columns] = field(default_factory=list)  # {key: value} of each file
     versions: list[Version] = field(default_factory=list)
     footers: Path | None = None  # None: the files are local
     large: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Source:
     def check_memory(self, file: int, group: int, columns: Sequence[str]) -> None:
         """Errors: DataError for a row group whose columns would take too much memory."""
         size = sum(self.large.get((file, group), {}).get(name, 0) for name in columns)
-        if size > most_bytes():
+        if size > host_memory() // 4:
             raise DataError(
                 f"row group {group} of {self.files[file]} takes {size_text(size)} in memory, as "
                 f"its footer says, above a quarter of {size_text(host_memory())}; write smaller "
@@ -73,7 +75,6 @@ class Source:
 
 
 def read_source(fs: Any, files: Sequence[str]) -> Source:
-    """Errors: DataError for a file that can't be reached, or is no Parquet."""
     source = Source(fs, files, partitions=partitions_of(files))
     schemas = []
     identities: list[Any] = []
@@ -91,7 +92,7 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
             for group, (rows, columns) in enumerate(groups):
                 if rows:
                     source.groups.append((number, group, rows))
-                if sum(columns.values()) > most_bytes():
+                if sum(columns.values()) > host_memory() // 4:
                     source.large[number, group] = columns
             schemas.append(schema)
             name = os.path.basename(files[number])
@@ -129,24 +130,16 @@ def read_tail(fs: Any, file: str, version: Version) -> bytes:
 
 
 def content_of(fs: Any, file: str, tail: bytes) -> tuple[Any, list[tuple[int, dict[str, int]]]]:
-    """(Arrow schema; rows, and bytes of each column, of each row group), as a footer says.
-
-    Errors: DataError for a damaged one.
-    """
+    """(Arrow schema; rows, and bytes of each column, of each row group), as a footer says."""
     try:
-        metadata = parse(tail)
-        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))
+        groups = map(metadata.row_group, range(metadata.num_row_groups))
         content = [(group.num_rows, bytes_of(group)) for group in groups]
         if any(rows < 0 or rows > MOST_ROWS for rows, _ in content):
             raise ValueError("a number of rows is negative, or above 2^40")
         return metadata.schema.to_arrow_schema(), content
     except Exception as error:  # of many types, in a forged one
         raise no_parquet(fs, file, f"{type(error).__name__}: {first_line(error)}") from error
-
-
-def parse(tail: bytes) -> Any:
-    """A footer's `pyarrow.parquet.FileMetaData`."""
-    return pq.read_metadata(pa.BufferReader(MAGIC + tail))
 
 
 def no_parquet(fs: Any, file: str, why: str) -> DataError:
@@ -183,26 +176,20 @@ def open_kept(path: Path) -> Any:
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["tail"]
 
 
-def most_bytes() -> int:
-    """That one row group may take in memory."""
-    return host_memory() // 4
-
-
 def bytes_of(group: Any) -> dict[str, int]:
     """{column: bytes in memory, at least} of a row group, as its footer says."""
-    sizes: dict[str, int] = {}
-    for number in range(group.num_columns):
-        chunk = group.column(number)
-        name = chunk.path_in_schema.partition(".")[0]
+    sizes: Counter[str] = Counter()
+    for chunk in map(group.column, range(group.num_columns)):
         # A run of equal values takes next to nothing in the file.
         decoded = chunk.num_values * WIDTHS.get(chunk.physical_type, 4)
-        sizes[name] = sizes.get(name, 0) + max(chunk.total_uncompressed_size, decoded)
+        name = chunk.path_in_schema.partition(".")[0]
+        sizes[name] += max(chunk.total_uncompressed_size, decoded)
     return sizes
 
 
-def partitions_of(files: Sequence[str]) -> list[dict[str, Any]]:
+def partitions_of(files: Sequence[str]) -> list[Columns]:
     """{key: value} of each file's folders key=value, as Hive writes them: integers or texts."""
-    partitions: list[dict[str, Any]] = []
+    partitions: list[Columns] = []
     for file in files:
         pairs = [folder.partition("=") for folder in file.split("/")[:-1] if "=" in folder]
         partitions.append({unquote(key): unquote(value) for key, _, value in pairs})
@@ -219,15 +206,15 @@ def partitions_of(files: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def common_types(
-    files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[dict[str, Any]]
-) -> tuple[dict[str, Any], dict[str, str]]:
+    files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[Columns]
+) -> tuple[Columns, dict[str, str]]:
     """({column: its type in all files, the widest that loses nothing}, {other column: why})."""
-    distinct: dict[str, tuple[str, dict[str, Any]]] = {}  # of thousands of files
+    distinct: dict[str, tuple[str, Columns]] = {}  # of thousands of files
     for file, schema, partition in zip(files, schemas, partitions, strict=True):
         kinds = {key: pa.scalar(value).type for key, value in partition.items()}
         kinds |= {column.name: column.type for column in schema}
         distinct.setdefault(repr(kinds), (file, kinds))
-    types: dict[str, Any] = dict(next(iter(distinct.values()))[1])
+    types: Columns = dict(next(iter(distinct.values()))[1])
     refused: dict[str, str] = {}
     for file, kinds in distinct.values():
         for name in (types | kinds).keys() - refused.keys():
@@ -251,17 +238,12 @@ def widest(one: Any, other: Any) -> Any:
         one = one.value_type
     if pa.types.is_dictionary(other):
         other = other.value_type
-    if is_text(one) != is_text(other) and pa.null() not in (one, other):
+    kinds = (one, other)
+    texts = [pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in kinds]
+    if texts[0] != texts[1] and pa.null() not in kinds:
         return None  # Arrow would make bytes of a text
-    schemas = [
-        pa.schema({"column": one}),
-        pa.schema({"column": other}),
-    ]
+    schemas = [pa.schema({"column": kind}) for kind in kinds]
     try:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:
         return None
-
-
-def is_text(kind: Any) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

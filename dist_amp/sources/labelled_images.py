@@ -10,9 +10,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.loading.loader import read
 from dist_amp.settings import DataConfig
-from dist_amp.sources.load import load_split
+from dist_amp.sources.load import Converted, load_split
 
 
 def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
@@ -47,7 +46,7 @@ def class_names(rows: Any, label_column: str) -> Sequence[str]:
     return getattr(feature, "names", ())
 
 
-class LabelledImages:
+class LabelledImages(Converted):
     """Rows as samples {"image": [channels, H, W] float32 in 0..1, "label": int64}.
 
     columns: of the image and the label. size: (H, W). names: of the classes, for labels that are
@@ -63,24 +62,12 @@ class LabelledImages:
         classes: int,
         names: Sequence[str] = (),
     ):
-        self.rows = rows
+        super().__init__(rows, self._sample)
         self.columns = columns
         self.size = size
         self.channels = channels
         self.classes = classes
         self.number_of = {name: number for number, name in enumerate(names)}
-        for name in ("shuffled", "fingerprint"):  # a Parquet view's
-            if hasattr(rows, name):
-                setattr(self, name, getattr(rows, name))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._sample(self.rows[index])
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
-        return [self._sample(row) for row in read(self.rows, indices)]
 
     def _sample(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
         value, label = (row[column] for column in self.columns)
@@ -138,9 +125,6 @@ def digits(split: str, image_column: str, label_column: str) -> list[dict[str, A
     chosen = order[held_out:] if split == "train" else order[:held_out]
     levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # of 0 to 16
     return [
-        {
-            image_column: Image.fromarray(levels[i]),
-            label_column: int(scans.target[i]),
-        }
+        {image_column: Image.fromarray(levels[i]), label_column: int(scans.target[i])}
         for i in chosen
     ]

@@ -6,9 +6,10 @@ end.
 
 import re
 from contextlib import closing
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
+from fsspec.compression import compr
 
 from dist_amp.config.memory import host_memory, size_text
 from dist_amp.errors import DataError
@@ -34,7 +35,7 @@ def check_file(
         return
     nesting = Nesting()
     expanded = 0
-    with closing(decompressed(file, compression)) as content:
+    with closing(compr[compression](file, mode="rb")) as content:
         while block := content.read(BLOCK):
             expanded += len(block)
             if expanded > max(MOST_EXPANDED * size, host_memory() // 4):
@@ -48,12 +49,6 @@ def check_file(
                     f"{name} has JSON that is nested more than {MOST_NESTED} levels deep, in its "
                     f"first {size_text(expanded)}; remove that row"
                 )
-
-
-def decompressed(file: BinaryIO, compression: str | None) -> Any:
-    from fsspec.compression import compr
-
-    return compr[compression](file, mode="rb") if compression else file
 
 
 class Nesting:

@@ -2,10 +2,12 @@
 
 import logging
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from dist_amp.errors import ConfigError, DataError
+from dist_amp.loading.loader import read
 from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.files import find_files, stay_local_without_network
 from dist_amp.sources.mixture import tables_of
@@ -14,6 +16,26 @@ log = logging.getLogger(__name__)
 # Parquet files above this are read by row group: converting them takes their size in the cache.
 MAP_UP_TO_BYTES = 4 * 2**30
 HELD_OUT = 0.05  # of the rows, with data.validation_split=auto
+
+
+class Converted:
+    """A map-style dataset of `convert(row)`, called when a row is read."""
+
+    def __init__(self, rows: Any, convert: Callable[[dict[str, Any]], Any]):
+        self.rows = rows
+        self.convert = convert
+        for name in ("shuffled", "fingerprint"):  # a Parquet view's
+            if hasattr(rows, name):
+                setattr(self, name, getattr(rows, name))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self.convert(row) for row in read(self.rows, indices)]
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
@@ -36,8 +58,7 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
     """The training or validation part of the rows that `data.name` or `data.path` names.
 
     A `datasets.Dataset` or a `ParquetView`, with the column `data.text_column`, or one of the
-    others; None for the validation part of a single row. Errors: DataError for what does not exist
-    or can't be read; ConfigError for settings that do not fit.
+    others; None for the validation part of a single row.
     """
     if config.path != "off" and config.name != "auto":
         raise ConfigError(
@@ -82,10 +103,7 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
 
 
 def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: str) -> Any:
-    """The training or validation part of {name: rows, or what opens them}: see `load_rows`.
-
-    Errors: DataError for absent splits and columns, and if nothing is left to train on.
-    """
+    """The training or validation part of {name: rows, or what opens them}: see `load_rows`."""
     name = config.split
     held_out = config.validation_split  # a share, or a split's name
     if held_out == "auto":
@@ -120,9 +138,9 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
 
 def held_out_part(rows: Any, split: str, share: float) -> Any:
     """The rows of `split`: a share is held out for validation, None of a single row."""
+    if len(rows) < 2 and split == "train":
+        return rows
     if len(rows) < 2:
-        if split == "train":
-            return rows
         log.info("data: a single document, so none is held out and there is no evaluation")
         return None
     if math.ceil(len(rows) * share) >= len(rows):
@@ -131,5 +149,4 @@ def held_out_part(rows: Any, split: str, share: float) -> Any:
             "smaller one"
         )
     parts = rows.train_test_split(test_size=share, seed=0)
-    name = "train" if split == "train" else "test"
-    return parts[name]
+    return parts["train" if split == "train" else "test"]

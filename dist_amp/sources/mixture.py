@@ -30,11 +30,9 @@ SOURCE_KEYS = [item.name for item in fields(SourceConfig)]
 class Mixture:
     """Map-style dataset of blocks, in each of which source k occurs counts[k] times, evenly spread.
 
-    There are as many blocks as it takes to draw every sample of every source in order, again and
-    again. A block may be as long as the epoch. A sample with "input_ids" also has "source_ids",
-    int64 of the same shape: its source's index in `sources`, where None takes a count of 0. It has
-    `fingerprint` and `lengths` if all sources have them. Errors: ConfigError for a source with an
-    order of its own; DataError for an empty one.
+    There are as many blocks as it takes to draw every sample of every source. A sample with
+    "input_ids" also has "source_ids", int64 of the same shape: its source's index in `sources`,
+    where None takes a count of 0. It has `fingerprint` and `lengths` if all sources have them.
     """
 
     fingerprint: str
@@ -110,10 +108,10 @@ class Mixture:
             try:
                 drawn = read(self.sources[index], numbers)
             except Exception as error:
-                reason = str(error)
-                if not isinstance(error, DataError):
-                    reason = in_one_line(error)
                 where = f"data.sources.{self.names[index]}, {samples_text(numbers)}"
+                reason = in_one_line(error)
+                if isinstance(error, DataError):
+                    reason = str(error)
                 raise DataError(f"{where}: {reason}") from error
             for place, sample in zip(places, drawn, strict=True):
                 if isinstance(sample, dict) and "input_ids" in sample:
@@ -184,8 +182,7 @@ def portion(places: Array, count: int, whole: int) -> Array:
 def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
     """How often each source occurs in a block, for shares within one sample in an epoch.
 
-    A block of at most LONGEST_BLOCK, if one is exact; else the epoch, the shortest in which every
-    sample of `sizes` comes. Errors: ConfigError for a weight that makes it too long.
+    A block of at most LONGEST_BLOCK, if one is exact; else the shortest epoch with every sample.
     """
     # As they are written: 0.1 is a tenth.
     exact = [Fraction(str(weight)) for weight in weights.values()]
@@ -207,12 +204,8 @@ def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
                 f"takes {rows:.1e} of the mixture; raise it, or remove the source"
             )
         length = max(length, rows)
-    counts = []
-    remainders = []
-    for share in shares:
-        count = math.floor(length * share)
-        counts.append(count)
-        remainders.append(length * share - count)
+    counts = [math.floor(length * share) for share in shares]
+    remainders = [length * share - count for share, count in zip(shares, counts, strict=True)]
     largest_first = sorted(range(len(counts)), key=remainders.__getitem__, reverse=True)
     for index in largest_first[: length - sum(counts)]:
         counts[index] += 1
@@ -245,8 +238,7 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
     """The rows that `data` names: build(data), or the mixture of data.sources.
 
     build: the section of one source -> its rows, None if it holds none out. Held-out parts are
-    joined, without weights, and interleaved, so that eval.batches takes its share of each; None if
-    there are none. Errors: ConfigError for a bad mixture; what a source raises names the source.
+    joined without weights and interleaved, so that eval.batches takes its share of each.
     """
     tables = tables_of(data)
     if not tables:

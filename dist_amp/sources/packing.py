@@ -18,7 +18,7 @@ from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.plan import epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
-from dist_amp.sources.token_shards import IGNORE_INDEX
+from dist_amp.sources.token_shards import IGNORE_INDEX, Sample
 
 log = logging.getLogger(__name__)
 # Pieces that are fitted at a time, in random order, so that a row's documents are no neighbours in
@@ -49,11 +49,7 @@ class Packing:
         return cls(length, pack, long_documents)
 
     def rows(self, documents: Any, split: str) -> Any:
-        """A token dataset's rows as samples for `collate`, which also truncates; None without any.
-
-        Errors: ConfigError for a setting that needs the `lengths` that the dataset lacks; DataError
-        for a document that is too long where none may be, and if no token counts.
-        """
+        """Token documents as samples for `collate`, which also truncates; None without any."""
         if documents is None:
             return None
         if not hasattr(documents, "lengths"):
@@ -78,14 +74,13 @@ class Packing:
         return rows
 
     def collate(
-        self, samples: list[dict[str, Tensor]], pad_id: int = 0, attention_mask: bool = False
+        self, samples: list[Sample], pad_id: int = 0, attention_mask: bool = False
     ) -> dict[str, Any]:
         """A batch of rows, padded on the right: to `length` if packed, else to the longest.
 
         input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each
         document and in the padding; source_ids of a mixture; attention_mask, 0 at padding, if asked
-        for; tokens: how many there are without padding; counted: how many are learned. With
-        best_fit, documents that are no packed rows yet become as few rows as they can.
+        for; tokens: how many there are without padding; counted: how many are learned.
         """
         if self.pack == "best_fit" and "position_ids" not in samples[0]:
             samples = self.packed(samples)
@@ -108,14 +103,14 @@ class Packing:
         counted = int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         return {**batch, "tokens": sum(lengths), "counted": counted}
 
-    def packed(self, documents: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def packed(self, documents: list[Sample]) -> list[Sample]:
         """The beginnings of documents as packed rows; their order does not matter."""
         pieces = [
             {name: values[: self.length] for name, values in document.items()}
             for document in documents
         ]
         row_of = best_fit(numpy.array([len(piece["input_ids"]) for piece in pieces]), self.length)
-        rows: list[list[dict[str, Tensor]]] = [[] for _ in range(max(row_of) + 1)]
+        rows: list[list[Sample]] = [[] for _ in range(max(row_of) + 1)]
         for row, piece in zip(row_of, pieces, strict=True):
             rows[row].append(piece)
         return [joined(row) for row in rows]
@@ -126,8 +121,7 @@ class PackedRows:
 
     A row is {"input_ids", "labels"}, with best_fit "position_ids" too, each [n] int64. Of a split
     document every piece but the first begins with the token before it, which is context: its label
-    is -100, and each token is learned once. Pieces of one token are left out where a row holds
-    whole pieces. Memory: 24 bytes per piece and 16 per row. Errors: as `Packing.rows`.
+    is -100, and each token is learned once. Memory: 24 bytes per piece and 16 per row.
     """
 
     def __init__(self, documents: Any, packing: Packing):
@@ -173,7 +167,7 @@ class PackedRows:
         places = len(self) * self.packing.length
         return 1 - float(self.lengths.sum()) / max(1, places)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Sample:
         pieces = self.documents.pieces(self.pieces(index))
         if self.packing.pack == "cut":
             return concatenated(pieces)
@@ -237,11 +231,11 @@ class PackedRows:
             )
 
 
-def concatenated(pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def concatenated(pieces: Sequence[Mapping[str, Tensor]]) -> Sample:
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-def joined(pieces: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def joined(pieces: Sequence[Sample]) -> Sample:
     """Pieces as one row with position_ids; each one's first token is context, and not learned."""
     for piece in pieces:
         piece["labels"][0] = IGNORE_INDEX
@@ -343,12 +337,8 @@ class TokenShares:
         self._total = self._total + numpy.array(counts)
         return int(batch["tokens"])
 
-    def read(self, world: Any) -> dict[str, Tensor]:
-        """The shares since the last call, in percent, over all ranks of the `World`: all call it.
-
-        padding_pct: of the places in rows; counted_pct: of the tokens; counted_pct_NAME: of the
-        counted tokens. Scalars on the world's device.
-        """
+    def read(self, world: Any) -> Sample:
+        """The shares since the last call, in percent, over all ranks of `World`: all call it."""
         total = self._total
         since = torch.from_numpy(total - self._read)
         self._read = total

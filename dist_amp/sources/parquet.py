@@ -23,7 +23,7 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
-from dist_amp.sources.footers import Source, open_kept, parse, read_source, short_hash, version_of
+from dist_amp.sources.footers import MAGIC, Source, open_kept, read_source, short_hash, version_of
 from dist_amp.sources.remote import RangeFile, address_of
 
 log = logging.getLogger(__name__)
@@ -33,13 +33,11 @@ OPEN_FILES = 32  # per process
 SHUFFLE_GROUPS = 2
 # 2^64 / the golden ratio: its multiples lie far apart, and so do the keys of two windows.
 GOLDEN = -0x61C8864680B583EB
+Row = dict[str, Any]  # or a row group's columns, by their names
 
 
 def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
-    """The rows of these files of an fsspec file system; only their footers are read here.
-
-    Errors: DataError for a file that is no Parquet or can't be reached, no rows.
-    """
+    """The rows of these files of an fsspec file system; only their footers are read here."""
     source = read_source(fs, files)
     if not source.groups:
         raise DataError(f"{files[0]} has no rows, nor any file beside it; give files with data")
@@ -77,10 +75,10 @@ class ParquetView:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         """The rows of these numbers; each row group that they lie in is decoded once."""
         wanted = np.asarray(indices, np.int64)
         outside = wanted[(wanted < 0) | (wanted >= len(self))]
@@ -136,10 +134,7 @@ class ParquetView:
         return view
 
     def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
-        """The order's name, and its function of seed and epoch; the same at every world size.
-
-        Errors: ConfigError for data.streams that the ranks can't share, or more than row groups.
-        """
+        """The order's name, and its function of seed and epoch; the same at every world size."""
         groups = len(self._groups)
         streams = self._streams
         if streams % world_size or streams > groups:
@@ -174,7 +169,7 @@ class Reader:
         self.columns = columns
         self.most_groups = most_groups
         # (file, group) -> (its Arrow columns, rows that are left to read)
-        self.groups: OrderedDict[tuple[int, int], tuple[dict[str, Any], int]] = OrderedDict()
+        self.groups: OrderedDict[tuple[int, int], tuple[Row, int]] = OrderedDict()
 
     def _open(self, number: int) -> Any:
         """The `pyarrow.parquet.ParquetFile`. Errors: DataError if it is not what it was."""
@@ -188,13 +183,13 @@ class Reader:
             return pq.ParquetFile(file, filesystem=self.fs, page_checksum_verification=True)
         return pq.ParquetFile(
             # Python's file systems read ahead, by far more than a column.
-            RangeFile(self.fs, file, self.source.versions[number][0]),
-            metadata=parse(self.footers[number].as_py()),
+            RangeFile(self.fs, file, size=self.source.versions[number][0], cache_type="none"),
+            metadata=pq.read_metadata(pa.BufferReader(MAGIC + self.footers[number].as_py())),
             pre_buffer=True,
             page_checksum_verification=True,
         )
 
-    def row(self, file: int, group: int, number: int) -> dict[str, Any]:
+    def row(self, file: int, group: int, number: int) -> Row:
         """The row of this number within the group."""
         key = (file, group)
         if key not in self.groups:
@@ -207,12 +202,12 @@ class Reader:
         # Each value by itself: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
-    def _read(self, number: int, group: int) -> tuple[dict[str, Any], int]:
+    def _read(self, number: int, group: int) -> tuple[Row, int]:
         """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         source = self.source
         source.check_memory(number, group, self.columns)
         partition = source.partitions[number]
-        columns: dict[str, Any] = {}
+        columns: Row = {}
         try:
             opened = self.open(number)
             inside = [name for name in self.columns if name in opened.schema_arrow.names]
@@ -242,14 +237,13 @@ def stream_order(
 
     rows: int64 [R], those of each group; none is 0, and R is at least `streams`.
 
-    The groups are put in a random order, and the sequence of their rows is cut into `streams` of
-    equal length. Position p takes the next row of stream p mod streams, so that a rank owns whole
-    streams. Inside a stream, windows of `shuffle_groups` groups are shuffled by row.
-
-    A group that is cut belongs to two neighbouring streams. One rank's streams lie side by side,
-    and every other stream runs backwards, so that neighbours reach the group at the same time and
-    it is read once. All ranks make groups + ranks - 1 reads at most, if the world size is a product
-    of the first prime factors of `streams`; otherwise groups + streams - 1.
+    The rows of the groups, in random order, are cut into `streams` of equal length. Position p
+    takes the next row of stream p mod streams, so that a rank owns whole streams; windows of
+    `shuffle_groups` groups are shuffled by row. A group that is cut belongs to two neighbouring
+    streams: one rank's lie side by side, and every other one runs backwards, so that neighbours
+    reach the group at the same time and it is read once. All ranks make groups + ranks - 1 reads at
+    most, if the world size is a product of the first prime factors of `streams`; otherwise groups +
+    streams - 1.
     """
     total = int(rows.sum())
     groups = epoch_order("randperm", len(rows), seed, epoch)(torch.arange(len(rows)))

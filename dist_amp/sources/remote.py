@@ -1,12 +1,13 @@
 """Files at an address: ranges of their bytes, repeated over faults that pass; causes in words."""
 
-import io
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+
+from fsspec.spec import AbstractBufferedFile
 
 from dist_amp.errors import DataError, first_line
 
@@ -61,7 +62,8 @@ def patiently(fs: Any, path: str, call: Callable[[], Any]) -> Any:
             raise
         except Exception as error:  # each file system has errors of its own
             left = OUTAGE_SECONDS - (time.monotonic() - start)
-            if is_lasting(fs, error) or left < pause:
+            lasts = is_local(fs) or isinstance(error, LASTING) or lacks_credentials(error)
+            if lasts or left < pause:
                 raise unreachable(fs, path, error) from error
             log.warning(
                 "warning: %s can't be reached: %s; trying again for %.0f s",
@@ -75,10 +77,6 @@ def patiently(fs: Any, path: str, call: Callable[[], Any]) -> Any:
 
 def is_local(fs: Any) -> bool:
     return "file" in fs.protocol
-
-
-def is_lasting(fs: Any, error: Exception) -> bool:
-    return is_local(fs) or isinstance(error, LASTING) or lacks_credentials(error)
 
 
 def unreachable(fs: Any, path: str, error: BaseException) -> DataError:
@@ -127,39 +125,8 @@ def access_problem(fs: Any, error: BaseException) -> str:
     return ""
 
 
-class RangeFile(io.RawIOBase):
+class RangeFile(AbstractBufferedFile):  # type: ignore[misc]
     """A file to read, of which exactly the ranges that are asked for are fetched."""
 
-    def __init__(self, fs: Any, path: str, size: int):
-        self.fs = fs
-        self.path = path
-        self.size = size
-        self.position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_SET:
-            self.position = offset
-        elif whence == os.SEEK_CUR:
-            self.position += offset
-        else:
-            self.position = self.size + offset
-        return self.position
-
-    def read(self, size: int = -1) -> bytes:
-        end = self.size
-        if size >= 0:
-            end = min(self.position + size, self.size)
-        if end <= self.position:
-            return b""
-        content = fetch(self.fs, self.path, self.position, end)
-        self.position = end
-        return content
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return fetch(self.fs, self.path, start, min(end, self.size))

@@ -40,6 +40,7 @@ MALFORMED = (
 )
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
 Array = np.ndarray[Any, Any]
+Sample = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,7 @@ class TokenShards:
 
     A document is {"input_ids" [n], "labels" [n]} int64; labels are the ids, or IGNORE_INDEX at the
     first token and where a token is not learned. `lengths` and `firsts`: each document's tokens and
-    first learned token, int64 [documents]. Errors: DataError for a missing or damaged file, at
-    opening (by its size) or when a document is read.
+    first learned token, int64 [documents].
     """
 
     def __init__(self, folder: Path, split: str):
@@ -173,14 +173,14 @@ class TokenShards:
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
+    def __getitem__(self, number: int) -> Sample:
         return self._piece(number, 0, int(self.lengths[number]))
 
-    def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[dict[str, Tensor]]:
+    def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[Sample]:
         """Parts of documents: (document, first token, one past its last). Nothing else is read."""
         return [self._piece(*piece) for piece in pieces]
 
-    def _piece(self, number: int, first: int, last: int) -> dict[str, Tensor]:
+    def _piece(self, number: int, first: int, last: int) -> Sample:
         start = int(self._index[number, 0])
         length = min(int(self.lengths[number]), last) - first
         shard = bisect_right(self._starts, start) - 1
@@ -235,8 +235,7 @@ def write_shard(
 ) -> Manifest:
     """Write the next shard of a split, of the documents before a row; returns the new manifest.
 
-    A document: (ids [n] of manifest.dtype, which are learned [n] bool: not the first, at least one
-    other). Errors: DataError if the index is damaged; Failure if the folder can't be written.
+    A document: (ids [n] of manifest.dtype, which are learned [n] bool: at least one).
     """
     split = manifest.splits[name]
     number = len(split.shards)

@@ -30,11 +30,7 @@ class Tokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: "bytes", a file, a folder, or a model on the hub.
-
-    Errors: DataError if it can't be read; ConfigError for "auto", and where transformers is needed
-    and not installed.
-    """
+    """The tokenizer that `data.tokenizer` names: bytes, a file, a folder, or a model on the hub."""
     if name == "auto":
         raise ConfigError(
             "data.tokenizer=auto names none here; give a tokenizer's file or folder, a model, or "

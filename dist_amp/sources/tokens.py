@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from xxhash import xxh3_128
 
 from dist_amp.errors import ConfigError, DataError, Failure
@@ -35,6 +34,7 @@ from dist_amp.sources.token_shards import (
     MANIFEST,
     Array,
     Manifest,
+    Sample,
     Split,
     TokenShards,
     holds_tokens,
@@ -53,11 +53,9 @@ SECONDS = 10.0  # between lines of progress
 
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
-    """A split's documents as {"input_ids" [n], "labels" [n]} int64; None without such a split.
+    """A split's `TokenShards`, or of a Parquet view `TokenizedWhenRead`; None without such a split.
 
-    rows: in place of those that `data` names. labels: the ids, or IGNORE_INDEX (-100) where a token
-    is not learned. The result is `TokenShards`, or of a Parquet view `TokenizedWhenRead`. Errors:
-    DataError for rows or tokens that do not fit; ConfigError for tokens of another tokenizer.
+    rows: in place of those that `data` names. Errors: ConfigError for tokens of another tokenizer.
     """
     if data.tokenizer not in ("auto", tokenizer.name):
         other = open_tokenizer(data.tokenizer)
@@ -85,14 +83,10 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
         return TokenizedWhenRead(rows, tokenizer, data.text_column)
     import datasets
 
-    facts = (
-        split,
-        source_fingerprint(rows, data.text_column),
-        tokenizer.identity,
-        data.text_column,
-    )
+    source = source_fingerprint(rows, data.text_column)
+    facts = (split, source, tokenizer.identity, data.text_column, FORMAT, SHARD_TOKENS)
     cache = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist_amp" / "tokens"
-    folder = cache / short_hash(*facts, FORMAT, SHARD_TOKENS)
+    folder = cache / short_hash(*facts)
     tokenize(folder, {split: rows}, tokenizer, data.text_column, data.workers)
     return open_shards(folder, split, tokenizer)
 
@@ -124,10 +118,7 @@ def source_fingerprint(rows: Any, text_column: str) -> str:
 
 
 def content_hash(splits: Mapping[str, Any], text_column: str, name: str) -> str:
-    """A hash of what is read of a split's rows; "" of a Parquet view, whose fingerprint is one.
-
-    It reads them once: some GB/s, where tokenizing takes MB/s.
-    """
+    """A hash of what is read of a split's rows; "" of a Parquet view, whose fingerprint is one."""
     rows = splits[name]
     if not hasattr(rows, "data"):
         return ""
@@ -158,10 +149,10 @@ class TokenizedWhenRead(RowEncoder):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
+    def __getitem__(self, number: int) -> Sample:
         return self.__getitems__([number])[0]
 
-    def __getitems__(self, numbers: list[int]) -> list[dict[str, Tensor]]:
+    def __getitems__(self, numbers: list[int]) -> list[Sample]:
         samples = []
         for number, (ids, labels) in zip(numbers, self.encode(numbers), strict=True):
             if not ids:
@@ -184,9 +175,7 @@ def tokenize(
     """Write the splits' rows as tokens, or continue an interrupted run; nothing if complete.
 
     splits: {name: rows}. workers: processes that encode; 0: this one. The files do not depend on
-    their number, nor on interruptions. Errors: ConfigError if the folder holds other tokens or
-    other files; DataError for a row that can't be encoded, and if no row of a split has anything to
-    learn; Failure if the folder can't be written.
+    their number, nor on interruptions.
     """
     from filelock import FileLock
 
@@ -289,8 +278,8 @@ def tokenize_split(
             if now - reported >= SECONDS:
                 reported = now
                 rate = (chunk.stop - begin) / (now - start)
-                done = f"tokenized {chunk.stop:,} of {end:,} rows, {rate:,.0f} rows/s"
-                log.info("data: %s: %s", name, done)
+                done = f"{chunk.stop:,} of {end:,} rows, {rate:,.0f} rows/s"
+                log.info(f"data: {name}: tokenized {done}")
     if not documents:  # a shard ends before a document, so there was none
         raise DataError(
             f"none of the {end:,} rows of the {name} split has anything to learn; check that their "

@@ -112,7 +112,9 @@ class GPT(nn.Module):
         cos = self.cos[: tokens.shape[1]]
         sin = self.sin[: tokens.shape[1]]
         if positions is not None:
-            mask = same_document(positions)
+            # A token attends to itself and earlier ones of its document: [B, 1, T, T] bool.
+            document = (positions == 0).cumsum(1)
+            mask = (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
             cos = self.cos[positions].unsqueeze(1)  # [B, 1, T, ...]: of all heads
             sin = self.sin[positions].unsqueeze(1)
         x = self.embedding(tokens)
@@ -125,10 +127,7 @@ class GPT(nn.Module):
 
 
 def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Summed cross-entropy of head(x), scalar float32; backward recomputes each chunk's logits.
-
-    x: [B, T, width]; targets: [B, T].
-    """
+    """Summed cross-entropy of head(x [B, T, width]), float32; backward recomputes the logits."""
 
     def loss(x: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(head(x), targets)
@@ -143,12 +142,6 @@ def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) ->
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
     """Cross-entropy in float32 over [..., vocabulary] logits: scalar, or "none": of each target."""
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction=reduction)
-
-
-def same_document(positions: Tensor) -> Tensor:
-    """What each token attends to: itself and earlier ones of its document, [B, 1, T, T] bool."""
-    document = (positions == 0).cumsum(1)
-    return (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
 
 
 def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
@@ -261,8 +254,8 @@ class CausalLM:
         attention = layers * 2 * context * width  # a token's scores and weighted sum of values
         return 3 * 2 * context * (weights + attention)
 
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
+        values: Batch = {}
         if self.source_names:
             targets = batch["labels"][:, 1:]
             logits = self.logits(model, batch)

@@ -5,7 +5,7 @@ share rows, and the model is checked for cross-document attention.
 """
 
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dist_amp.errors import ConfigError
-from dist_amp.settings import DataConfig, Range
+from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import asks_in_turns
 from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
 from dist_amp.sources.packing import Packing, TokenShares
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.sources.tokens import token_documents
 from dist_amp.tasks import huggingface
-from dist_amp.tasks.pretrained import load_pretrained
+from dist_amp.tasks.huggingface import next_tokens
 
 # A second document's change by other tokens in the first, over the first's own: 0 in Llama, Qwen3,
 # GPT-2, Gemma 3 and Mixtral; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) where it leaks.
@@ -31,23 +31,21 @@ PASSED = ("attention_mask", "position_ids", *BOUNDS)
 Batch = dict[str, Any]
 
 
-class HFCausalLM:
+class HFCausalLM(huggingface.FineTuning):
     """Predict the next token. Batch: see `Packing.collate`; an attention_mask if data.pack=off."""
 
     def __init__(
         self,
         data: DataConfig,
         model: str,
-        length: Annotated[int, Range(low=2)] = 1024,
-        lora_rank: Annotated[int, Range(low=0)] = 0,
+        length: huggingface.Length = 1024,
+        lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
         prompt: str = "Hello",
         sample_tokens: int = 50,
     ):
-        self.data = data
-        self.lora = huggingface.Lora(lora_rank, lora_targets)
-        self.folder = huggingface.model_folder(model)
-        self.tokenizer = huggingface.open_tokenizer(self.folder)
+        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
+        self.tokenizer = self.processor = huggingface.open_tokenizer(self.folder)
         self.packing = Packing.of(data, length, auto="off")
         self.source_names = list(tables_of(data))
         self.shares = TokenShares(self.source_names)
@@ -70,12 +68,6 @@ class HFCausalLM:
         self.flash = "flash" in str(model.config._attn_implementation)
         return model  # type: ignore[no-any-return]
 
-    def load(self, model: nn.Module) -> None:
-        load_pretrained(model, self.folder)
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return [] if self.lora.rank else huggingface.embedding_and_head(model)
-
     def build_dataset(self, split: str) -> Any:
         def rows_of(source: DataConfig) -> Any:
             documents = token_documents(source, split, of_transformers(self.tokenizer))
@@ -83,29 +75,29 @@ class HFCausalLM:
 
         return mixed(self.data, split, rows_of)
 
-    def collate(self, samples: list[Batch]) -> dict[str, Any]:
+    def collate(self, samples: list[Batch]) -> Batch:
         pad_id = self.tokenizer.pad_token_id or 0
         batch = self.packing.collate(samples, pad_id, attention_mask=self.packing.pack == "off")
         if self.flash and "position_ids" in batch:
             batch |= document_bounds(batch["position_ids"])
         return batch
 
-    def weight(self, batch: Batch) -> int:
-        return batch["counted"]  # type: ignore[no-any-return]
-
     def tokens(self, batch: Batch) -> int:
         return self.shares.count(batch)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if not self.balance or not model.training:
-            return F.cross_entropy(*next_tokens(forward(model, batch), batch), reduction="sum")
+            return super().loss_sum(model, batch)
         output = forward(model, batch, output_router_logits=True)
         loss = F.cross_entropy(*next_tokens(output, batch), reduction="sum")
         balance = torch.as_tensor(output.aux_loss).float()  # a number if there are no experts
         return loss + self.balance * self.weight(batch) * balance
 
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        logits, labels = next_tokens(forward(model, batch), batch)
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        return next_tokens(forward(model, batch), batch)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
+        logits, labels = self.predictions(model, batch)
         losses = F.cross_entropy(logits, labels, reduction="none")
         values = {"loss": losses.sum(), "accuracy": logits.argmax(1).eq(labels).sum()}
         if not self.source_names:
@@ -123,10 +115,6 @@ class HFCausalLM:
         chat = asks_in_turns(self.data, self.tokenizer)
         return huggingface.continued(model, self.tokenizer, self.prompt, self.sample_tokens, chat)
 
-    def export(self, model: nn.Module, folder: str) -> None:
-        model.save_pretrained(folder)  # type: ignore[operator]
-        self.tokenizer.save_pretrained(folder)
-
 
 def forward(model: Any, batch: Batch, **options: Any) -> Any:
     """The model's output for a batch."""
@@ -134,12 +122,6 @@ def forward(model: Any, batch: Batch, **options: Any) -> Any:
     # cache.
     inputs = {name: batch[name] for name in PASSED if name in batch}
     return model(input_ids=batch["input_ids"], **inputs, use_cache=False, **options)
-
-
-def next_tokens(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
-    logits = output.logits[:, :-1].float().flatten(0, 1)
-    return logits, batch["labels"][:, 1:].flatten()
 
 
 def document_bounds(position_ids: Tensor) -> Batch:

@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoImageProcessor,
@@ -16,13 +15,12 @@ from dist_amp.loading.length_groups import grouped
 from dist_amp.settings import DataConfig, Range
 from dist_amp.sources.load import load_split
 from dist_amp.tasks import huggingface
-from dist_amp.tasks.pretrained import load_pretrained
 
 MODELS = {"text": AutoModelForSequenceClassification, "image": AutoModelForImageClassification}
 Batch = dict[str, Tensor]
 
 
-class HFClassification:
+class HFClassification(huggingface.FineTuning):
     """Rows: data.text_column, a text or image; label. Batch: the model's inputs, labels [B]."""
 
     def __init__(
@@ -31,16 +29,14 @@ class HFClassification:
         model: str,
         classes: Annotated[int, Range(low=2)],
         of: Literal["text", "image"] = "text",
-        length: Annotated[int, Range(low=2)] = 512,
-        lora_rank: Annotated[int, Range(low=0)] = 0,
+        length: huggingface.Length = 512,
+        lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
     ):
-        self.data = data
+        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets, new_head=True))
         self.classes = classes
         self.of = of
         self.length = length
-        self.lora = huggingface.Lora(lora_rank, lora_targets, new_head=True)
-        self.folder = huggingface.model_folder(model)
         if of == "text":
             self.processor = huggingface.open_tokenizer(self.folder)
         else:
@@ -50,9 +46,6 @@ class HFClassification:
         tokenizer = self.processor if self.of == "text" else None
         kind = MODELS[self.of]
         return huggingface.build(kind, self.folder, self.lora, tokenizer, num_labels=self.classes)
-
-    def load(self, model: nn.Module) -> None:
-        load_pretrained(model, self.folder, fresh_head=True)
 
     def build_dataset(self, split: str) -> Any:
         rows = load_split(self.data, split)
@@ -89,23 +82,9 @@ class HFClassification:
             inputs = self.processor(images, return_tensors="pt")
         return {**inputs, "labels": torch.tensor(labels)}
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(logits_of(model, batch), batch["labels"], reduction="sum")
-
     def weight(self, batch: Batch) -> float:
         return len(batch["labels"])
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
-        logits = logits_of(model, batch)
-        loss = F.cross_entropy(logits, batch["labels"], reduction="sum")
-        return {"loss": loss, "accuracy": (logits.argmax(1) == batch["labels"]).sum()}
-
-    def export(self, model: nn.Module, folder: str) -> None:
-        model.save_pretrained(folder)  # type: ignore[operator]
-        self.processor.save_pretrained(folder)
-
-
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """[B, classes] float32."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return model(**inputs).logits.float()  # type: ignore[no-any-return]
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return model(**inputs).logits.float(), batch["labels"]

@@ -1,24 +1,27 @@
 """What the tasks for Hugging Face models share: a model from its folder, LoRA, rows, samples."""
 
 import warnings
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.loading.loader import read
+from dist_amp.settings import DataConfig, Range
 from dist_amp.sources.files import stay_local_without_network
+from dist_amp.tasks.pretrained import load_pretrained
 
+Length = Annotated[int, Range(low=2)]  # of a sample, in tokens
+Rank = Annotated[int, Range(low=0)]  # of LoRA
 FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 
 
@@ -111,8 +114,7 @@ class Lora:
 def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options: Any) -> nn.Module:
     """A model of `kind` (AutoModelFor...) from the folder's config, which `options` override.
 
-    float32, or with LoRA in the files' dtype. Errors: ConfigError for a kind that this architecture
-    lacks; DataError for a tokenizer with more tokens than the model.
+    float32, or with LoRA in the files' dtype.
     """
     config = opened(AutoConfig, folder, **options)
     rows = getattr(config.get_text_config(), "vocab_size", None)
@@ -138,33 +140,54 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
     return lora.add_to(model) if lora.rank else model
 
 
-class Converted:
-    """A map-style dataset of `convert(row)`, called when a row is read."""
+class FineTuning:
+    """What the tasks share: the model's folder, its adapters, and how both are read and written.
 
-    def __init__(self, rows: Any, convert: Callable[[dict[str, Any]], Any]):
-        self.rows = rows
-        self.convert = convert
-        for name in ("shuffled", "fingerprint"):  # a Parquet view's
-            if hasattr(rows, name):
-                setattr(self, name, getattr(rows, name))
+    A task of classes or tokens has predictions(model, batch): logits [N, classes] float32, labels.
+    """
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    processor: Any  # of what a sample is made of: a tokenizer, say
+    predictions: Any
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
+    def __init__(self, data: DataConfig, model: str, lora: Lora):
+        self.data = data
+        self.lora = lora
+        self.folder = model_folder(model)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self.convert(row) for row in read(self.rows, indices)]
+    def load(self, model: Any) -> None:
+        load_pretrained(model, self.folder, fresh_head=self.lora.new_head)
+
+    def units(self, model: Any) -> list[nn.Module]:
+        """The model's embedding and head, unless they are tied or it does not have both."""
+        if self.lora.rank or self.lora.new_head:  # adapters, or a head on no embedding
+            return []
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        if embedding is None or head is None or embedding.weight is head.weight:
+            return []
+        return [embedding, head]
+
+    def weight(self, batch: Any) -> float:
+        return batch["counted"]  # type: ignore[no-any-return]
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+        logits, labels = self.predictions(model, batch)
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        logits, labels = self.predictions(model, batch)
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        return {"loss": loss, "accuracy": logits.argmax(1).eq(labels).sum()}
+
+    def export(self, model: Any, folder: str) -> None:
+        model.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
 
 
-def embedding_and_head(model: Any) -> list[nn.Module]:
-    """The model's embedding and head, unless they are tied or it does not have both."""
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    if embedding is None or head is None or embedding.weight is head.weight:
-        return []
-    return [embedding, head]
+def next_tokens(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
+    logits = output.logits[:, :-1].float().flatten(0, 1)
+    return logits, batch["labels"][:, 1:].flatten()
 
 
 def continued(model: Any, tokenizer: Any, prompt: str, tokens: int, chat: bool) -> str:

@@ -7,16 +7,17 @@ place for it.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import DataConfig, Range
+from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import (
+    LAYOUTS,
+    Row,
     chat_of,
     check_rows,
     common_prefix,
@@ -26,32 +27,29 @@ from dist_amp.sources.conversations import (
     without_nulls,
 )
 from dist_amp.sources.labelled_images import opened
-from dist_amp.sources.load import load_split
+from dist_amp.sources.load import Converted, load_split
 from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.tasks import huggingface
-from dist_amp.tasks.pretrained import load_pretrained
 
-Batch = dict[str, Any]
+Batch = Row
 
 
-class ImageText:
+class ImageText(huggingface.FineTuning):
     """Batch: what the processor makes of images and texts, labels [B, T], and two counts."""
 
     def __init__(
         self,
         data: DataConfig,
         model: str,
-        length: Annotated[int, Range(low=2)] = 2048,
+        length: huggingface.Length = 2048,
         image_column: str = "image",
-        lora_rank: Annotated[int, Range(low=0)] = 0,
+        lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
     ):
-        self.data = data
+        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
         self.length = length
         self.image_column = image_column
-        self.lora = huggingface.Lora(lora_rank, lora_targets)
-        self.folder = huggingface.model_folder(model)
         self.processor = huggingface.opened(AutoProcessor, self.folder)
         if not hasattr(self.processor, "image_token"):
             raise ConfigError(
@@ -64,15 +62,8 @@ class ImageText:
         kind = AutoModelForImageTextToText
         return huggingface.build(kind, self.folder, self.lora, self.processor.tokenizer)
 
-    def load(self, model: nn.Module) -> None:
-        load_pretrained(model, self.folder)
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return [] if self.lora.rank else huggingface.embedding_and_head(model)
-
     def build_dataset(self, split: str) -> Any:
-        columns = ("messages", "prompt", "conversations", "instruction")
-        rows = load_split(self.data, split, *columns)
+        rows = load_split(self.data, split, *LAYOUTS)
         if rows is None:
             return None
         if self.image_column not in rows.column_names:
@@ -83,9 +74,9 @@ class ImageText:
         tokenizer = of_transformers(self.processor.tokenizer)
         tokenizer = replace(tokenizer, chat=self.processor.chat_template)
         check_rows(rows, split, self.data.text_column, tokenizer)
-        return huggingface.Converted(rows, self.sample_of)
+        return Converted(rows, self.sample_of)
 
-    def sample_of(self, row: dict[str, Any]) -> tuple[Any, str, list[int]]:
+    def sample_of(self, row: Row) -> tuple[Any, str, list[int]]:
         """(image, text, labels). Errors: DataError for what can't be read or learned."""
         image = self.image_of(row[self.image_column])
         text, ids, labels = self.encoded(row, image)
@@ -117,7 +108,7 @@ class ImageText:
                 ) from error
         return opened(value).convert("RGB")
 
-    def encoded(self, row: dict[str, Any], image: Any) -> tuple[str, list[int], list[int]]:
+    def encoded(self, row: Row, image: Any) -> tuple[str, list[int], list[int]]:
         """(the whole text, its token ids, labels)."""
         form = layout(list(row), self.data.text_column)
         chat = ChatWithImage(self, image)
@@ -125,8 +116,9 @@ class ImageText:
             if form != "instruction":
                 row = {**row, form: chat.take_images(row[form])}
             messages, learned_from = chat_of(row, self.data.text_column, chat)
-            if form != "instruction":  # the column system comes first
-                chat.skip_messages(len(messages) - len(row[form]))
+            if form != "instruction":
+                before = len(messages) - len(row[form])  # the column system comes first
+                chat.parts = {number + before: parts for number, parts in chat.parts.items()}
             chat.place_image(messages)
             tokens = encode_chat(messages, chat, learned_from, row.get("tools"))
             return chat.apply_chat_template(messages), *tokens
@@ -163,39 +155,18 @@ class ImageText:
         """Of (image, text) pairs, padded on the right. A beginning of a chat may have no image."""
         images = [[image] for image, text in pairs if self.processor.image_token in text]
         texts = [text for _, text in pairs]
-        options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+        options: Row = {"padding": True, "return_tensors": "pt"}
         if (start := self.processor.tokenizer.bos_token) and texts[0].startswith(start):
             options["add_special_tokens"] = False  # the chat template writes them
         return dict(self.processor(images=images or None, text=texts, **options))
 
-    def weight(self, batch: Batch) -> int:
-        return batch["counted"]  # type: ignore[no-any-return]
-
     def tokens(self, batch: Batch) -> int:
         return batch["tokens"]  # type: ignore[no-any-return]
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(*next_tokens(model, batch), reduction="sum")
-
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logits, labels = next_tokens(model, batch)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        return {
-            "loss": loss,
-            "accuracy": logits.argmax(1).eq(labels).sum(),
-        }
-
-    def export(self, model: nn.Module, folder: str) -> None:
-        model.save_pretrained(folder)  # type: ignore[operator]
-        self.processor.save_pretrained(folder)
-
-
-def next_tokens(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
-    others = ("labels", "tokens", "counted")
-    inputs = {name: value for name, value in batch.items() if name not in others}
-    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-    return logits.flatten(0, 1), batch["labels"][:, 1:].flatten()
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        others = ("labels", "tokens", "counted")
+        inputs = {name: value for name, value in batch.items() if name not in others}
+        return huggingface.next_tokens(model(**inputs, use_cache=False), batch)
 
 
 class ChatWithImage:
@@ -211,7 +182,7 @@ class ChatWithImage:
         self.task = task
         self.image = image
         self.name_or_path = task.folder
-        self.parts: dict[int, list[dict[str, Any]]] = {}
+        self.parts: dict[int, list[Row]] = {}
 
     def take_images(self, messages: Any) -> Any:
         """The messages without the parts of those that have an image, which are kept."""
@@ -219,18 +190,13 @@ class ChatWithImage:
             return messages
         taken = list(messages)
         for number, one in enumerate(messages):
-            content = content_of(one)
+            content = None
+            if isinstance(one, dict):
+                content = one.get("content", one.get("value"))  # of ShareGPT
             if isinstance(content, list) and any(is_image(part) for part in content):
                 self.parts[number] = without_nulls(content)
                 taken[number] = {"role": one.get("role", one.get("from")), "content": ""}
         return taken
-
-    def skip_messages(self, count: int) -> None:
-        """`count` messages were put before the chat."""
-        moved = {}
-        for number, parts in self.parts.items():
-            moved[number + count] = parts
-        self.parts = moved
 
     def place_image(self, messages: list[Any]) -> None:
         """Put the image first in the first turn of the user, if nothing has a place for it."""
@@ -265,17 +231,11 @@ class ChatWithImage:
         return {"input_ids": self.task.processed([(self.image, text)])["input_ids"][0].tolist()}
 
 
-def content_of(message: Any) -> Any:
-    if not isinstance(message, dict):
-        return None
-    return message.get("content", message.get("value"))  # of ShareGPT
-
-
 def is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "image"
 
 
-def text_parts(text: str | None) -> list[dict[str, Any]]:
+def text_parts(text: str | None) -> list[Row]:
     if not text:
         return []
     return [{"type": "text", "text": text}]

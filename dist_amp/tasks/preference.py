@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig, Range
-from dist_amp.sources.conversations import encode, text_of, turns
-from dist_amp.sources.load import load_split
+from dist_amp.sources.conversations import Row, encode, text_of, turns
+from dist_amp.sources.load import Converted, load_split
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import of_transformers
@@ -26,10 +26,10 @@ from dist_amp.tasks.pretrained import load_pretrained
 
 COLUMNS = ("prompt", "chosen", "rejected")
 NO_LORA = huggingface.Lora(0, "all-linear")
-Batch = dict[str, Any]
+Batch = Row
 
 
-class DPO:
+class DPO(huggingface.FineTuning):
     """Batch: input_ids, attention_mask, labels [2 B, T]: B chosen answers, then B rejected ones.
 
     reference: a model to use in place of the one that is trained.
@@ -40,17 +40,15 @@ class DPO:
         data: DataConfig,
         model: str,
         beta: Annotated[float, Range(above=0)] = 0.1,
-        length: Annotated[int, Range(low=2)] = 1024,
-        lora_rank: Annotated[int, Range(low=0)] = 0,
+        length: huggingface.Length = 1024,
+        lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
         reference: str = "auto",
     ):
-        self.data = data
+        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
         self.beta = beta
         self.length = length
-        self.lora = huggingface.Lora(lora_rank, lora_targets)
-        self.folder = huggingface.model_folder(model)
-        self.tokenizer = huggingface.open_tokenizer(self.folder)
+        self.tokenizer = self.processor = huggingface.open_tokenizer(self.folder)
         self.reference = self.folder
         if reference != "auto":
             self.reference = huggingface.model_folder(reference)
@@ -71,15 +69,14 @@ class DPO:
         return WithReference(policy, reference.requires_grad_(False))
 
     def load(self, model: Any) -> None:
-        load_pretrained(model.policy, self.folder)
+        super().load(model.policy)
         if self.has_copy:
             load_pretrained(model.reference, self.reference)
 
     def units(self, model: Any) -> list[nn.Module]:
         if self.lora.rank:
             return []
-        parts = (model.policy, model.reference)
-        return [unit for part in parts for unit in huggingface.embedding_and_head(part)]
+        return super().units(model.policy) + super().units(model.reference)
 
     def build_dataset(self, split: str) -> Any:
         rows = load_split(self.data, split, *COLUMNS)
@@ -90,9 +87,9 @@ class DPO:
                 f"the rows have no column {missing[0]}; the columns are "
                 f"{', '.join(rows.column_names)}: rename one"
             )
-        return huggingface.Converted(rows, self.pair)
+        return Converted(rows, self.pair)
 
-    def pair(self, row: dict[str, Any]) -> list[Batch]:
+    def pair(self, row: Row) -> list[Batch]:
         """[chosen, rejected] as tokens. Errors: DataError if there is nothing to prefer."""
         pair = [self.encoded(row, name) for name in COLUMNS[1:]]
         if pair[0]["input_ids"].tolist() == pair[1]["input_ids"].tolist():
@@ -102,7 +99,7 @@ class DPO:
             )
         return pair
 
-    def encoded(self, row: dict[str, Any], name: str) -> Batch:
+    def encoded(self, row: Row, name: str) -> Batch:
         """The prompt and the answer `name`, cut to `length`; of labels the answer's alone count."""
         if not isinstance(row["prompt"], list):
             answer: Any = text_of(row, name)
@@ -120,10 +117,9 @@ class DPO:
         whole = {"prompt": row["prompt"], "completion": answer}
         ids, labels = encode(whole, of_transformers(self.tokenizer), name)
         sample = {
-            "input_ids": torch.tensor(ids),
-            "labels": torch.tensor(labels),
+            "input_ids": torch.tensor(ids[: self.length]),
+            "labels": torch.tensor(labels[: self.length]),
         }
-        sample = {key: values[: self.length] for key, values in sample.items()}
         if (sample["labels"][1:] == IGNORE_INDEX).all():
             raise DataError(
                 f"task.args.length={self.length} ends before the answer {name}, of which nothing "
@@ -156,24 +152,18 @@ class DPO:
     def metrics(self, model: nn.Module, batch: Batch) -> Batch:
         """Means over the pairs; accuracy: how often the chosen answer has the greater reward."""
         chosen, rejected = self.rewards(model, batch)
-        loss = -F.logsigmoid(chosen - rejected).sum()
-        accuracy = (chosen > rejected).sum()
         return {
-            "loss": loss,
-            "accuracy": accuracy,
+            "loss": -F.logsigmoid(chosen - rejected).sum(),
+            "accuracy": (chosen > rejected).sum(),
             "margin": (chosen - rejected).sum(),
         }
 
     def export(self, model: Any, folder: str) -> None:
-        model.policy.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        super().export(model.policy, folder)
 
 
 class WithReference(nn.Module):
-    """A model and its reference: one call gives the log-probabilities of answers by both.
-
-    reference: None for the policy without its adapters.
-    """
+    """A model and its reference, None for the model without its adapters: answers by both."""
 
     def __init__(self, policy: nn.Module, reference: nn.Module | None):
         super().__init__()
@@ -186,21 +176,15 @@ class WithReference(nn.Module):
             self.reference.eval()
         return self
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        labels: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
         """[2 B, T] each -> ([2 B], [2 B]) float32, the second without a gradient."""
-        inputs = (input_ids, attention_mask, labels)
         with torch.no_grad():
             if self.reference is not None:
-                reference = log_probabilities(self.reference, *inputs)
+                reference = log_probabilities(self.reference, batch)
             else:
                 with without_adapters(self.policy):
-                    reference = log_probabilities(self.policy, *inputs)
-        return log_probabilities(self.policy, *inputs), reference
+                    reference = log_probabilities(self.policy, batch)
+        return log_probabilities(self.policy, batch), reference
 
     def merge_and_unload(self) -> "WithReference":
         """For `export --merge`."""
@@ -208,17 +192,12 @@ class WithReference(nn.Module):
         return self
 
 
-def log_probabilities(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    labels: Tensor,
-) -> Tensor:
+def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     """Of each row's answer, the sum over its tokens: [rows] float32."""
-    output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-    logits = output.logits[:, :-1].float()
-    losses = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    return -losses.view(len(labels), -1).sum(1)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    predictions = huggingface.next_tokens(model(**inputs, use_cache=False), batch)
+    losses = F.cross_entropy(*predictions, reduction="none")
+    return -losses.view(len(batch["labels"]), -1).sum(1)
 
 
 @contextmanager

@@ -41,14 +41,16 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
     model: of transformers (peft may be around it) or of plain modules, sharded or whole, with
     memory. LoRA adapters are initialised: they are in no such file. fresh_head: what lies outside
     the base model, and a pooler, may be missing from the files, and is then initialised; what the
-    files have of another head is left out. What is initialised depends on torch's seed alone, so it
-    is the same on every rank and at every world size. Errors: DataError for a folder without
-    weights, files that are damaged, and each name, shape or dtype that differs.
+    files have of another head is left out. What is initialised depends on torch's seed alone.
     """
     folder = Path(folder)
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-    targets = targets_of(base)
+    # {name in a file: the parameters and buffers that it fills}, without adapters
+    targets: dict[str, list[Tensor]] = {}
+    for name, value in base.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and ".lora_" not in name:
+            targets.setdefault(WRAPPED.sub("", name), []).append(value)
     try:
         with ExitStack() as stack:
             slices: dict[str, Any] = {}
@@ -97,15 +99,6 @@ def weight_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{folder / INDEX} is damaged ({error}); fetch it again") from error
     return [folder / name for name in sorted(names)]
-
-
-def targets_of(base: nn.Module) -> dict[str, list[Tensor]]:
-    """{name in a file: the parameters and buffers that it fills}, without adapters."""
-    targets: dict[str, list[Tensor]] = {}
-    for name, value in base.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and ".lora_" not in name:
-            targets.setdefault(WRAPPED.sub("", name), []).append(value)
-    return targets
 
 
 def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:

@@ -147,7 +147,11 @@ def verify(
     for size, of_size in rows.items():
         for row, verdicts in compare_on_ranks(size, argv, of_size, reference):
             now = time.perf_counter()
-            result = result_of(verdicts)
+            result = "pass"
+            if any(verdict.refused for verdict in verdicts):
+                result = "refused"
+            elif any(verdict.cause for verdict in verdicts):
+                result = "FAIL"
             results[result] += 1
             if result == "pass":
                 nothing_passes.discard(size)
@@ -216,14 +220,6 @@ def rows_of(size: int, strategies: Sequence[str], precisions: Sequence[str]) -> 
     return [
         (size, one, precision) for one in strategies if one in exist for precision in precisions
     ]
-
-
-def result_of(verdicts: list[Verdict]) -> str:
-    if any(verdict.refused for verdict in verdicts):
-        return "refused"
-    if any(verdict.cause for verdict in verdicts):
-        return "FAIL"
-    return "pass"
 
 
 def table_row(row: Row, verdicts: list[Verdict], seconds: float) -> str:

@@ -163,10 +163,7 @@ def trained(run: Run) -> dict[str, Tensor]:
 
 
 def untrained_of(run: Run, frozen_too: bool) -> dict[str, Tensor]:
-    """This rank's buffers that are part of the model's state; others are caches.
-
-    frozen_too: also the parameters that don't train, which forward may change.
-    """
+    """This rank's buffers in the model's state, and parameters that forward may change."""
     module = run.parallel.module
     persistent = module.state_dict().keys()
     untrained = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
@@ -323,18 +320,16 @@ def rows_on_ranks(
 
 def start_ranks(size: int, shared: tuple[Any, ...]) -> list[BaseProcess]:
     """New processes, each of which calls run_rows(its environment, *shared)."""
-    spawn = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     ranks: list[BaseProcess] = []
     for rank in range(size):
         of_rank = {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-        ranks.append(spawn.Process(target=run_rows, args=(of_rank, *shared)))
-    for process in ranks:
-        process.start()
+        spawn = multiprocessing.get_context("spawn").Process
+        ranks.append(spawn(target=run_rows, args=(of_rank, *shared)))
+        ranks[-1].start()
     return ranks
 
 

@@ -36,7 +36,7 @@ from typing import Literal
 
 import torch
 
-from dist_amp.loading.plan import Shard, shard_step
+from dist_amp.loading.plan import shard_step
 from dist_amp.settings import Strategy
 from dist_amp.verify.reference import (
     STEPS,
@@ -65,10 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a cell is from the reference. cause: what is wrong; "": nothing.
-
-    refused: training refuses this way of running, for that cause.
-    """
+    """How far a cell is from the reference. cause: what is wrong; refused: by training too."""
 
     gradient_error: float = math.nan
     gradient_bound: float = math.nan
@@ -93,15 +90,11 @@ class Comparison:
         """Parameters and buffers at which a step's gradients were computed."""
         return {**self.states[step].parameters, **self.buffers[step]}
 
-    def shards(self, step: int) -> list[list[Shard]]:
-        """Each rank's micro-batches of a step."""
-        samples = self.reference.step_samples[step]
-        size = self.reference.global_batch // (self.ranks * self.cell.accumulation[step])
-        return [shard_step(samples, self.ranks, size, rank) for rank in range(self.ranks)]
-
     def parts(self, step: int) -> list[tuple[int, ...]]:
         """The samples of each micro-batch of a step; of all ranks together if by micro-batch."""
-        shards = self.shards(step)
+        samples = self.reference.step_samples[step]
+        size = self.reference.global_batch // (self.ranks * self.cell.accumulation[step])
+        shards = [shard_step(samples, self.ranks, size, rank) for rank in range(self.ranks)]
         if self.reference.by_micro_batch:
             groups = zip(*shards, strict=True)
             return [tuple(index for shard in group for index in shard.indices) for group in groups]
@@ -115,9 +108,7 @@ class Comparison:
         return self.reference.gradients(parts, self.start(step))[0]
 
     def bound(self, step: int, error: float) -> float:
-        """The bound of a step's gradients: the first step's, or its own where `error` exceeds that
-        and it is larger.
-        """
+        """The first step's bound of gradients, or this step's where `error` exceeds that."""
         bound = self.reference.bound(self.cell.precision)
         if error <= bound:
             return bound

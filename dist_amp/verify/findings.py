@@ -6,7 +6,7 @@ are compared call by call: the first module is named whose output changes though
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -214,18 +214,16 @@ def _state(reference: Reference, batch: Any) -> list[Finding]:
 
 
 def _random(reference: Reference, batch: Any) -> list[Finding]:
-    """What draws random numbers, class by class; only what fails, if anything does."""
-    tolerance = reference.rounding_error
-    why = "the result is drawn at random in training mode"
-    findings: list[Finding] = []
-    while True:
+    """What draws random numbers."""
+
+    def drawing() -> str:
+        tolerance = reference.rounding_error
         traces = trace(reference, batch), trace(reference, batch, seed=1)
         error, where = first_difference(*traces, tolerance)
-        if error <= tolerance:
-            return findings
-        findings.append(_compare_in_evaluation_mode(reference, where, why, AUGMENT))
-        if findings[-1].fails:
-            return findings[-1:]
+        return where if error > tolerance else ""
+
+    why = "the result is drawn at random in training mode"
+    return _in_evaluation_mode(reference, drawing, why, AUGMENT)
 
 
 def _sums(reference: Reference) -> list[Finding]:
@@ -233,17 +231,10 @@ def _sums(reference: Reference) -> list[Finding]:
     if getattr(reference.task, "couples_samples", False):
         reference.compare_micro_batches()
         return [Finding(f"the task has couples_samples=True: {BY_MICRO_BATCH}")]
-    findings: list[Finding] = []
-    while where := _not_a_sum(reference):
-        if where.startswith(LOSS):
-            return [*findings, Finding(where, fails=True)]
-        why = (
-            "the result depends on the whole batch (batch statistics), which no split of it can "
-            "equal"
-        )
-        findings.append(_compare_in_evaluation_mode(reference, where, why, NO_BATCH))
-        if findings[-1].fails:
-            return findings[-1:]
+    why = "the result depends on the whole batch (batch statistics), which no split of it can equal"
+    findings = _in_evaluation_mode(reference, partial(_not_a_sum, reference), why, NO_BATCH)
+    if any(finding.fails for finding in findings):
+        return findings
     samples = reference.step_samples[0][:SAMPLES]
     weights = [reference.task.weight(batch) for batch in _halved(reference, samples)]
     weight, *parts = [as_scalar(x, reference.device) for x in weights]
@@ -282,7 +273,12 @@ def _not_a_sum(reference: Reference) -> str:
         # A router or ReLU that rounding flips changes gradients too, but seldom in all tries.
         if not errors[-1] > 10 * max(rounding, ROUNDING):
             return ""
-    _, where = first_difference(_without_scalars(whole), first, tolerance)
+    # Outputs without a dimension are losses, which need not be sums.
+    calls = {
+        call: (inputs, [value for value in outputs if value.ndim])
+        for call, (inputs, outputs) in whole.calls.items()
+    }
+    _, where = first_difference(replace(whole, calls=calls), first, tolerance)
     if where != LOSS:
         return where
     text = (
@@ -298,28 +294,28 @@ def _not_a_sum(reference: Reference) -> str:
     )
 
 
-def _without_scalars(trace: Trace) -> Trace:
-    """Without the modules' outputs that have no dimension: losses, which need not be sums."""
-    calls = {
-        call: (inputs, [value for value in outputs if value.ndim])
-        for call, (inputs, outputs) in trace.calls.items()
-    }
-    return replace(trace, calls=calls)
+def _in_evaluation_mode(
+    reference: Reference, find: Callable[[], str], why: str, fix: str
+) -> list[Finding]:
+    """Compare classes of modules in evaluation mode, until `find` labels none; or what fails.
 
-
-def _compare_in_evaluation_mode(reference: Reference, where: str, why: str, fix: str) -> Finding:
-    """Put all modules of the class of the one labelled `where` into evaluation mode; it fails, with
-    the fix, if they are already.
+    find: the label of a module whose result can't be compared, or what is wrong with the loss.
     """
-    kind = where.rpartition(" ")[2].strip("()")
-    if where == LOSS:
-        return Finding(f"{where}: {why}, so it can't be compared; {fix}", fails=True)
-    if kind in reference.task.eval_classes:
-        return Finding(
-            f"{where}: {why}, in evaluation mode too, so it can't be compared; {fix}", fails=True
-        )
-    reference.task.eval_classes |= {kind}
-    return Finding(f"{where}: {why}; every {kind} is compared in evaluation mode")
+    findings: list[Finding] = []
+    while where := find():
+        kind = where.rpartition(" ")[2].strip("()")
+        cant = ""
+        if where == LOSS:
+            cant = f"{where}: {why}"
+        elif where.startswith(LOSS):
+            return [*findings, Finding(where, fails=True)]
+        elif kind in reference.task.eval_classes:
+            cant = f"{where}: {why}, in evaluation mode too"
+        if cant:
+            return [Finding(f"{cant}, so it can't be compared; {fix}", fails=True)]
+        reference.task.eval_classes |= {kind}
+        findings.append(Finding(f"{where}: {why}; every {kind} is compared in evaluation mode"))
+    return findings
 
 
 def _half_loss(reference: Reference, batch: Any) -> list[Finding]:
@@ -444,12 +440,8 @@ def _at_tokens(trace: Trace, second: Tensor) -> Trace:
     """The trace of what modules take and return by token, at the tokens of `second`."""
 
     def chosen(values: list[Tensor]) -> list[Tensor]:
-        found = []
-        for value in values:
-            by_token = _by_token(value, *second.shape)
-            if by_token is not None:
-                found.append(by_token[second[:, : by_token.shape[1]]])
-        return found
+        by_token = [_by_token(value, *second.shape) for value in values]
+        return [value[second[:, : value.shape[1]]] for value in by_token if value is not None]
 
     calls = {}
     for call, (taken, given) in trace.calls.items():

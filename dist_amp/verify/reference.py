@@ -242,10 +242,7 @@ class Reference:
         return self.gradients([self.step_samples[0]])[1] * UNIT_ROUNDOFF["fp32"]
 
     def bound(self, precision: str) -> float:
-        """The bound on the relative error of the first step's gradients.
-
-        Errors: RuntimeError if plain torch's error is too large for one.
-        """
+        """Of the first step's gradients, relative; RuntimeError if plain torch's error is above."""
         if precision not in self._bounds:
             samples = torch.tensor(self.step_samples[0])
             count = 1 if self.by_micro_batch else 12
@@ -277,11 +274,7 @@ class Reference:
         precision: str = "fp32",
         scale: float | None = None,
     ) -> tuple[Values, int]:
-        """Plain torch's gradients of the mean loss of all parts, one part at a time.
-
-        values: parameters and buffers; None: the initial ones. Also returns the number of results
-        that one part's forward and backward round.
-        """
+        """(gradients of the mean loss of all parts, how many results a part's run rounds)."""
         model = self.model(precision)
         model.load_state_dict({**model.state_dict(), **(values or {})})
         if scale is None:
@@ -315,10 +308,7 @@ class Reference:
         states: Sequence[State],
         dtype: torch.dtype = torch.float64,
     ) -> list[Values]:
-        """The parameters after one textbook step from each of the states.
-
-        The optimizer's state is plain torch's.
-        """
+        """The parameters after one textbook step from each of the states."""
         scaled = self.hyperparameters
         config = self.optim_config(optimizer_name)
         trained = {
