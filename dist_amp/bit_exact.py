@@ -23,7 +23,7 @@ from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError
 from dist_amp.loading.plan import Shard
-from dist_amp.parallel import Parallel
+from dist_amp.parallel import Parallel, SumOverRanks
 from dist_amp.precision import takes_grad_scale
 from dist_amp.settings import Config
 from dist_amp.step import Run
@@ -109,7 +109,7 @@ def make_exact(run: Run) -> None:
     if isinstance(run.parallel.model, DistributedDataParallel):
         run.parallel.model.register_comm_hook(AllReduce(run.world), AllReduce.hook)
     elif run.parallel.sharded:
-        reduce_scatter = ReduceScatter(run.parallel)
+        reduce_scatter: Any = ReduceScatter(run.parallel)
         for unit in run.parallel.model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)
@@ -198,7 +198,12 @@ class ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         output_tensor.copy_(tree_sum(exchanged(input_tensor, group.size(), group)))
         if self._replicas == 1:
@@ -220,7 +225,7 @@ class AllReduce:
             self._stream = torch.cuda.stream(torch.cuda.Stream(world.device))
             self._devices = [world.device]
 
-    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         ranks = self._world.world_size
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
@@ -242,22 +247,15 @@ def shards_of(parallel: Parallel) -> int:
     return parallel.world.world_size // parallel.replicas
 
 
-class ExactSum:
-    """Like SumOverRanks, in the order of the tree. total: of all ranks; `mean` is the total."""
-
-    def __init__(self, values: Tensor, world: World):
-        self._micro_batches = by_micro_batch(values, world)
-        self._work: Any = None
-        self.total = values
-        if world.world_size > 1:
-            self._work = dist.all_reduce(self._micro_batches, async_op=True)
+class ExactSum(SumOverRanks):
+    """A sum over all micro-batches in the order of the tree; gradients are sums too, so `mean`,
+    which losses are divided by, is the total.
+    """
 
     def mean(self) -> Tensor:
-        """What this rank's losses are divided by: gradients are summed over ranks."""
+        super().mean()
         if self.total.ndim:
-            if self._work is not None:
-                self._work.wait()
-            self.total = tree_sum(self._micro_batches)
+            self.total = tree_sum(self.total)
         return self.total
 
 
@@ -306,13 +304,16 @@ class ExactParallel(Parallel):
         if rounds % 2 and not is_last:
             total = [gradient.clone() for gradient in total]  # DDP's are parts of its buckets
         while self._sums and (is_last or rounds % 2 == 0):
-            total = added(self._sums.pop(), total)
+            for mine, other in zip(larger := self._sums.pop(), total, strict=True):
+                mine.add_(other)
+            total = larger
             rounds //= 2
         if not is_last:
             self._sums.append(total)
             super().zero_grad()
             return
         for parameter, gradient in zip(self.parameters, total, strict=True):
+            assert parameter.grad is not None
             # Plus zero: a sum with padding has no negative zeros.
             torch.add(gradient, 0.0, out=local(parameter.grad))
         self._round = 0
@@ -322,8 +323,8 @@ class ExactParallel(Parallel):
         self._round = 0
         self._sums = []
 
-    def sum_over_ranks(self, values: Tensor) -> Any:
-        return ExactSum(values, self.world)
+    def sum_over_ranks(self, values: Tensor) -> SumOverRanks:
+        return ExactSum(by_micro_batch(values, self.world), self.world)
 
     @torch.no_grad()
     def global_grad_norm(self) -> Tensor:
@@ -332,6 +333,7 @@ class ExactParallel(Parallel):
         parts = []
         for parameter in self.parameters:
             rows = torch.zeros(len(parameter) if parameter.ndim else 1, device=self.world.device)
+            assert parameter.grad is not None
             gradient = local(parameter.grad)
             # The other replicas hold the same.
             if gradient.numel() and (self.world.rank < shards or not self.sharded):
@@ -351,10 +353,3 @@ class ExactParallel(Parallel):
         if not self.world.is_main:
             total = torch.zeros_like(total)
         return replace(report, losses=[total])
-
-
-def added(ours: list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
-    """The sums, in `ours`."""
-    for mine, other in zip(ours, theirs, strict=True):
-        mine.add_(other)
-    return ours

@@ -273,7 +273,8 @@ def _shard(
         fully_shard(unit, reshard_after_forward=reshards[unit], mp_policy=policy, **options)
     place(module)
     # Only the model's output is float32 again: the loss is summed in it.
-    policy = replace(policy, output_dtype=torch.float32)
+    if not config.bit_exact:  # other strategies leave it as it is
+        policy = replace(policy, output_dtype=torch.float32)
     # Backward begins with the root's parameters, such as a tied head's.
     model = fully_shard(module, mp_policy=policy, reshard_after_forward=False, **options)
     if hasattr(model, "set_reduce_scatter_unused_params"):  # since torch 2.13

@@ -379,7 +379,7 @@ FREE_TO_CHANGE = (
     *("data.tokenizer", "data.workers", "data.view", "data.streams", "data.max_repeats"),
     *("data.on_bad_sample", "data.max_bad_samples"),
     *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
-    *("parallel.activation_checkpointing", "parallel.cpu_offload"),
+    *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.bit_exact"),
     *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),
     *("train.global_batch_size", "train.max_skips_in_a_row", "optim.fused", "optim.ema"),
 )

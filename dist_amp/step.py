@@ -148,7 +148,7 @@ def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -
         )
     weights = []
     for batch in micro_batches:
-        weight = 0.0
+        weight: float | Tensor = 0.0
         if not isinstance(batch, Padding):
             weight = task.weight(batch)
             check_weight(weight)

@@ -2,13 +2,21 @@
 
 import hashlib
 
+import forked
 import pytest
 import torch
 from bit_exact_models import Augmented, Blocks, Convolutions
 from ranks import on_ranks
-from tiny import log_row, make_run, moments_of, parameters_of, take_steps, whole
+from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps, whole
+from torch import nn
 
+from dist_amp.bit_exact import exact_config, row_squares, tree_sum
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
 from dist_amp.step import evaluate
+from dist_amp.verify import __main__ as verify_main
+from dist_amp.verify import cells
+from dist_amp.world import World
 
 QUICK = [(1, "single"), (2, "ddp"), (2, "fsdp")]
 ALL = [(1, "single"), (2, "ddp"), (4, "ddp"), (8, "ddp")]
@@ -89,5 +97,201 @@ def test_runs_of_one_and_two_ranks_have_the_same_bits(dtype):
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_every_layout_has_the_same_bits_after_200_steps(task, words):
-    steps = int(__import__("os").environ.get("STEPS", 200))
-    compare(task, ALL, steps, *words)
+    compare(task, ALL, 200, *words)
+
+
+def continued(world, task, strategy, folder, steps, *words):
+    """Resume from the folder's newest checkpoint, train up to `steps`, and save there."""
+    more = ["--run.dir", folder, "--run.resume", "auto", "--checkpoint.every", 1000, *words]
+    name, *replicas = strategy.split(" replicas=")
+    if replicas:
+        more += ["--parallel.replicas", *replicas]
+    run = make_run(world, task, *SETTINGS, *more, "--train.steps", 24, "--parallel.strategy", name)
+    logged = []
+    while run.step < steps:
+        run.metrics.record(*take_steps(run, 1))
+        if run.step % 4 == 0:  # what is checkpointed in between is part of an interval
+            row = log_row(run)
+            logged.append((run.step, row.loss.hex(), row["grad_norm"].hex(), row["lr"].hex()))
+    run.save()
+    hashes = sha1(parameters_of(run).values()), sha1(moments_of(run))
+    run.close()
+    return logged, hashes
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_a_run_that_changes_ranks_and_strategy_ends_with_the_undisturbed_runs_bits(tmp_path, dtype):
+    # The scale falls at first, so that steps are skipped, and grows later.
+    words = ["--precision.dtype", dtype]
+    if dtype == "fp16":
+        words += ["--precision.scaler.init_scale", 2.0**40]
+        words += ["--precision.scaler.growth_interval", 3, "--train.max_skips_in_a_row", 60]
+    alone = on_ranks(1, continued, Blocks(), "single", str(tmp_path / "alone"), 24, *words)[0]
+    changing = str(tmp_path / "changing")
+    logged = []
+    hashes = ()
+    for ranks, strategy, steps in [
+        (4, "ddp", 5),
+        (2, "fsdp", 10),
+        (1, "single", 15),
+        (4, "hsdp", 19),
+        (2, "ddp", 24),
+    ]:
+        more, hashes = on_ranks(ranks, continued, Blocks(), strategy, changing, steps, *words)[0]
+        logged += more
+    assert (logged, hashes) == alone
+
+
+# ---- what can't be exact
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.bad_input("`parallel.bit_exact` with a number of ranks that is no power of two")
+@pytest.mark.bad_input("`parallel.bit_exact` without `train.global_batch_size`")
+@pytest.mark.bad_input("`parallel.bit_exact` with a setting whose sums can't be exact")
+@pytest.mark.parametrize(
+    ("ranks", "words", "error"),
+    [
+        (3, [], "needs a power of two of ranks, not 3: .*; use 2 or 4 ranks"),
+        (12, [], "not 12: .*; use 8 or 16 ranks"),
+        (2, ["--train.global_batch_size", "auto"], "use train.global_batch_size=16 or"),
+        (2, ["--parallel.comm_dtype", "fp16"], r"parallel.comm_dtype=fp16: .*; use off"),
+        (2, ["--parallel.param_dtype", "bf16"], "parallel.param_dtype=bf16: .*; use fp32"),
+        (2, ["--parallel.reduce_dtype", "bf16"], "parallel.reduce_dtype=bf16: .*; use fp32"),
+        (2, ["--parallel.cpu_offload", "true"], "parallel.cpu_offload=true: .*; use false"),
+        (2, ["--precision.cast_by", "policy"], "precision.cast_by=policy: .*; use auto"),
+        (2, ["--compile.mode", "max-autotune"], "compile.mode=max-autotune: .*; use default"),
+    ],
+)
+def test_settings_that_cannot_be_exact_are_rejected_by_name(ranks, words, error):
+    words = ["--train.global_batch_size", 96, "--parallel.bit_exact", "true", *words]
+    config = load_config([str(word) for word in words], environ={})
+    with pytest.raises(ConfigError, match=error):
+        exact_config(config, World(world_size=ranks))
+
+
+class Normed(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+class Coupled(Tiny):
+    couples_samples = True
+
+
+class Fused(Tiny):
+    def optimizer(self, groups, lr):
+        return torch.optim.AdamW(groups, lr=lr, fused=True)
+
+
+@pytest.mark.bad_input("`parallel.bit_exact` with batch norm")
+@pytest.mark.bad_input("`parallel.bit_exact` with a loss that couples samples of several ranks")
+@pytest.mark.bad_input("`parallel.bit_exact` on a CPU with a fused optimizer of the task's")
+@pytest.mark.parametrize(
+    ("task", "error"),
+    [
+        (Normed(), "1 of the model keeps statistics of each rank's batches; use GroupNorm"),
+        (Coupled(), "the task has couples_samples=True"),
+        (Fused(), "the task's optimizer is fused"),
+    ],
+)
+def test_what_a_task_does_that_cannot_be_exact_is_rejected_by_name(task, error):
+    words = [*SETTINGS, "--data.drop_last", "true"]
+    with pytest.raises(ConfigError, match=error):
+        make_run(World(), task, *words)
+
+
+@pytest.mark.bad_input("`parallel.bit_exact` in a run that resumes one without it")
+def test_a_run_that_becomes_exact_says_from_which_step_on(tmp_path, capsys):
+    words = ["--train.global_batch_size", 16, "--run.dir", tmp_path, "--run.resume", "auto"]
+    run = make_run(World(), Tiny(), *words)
+    take_steps(run, 3)
+    run.save()
+    run.close()
+    make_run(World(), Tiny(), *words, "--parallel.bit_exact", "true").close()
+    assert "exact  from step 3 on: the steps before were not" in capsys.readouterr().out
+
+
+# ---- sums
+
+
+@pytest.mark.parametrize("count", [1, 3, 6, 7, 13])
+def test_padding_with_zeros_does_not_change_the_sum_of_a_tree(count):
+    values = torch.randn(count, 5, generator=torch.Generator().manual_seed(count))
+    padded = torch.cat([values, torch.zeros(16 - count, 5)])
+    assert tree_sum(values).equal(tree_sum(padded))
+    whole_parts = torch.stack([tree_sum(part) for part in padded.split(4)])
+    assert tree_sum(whole_parts).equal(tree_sum(padded))  # as ranks and rounds divide it
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 64, 1000])
+def test_a_rows_sum_of_squares_does_not_depend_on_its_shard(columns):
+    rows = torch.randn(9, columns, generator=torch.Generator().manual_seed(columns))
+    together = row_squares(rows)
+    assert together.equal(torch.cat([row_squares(row[None].clone()) for row in rows]))
+    # Sums of 1,000 squares in pairs: 10 roundings.
+    assert together.allclose(rows.double().square().sum(1).float(), rtol=1e-6, atol=0)
+
+
+# ---- verify --bit_exact
+
+
+OWN_GENERATOR = """
+import torch
+from bit_exact_models import Blocks
+
+class Leaky(Blocks):
+    '''One layer draws from a generator of its own, which knows nothing of micro-batches.'''
+
+    def build_model(self):
+        model = super().build_model()
+        generator = torch.Generator().manual_seed(0)
+        model.first[1].out.register_forward_hook(
+            lambda module, inputs, output: output + torch.rand((), generator=generator)
+        )
+        return model
+"""
+
+
+@pytest.fixture
+def verify_bits(monkeypatch, capfd):
+    """verify_bits(words): (status, output, errors) of the command here; its ranks are forked."""
+    monkeypatch.setattr(cells.multiprocessing, "get_context", lambda method: forked.context)
+
+    def run(words):
+        capfd.readouterr()
+        words = f"--bit_exact --train.micro_batch_size 2 --precisions fp32 {words}"
+        return verify_main.main(words.split()), *capfd.readouterr()
+
+    return run
+
+
+def test_verify_compares_the_users_task_bit_for_bit(verify_bits):
+    status, output, _ = verify_bits("--task.target bit_exact_models:Blocks --world_sizes 1,2")
+    assert status == 0, output
+    assert output.count("  same\n") == 4
+    assert "passed: 4 of 4 have the same bits" in output
+
+
+def test_verify_names_the_first_module_that_differs(verify_bits, tmp_path, monkeypatch):
+    (tmp_path / "own_generator.py").write_text(OWN_GENERATOR)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "--task.target own_generator:Leaky --world_sizes 1,2 --strategies single,ddp"
+    status, output, _ = verify_bits(words)
+    assert status == 1
+    first = "FAIL: the output of first.1.out (Linear) of micro-batch 1 differs first, in step 1"
+    assert first in output
+
+
+@pytest.mark.bad_input("`verify --bit_exact` of a task that bit-exact training rejects")
+def test_verify_says_why_a_task_cannot_be_bit_exact(verify_bits):
+    words = "--task.target test_bit_exact:Normed --world_sizes 1"
+    status, output, _ = verify_bits(words)
+    assert status == 1
+    assert "refused: parallel.bit_exact=true can't hold: 1 of the model keeps" in output

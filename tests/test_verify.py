@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import forked
 import pytest
@@ -512,7 +513,8 @@ def test_an_emulated_precision_is_announced_once(monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     argv = ["--task.target", "tiny:Tiny", "--task.args.samples", "300"]
     rank, rows, results = {"RANK": "0", "WORLD_SIZE": "1"}, [(1, "single", "bf16")], queue.Queue()
-    cells.compare_as_rank(rank, argv, rows, 0, frozenset(), reference.measured(["bf16"]), results)
+    prepare = partial(cells.prepare_comparison, frozenset(), reference.measured(["bf16"]))
+    cells.run_rows(rank, argv, rows, 0, prepare, results)
     number, verdicts = results.get()
     assert number == 0
     assert [verdict.cause for verdict in verdicts] == ["", ""]

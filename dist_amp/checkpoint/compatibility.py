@@ -63,6 +63,8 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
         raise ConfigError(f"{text}: use the old values, {OR_ALLOW}")
     elif options:
         raise DataError(f"{text}: use {' '.join(options)}, {OR_ALLOW}")
+    if config.parallel.bit_exact and not before["parallel.bit_exact"]:
+        world.say(f"exact  from step {manifest.step} on: the steps before were not bit-exact")
     steps = config.train.steps
     follows_schedule = config.optim.schedule != "constant" and not hasattr(task, "schedule")
     if steps != before["train.steps"] and steps > manifest.step and follows_schedule:

@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
     ):
         # Holds AdamW's options; in `step` it gets this optimizer's state and AdamW groups.
         unused = [torch.zeros(1)]
-        self._adamw = torch.optim.AdamW(unused, lr, betas, eps, weight_decay, fused=True)
+        self._adamw = torch.optim.AdamW(unused, lr, betas, eps, weight_decay, fused=fused)
         copies = []
         for group in groups:
             parameters = list(group["params"])

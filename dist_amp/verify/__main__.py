@@ -59,6 +59,12 @@ def run(argv: Sequence[str]) -> int:
         return 0
     strategies = chosen("strategies", options.strategies, STRATEGIES)
     precisions = chosen("precisions", options.precisions, PRECISIONS)
+    if options.bit_exact:
+        from dist_amp.verify.bit_exact import verify_bits
+
+        sizes = world_sizes_in(options.world_sizes)
+        rows = [row for size in sizes for row in rows_of(size, strategies, precisions)]
+        return verify_bits(rest, rows)
     return verify(rest, world_sizes_in(options.world_sizes), strategies, precisions)
 
 
@@ -75,6 +81,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--dtypes",
         action="store_true",
         help="only print the dtype in which autocast computes each module",
+    )
+    parser.add_argument(
+        "--bit_exact",
+        action="store_true",
+        help="compare all ways of running bit for bit, each with parallel.bit_exact=true",
     )
     parser.add_argument(
         "--replay",

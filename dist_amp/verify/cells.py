@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from queue import Empty
@@ -267,33 +268,51 @@ class QuietWorld(World):
         pass
 
 
-Result = tuple[int, list[Verdict] | str]  # (a row's number, its verdicts, or a rank's error)
+Result = tuple[int, Any]  # (a row's number, what it gave, or a rank's error as text)
+# On each rank: (world, config) -> what a row gives.
+Prepare = Callable[[World, Config], Callable[[Row], Any]]
 
 
 def compare_on_ranks(
     size: int, argv: Sequence[str], rows: list[Row], reference: Reference
 ) -> Iterator[tuple[Row, list[Verdict]]]:
-    """Compare the rows on `size` new processes; yields each row when it is done.
+    """Compare the rows on `size` new processes; yields each row when it is done."""
+    measured = reference.measured({precision for _, _, precision in rows})
+    prepare = partial(prepare_comparison, reference.task.eval_classes, measured)
+    for row, result in rows_on_ranks(size, argv, rows, prepare):
+        yield row, [Verdict(cause=result)] if isinstance(result, str) else result
+
+
+def prepare_comparison(
+    eval_classes: frozenset[str], measured: dict[str, Any], world: World, config: Config
+) -> Callable[[Row], list[Verdict]]:
+    return partial(
+        compare_row, world, Reference(config, world.device, None, eval_classes, measured)
+    )
+
+
+def rows_on_ranks(
+    size: int, argv: Sequence[str], rows: list[Row], prepare: Prepare
+) -> Iterator[tuple[Row, Any]]:
+    """Each row with what it gives on `size` new processes, or the error of a rank.
 
     After a row in which a rank fails, the next one starts new processes.
     """
-    measured = reference.measured({precision for _, _, precision in rows})
     # A rank that is killed leaves semaphores, of which multiprocessing would warn at the end.
     sys.warnoptions.append("ignore:resource_tracker")
     first = 0
     while first < len(rows):
         results: Queue[Result] = multiprocessing.get_context("spawn").Queue()
-        shared = (list(argv), rows, first, reference.task.eval_classes, measured, results)
+        shared = (list(argv), rows, first, prepare, results)
         ranks = start_ranks(size, shared)
         try:
             while first < len(rows):
                 result = next_result(results, ranks, first)
                 row = rows[first]
                 first += 1
-                if isinstance(result, str):
-                    yield row, [Verdict(cause=result)]
-                    break
                 yield row, result
+                if isinstance(result, str):
+                    break
             else:
                 for process in ranks:
                     process.join()
@@ -303,7 +322,7 @@ def compare_on_ranks(
 
 
 def start_ranks(size: int, shared: tuple[Any, ...]) -> list[BaseProcess]:
-    """New processes, each of which calls compare_as_rank(its environment, *shared)."""
+    """New processes, each of which calls run_rows(its environment, *shared)."""
     spawn = multiprocessing.get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -313,23 +332,21 @@ def start_ranks(size: int, shared: tuple[Any, ...]) -> list[BaseProcess]:
     ranks: list[BaseProcess] = []
     for rank in range(size):
         of_rank = {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-        ranks.append(spawn.Process(target=compare_as_rank, args=(of_rank, *shared)))
+        ranks.append(spawn.Process(target=run_rows, args=(of_rank, *shared)))
     for process in ranks:
         process.start()
     return ranks
 
 
-def next_result(
-    results: "Queue[Result]", ranks: Sequence[BaseProcess], row: int
-) -> list[Verdict] | str:
-    """The verdicts of a row, or the error of the first rank that fails."""
+def next_result(results: "Queue[Result]", ranks: Sequence[BaseProcess], row: int) -> Any:
+    """What a row gives, or the error of the first rank that fails."""
     error = ""
     while True:
         with suppress(Empty):
             number, result = results.get(timeout=0.5)
             if number == row:
                 return result
-            error = str(result)  # of a rank that is a row ahead of the verdicts
+            error = str(result)  # of a rank that is a row ahead
             continue
         for rank, process in enumerate(ranks):
             if process.exitcode:
@@ -337,18 +354,17 @@ def next_result(
                 return error or f"{unknown} message"
 
 
-def compare_as_rank(
+def run_rows(
     environment: dict[str, str],
     argv: list[str],
-    rows: list[tuple[int, Any, Any]],
+    rows: list[Row],
     first: int,
-    eval_classes: frozenset[str],
-    measured: dict[str, Any],
+    prepare: Prepare,
     results: "Queue[Result]",
 ) -> None:
-    """One rank's process: compare the rows from `first` on together with the others.
+    """One rank's process: the rows from `first` on, together with the others.
 
-    Rank 0 sends the verdicts, and any rank the error that ends it.
+    Rank 0 sends what they give, and any rank the error that ends it.
     """
     os.environ |= environment
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
@@ -359,28 +375,30 @@ def compare_as_rank(
             # The first process has logged the data already.
             logging.getLogger("dist_amp").setLevel(logging.ERROR)
             world = QuietWorld(**vars(world))
-            reference = Reference(config, world.device, None, eval_classes, measured)
+            run_row = prepare(world, config)
             for row in range(first, len(rows)):
                 try:
-                    verdicts = compare_row(world, reference, rows[row])
+                    result = run_row(rows[row])
                 except Exception as error:
                     # Before it leaves the group, at which the others fail.
                     results.put((row, f"rank {world.rank}: {in_one_line(error)}"))
                     sys.exit(1)
                 if world.is_main:
-                    results.put((row, verdicts))
+                    results.put((row, result))
     except Exception as error:
         results.put((first, f"rank {environment['RANK']}: {in_one_line(error)}"))
         sys.exit(1)
 
 
-def compare_row(world: World, reference: Reference, row: tuple[int, Any, Any]) -> list[Verdict]:
+def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
     """The verdicts of a row's cells, one for each optimizer. Every rank calls it."""
     config = reference.config
     verdicts = []
+    _, strategy, precision = row
     for optimizer in ("sgd", "adamw"):
         cell = Cell(
-            *row[1:],
+            strategy,
+            precision,
             optimizer,
             clip_by=config.train.clip_by,
             fused=config.optim.fused,
