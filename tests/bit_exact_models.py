@@ -70,7 +70,8 @@ class OddModel(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
-        x = self.embedding(tokens)
+        # With the head it has three gradients, and adding three depends on the order.
+        x = self.embedding(tokens) + self.embedding(tokens.roll(1, 1))
         for block in [*self.first, *self.second]:
             x = block(x)
         return self.head(self.norm(x))
