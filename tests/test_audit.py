@@ -11,7 +11,6 @@ import torch
 from bit_exact_models import Augmented
 from ranks import on_ranks
 from tiny import Tiny, make_run, parameters_of
-from torch import nn
 
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import audit
@@ -290,7 +289,11 @@ OTHER_SAMPLES = (9, 1)
         ([0, 1, 0, 1], [BAD, GOOD, WORSE, WORST], ""),
         ([0, 1, 0, 1], [OTHER_SAMPLES, GOOD, GOOD, GOOD], ""),
         ([0, 2, 0, 1, 2, 3], [GOOD, BAD, GOOD, GOOD, BAD, GOOD], "wrong is rank 2 (c) in 2 of 2"),
-        ([0, 2, 0, 1, 2, 3], [GOOD, BAD, GOOD, BAD, BAD, GOOD], "ranks [0, 3] against ranks [1, 2]"),
+        (
+            [0, 2, 0, 1, 2, 3],
+            [GOOD, BAD, GOOD, BAD, BAD, GOOD],
+            "ranks [0, 3] against ranks [1, 2]",
+        ),
     ],
 )
 def test_the_majority_decides_and_a_draw_is_called_one(ranks, values, text):

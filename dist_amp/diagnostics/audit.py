@@ -271,6 +271,10 @@ def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str
         return f"{sides}, each with the same result twice: which is wrong can't be told"
     texts = []
     for rank in sorted(wrong):
-        of_rank = [value != likely for other, value in zip(ranks, values, strict=True) if other == rank]
-        texts.append(f"rank {rank} ({places[rank]}) in {sum(of_rank)} of {len(of_rank)} computations")
+        of_rank = [
+            value != likely for other, value in zip(ranks, values, strict=True) if other == rank
+        ]
+        texts.append(
+            f"rank {rank} ({places[rank]}) in {sum(of_rank)} of {len(of_rank)} computations"
+        )
     return f"wrong is {', '.join(texts)}"
