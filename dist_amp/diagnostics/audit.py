@@ -6,7 +6,6 @@ are reduced. Where bits differ, all ranks compute that micro-batch once more, an
 which rank is wrong.
 """
 
-import math
 import platform
 import random
 from collections import Counter
@@ -122,13 +121,14 @@ class Audit(Observer):
         if not (who := verdict(ranks, values, places)):
             self._is_off = True
             run.world.warn(
-                f"{text}, also by the same rank: the task is not repeatable, as with a generator "
-                "of random numbers that it seeds itself; no more steps are audited"
+                f"{text}, also by the same rank: not corruption, but a task that is not "
+                "repeatable, as if it drew from a generator that is not seeded by dist_amp; no "
+                "more steps are audited"
             )
             return
         if mismatch := find_mismatch(run):
             who += f"; {mismatch}"
-        raise NumericsError(f"{text}; {who}; resume from a checkpoint without this hardware")
+        raise NumericsError(f"{text}; {who}; resume from a checkpoint without faulty hardware")
 
 
 def check_settings(run: Run) -> None:
@@ -235,8 +235,6 @@ class Recorded:
                     self._hooked[name].append(p.register_post_accumulate_grad_hook(drop_gradient))
 
     def _add(self, name: str, gradient: Tensor) -> None:
-        # Of a skipped step: the sign of nan + nan depends on the order of the two.
-        gradient = gradient.masked_fill(gradient.isnan(), math.nan)
         self._hashes[name] = self._hashes.get(name, 0) * 31 + hash_tensor(gradient)
 
     def _unhook(self) -> None:
@@ -255,26 +253,25 @@ def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str
     ranks: that of the micro-batch in the step, one that computed it again, then all once more.
     values: what each of these computed. places: where each of all ranks is.
     """
+    pairs = list(zip(ranks, values, strict=True))
     likely, count = Counter(values).most_common(1)[0]
-    wrong = {rank for rank, value in zip(ranks, values, strict=True) if value != likely}
-    unsteady = {ranks[n] for n in (0, 1) if values[n] != values[2 + ranks[n]]}
-    same_samples = len({value[0] for value in values}) == 1
-    if 2 * count <= len(values):
-        wrong = unsteady
-    if not same_samples or wrong == unsteady == set(ranks[:2]):
+    wrong = Counter(rank for rank, value in pairs if value != likely)
+    # The first two computed it twice, and may differ from themselves.
+    unsteady = {rank for rank, value in pairs[:2] if value != values[2 + rank]}
+    if unsteady and len({value[0] for value in values}) > 1:
         return ""
+    if 2 * count <= len(values):  # no majority
+        if len(unsteady) == 2:
+            return ""
+        wrong = Counter({rank: wrong[rank] for rank in unsteady})
     if not wrong:
-        groups: dict[Hashes, set[int]] = {}
-        for rank, value in zip(ranks, values, strict=True):
-            groups.setdefault(value, set()).add(rank)
-        sides = " against ".join(f"ranks {sorted(group)}" for group in groups.values())
-        return f"{sides}, each with the same result twice: which is wrong can't be told"
-    texts = []
-    for rank in sorted(wrong):
-        of_rank = [
-            value != likely for other, value in zip(ranks, values, strict=True) if other == rank
-        ]
-        texts.append(
-            f"rank {rank} ({places[rank]}) in {sum(of_rank)} of {len(of_rank)} computations"
-        )
+        sides: dict[Hashes, set[int]] = {}
+        for rank, value in pairs:
+            sides.setdefault(value, set()).add(rank)
+        text = " against ".join(f"ranks {sorted(side)}" for side in sides.values())
+        return f"{text}, each with the same result twice: which is wrong can't be told"
+    texts = [
+        f"rank {rank} ({places[rank]}) in {wrong[rank]} of {ranks.count(rank)} computations"
+        for rank in sorted(wrong)
+    ]
     return f"wrong is {', '.join(texts)}"
