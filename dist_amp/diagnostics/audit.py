@@ -94,7 +94,8 @@ class Audit(Observer):
         gradients = [p.grad for p in parallel.parameters]
         for p in parallel.parameters:
             p.grad = None
-        _, shards = next(replace(run.data.plan, rank=rank).steps(self._position))
+        plan = replace(run.data.plan, rank=rank)
+        _, shards = next(plan.steps(self._position, looked_up=1))
         seed = run.config.run.seed
         with parallel.no_side_effects(), unreduced(parallel):
             [(batch, _)] = run.data.fetched([shards[self._number]])
@@ -225,7 +226,8 @@ class Recorded:
         """By these names, 0 for a parameter without a gradient: int64 on the host."""
         self._unhook()
         zero = torch.zeros_like(self._hashes["loss"])
-        return torch.stack([self._hashes.get(name, zero) for name in names]).cpu()
+        hashes = [self._hashes.get(name, zero) for name in names]
+        return torch.stack(hashes).cpu()
 
     def _hook_parameters(self, *_: Any) -> None:
         for name, p in self._module.named_parameters():
