@@ -1,5 +1,6 @@
 """`debug.audit_every`: silent corruption is found and its rank named, and nothing else is."""
 
+import json
 import random
 from collections import Counter
 from functools import partial
@@ -257,6 +258,7 @@ def test_an_audited_run_has_the_bits_of_one_that_is_not(strategy, dtype):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ten_thousand_clean_audits_give_no_alarm(strategy):
     words = [*EACH, "--parallel.strategy", strategy, "--train.steps", 10_000]
+    words += ["--train.global_batch_size", 4]
     for error, warnings in on_ranks(2, trained, Tiny(), words, 10_000, timeout_seconds=3000):
         assert (error, warnings) == ("", [])
 
@@ -338,3 +340,43 @@ def test_where_equal_bits_can_not_be_expected_the_audit_is_refused():
         "debug.audit_every=1 needs another rank, which computes again, and this is one process"
     )
     assert says(EXACT, "AA") == ["", ""]
+
+
+# ---- the main job
+
+FAULTY = '''
+import os
+from tiny import Tiny
+
+
+class Faulty(Tiny):
+    """The first layer of rank 1 is wrong by one bit in step 7, from a hook on its output."""
+
+    steps = 0
+
+    def build_model(self):
+        model = super().build_model()
+        model[0].register_forward_hook(self.flip)
+        return model
+
+    def flip(self, module, inputs, output):
+        if self.steps == 6 and os.environ["RANK"] == "1":
+            output = output.clone()
+            output.view(-1)[:1] += 2**-12
+        return output
+
+    def on_step(self, run, report):
+        self.steps = run.step
+'''
+
+
+def test_the_main_job_ends_with_status_70_before_the_update_and_names_the_rank(launch, tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    words = [*EXACT, *EACH, *FP32, "--parallel.strategy", "fsdp", "--run.device", "cpu"]
+    words += ["--task.target", "faulty.py:Faulty", "--run.dir", "run", "--checkpoint.every", 2]
+    done = launch.each(2, *words)
+    assert [one.returncode for one in done] == [70, 70]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["cause"].startswith("audit of step 7, micro-batch ")
+    assert "ranks [0] against ranks [1], each with the same result twice" in summary["cause"]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1].endswith("6")
