@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import seed_all
@@ -89,10 +90,13 @@ def exact_config(config: Config, world: World) -> Config:
 
 def check_exact(run: Run) -> None:
     """Errors: ConfigError for a model, task or optimizer whose steps can't be exact."""
+    module = run.parallel.module
+    layers = [name.rpartition(".")[0] for name in batch_statistics(module)]
     reason = ""
-    if statistics := batch_statistics(run.parallel.module):
-        layer = next(iter(statistics)).rpartition(".")[0]
-        reason = f"{layer} of the model keeps statistics of each rank's batches; use GroupNorm"
+    if training := [layer for layer in layers if module.get_submodule(layer).training]:
+        reason = (
+            f"{training[0]} of the model keeps statistics of each rank's batches; use GroupNorm"
+        )
     elif getattr(run.task, "couples_samples", False):
         reason = "the task has couples_samples=True, so the loss depends on what ranks hold"
     elif run.world.device.type == "cpu" and takes_grad_scale(run.optimizer):
@@ -146,6 +150,37 @@ def deal_in_order(window: Sequence[int], world_size: int, size: int, rank: int) 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
     """Seed all generators of this process for a micro-batch of step + 1, by its number there."""
     seed_all(hash((seed, step, micro_batch)) % 2**63)
+
+
+def join_inputs(units: Sequence[nn.Module]) -> None:
+    """Let gradients of what several blocks take be added as under FSDP2: within each block first.
+
+    FSDP2 passes a block's inputs through one node of the autograd graph, and so does this.
+    """
+    for unit in units:
+        unit.register_forward_pre_hook(joined, prepend=True, with_kwargs=True)
+
+
+def joined(unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    if not places or not torch.is_grad_enabled():
+        return args, kwargs
+    for place, tensor in zip(places, Joined.apply(*(leaves[i] for i in places)), strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, spec)
+
+
+class Joined(torch.autograd.Function):
+    """The identity of several tensors, as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
 
 
 # ---- sums in a fixed order

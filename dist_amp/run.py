@@ -193,10 +193,10 @@ def build_model(
     sharded = strategy in ("fsdp", "hsdp")
     cast = pick_cast(config.precision, strategy, module, world)
     check_parallel(config.parallel, strategy, cast, module, world)
-    precision = build_precision(cast, sharded, world)
+    precision = build_precision(cast, sharded or config.parallel.bit_exact, world)
     blocks: list[nn.Module] = []
     units: list[nn.Module] = []
-    uses_blocks = sharded
+    uses_blocks = sharded or config.parallel.bit_exact
     if config.compile.blocks or config.compile.mode != "default":
         from dist_amp.scaling.compile import check_compile
 
@@ -224,6 +224,10 @@ def build_model(
         from dist_amp.scaling.hooks import hook_units
 
         hook_units(module, units, world, getattr(task, "ranks_skip_blocks", False))
+    elif config.parallel.bit_exact:
+        from dist_amp.bit_exact import join_inputs
+
+        join_inputs(units)
     if hasattr(task, "load"):
         from dist_amp.scaling.meta import load_parameters
 

@@ -119,3 +119,39 @@ class Convolutions(Tiny):
 
     def weight(self, batch):
         return len(batch["y"])
+
+
+class Crossed(Blocks):
+    """Blocks that all read one encoding, by keys and by values; an embedding with three uses."""
+
+    def build_model(self):
+        return EncoderDecoder()
+
+    def blocks(self, model):
+        return list(model.decoder)
+
+
+class Reads(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.keys = nn.Linear(width, width)
+        self.values = nn.Linear(width, width)
+
+    def forward(self, x, encoding=None):
+        weights = (x @ self.keys(encoding).transpose(1, 2)).softmax(-1)
+        return x + weights @ self.values(encoding)
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self, width=13):
+        super().__init__()
+        self.embedding = nn.Embedding(37, width)
+        self.norm = nn.LayerNorm(width)
+        self.decoder = nn.ModuleList(Reads(width) for _ in range(3))
+
+    def forward(self, tokens):
+        encoding = self.norm(self.embedding(tokens))
+        x = self.embedding(tokens.flip(1))
+        for block in self.decoder:
+            x = block(x, encoding=encoding)
+        return F.linear(x, self.embedding.weight)

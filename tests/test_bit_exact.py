@@ -5,7 +5,7 @@ import hashlib
 import forked
 import pytest
 import torch
-from bit_exact_models import Augmented, Blocks, Convolutions
+from bit_exact_models import Augmented, Blocks, Convolutions, Crossed
 from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps, whole
 from torch import nn
@@ -78,6 +78,14 @@ def test_runs_of_one_and_two_ranks_have_the_same_bits(dtype):
     if dtype != "fp32":
         precision = ["--precision.dtype", dtype]
     compare(Blocks(), QUICK, 12, *precision)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_with_several_uses_are_added_in_one_order(dtype):
+    precision = ["--use_amp", "false"]
+    if dtype != "fp32":
+        precision = ["--precision.dtype", dtype]
+    compare(Crossed(), QUICK, 4, *precision)
 
 
 @pytest.mark.slow

@@ -25,16 +25,18 @@ COMMANDS = {
     "export": "write a checkpoint's model as one safetensors file",
     "sample": "generate a sample from a trained model",
     "board": "show a run, or a folder of runs, in TensorBoard with the main charts pinned",
+    "replay": "take a run's steps again on one process, and look into one of them",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
 }
 # What they take beside settings; a test compares. Those of launch are torchrun's.
 OPTIONS = {
-    "verify": "--world_sizes --strategies --precisions --dtypes --replay",
+    "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact --replay",
     "plan": "--world_size --device_memory_GiB --json",
     "tokenize": "--out --check --workers --shard_tokens",
     "export": "--out --dtype --format --merge --weights",
     "sample": "--weights",
+    "replay": "--step --profile --pdb",
     "doctor": "--json --device",
     "follow": "--to --project --once",
 }

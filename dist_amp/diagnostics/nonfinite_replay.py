@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils._pytree import tree_map_only
 
+from dist_amp.data import Indexed
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite, unpadded
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.run import Run
@@ -82,7 +83,11 @@ class NonfiniteReplay(Observer):
         world = self.run.world
         with world.clock.hold("diagnostics"):
             with self.run.parallel.no_side_effects():
-                text, kept = self._replay_micro_batches(step, position)
+                fetched = self.run.data.at(position)
+                if self._random is not None:
+                    set_random_state(self._random, world.device)
+                fault, kept = find_in_micro_batches(self.run, step, fetched)
+            text = json.dumps(asdict(fault)) if isinstance(fault, NonFinite) else fault
             results = world.gather_texts(text)
             faults = [NonFinite.from_json(text) for text in results if text.startswith("{")]
             if not faults:
@@ -94,39 +99,6 @@ class NonfiniteReplay(Observer):
             others = [fault.rank for fault in faults if fault is not first]
             self._report(replace(first, other_ranks=others), kept)
         return True
-
-    def _replay_micro_batches(self, step: int, position: int) -> tuple[str, dict[str, Any]]:
-        """(this rank's first fault as JSON, or why its replay failed; what replaying it takes).
-
-        Every rank runs all of its micro-batches: sharded models need all ranks in each forward.
-        """
-        run = self.run
-        device = run.world.device
-        fetched = run.data.at(position)
-        if self._random is not None:
-            set_random_state(self._random, device)
-        weights = weights_of(run.task, [batch for batch, _ in fetched], device)
-        weight = run.world.sum(weights.sum())
-        share = run.world.world_size / weight
-        text = ""
-        kept: dict[str, Any] = {}
-        for number, (batch, samples) in enumerate(fetched):
-            random = random_state(device)
-            fault = None
-            try:
-                with run.parallel.gradient_sync(True):
-                    module = run.parallel.module
-                    fault = find_nonfinite(run.task, module, batch, share, run.precision)
-            except Exception as error:
-                if run.parallel.sharded:
-                    raise  # the other ranks are in a collective of this forward
-                text = text or f"{type(error).__name__}: {error}"
-            run.optimizer.zero_grad(set_to_none=True)
-            if fault is not None and not kept:
-                at: dict[str, Any] = {"step": step, "rank": run.world.rank, "micro_batch": number}
-                text = json.dumps(asdict(replace(fault, **at, samples=list(samples))))
-                kept = {"batch": batch, "share": share.item(), "random": random}
-        return text, kept
 
     def _warn_nothing_found(self, step: int, results: list[str]) -> None:
         warn = self.run.world.warn
@@ -187,6 +159,37 @@ class NonfiniteReplay(Observer):
             path.unlink(missing_ok=True)
             return f"it could not be kept: {error}"
         return f"kept in {path}; python -m dist_amp.verify --replay {path}"
+
+
+def find_in_micro_batches(
+    run: Run, step: int, micro_batches: Indexed
+) -> tuple[NonFinite | str, dict[str, Any]]:
+    """(this rank's first fault, or why its replay failed, or ""; what replaying it takes).
+
+    Every rank runs all of its micro-batches: sharded models need all ranks in each forward.
+    """
+    device = run.world.device
+    weights = weights_of(run.task, [batch for batch, _ in micro_batches], device)
+    share = run.world.world_size / run.world.sum(weights.sum())
+    first: NonFinite | str = ""
+    kept: dict[str, Any] = {}
+    for number, (batch, samples) in enumerate(micro_batches):
+        random = random_state(device)
+        fault = None
+        try:
+            with run.parallel.gradient_sync(True):
+                module = run.parallel.module
+                fault = find_nonfinite(run.task, module, batch, share, run.precision)
+        except Exception as error:
+            if run.parallel.sharded:
+                raise  # the other ranks are in a collective of this forward
+            first = first or f"{type(error).__name__}: {error}"
+        run.optimizer.zero_grad(set_to_none=True)
+        if fault is not None and not kept:
+            at: dict[str, Any] = {"step": step, "rank": run.world.rank, "micro_batch": number}
+            first = replace(fault, **at, samples=list(samples))
+            kept = {"batch": batch, "share": share.item(), "random": random}
+    return first, kept
 
 
 def on_host(values: Any) -> Any:
