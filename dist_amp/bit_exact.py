@@ -25,7 +25,7 @@ from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError
 from dist_amp.loading.plan import Shard
 from dist_amp.parallel import Parallel, SumOverRanks
-from dist_amp.precision import Precision, takes_grad_scale
+from dist_amp.precision import takes_grad_scale
 from dist_amp.settings import Config
 from dist_amp.step import Run
 from dist_amp.telemetry.step_report import StepReport
@@ -120,11 +120,6 @@ def make_exact(run: Run) -> None:
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_custom_reduce_scatter(reduce_scatter)
     run.parallel = ExactParallel(run)
-    # Autocast's cache, which a rank's first micro-batch fills, changes the order in which the
-    # gradients of a weight that is used three times are added.
-    run.precision = Precision(
-        run.config.precision, run.precision.cast_by, run.world.device, sharded=True
-    )
     run.metrics.combine = run.parallel.with_losses_of_all_ranks
     for data in (run.data, run.validation):
         if data is not None:
