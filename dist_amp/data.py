@@ -125,11 +125,12 @@ class Batches:
             self.close()
 
     def at(self, position: int) -> Indexed:
-        """The micro-batches of the step that begins at `position`, fetched here again.
+        """The micro-batches of the step that begins at `position`, fetched here again."""
+        _, shards = next(self.plan.steps(position, looked_up=1))
+        return self.fetched(shards)
 
-        Random augmentations draw from this process's generators.
-        """
-        _, shards = next(self.plan.steps(position))
+    def fetched(self, shards: list[Shard]) -> Indexed:
+        """Any micro-batches; random augmentations draw from this process's generators."""
         batches = []
         for shard in shards:
             if self._workers:

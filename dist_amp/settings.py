@@ -348,6 +348,10 @@ class DebugConfig:
     """How many steps torch.profiler records after the warm-up, into a trace and a table; on GPUs
     also a snapshot of allocations, written after these steps and if memory runs out.
     """
+    audit_every: Count | Literal["off"] = "off"
+    """In about one of this many steps each rank also computes another rank's micro-batch, and the
+    run ends if a bit differs: silent corruption. Needs parallel.bit_exact.
+    """
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,10 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
         run.validation.on_evaluate = console.on_evaluate
     # Before the others, which assume that all ranks skipped the same steps.
     observers.append(Consistency(run))
+    if run.config.debug.audit_every != "off":
+        from dist_amp.diagnostics.audit import Audit
+
+        observers.append(Audit(run))
     limits = Limits(run)
     if run.config.debug.nonfinite != "off":
         from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay

@@ -1,0 +1,279 @@
+"""Audit for silent corruption: micro-batches are computed again by other ranks, to the bit.
+
+In one random step of every debug.audit_every, right before its update and so with its parameters,
+each rank also computes another rank's micro-batch: from its samples to its gradients, before they
+are reduced. Where bits differ, all ranks compute that micro-batch once more, and the majority tells
+which rank is wrong.
+"""
+
+import platform
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dist_amp.bit_exact import seed_micro_batch
+from dist_amp.diagnostics.consistency import find_mismatch, hash_samples, hash_tensor
+from dist_amp.errors import ConfigError, NumericsError
+from dist_amp.parallel import Parallel
+from dist_amp.run import Run
+from dist_amp.step import loss_of, weights_of
+from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.world import local
+
+Hashes = tuple[int, ...]  # of the samples, the loss, and the gradient of each parameter
+
+
+class Audit(Observer):
+    """Errors: ConfigError where equal bits can't be expected; NumericsError where they differ."""
+
+    def __init__(self, run: Run):
+        check_settings(run)
+        self._run = run
+        parameters = run.parallel.module.named_parameters()
+        self._names = ["samples", "loss"]
+        self._names += [f"gradient of {name}" for name, p in parameters if p.requires_grad]
+        self._position = run.data.position  # of the data before the step
+        self._audited: Recorded | None = None  # in an audited step
+        self._is_off = False
+
+    def before_step(self, micro_batches: Sequence[Any]) -> None:
+        run = self._run
+        ranks = run.world.world_size
+        seed = run.config.run.seed
+        choice = choose(seed, run.config.debug.audit_every, run.step, ranks, len(micro_batches))
+        if choice is None or self._is_off:
+            return
+        self._number, self._shift = choice
+        self._step = run.step
+        weights = weights_of(run.task, micro_batches, run.world.device)
+        total = run.parallel.sum_over_ranks(weights).mean()
+        # The gradient that train_step gives to a loss sum, rounded as there.
+        self._factor = run.scaler.scale(torch.ones_like(total)) / total
+        self._audited = Recorded(run.task, run.parallel.module, self._number)
+        run.task = self._audited
+        self._hook = run.optimizer.register_step_pre_hook(self._audit)
+
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        self._audit()  # of a skipped step, which may not have called the optimizer
+        self._position = self._run.data.position
+
+    def _audit(self, *_: Any) -> None:
+        """Compute another rank's micro-batch, and compare. Errors: NumericsError on all ranks."""
+        if self._audited is None:
+            return
+        run = self._run
+        world = run.world
+        run.task = self._audited.task
+        self._hook.remove()
+        with world.clock.hold("diagnostics"):
+            in_step = self._audited.hashes(self._names)
+            self._audited = None
+            again = self._compute((world.rank + self._shift) % world.world_size)
+            rows = world.gather(torch.stack([in_step, again]))
+            in_step = rows[:, 0]
+            again = rows[:, 1].roll(self._shift, 0)  # by the rank whose micro-batch it is
+            if torch.equal(in_step, again):
+                return
+            rank = int((in_step != again).any(1).nonzero()[0])
+            ranks = [rank, (rank - self._shift) % world.world_size, *range(world.world_size)]
+            values = torch.stack([in_step[rank], again[rank], *world.gather(self._compute(rank))])
+            self._report(ranks, [*map(tuple, values.tolist())])
+
+    def _compute(self, rank: int) -> Tensor:
+        """Hashes of a rank's micro-batch, computed here: as `names`. Every rank calls it."""
+        run = self._run
+        parallel = run.parallel
+        gradients = [p.grad for p in parallel.parameters]
+        for p in parallel.parameters:
+            p.grad = None
+        plan = replace(run.data.plan, rank=rank)
+        _, shards = next(plan.steps(self._position, looked_up=1))
+        seed = run.config.run.seed
+        with parallel.no_side_effects(), unreduced(parallel):
+            [(batch, _)] = run.data.fetched([shards[self._number]])
+            seed_micro_batch(seed, self._step, self._number * run.world.world_size + rank)
+            computed = Recorded(run.task, parallel.module, 0, keeps_gradients=False)
+            with run.precision.autocast():
+                loss = loss_of(computed, run.model, batch, run.world.device)
+            loss.backward(self._factor)
+        for p, gradient in zip(parallel.parameters, gradients, strict=True):
+            p.grad = gradient
+        return computed.hashes(self._names)
+
+    def _report(self, ranks: Sequence[int], values: Sequence[Hashes]) -> None:
+        """Arguments: as for `verdict`."""
+        run = self._run
+        pairs = zip(self._names, *values[:2], strict=True)
+        different = [name for name, first, second in pairs if first != second]
+        what = ", ".join(different[:3])
+        if len(different) > 3:
+            what += f" and {len(different) - 3} more"
+        text = f"audit of step {self._step + 1}, micro-batch {self._number} of rank {ranks[0]}: "
+        text += f"other bits of {what} when computed again"
+        places = run.world.gather_texts(f"{platform.node()}, {run.world.device}")
+        if not (who := verdict(ranks, values, places)):
+            self._is_off = True
+            run.world.warn(
+                f"{text}, also by the same rank: not corruption, but a task that is not "
+                "repeatable, as if it drew from a generator that is not seeded by dist_amp; no "
+                "more steps are audited"
+            )
+            return
+        if mismatch := find_mismatch(run):
+            who += f"; {mismatch}"
+        raise NumericsError(f"{text}; {who}; resume from a checkpoint without faulty hardware")
+
+
+def check_settings(run: Run) -> None:
+    """Errors: ConfigError, on all ranks, where other bits would be no sign of corruption."""
+    world = run.world
+    reason = ""
+    if not run.config.parallel.bit_exact:
+        reason = "needs parallel.bit_exact=true: otherwise ranks do not compute the same bits"
+    elif world.world_size == 1:
+        reason = "needs another rank, which computes again, and this is one process"
+    else:
+        kinds = world.gather_texts(kind_of(world.device))
+        for rank, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                reason = f"needs ranks on equal devices: {kinds[0]} (rank 0), {kind} (rank {rank})"
+    if reason:
+        every = run.config.debug.audit_every
+        raise ConfigError(f"debug.audit_every={every} {reason}; use debug.audit_every=off")
+
+
+def kind_of(device: torch.device) -> str:
+    """What decides which kernels a device runs."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
+
+
+def choose(
+    seed: int, every: int | Literal["off"], step: int, ranks: int, micro_batches: int
+) -> tuple[int, int] | None:
+    """What is audited in a step, counted from 0; None in most. A function of these numbers alone.
+
+    (number of the micro-batch in each rank's step, how many ranks on is the one that it belongs to)
+    """
+    assert every != "off"
+    window, place = divmod(step, every)
+    generator = random.Random(f"audit {seed} {window}")  # the same in every process, unlike a hash
+    if place != generator.randrange(every):
+        return None
+    return generator.randrange(micro_batches), generator.randrange(1, ranks)
+
+
+@contextmanager
+def unreduced(parallel: Parallel) -> Iterator[None]:
+    """A context around a forward and backward whose gradients are not reduced over ranks."""
+    model: Any = parallel.model
+    if not parallel.sharded:
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+class Recorded:
+    """A task, of which one micro-batch's samples, loss and gradients are hashed.
+
+    A hook of a parameter gets a micro-batch's gradient before it is added to others' or reduced.
+    """
+
+    def __init__(self, task: Any, module: nn.Module, number: int, keeps_gradients: bool = True):
+        """number: of the micro-batch, counting calls of loss_sum from 0."""
+        self.task = task
+        self._module = module
+        self._waits_for = number
+        self._keeps_gradients = keeps_gradients
+        self._hashes: dict[str, Tensor] = {}
+        self._hooked: dict[str, list[Any]] = {}  # the hooks of each parameter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+        self._unhook()
+        self._waits_for -= 1
+        if self._waits_for != -1:
+            return self.task.loss_sum(model, batch)
+        # FSDP2 gathers a unit's parameters right before its forward.
+        units = {self._module, *(m for m in self._module.modules() if isinstance(m, FSDPModule))}
+        hooks = [unit.register_forward_pre_hook(self._hook_parameters) for unit in units]
+        try:
+            loss = self.task.loss_sum(model, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._hashes["samples"] = hash_samples([batch], loss.device)
+        self._hashes["loss"] = hash_tensor(loss)
+        return loss
+
+    def hashes(self, names: Sequence[str]) -> Tensor:
+        """By these names, 0 for a parameter without a gradient: int64 on the host."""
+        self._unhook()
+        zero = torch.zeros_like(self._hashes["loss"])
+        hashes = [self._hashes.get(name, zero) for name in names]
+        return torch.stack(hashes).cpu()
+
+    def _hook_parameters(self, *_: Any) -> None:
+        for name, p in self._module.named_parameters():
+            if p.requires_grad and local(p) is p and name not in self._hooked:
+                self._hooked[name] = [p.register_hook(partial(self._add, f"gradient of {name}"))]
+                if not self._keeps_gradients:
+                    self._hooked[name].append(p.register_post_accumulate_grad_hook(drop_gradient))
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        self._hashes[name] = self._hashes.get(name, 0) * 31 + hash_tensor(gradient)
+
+    def _unhook(self) -> None:
+        for hook in [hook for hooks in self._hooked.values() for hook in hooks]:
+            hook.remove()
+        self._hooked = {}
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str]) -> str:
+    """Which ranks are wrong, as far as can be known; "" if the task is not repeatable.
+
+    ranks: that of the micro-batch in the step, one that computed it again, then all once more.
+    values: what each of these computed. places: where each of all ranks is.
+    """
+    pairs = list(zip(ranks, values, strict=True))
+    likely, count = Counter(values).most_common(1)[0]
+    wrong = Counter(rank for rank, value in pairs if value != likely)
+    # The first two computed it twice, and may differ from themselves.
+    unsteady = {rank for rank, value in pairs[:2] if value != values[2 + rank]}
+    if unsteady and len({value[0] for value in values}) > 1:
+        return ""
+    if 2 * count <= len(values):  # no majority
+        if len(unsteady) == 2:
+            return ""
+        wrong = Counter({rank: wrong[rank] for rank in unsteady})
+    if not wrong:
+        sides: dict[Hashes, set[int]] = {}
+        for rank, value in pairs:
+            sides.setdefault(value, set()).add(rank)
+        text = " against ".join(f"ranks {sorted(side)}" for side in sides.values())
+        return f"{text}, each with the same result twice: which is wrong can't be told"
+    texts = [
+        f"rank {rank} ({places[rank]}) in {wrong[rank]} of {ranks.count(rank)} computations"
+        for rank in sorted(wrong)
+    ]
+    return f"wrong is {', '.join(texts)}"
