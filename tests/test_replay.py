@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from PIL import Image
 from ranks import on_ranks
 from tiny import Overflow, Tiny  # noqa: F401 (tasks by their names)
 
@@ -118,6 +119,15 @@ def test_profile_writes_a_trace_here_and_prints_the_longest_operations(
     _, output, _ = look(recorded, 4, "--profile")
     assert "Self CPU time total" in output
     assert "traceEvents" in json.loads((tmp_path / "replay_step_4.json").read_text())
+
+
+def test_pictures_are_written_where_samples_are_images(tmp_path, look, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record(None, "run", "--task.target", "bit_exact_models:Convolutions", "--train.steps", "2")
+    _, output, _ = look("run", 2, "--pictures")
+    picture = tmp_path / "replay_step_2_micro_batch_0.png"
+    assert str(picture) in output
+    assert Image.open(picture).size == (2 * 9, 9)
 
 
 def test_pdb_stops_before_each_backward(recorded, look, monkeypatch):

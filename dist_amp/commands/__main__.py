@@ -36,7 +36,7 @@ OPTIONS = {
     "tokenize": "--out --check --workers --shard_tokens",
     "export": "--out --dtype --format --merge --weights",
     "sample": "--weights",
-    "replay": "--step --profile --pdb",
+    "replay": "--step --profile --pictures --pdb",
     "doctor": "--json --device",
     "follow": "--to --project --once",
 }

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
@@ -272,6 +273,8 @@ def show_step(replay: Replay, options: Any) -> None:
         print(f"  micro-batch {number}: loss {loss:.6g}, weight {weight:g}, samples {shown}")
         for text in shown_samples(run.task, unpadded(batch)):
             print(f"    {text}")
+        if options.pictures:
+            write_pictures(unpadded(batch), f"replay_step_{run.step}_micro_batch_{number}.png")
     norm = float(report.norm)
     applied = bool(report.applied)
     clip = run.clip
@@ -302,6 +305,18 @@ def shown_samples(task: Any, batch: Any) -> list[str]:
             span = f"{tensor.min().item():.4g} to {tensor.max().item():.4g}"
             texts.append(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {span}")
     return texts
+
+
+def write_pictures(batch: Any, name: str) -> None:
+    """Write the first images [samples, 1 or 3, H, W] of a batch side by side, scaled to 0..255."""
+    for images in tree_leaves(batch):
+        if isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3):
+            row = torch.cat([*images[:SHOWN_SAMPLES].float().cpu()], dim=2)
+            row = (row - row.min()) / (row.max() - row.min()).clamp(min=1e-9)
+            pixels = (255 * row).byte().expand(3, -1, -1).permute(1, 2, 0)
+            Image.fromarray(pixels.numpy()).save(name)
+            print(f"    {Path(name).resolve()}")
+            return
 
 
 def stop_before_backward(run: ScriptRun, indexed: Indexed) -> None:
@@ -340,6 +355,7 @@ def run_command(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--step", type=int, required=True, help="the step to show, from 1 on")
     parser.add_argument("--profile", action="store_true", help="trace the step")
+    parser.add_argument("--pictures", action="store_true", help="write its images here, as PNG")
     parser.add_argument("--pdb", action="store_true", help="stop before each of its backwards")
     options, settings = parser.parse_known_args(argv)
     replay = run_at(options.run, options.step, settings)
