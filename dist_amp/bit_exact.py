@@ -253,7 +253,7 @@ class AllReduce:
     """DDP's all-reduce in the order of the tree: as many bytes as an ordinary one."""
 
     def __init__(self, world: World):
-        self._world = world
+        self._ranks = world.world_size
         self._stream: AbstractContextManager[Any] = nullcontext()
         self._devices: list[Any] = []
         if world.device.type == "cuda":
@@ -262,10 +262,10 @@ class AllReduce:
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
-        ranks = self._world.world_size
+        ranks = self._ranks
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
         if self._devices:
-            ready = torch.cuda.current_stream(self._world.device).record_event()
+            ready = torch.cuda.current_stream().record_event()
         with self._stream:
             if self._devices:
                 ready.wait()

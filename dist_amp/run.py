@@ -224,7 +224,7 @@ def build_model(
         from dist_amp.scaling.hooks import hook_units
 
         hook_units(module, units, world, getattr(task, "ranks_skip_blocks", False))
-    elif config.parallel.bit_exact:
+    if config.parallel.bit_exact and not sharded:
         from dist_amp.bit_exact import join_inputs
 
         join_inputs(units)
