@@ -57,6 +57,8 @@ LAYOUTS = {
     "ddp": {"parallel.strategy": "ddp"},
     "fsdp": {"parallel.strategy": "fsdp", "task.args.batch_norm": "false"},
 }
+# Ranks and strategy of a bit-exact run's attempts.
+ANY_WORLD = [(4, "ddp"), (2, "fsdp"), (1, "single"), (8, "hsdp"), (2, "ddp"), (4, "fsdp")]
 CELLS = [(strategy, dtype) for strategy in LAYOUTS for dtype in ("fp16", "bf16")]
 
 
@@ -314,6 +316,34 @@ def hail(chaos: Chaos, kills: int, shortest: float = 6.0, longest: float = 14.0)
     yield row
 
 
+def any_world(chaos: Chaos, kills: int):
+    """SIGKILL of all of a bit-exact run, which continues on other ranks by another strategy."""
+    words = {"parallel.bit_exact": "true", "task.args.batch_norm": "false", "checkpoint.every": 5}
+    words |= {"train.global_batch_size": 16, "train.accumulation_steps": "auto"}
+    words |= {"precision.dtype": "fp16", "train.steps": 40 * kills}
+    row = Row("SIGKILL of a bit-exact run, which continues in another layout", tried=kills)
+    folder = chaos.new_folder()
+    layouts = []
+    for number in range(kills):
+        ranks, strategy = ANY_WORLD[number % len(ANY_WORLD)]
+        layouts.append(f"{ranks} {strategy}")
+        job = chaos.job(ranks, folder=folder, **words, **{"parallel.strategy": strategy})
+        job.wait_for("step")
+        time.sleep(chaos.random.uniform(0, 3))
+        victims = job.rank_processes().values()
+        for pid in (job.process.pid, *victims):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.end()
+        while any(map(is_there, victims)):
+            time.sleep(0.01)
+    end = chaos.job(1, folder=folder, **words)
+    row.troubles = chaos.compare(end, **words)[:5]
+    row.good = 0 if row.troubles else kills
+    row.note = f"bit-identical end; {' -> '.join(layouts)} -> 1 single"
+    yield row
+
+
 def points(chaos: Chaos, some=POINTS, strategies=("ddp", "fsdp")):
     """SIGKILL at each point of a checkpoint's write: the one before loads, never a mix."""
     for strategy in strategies:
@@ -554,6 +584,7 @@ def mishaps(chaos: Chaos):
 LONG: dict[str, Callable] = {
     "sigkills": lambda chaos: sigkills(chaos, 10),
     "hail": lambda chaos: hail(chaos, 12),
+    "any_world": lambda chaos: any_world(chaos, 12),
     "points": points,
     "flips": lambda chaos: flips(chaos, 1000, 300),
     "signals": signals,
@@ -586,10 +617,13 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(LONG)}; or all")
+    parser.add_argument("--any_world", action="store_true", help="the same as any_world alone")
     parser.add_argument("--quick", action="store_true", help="a few trials of each")
     seed = int(time.time()) % 10_000
     parser.add_argument("--seed", type=int, default=seed, help="of victims, times and bits")
     given = parser.parse_args()
+    if given.any_world:
+        given.names.append("any_world")
     if unknown := [name for name in given.names if name not in LONG]:
         parser.error(f"unknown name {unknown[0]}; there are {', '.join(LONG)}")
     rows: list[Row] = []

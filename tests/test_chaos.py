@@ -55,6 +55,7 @@ PARTS = {name: chaos.LONG[name] for name in ("flips", "orphans", "disks", "hangs
 for cell in chaos.CELLS:
     PARTS[f"sigkills {' '.join(cell)}"] = partial(chaos.sigkills, kills=3, cells=[cell])
 PARTS["hail"] = partial(chaos.hail, kills=4, shortest=3.0, longest=12.0)
+PARTS["any_world"] = partial(chaos.any_world, kills=4)
 for strategy in LAYOUTS:
     for point in chaos.POINTS:
         part = partial(chaos.points, some=[point], strategies=[strategy])
