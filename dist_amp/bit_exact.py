@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import seed_all
-from dist_amp.errors import ConfigError
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.plan import Shard
 from dist_amp.parallel import Parallel, SumOverRanks
 from dist_amp.precision import takes_grad_scale
@@ -31,6 +31,7 @@ from dist_amp.step import Run
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World, all_gather_single, local
 
+CHECKED = 16  # micro-batches in which the forward must not change a state
 CHUNK = 2**22  # elements of a gradient that are squared at a time
 
 # Section, key, the values that can be exact, and why others can't.
@@ -316,6 +317,7 @@ class ExactParallel(Parallel):
         self._synchronise = given.gradient_sync
         self.gradient_sync = self._micro_batch
         self._round = 0
+        self._checks = CHECKED
         self._sums: list[list[Tensor]] = []  # of 2^n rounds each, the largest first
 
     @contextmanager
@@ -323,10 +325,26 @@ class ExactParallel(Parallel):
         """The context of one micro-batch, whose gradients are reduced and added at its end."""
         number = self._round * self.world.world_size + self.world.rank
         seed_micro_batch(self._run.config.run.seed, self._run.step, number)
+        versions = self._versions()
         with self._synchronise(True):
             yield
+        for name, version in self._versions().items():
+            if version != versions.get(name, version):
+                raise DataError(
+                    f"parallel.bit_exact=true can't hold: the model's forward changes {name}, once "
+                    "per micro-batch, and ranks take different numbers of them; change it in "
+                    "on_step(run, report), or use bit_exact=false"
+                )
+        self._checks -= 1
         self._round += 1
         self._add(is_last)
+
+    def _versions(self) -> dict[str, int]:
+        """How often each tensor that is not trained was written to; in the first micro-batches."""
+        if self._checks <= 0:
+            return {}
+        state = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {name: tensor._version for name, tensor in state if not tensor.requires_grad}
 
     @torch.no_grad()
     def _add(self, is_last: bool) -> None:
