@@ -134,7 +134,12 @@ def make_exact(run: Run) -> None:
 # ---- micro-batches
 
 
-def deal_in_order(window: Sequence[int], world_size: int, size: int, rank: int) -> list[Shard]:
+def deal_in_order(
+    window: Sequence[int],
+    world_size: int,
+    size: int,
+    rank: int,
+) -> list[Shard]:
     """One step's samples -> this rank's micro-batches, each of `size` consecutive samples."""
     batches = [tuple(window[first : first + size]) for first in range(0, len(window), size)]
     rounds = math.ceil(len(batches) / world_size)
@@ -143,7 +148,11 @@ def deal_in_order(window: Sequence[int], world_size: int, size: int, rank: int) 
     return shards[rank::world_size]
 
 
-def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
+def seed_micro_batch(
+    seed: int,
+    step: int,
+    micro_batch: int,
+) -> None:
     """Seed all generators of this process for a micro-batch of step + 1, by its number there."""
     seed_all(hash((seed, step, micro_batch)) % 2**63)
 
@@ -157,7 +166,11 @@ def join_inputs(units: Sequence[nn.Module]) -> None:
         unit.register_forward_pre_hook(joined, prepend=True, with_kwargs=True)
 
 
-def joined(unit: nn.Module, args: Any, kwargs: Any) -> Any:
+def joined(
+    unit: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     if not places or not torch.is_grad_enabled():
@@ -208,7 +221,11 @@ def row_squares(gradient: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
-def exchanged(flat: Tensor, ranks: int, group: Any = None) -> Tensor:
+def exchanged(
+    flat: Tensor,
+    ranks: int,
+    group: Any = None,
+) -> Tensor:
     """This rank's chunk of every rank's tensor: [n] -> [ranks, n / ranks]; one all-to-all."""
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
@@ -230,7 +247,13 @@ class ReduceScatter:
             mesh = parallel.world.mesh(shape, ("replicate", "shard"))
             self._group = mesh.get_group("replicate")
 
-    def allocate(self, size: Sequence[int], *, dtype: Any, device: torch.device) -> Tensor:
+    def allocate(
+        self,
+        size: Sequence[int],
+        *,
+        dtype: Any,
+        device: torch.device,
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

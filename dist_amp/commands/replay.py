@@ -95,7 +95,11 @@ class Replay:
         print(f"step {run.step:>6}  loss {now['train/loss']:.6f}  {same}", flush=True)
 
 
-def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
+def run_at(
+    folder: Path,
+    step: int,
+    argv: Sequence[str] = (),
+) -> Replay:
     """A run's state before one of its steps, as near as a checkpoint comes to it, on this process.
 
     argv: settings that override the run's. Errors: ConfigError, DataError.
@@ -137,7 +141,11 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
     return Replay(run, rows, tolerance, reason, start, callbacks)
 
 
-def on_one_process(config: Config, folder: Path, checkpoints: Sequence[Path]) -> Config:
+def on_one_process(
+    config: Config,
+    folder: Path,
+    checkpoints: Sequence[Path],
+) -> Config:
     """The config of the same steps on one process, without what a replay needs not."""
     batch = config.train.global_batch_size
     if batch == "auto":
@@ -239,7 +247,12 @@ def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
             handle.remove()
 
 
-def measure_output(layer: Layer, module: nn.Module, inputs: Any, output: Any) -> None:
+def measure_output(
+    layer: Layer,
+    module: nn.Module,
+    inputs: Any,
+    output: Any,
+) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
             values = tensor.detach().float()

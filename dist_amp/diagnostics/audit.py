@@ -61,7 +61,11 @@ class Audit(Observer):
         run.task = self._audited
         self._hook = run.optimizer.register_step_pre_hook(self._audit)
 
-    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+    def after_step(
+        self,
+        report: StepReport,
+        micro_batches: Sequence[Any],
+    ) -> None:
         self._audit()  # of a skipped step, which may not have called the optimizer
         self._position = self._run.data.position
 
@@ -108,7 +112,11 @@ class Audit(Observer):
             p.grad = gradient
         return computed.hashes(self._names)
 
-    def _report(self, ranks: Sequence[int], values: Sequence[Hashes]) -> None:
+    def _report(
+        self,
+        ranks: Sequence[int],
+        values: Sequence[Hashes],
+    ) -> None:
         """Arguments: as for `verdict`."""
         run = self._run
         pairs = zip(self._names, *values[:2], strict=True)
@@ -205,7 +213,11 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
 
-    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss_sum(
+        self,
+        model: nn.Module,
+        batch: Any,
+    ) -> Tensor:
         self._unhook()
         self._waits_for -= 1
         if self._waits_for != -1:
@@ -236,7 +248,11 @@ class Recorded:
                 if not self._keeps_gradients:
                     self._hooked[name].append(p.register_post_accumulate_grad_hook(drop_gradient))
 
-    def _add(self, name: str, gradient: Tensor) -> None:
+    def _add(
+        self,
+        name: str,
+        gradient: Tensor,
+    ) -> None:
         self._hashes[name] = self._hashes.get(name, 0) * 31 + hash_tensor(gradient)
 
     def _unhook(self) -> None:
@@ -249,7 +265,11 @@ def drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str]) -> str:
+def verdict(
+    ranks: Sequence[int],
+    values: Sequence[Hashes],
+    places: Sequence[str],
+) -> str:
     """Which ranks are wrong, as far as can be known; "" if the task is not repeatable.
 
     ranks: that of the micro-batch in the step, one that computed it again, then all once more.

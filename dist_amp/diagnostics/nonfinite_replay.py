@@ -47,7 +47,11 @@ class NonfiniteReplay(Observer):
         if self._at_each_step:
             self._random = random_state(run.world.device)
 
-    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+    def after_step(
+        self,
+        report: StepReport,
+        micro_batches: Sequence[Any],
+    ) -> None:
         if self._at_each_step:
             if not report.applied.item():
                 self._replay(self.run.step, self._position)
@@ -78,7 +82,11 @@ class NonfiniteReplay(Observer):
                 return f"; first: step {fault.step}, {fault.where}"
         return ""
 
-    def _replay(self, step: int, position: int) -> bool:
+    def _replay(
+        self,
+        step: int,
+        position: int,
+    ) -> bool:
         """Replay a step on all ranks and report its first inf or nan; return whether it has one."""
         world = self.run.world
         with world.clock.hold("diagnostics"):
@@ -100,7 +108,11 @@ class NonfiniteReplay(Observer):
             self._report(replace(first, other_ranks=others), kept)
         return True
 
-    def _warn_nothing_found(self, step: int, results: list[str]) -> None:
+    def _warn_nothing_found(
+        self,
+        step: int,
+        results: list[str],
+    ) -> None:
         warn = self.run.world.warn
         failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]
         if failures:
@@ -112,7 +124,11 @@ class NonfiniteReplay(Observer):
                 "have changed since, which debug.nonfinite=step prevents"
             )
 
-    def _report(self, fault: NonFinite, kept: dict[str, Any]) -> None:
+    def _report(
+        self,
+        fault: NonFinite,
+        kept: dict[str, Any],
+    ) -> None:
         """To reports.jsonl each time; to the console once per module, phase and rank."""
         world = self.run.world
         self.faults.append(fault)
@@ -132,7 +148,11 @@ class NonfiniteReplay(Observer):
             text += "; " + world.gather_texts(self._keep(fault, kept))[fault.rank]
         world.warn(text)
 
-    def _keep(self, fault: NonFinite, kept: dict[str, Any]) -> str:
+    def _keep(
+        self,
+        fault: NonFinite,
+        kept: dict[str, Any],
+    ) -> str:
         """Write the file, on the rank of the micro-batch; return where. Every rank calls it."""
         run = self.run
         weights = None

@@ -61,7 +61,11 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
     return int(failed > 0)
 
 
-def prepare(largest: int, world: World, config: Config) -> Callable[[Row], list[Hashes] | str]:
+def prepare(
+    largest: int,
+    world: World,
+    config: Config,
+) -> Callable[[Row], list[Hashes] | str]:
     """On each rank: what takes a row's steps. largest: the highest number of ranks."""
     batch = config.train.global_batch_size
     if batch == "auto":
@@ -76,7 +80,11 @@ def prepare(largest: int, world: World, config: Config) -> Callable[[Row], list[
     return partial(hashes_of_row, world, config)
 
 
-def hashes_of_row(world: World, config: Config, row: Row) -> list[Hashes] | str:
+def hashes_of_row(
+    world: World,
+    config: Config,
+    row: Row,
+) -> list[Hashes] | str:
     """Each step's hashes, on every rank; or why training refuses this way of running."""
     strategy: Any = row[1]
     precision = row[2]
@@ -140,7 +148,13 @@ def micro_batch(
         yield
 
 
-def hash_output(hashes: list[Hashes], what: str, module: nn.Module, _: Any, output: Any) -> None:
+def hash_output(
+    hashes: list[Hashes],
+    what: str,
+    module: nn.Module,
+    _: Any,
+    output: Any,
+) -> None:
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     of_call = hashes[-1]
     call = f"the output of {what}"
@@ -149,7 +163,11 @@ def hash_output(hashes: list[Hashes], what: str, module: nn.Module, _: Any, outp
     of_call[call] = " ".join(map(hash_tensor, tensors))
 
 
-def hash_gradients(run: Run, hashes: Hashes, *_: Any) -> None:
+def hash_gradients(
+    run: Run,
+    hashes: Hashes,
+    *_: Any,
+) -> None:
     """From the last parameter to the first: the order of the backward."""
     for name, parameter in reversed(list(run.parallel.module.named_parameters())):
         if parameter.grad is not None:
