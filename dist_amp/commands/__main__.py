@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "write a checkpoint's model as one safetensors file",
     "sample": "generate a sample from a trained model",
     "board": "show a run, or a folder of runs, in TensorBoard with the main charts pinned",
+    "diff": "compare two runs: settings, and where their numbers part first",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
 }
@@ -35,6 +36,7 @@ OPTIONS = {
     "tokenize": "--out --check --workers --shard_tokens",
     "export": "--out --dtype --format --merge --weights",
     "sample": "--weights",
+    "diff": "--json",
     "doctor": "--json --device",
     "follow": "--to --project --once",
 }
