@@ -84,8 +84,8 @@ def build_optimizer(
         check_keys(groups, optimizer)
     if config.fused and not takes_grad_scale(optimizer):
         say(
-            f"optimizer {type(optimizer).__name__}: steps by unscale_, clip_grad_norm_ and step, "
-            "with two host reads per step"
+            f"optimizer {type(optimizer).__name__}: unscaled and clipped before its step, with two "
+            "host reads per step"
         )
     return optimizer
 

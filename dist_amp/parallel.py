@@ -76,9 +76,9 @@ class Parallel:
         """Whether each rank holds a part of every parameter."""
         return self.strategy in ("fsdp", "hsdp")
 
-    def sum_over_ranks(self, value: Tensor) -> SumOverRanks:
-        """Start to sum a scalar float32 over all ranks; `value` itself is overwritten."""
-        return SumOverRanks(value, self.world)
+    def sum_over_ranks(self, values: Tensor) -> SumOverRanks:
+        """Start to sum [micro-batches] float32 of every rank."""
+        return SumOverRanks(values.sum(), self.world)
 
     def global_grad_norm(self) -> Tensor:
         """Global L2 norm of the scaled gradients: scalar float32 on the device, equal on all ranks.
@@ -98,7 +98,7 @@ class Parallel:
             norms = norms_of([gradient.to_local() for gradient in gradients])
         square = norms.dot(norms).to(self.world.device)  # from the host, under CPU offload
         shards = self.world.world_size / self.replicas
-        return (self.sum_over_ranks(square).mean() * shards).sqrt()
+        return (SumOverRanks(square, self.world).mean() * shards).sqrt()
 
     def zero_grad(self) -> None:
         """Set the gradients to None. An optimizer's zero_grad costs 17 us more for its ranges."""

@@ -126,22 +126,20 @@ class Scaler(torch.amp.GradScaler):
 
         scaled_norm: global norm of the gradients as they are, equal on every rank. Returns the norm
         of the unscaled gradients, before clipping. A fused optimizer is only given the factor, and
-        divides in its kernel; others follow the textbook.
+        divides in its kernel; for others the gradients are divided here.
         """
         norm = self._decide(scaled_norm)
-        if clip.by == "value" or not takes_grad_scale(optimizer):
-            self.unscale_(optimizer)
-            if clip.by == "norm":
-                nn.utils.clip_grad_norm_(parameters_of(optimizer), clip.limit)
-            elif clip.by == "value":
-                nn.utils.clip_grad_value_(parameters_of(optimizer), clip.limit)
-        elif clip.by == "norm":
+        if clip.by == "norm":
             # The excess over the limit, 1e-6 as in clip_grad_norm_. Source: Pascanu et al. 2013,
             # arXiv:1211.5063.
             excess = norm.add(1e-6).div_(clip.limit).clamp_(min=1)
             if self._grad_scale is not None:
                 excess *= self._grad_scale
             self._grad_scale = excess
+        if clip.by == "value" or not takes_grad_scale(optimizer):
+            self.unscale_(optimizer)
+        if clip.by == "value":
+            nn.utils.clip_grad_value_(parameters_of(optimizer), clip.limit)
         return norm
 
     def _decide(self, scaled_norm: Tensor) -> Tensor:

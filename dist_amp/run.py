@@ -99,6 +99,11 @@ def build_run(
     weights are neither drawn nor read from the task's files.
     """
     world = locate(config.run) if world is None else world
+    given = config
+    if config.parallel.bit_exact:
+        from dist_amp.bit_exact import exact_config, make_exact
+
+        config = exact_config(config, world)
     set_determinism(config.run.deterministic)
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
     micro_batches = accumulation_steps(config.train, world.world_size)
@@ -123,7 +128,7 @@ def build_run(
     seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
     clip = Clip(config.train.clip_by, config.train.clip_limit)
     run = ScriptRun(
-        config=config,
+        config=given,
         world=world,
         folder=folder,
         task=task,
@@ -142,6 +147,8 @@ def build_run(
         from dist_amp.loading.bad_samples import skip_bad_samples
 
         skip_bad_samples(run)
+    if config.parallel.bit_exact:
+        make_exact(run)
     if any(not p.requires_grad for p in parallel.module.parameters()):
         from dist_amp.scaling.frozen import FrozenBase
 

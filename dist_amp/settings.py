@@ -200,6 +200,10 @@ class ParallelConfig:
     matrix products and attention are kept), or every n-th. full keeps only the blocks' inputs and
     costs about a third more computation; selective costs little.
     """
+    bit_exact: bool = False
+    """Compute the same bits on 1, 2, 4, 8, ... ranks under every strategy, for the same
+    global_batch_size and micro_batch_size; costs a reduction per micro-batch: docs/bit_exact.md.
+    """
     cpu_offload: bool = False
     """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; costs a
     host-device sync per step.
@@ -284,7 +288,7 @@ class OptimConfig:
     """Momentum of sgd, and of muon, where 0.95 is usual."""
     fused: bool = True
     """One fused kernel that unscales, clips and steps, or skips, with no host-device sync; false:
-    unscale_, clip_grad_norm_, step and update one after another, with two syncs per step.
+    gradients are unscaled and clipped before the step, with two syncs.
     """
     ema: Annotated[float, Range(above=0, below=1)] | Literal["off"] = "off"
     """Decay of an exponential moving average of the parameters, which evaluation, export and sample

@@ -83,8 +83,8 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     clock = run.world.clock
     # A mean of means is biased when masks or tails are uneven: divide once, by the weight of all
     # ranks and micro-batches. The sum over ranks overlaps the first forward.
-    weight = weight_of(run.task, micro_batches, run.world.device)
-    total_weight = run.parallel.sum_over_ranks(weight)
+    weights = weights_of(run.task, micro_batches, run.world.device)
+    total_weight = run.parallel.sum_over_ranks(weights)
     losses = []
     with run.precision.cast_once(len(micro_batches)):
         for is_last, batch in mark_last(micro_batches):
@@ -121,7 +121,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
     if run.validation is None:
         return {}
     metrics = getattr(run.task, "metrics", None)
-    means = WeightedMeans(run.world)
+    means = WeightedMeans(run.world, run.config.parallel.bit_exact)
     with run.world.clock.hold("evaluation"), run.evaluating():
         for micro_batches in run.validation.one_epoch(run.config.eval.batches):
             if stop is not None and stop():
@@ -139,28 +139,21 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
     return means.over_all_ranks()
 
 
-def weight_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
-    """The weight of this rank's micro-batches: scalar float32 on the device."""
+def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
+    """What each of this rank's micro-batches counts: [micro-batches] float32 on the device."""
     if not micro_batches:
         raise DataError(
             "train_step got no micro-batches; give it those of one step, as next(run.data) returns "
             "them"
         )
-    number = 0.0
-    tensors = []
+    weights = []
     for batch in micro_batches:
-        if isinstance(batch, Padding):
-            continue
-        weight = task.weight(batch)
-        check_weight(weight)
-        if isinstance(weight, Tensor):
-            tensors.append(weight)
-        else:
-            number += float(weight)
-    total = torch.full((), number, device=device)
-    for weight in tensors:
-        total += as_scalar(weight, device)
-    return total
+        weight = 0.0
+        if not isinstance(batch, Padding):
+            weight = task.weight(batch)
+            check_weight(weight)
+        weights.append(as_scalar(weight, device).float())
+    return torch.stack(weights)
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> Tensor:

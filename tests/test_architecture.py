@@ -31,6 +31,7 @@ ORDER = [
     "data",
     "telemetry",
     "step",
+    "bit_exact",
     "checkpoint",
     "run",
     "diagnostics",

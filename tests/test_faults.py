@@ -20,7 +20,7 @@ from dist_amp.diagnostics import consistency
 from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.errors import Failure
 from dist_amp.optim import build_optimizer, learning_rate
-from dist_amp.step import loss_of, mark_last, train_step, weight_of
+from dist_amp.step import loss_of, mark_last, train_step, weights_of
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.train import train
@@ -36,7 +36,7 @@ def loop(run, micro_batches, share=None, backward=None, before_update=None):
     """A copy of train_step, with the places in which a fault is planted."""
     task = run.task
     device = run.world.device
-    weight = run.world.sum(weight_of(task, micro_batches, device))
+    weight = run.world.sum(weights_of(task, micro_batches, device).sum())
     losses = []
     for is_last, batch in mark_last(micro_batches):
         with run.parallel.gradient_sync(is_last):

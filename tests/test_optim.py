@@ -154,7 +154,7 @@ def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_say
     capsys, kind, said, reads
 ):
     run = make_run(World(), Own(kind), *words("unused", "single"))
-    line = f"optimizer {said}: steps by unscale_, clip_grad_norm_ and step, with two host reads"
+    line = f"optimizer {said}: unscaled and clipped before its step, with two host reads"
     assert capsys.readouterr().out.count(line) == bool(said)
     assert takes_grad_scale(run.optimizer) == (not said)
     take_steps(run, 1)  # the first step checks that every parameter has a gradient

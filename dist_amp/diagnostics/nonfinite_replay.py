@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite, unpadded
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.run import Run
-from dist_amp.step import weight_of
+from dist_amp.step import weights_of
 from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 
 MAX_FILES = 8  # kept in a run's folder
@@ -105,7 +105,8 @@ class NonfiniteReplay(Observer):
         fetched = run.data.at(position)
         if self._random is not None:
             set_random_state(self._random, device)
-        weight = run.world.sum(weight_of(run.task, [batch for batch, _ in fetched], device))
+        weights = weights_of(run.task, [batch for batch, _ in fetched], device)
+        weight = run.world.sum(weights.sum())
         share = run.world.world_size / weight
         text = ""
         kept: dict[str, Any] = {}

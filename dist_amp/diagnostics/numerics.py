@@ -16,7 +16,7 @@ from torch import Tensor
 from dist_amp.errors import ConfigError
 from dist_amp.run import Run
 from dist_amp.scaling.compile import as_compiled_so_far
-from dist_amp.step import loss_of, weight_of
+from dist_amp.step import loss_of, weights_of
 from dist_amp.telemetry.step_report import Observer, StepReport
 from dist_amp.world import local
 
@@ -118,7 +118,8 @@ class Numerics(Observer):
     def _count_underflow(self, micro_batches: Sequence[Any]) -> None:
         """Of this rank's gradients; under FSDP of those summed over ranks, as its shards are."""
         run = self.run
-        weight = run.world.sum(weight_of(run.task, micro_batches, run.world.device))
+        weights = weights_of(run.task, micro_batches, run.world.device)
+        weight = run.world.sum(weights.sum())
         factor = run.world.world_size / weight
         scaled = factor * run.scaler.scale_tensor
         nonzero_in_fp16 = self._nonzero_gradients(micro_batches[0], scaled, fp16=True)

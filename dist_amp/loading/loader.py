@@ -36,10 +36,11 @@ class Fetch:
         self.collate = getattr(task, "collate", default_collate)
         self.split = split
         self.augment: Any = getattr(task, "augment", None) if split == "training" else None
+        self.always_seeds = False  # in the training process too
         self._generator = torch.Generator()
 
     def __getitem__(self, shard: Shard) -> Any:
-        if get_worker_info() is not None:
+        if self.always_seeds or get_worker_info() is not None:
             # A worker's own random numbers would depend on how many workers there are.
             seed_host(shard.seed)
         indices = shard.indices

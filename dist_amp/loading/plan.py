@@ -15,6 +15,7 @@ from torch import Tensor
 Order = Literal["dataset", "randperm", "feistel"]
 EpochOrder = Callable[[Tensor], Tensor]  # positions in an epoch -> samples
 OrderOf = Callable[[int, int], EpochOrder]  # of a seed and an epoch
+Deal = Callable[[Sequence[int], int, int, int], list["Shard"]]  # as shard_step does
 
 TABLE_LENGTH = 2**16  # half a MiB per rank, made in under a millisecond (measured)
 # Each changes one of the two digits. NIST SP 800-38G uses 8 (FF3) and 10 (FF1) for small domains.
@@ -46,6 +47,7 @@ class Plan:
     order: str  # an Order, or the name of the dataset's own
     drop_last: bool = False  # leave out the last step of an epoch if it is not full
     dataset_order: OrderOf | None = None
+    deal: Deal | None = None  # in place of shard_step
 
     def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
         """(samples consumed after the step, micro-batches) from `position` on, without end."""
@@ -69,9 +71,9 @@ class Plan:
     ) -> Iterator[tuple[int, list[Shard]]]:
         """The steps that start at these positions of an epoch."""
         windows = [range(i, min(i + self.global_batch_size, self.length)) for i in starts]
+        deal = self.deal or shard_step
         steps = [
-            shard_step(window, self.world_size, self.micro_batch_size, self.rank)
-            for window in windows
+            deal(window, self.world_size, self.micro_batch_size, self.rank) for window in windows
         ]
         positions = [i for shards in steps for shard in shards for i in shard.indices]
         samples = iter(order(torch.tensor(positions)).tolist())
@@ -81,7 +83,8 @@ class Plan:
             step = []
             for number, shard in enumerate(shards):
                 indices = tuple(islice(samples, len(shard.indices)))
-                seed = hash((self.seed, consumed, number, self.rank)) % 2**63
+                micro_batch = number * self.world_size + self.rank  # of all ranks'
+                seed = hash((self.seed, consumed, micro_batch)) % 2**63
                 step.append(Shard(indices, shard.counts, seed, augmentation))
             yield consumed, step
 

@@ -83,7 +83,7 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
             return DataError(f"rank {rank}: loader worker (pid {died[1]}) {how}; {advice}")
     batch = None
     seen = locals_of(error)
-    if seen.keys() & {"weight_of", "loss_of", "evaluate"}:
+    if seen.keys() & {"weights_of", "loss_of", "evaluate"}:
         batch = seen.get("batch")
     if _OUT_OF_RANGE.match(str(error)) and (samples := _samples_of(batch, splits)):
         return DataError(

@@ -63,6 +63,8 @@ class Metrics:
         self._pending: tuple[Any, ...] | None = None  # a log step's, on their way to the host
         self._jsonl: JsonlWriter | None = None
         self._tensorboard: TensorBoardWriter | None = None
+        # How an optional feature sums a step's losses over ranks.
+        self.combine: Callable[[StepReport], StepReport] | None = None
         # What optional features add: tags of every rank, [ranks] each; this rank's tags, or entries
         # of rank 0's line of metrics.jsonl; entries of summary.json, given whether the run failed.
         self.more_rank_tags: dict[str, Callable[[LogRow], np.ndarray]] = {}
@@ -106,6 +108,8 @@ class Metrics:
 
     def record(self, report: StepReport) -> None:
         """Record one step's results without reading them."""
+        if self.combine is not None:
+            report = self.combine(report)
         self.interval.add(report)
 
     def begin(

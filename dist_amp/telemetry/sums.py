@@ -111,9 +111,11 @@ class Interval:
 class WeightedMeans:
     """An evaluation's sums of metrics and of their weights: float64 on the device."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, exact: bool = False):
+        """exact: the same bits on any number of ranks, for one host read per evaluation."""
         self._world = world
-        self._sums: dict[str, Tensor] = {}  # by metric: [2], its sum and its weight
+        self._exact = exact
+        self._sums: dict[str, list[Tensor]] = {}  # by metric, of each batch: [2], sum and weight
         self._names_vary = False  # whether the names come from the task's metrics()
 
     def checked(self, values: Any) -> dict[str, Any]:
@@ -146,7 +148,7 @@ class WeightedMeans:
             check_weight(pair[1], f"metrics() gave {name} the weight")
             scalars = [as_scalar(x, self._world.device) for x in pair]
             sums = torch.stack([scalar.detach().double() for scalar in scalars])
-            self._sums[name] = self._sums.get(name, 0.0) + sums * counts
+            self._sums.setdefault(name, []).append(sums * counts)
 
     def over_all_ranks(self) -> dict[str, float]:
         """{metric: its mean}, equal on every rank; one all-reduce.
@@ -165,7 +167,14 @@ class WeightedMeans:
                         f"the task's metrics() returned {texts[0]} on rank 0 and {text} on rank "
                         f"{rank}; return the same names on every rank"
                     )
-        totals = self._world.sum(torch.stack([self._sums[name] for name in names])).tolist()
+        rows = torch.stack([torch.stack(self._sums[name]) for name in names])
+        if self._exact:
+            totals = []
+            for batches in self._world.gather(rows).transpose(0, 1):
+                pairs = batches.flatten(0, 1).tolist()  # of all ranks
+                totals.append([math.fsum(column) for column in zip(*pairs, strict=True)])
+        else:
+            totals = self._world.sum(rows.sum(1)).tolist()
         return {
             name: total / weight if weight else math.nan
             for name, (total, weight) in zip(names, totals, strict=True)

@@ -1,0 +1,360 @@
+"""Bit-exact training: the same bits on 1, 2, 4, 8, ... ranks, under every strategy.
+
+Micro-batch `round * world_size + rank` of a step holds the same samples and draws the same random
+numbers wherever it is computed. Its gradients are added in one fixed binary tree: over the ranks by
+an all-to-all and sums in pairs, over the rounds by a binary counter. Zeros added at the end of a
+tree change no sum, so padding does not matter.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_amp.config.auto import batch_statistics
+from dist_amp.distributed.process import seed_all
+from dist_amp.errors import ConfigError
+from dist_amp.loading.plan import Shard
+from dist_amp.parallel import Parallel
+from dist_amp.precision import takes_grad_scale
+from dist_amp.settings import Config
+from dist_amp.step import Run
+from dist_amp.telemetry.step_report import StepReport
+from dist_amp.world import World, all_gather_single, local
+
+CHUNK = 2**22  # elements of a gradient that are squared at a time
+
+# Section, key, the values that can be exact, and why others can't.
+EXACT = (
+    ("parallel", "comm_dtype", ("off",), "compressed gradients are rounded once per rank"),
+    ("parallel", "param_dtype", ("fp32",), "only sharded runs have other parameters"),
+    ("parallel", "reduce_dtype", ("fp32",), "only sharded runs reduce in another dtype"),
+    ("parallel", "cpu_offload", (False,), "the host rounds otherwise than the GPU"),
+    ("precision", "cast_by", ("auto", "autocast"), "only sharded runs have a policy"),
+    ("compile", "mode", ("default", "reduce-overhead"), "timings decide which kernels it takes"),
+)
+
+
+# ---- what can't be exact
+
+
+def exact_config(config: Config, world: World) -> Config:
+    """The config with what bit-exact training fixes. Errors: ConfigError for what can't be exact.
+
+    On a CPU it also sets one thread per process: other numbers add in another order.
+    """
+    ranks = world.world_size
+    if ranks & (ranks - 1):
+        lower = 2 ** (ranks.bit_length() - 1)
+        raise ConfigError(
+            f"parallel.bit_exact=true needs a power of two of ranks, not {ranks}: gradients are "
+            f"added in pairs; use {lower} or {2 * lower} ranks"
+        )
+    for section, key, exact, reason in EXACT:
+        value = getattr(getattr(config, section), key)
+        if value not in exact:
+            shown = str(exact[0]).lower()
+            raise ConfigError(
+                f"parallel.bit_exact=true does not allow {section}.{key}={str(value).lower()}: "
+                f"{reason}; use {shown}"
+            )
+    if config.train.global_batch_size == "auto":
+        size = config.train.micro_batch_size * ranks
+        raise ConfigError(
+            "parallel.bit_exact=true needs train.global_batch_size: with auto, another number of "
+            f"ranks takes other steps; use train.global_batch_size={size} or another multiple of "
+            f"micro_batch_size {config.train.micro_batch_size}"
+        )
+    on_cpu = world.device.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)
+    cast_by = "autocast" if config.precision.use_amp else config.precision.cast_by
+    return replace(
+        config,
+        run=replace(config.run, deterministic=config.run.deterministic or not on_cpu),
+        precision=replace(config.precision, cast_by=cast_by),
+        parallel=replace(config.parallel, accumulate_reduce="every"),
+        # A fused kernel on a CPU rounds the end of a shard otherwise than its body.
+        optim=replace(config.optim, fused=config.optim.fused and not on_cpu),
+    )
+
+
+def check_exact(run: Run) -> None:
+    """Errors: ConfigError for a model, task or optimizer whose steps can't be exact."""
+    reason = ""
+    if statistics := batch_statistics(run.parallel.module):
+        layer = next(iter(statistics)).rpartition(".")[0]
+        reason = f"{layer} of the model keeps statistics of each rank's batches; use GroupNorm"
+    elif getattr(run.task, "couples_samples", False):
+        reason = "the task has couples_samples=True, so the loss depends on what ranks hold"
+    elif run.world.device.type == "cpu" and takes_grad_scale(run.optimizer):
+        reason = "the task's optimizer is fused, and on a CPU it rounds shards otherwise"
+    elif run.parallel.replicas > 2 and run.parallel.sharded and shards_of(run.parallel) == 1:
+        reason = f"parallel.replicas={run.parallel.replicas} shards nothing; use strategy ddp"
+    if reason:
+        raise ConfigError(f"parallel.bit_exact=true can't hold: {reason}, or bit_exact=false")
+
+
+def make_exact(run: Run) -> None:
+    """Make a run that was just built bit-exact. Errors: as for `check_exact`."""
+    check_exact(run)
+    if isinstance(run.parallel.model, DistributedDataParallel):
+        run.parallel.model.register_comm_hook(AllReduce(run.world), AllReduce.hook)
+    elif run.parallel.sharded:
+        reduce_scatter = ReduceScatter(run.parallel)
+        for unit in run.parallel.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)
+                unit.set_custom_reduce_scatter(reduce_scatter)
+    run.parallel = ExactParallel(run)
+    run.metrics.combine = run.parallel.with_losses_of_all_ranks
+    for data in (run.data, run.validation):
+        if data is not None:
+            # An evaluation takes as many samples per step as training does.
+            size = run.data.plan.global_batch_size
+            data.plan = replace(data.plan, deal=deal_in_order, global_batch_size=size)
+            data.fetch.always_seeds = True
+    run.world.say("exact  bit for bit on 1, 2, 4, ... ranks; reduces after every micro-batch")
+
+
+# ---- micro-batches
+
+
+def deal_in_order(window: Sequence[int], world_size: int, size: int, rank: int) -> list[Shard]:
+    """One step's samples -> this rank's micro-batches, each of `size` consecutive samples."""
+    batches = [tuple(window[first : first + size]) for first in range(0, len(window), size)]
+    rounds = math.ceil(len(batches) / world_size)
+    shards = [Shard(batch) for batch in batches]
+    shards += [Shard(batches[0], counts=False)] * (rounds * world_size - len(batches))
+    return shards[rank::world_size]
+
+
+def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
+    """Seed all generators of this process for a micro-batch of step + 1, by its number there."""
+    seed_all(hash((seed, step, micro_batch)) % 2**63)
+
+
+# ---- sums in a fixed order
+
+
+def tree_sum(values: Tensor) -> Tensor:
+    """The sum over the first dimension, added in pairs of neighbours: [n, ...] -> [...]."""
+    while len(values) > 1:
+        if len(values) % 2:
+            values = torch.cat([values, torch.zeros_like(values[:1])])
+        values = values[0::2] + values[1::2]
+    return values[0]
+
+
+def row_squares(gradient: Tensor) -> Tensor:
+    """The sum of each row's squares: [rows, ...] -> [rows] float32, alike in any part of them.
+
+    By elementwise sums alone: a kernel that reduces chooses its order by the number of rows.
+    """
+    rows = gradient.reshape(len(gradient) if gradient.ndim else 1, -1)
+    sums = []
+    for part in rows.split(max(1, CHUNK // max(1, rows.shape[1]))):
+        squares = part.float().square()
+        while (width := squares.shape[1]) > 1:
+            half = (width + 1) // 2
+            squares[:, : width - half] += squares[:, half:]
+            squares = squares[:, :half]
+        sums.append(squares[:, 0])
+    return torch.cat(sums)
+
+
+def exchanged(flat: Tensor, ranks: int, group: Any = None) -> Tensor:
+    """This rank's chunk of every rank's tensor: [n] -> [ranks, n / ranks]; one all-to-all."""
+    received = torch.empty_like(flat)
+    dist.all_to_all_single(received, flat, group=group)
+    return received.view(ranks, -1)
+
+
+class ReduceScatter:
+    """FSDP2's reduce-scatter in the order of the tree, and under HSDP its all-reduce too.
+
+    FSDP2 itself sums over the replicas afterwards, in any order: each gives it another part of the
+    sum, and zeros elsewhere. Two replicas have only one order.
+    """
+
+    def __init__(self, parallel: Parallel):
+        self._replicas = 1
+        if parallel.strategy == "hsdp" and parallel.replicas > 2:
+            self._replicas = parallel.replicas
+            shape = (parallel.replicas, shards_of(parallel))
+            mesh = parallel.world.mesh(shape, ("replicate", "shard"))
+            self._group = mesh.get_group("replicate")
+
+    def allocate(self, size: Sequence[int], *, dtype: Any, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(tree_sum(exchanged(input_tensor, group.size(), group)))
+        if self._replicas == 1:
+            return
+        padded = F.pad(output_tensor, (0, -len(output_tensor) % self._replicas))
+        mine = tree_sum(exchanged(padded, self._replicas, self._group))
+        padded.zero_().view(self._replicas, -1)[dist.get_rank(self._group)] = mine
+        output_tensor.copy_(padded[: len(output_tensor)])
+
+
+class AllReduce:
+    """DDP's all-reduce in the order of the tree: as many bytes as an ordinary one."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._stream: AbstractContextManager[Any] = nullcontext()
+        self._devices: list[Any] = []
+        if world.device.type == "cuda":
+            self._stream = torch.cuda.stream(torch.cuda.Stream(world.device))
+            self._devices = [world.device]
+
+    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        ranks = self._world.world_size
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
+        if self._devices:
+            ready = torch.cuda.current_stream(self._world.device).record_event()
+        with self._stream:
+            if self._devices:
+                ready.wait()
+            padded = F.pad(buffer, (0, -len(buffer) % ranks))
+            mine = tree_sum(exchanged(padded, ranks))
+            all_gather_single(padded, mine)
+            buffer.copy_(padded[: len(buffer)])
+            done.set_result(buffer)
+        return done
+
+
+def shards_of(parallel: Parallel) -> int:
+    """How many ranks share one copy of the model."""
+    return parallel.world.world_size // parallel.replicas
+
+
+class ExactSum:
+    """Like SumOverRanks, in the order of the tree. total: of all ranks; `mean` is the total."""
+
+    def __init__(self, values: Tensor, world: World):
+        self._micro_batches = by_micro_batch(values, world)
+        self._work: Any = None
+        self.total = values
+        if world.world_size > 1:
+            self._work = dist.all_reduce(self._micro_batches, async_op=True)
+
+    def mean(self) -> Tensor:
+        """What this rank's losses are divided by: gradients are summed over ranks."""
+        if self.total.ndim:
+            if self._work is not None:
+                self._work.wait()
+            self.total = tree_sum(self._micro_batches)
+        return self.total
+
+
+def by_micro_batch(values: Tensor, world: World) -> Tensor:
+    """This rank's [rounds] among all micro-batches' [rounds * world_size], zero elsewhere."""
+    spread = values.new_zeros(len(values), world.world_size)
+    spread[:, world.rank] = values
+    return spread.flatten()
+
+
+# ---- the step
+
+
+class ExactParallel(Parallel):
+    """A layout whose gradients are summed, not averaged, in one order."""
+
+    def __init__(self, run: Run):
+        given = run.parallel
+        super().__init__(
+            **{part.name: getattr(given, part.name) for part in fields(given) if part.init}
+        )
+        self._run = run
+        self._synchronise = given.gradient_sync
+        self.gradient_sync = self._micro_batch
+        self._round = 0
+        self._sums: list[list[Tensor]] = []  # of 2^n rounds each, the largest first
+
+    @contextmanager
+    def _micro_batch(self, is_last: bool) -> Iterator[None]:
+        """The context of one micro-batch, whose gradients are reduced and added at its end."""
+        number = self._round * self.world.world_size + self.world.rank
+        seed_micro_batch(self._run.config.run.seed, self._run.step, number)
+        with self._synchronise(True):
+            yield
+        self._round += 1
+        self._add(is_last)
+
+    @torch.no_grad()
+    def _add(self, is_last: bool) -> None:
+        total = []
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            total.append(local(parameter.grad))
+        rounds = self._round
+        if rounds % 2 and not is_last:
+            total = [gradient.clone() for gradient in total]  # DDP's are parts of its buckets
+        while self._sums and (is_last or rounds % 2 == 0):
+            total = added(self._sums.pop(), total)
+            rounds //= 2
+        if not is_last:
+            self._sums.append(total)
+            super().zero_grad()
+            return
+        for parameter, gradient in zip(self.parameters, total, strict=True):
+            # Plus zero: a sum with padding has no negative zeros.
+            torch.add(gradient, 0.0, out=local(parameter.grad))
+        self._round = 0
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._round = 0
+        self._sums = []
+
+    def sum_over_ranks(self, values: Tensor) -> Any:
+        return ExactSum(values, self.world)
+
+    @torch.no_grad()
+    def global_grad_norm(self) -> Tensor:
+        """As for Parallel, by each row's sum of squares, since sharding divides no row."""
+        shards = shards_of(self)
+        parts = []
+        for parameter in self.parameters:
+            rows = torch.zeros(len(parameter) if parameter.ndim else 1, device=self.world.device)
+            gradient = local(parameter.grad)
+            # The other replicas hold the same.
+            if gradient.numel() and (self.world.rank < shards or not self.sharded):
+                first = self.world.rank % shards * math.ceil(len(rows) / shards)
+                squares = row_squares(gradient)
+                rows[first : first + len(squares)] = squares
+            parts.append(rows)
+        squares = torch.cat(parts)
+        if self.sharded:
+            squares = self.world.sum(squares)
+        return squares.double().sum().sqrt().float()
+
+    def with_losses_of_all_ranks(self, report: StepReport) -> StepReport:
+        """The report with the sum of all losses on rank 0, and zero on the others."""
+        losses = by_micro_batch(torch.stack(report.losses), self.world)
+        total = tree_sum(self.world.sum(losses))
+        if not self.world.is_main:
+            total = torch.zeros_like(total)
+        return replace(report, losses=[total])
+
+
+def added(ours: list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
+    """The sums, in `ours`."""
+    for mine, other in zip(ours, theirs, strict=True):
+        mine.add_(other)
+    return ours
