@@ -328,6 +328,10 @@ class MetricsConfig:
     """Dense peak of one device in FLOP/s, such as 989e12, in the dtype that is used, for
     throughput/mfu; auto: on GPUs, from the table in telemetry/mfu.py.
     """
+    fingerprint: Count | Literal["off"] = "off"
+    """Every so many steps, and in the first, a hash of the parameters and gradients of each module
+    is written to metrics.jsonl, by which `dist_amp diff` names the module where two runs part.
+    """
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,10 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
         from dist_amp.diagnostics.numerics import Numerics
 
         observers.append(Numerics(run))
+    if run.config.metrics.fingerprint != "off":
+        from dist_amp.diagnostics.fingerprint import Fingerprint
+
+        observers.append(Fingerprint(run))
     if run.config.debug.profile != "off":
         from dist_amp.diagnostics.profiling import Profile
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "sample": "generate a sample from a trained model",
     "board": "show a run, or a folder of runs, in TensorBoard with the main charts pinned",
     "replay": "take a run's steps again on one process, and look into one of them",
+    "diff": "compare two runs: settings, and where their numbers part first",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
 }
@@ -37,6 +38,7 @@ OPTIONS = {
     "export": "--out --dtype --format --merge --weights",
     "sample": "--weights",
     "replay": "--step --profile --pictures --pdb",
+    "diff": "--deep --json",
     "doctor": "--json --device",
     "follow": "--to --project --once",
 }

@@ -261,16 +261,25 @@ def check_schedule(run: Run, row: LogRow) -> None:
 # ---- hashes ----
 
 
-def hash_tensor(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bits and their order: scalar int64 on its device."""
+def hash_tensor(tensor: Tensor, first: int = 0) -> Tensor:
+    """A hash of a tensor's bits and their order: scalar int64 on its device.
+
+    first: the index of the tensor's first element in the whole tensor that it is a part of; the
+    hashes of the parts add up to the whole's. Each element is mixed with its index by splitmix64's
+    finaliser (Steele et al. 2014, doi:10.1145/2660193.2660195); integers wrap around.
+    """
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)
     bits = values.reshape(-1).view(BITS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    factors = torch.arange(1, min(CHUNK, bits.numel()) + 1, device=bits.device) * 0x5851F42D4C957F2D
     for chunk in bits.split(CHUNK):
-        total = total * 0x14057B7EF767814F + (chunk * factors[: len(chunk)]).sum()
+        mixed = torch.arange(first + 1, first + 1 + len(chunk), device=bits.device)
+        mixed.mul_(-7046029254386353131).add_(chunk)
+        mixed.bitwise_xor_(mixed >> 30).mul_(-4658895280553007687)
+        mixed.bitwise_xor_(mixed >> 27).mul_(-7723592293110705685)
+        total += mixed.sum()
+        first += len(chunk)
     return total
 
 

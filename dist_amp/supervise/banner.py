@@ -195,6 +195,7 @@ def this_rank(device: torch.device) -> dict[str, str]:
         "device": name,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
         "system": platform.platform(),
     }
 

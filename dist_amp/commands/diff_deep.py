@@ -1,0 +1,246 @@
+"""`dist_amp diff --deep`: two runs take their steps again in this process, and are compared inside.
+
+First the parameters and samples of a step; then, in the order in which they are computed, what each
+module returned, the losses, the gradients that each module got, and those of the parameters. Where
+they part, the operations of torch's dispatcher, such as aten.gelu, are compared too.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_amp.commands.replay import run_at
+from dist_amp.diagnostics.consistency import hash_samples, hash_tensor
+from dist_amp.diagnostics.nonfinite import clean_name
+from dist_amp.distributed.process import random_state, set_random_state
+from dist_amp.loading.nested import tensors
+from dist_amp.scaling.compile import uncompiled
+from dist_amp.step import Run, train_step
+
+SAMPLED = 2**12  # elements of each tensor that are kept to say how far it is off
+# In the order of comparison, and how a line begins that names the module.
+KINDS = {
+    "forward": "the forward of",
+    "loss": "the loss",
+    "backward": "the gradient that arrives at the output of",
+    "gradient": "the gradient of the parameters of",
+}
+
+
+class Part(NamedTuple):
+    """Where two runs part. phase: parameters, data, one of KINDS, or nowhere.
+
+    apart, largest: of a sample of the elements, the difference and the element.
+    """
+
+    step: int
+    phase: str
+    module: str = ""
+    operation: str = ""
+    apart: float = 0.0
+    largest: float = 0.0
+    after_update: bool = False
+
+    def __str__(self) -> str:
+        if self.phase == "nowhere":
+            return (
+                f"the replays are equal up to step {self.step}: what differed is not in the steps, "
+                "but in a callback, the layout, the environment or the hardware"
+            )
+        where = f"step {self.step}"
+        what = f"{KINDS.get(self.phase, self.phase)} {self.module}".strip()
+        if self.phase == "parameters":
+            what = f"the first other parameters are in {self.module}"
+            where = (
+                f"the update of step {self.step - 1}"
+                if self.after_update
+                else f"the start of {where}"
+            )
+        elif self.phase == "data":
+            what = "other samples"
+        elif self.phase == "backward" and not self.module:
+            what = "the gradient of the model's output, by the loss or what divides it"
+        text = f"{where}: {what}"
+        if self.operation:
+            text += f", {self.operation}"
+        if self.apart:
+            text += f"; differs by {self.apart:.2g}, elements up to {self.largest:.2g}"
+        return text
+
+
+class Value(NamedTuple):
+    """What a module returned or got, or a gradient."""
+
+    module: str
+    hashes: list[int]
+    samples: list[Tensor]
+
+
+def value_of(module: str, content: Any) -> Value:
+    leaves = [leaf.detach() for leaf in tensors(content) if leaf.layout == torch.strided]
+    samples = [leaf.flatten()[:: 1 + leaf.numel() // SAMPLED].clone() for leaf in leaves]
+    return Value(module, [int(hash_tensor(leaf)) for leaf in leaves], samples)
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps what a step computes.
+
+    values: by kind, in order. operations: by module, "" outside of all, each a name and hashes.
+    """
+
+    def __init__(self, run: Run):
+        super().__init__()
+        self.values: dict[str, list[Value]] = defaultdict(list)
+        self.operations: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
+        self._running = [""]
+        # By id, and kept so that no id is used twice: the outermost module that returned it.
+        self._returned: dict[int, tuple[Tensor, str]] = {}
+        self._module = run.parallel.module
+        self._optimizer = run.optimizer
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for name, module in self._module.named_modules():
+                name = clean_name(name)
+                before = module.register_forward_pre_hook(partial(self._enter, name))
+                hooks.callback(before.remove)
+                hooks.callback(module.register_forward_hook(partial(self._leave, name)).remove)
+            hooks.callback(self._optimizer.register_step_pre_hook(self._keep_gradients).remove)
+            with self:
+                yield
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._running.append(name)
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        self.values["forward"].append(value_of(name, output))
+        for leaf in tensors(output):
+            if leaf.requires_grad and id(leaf) not in self._returned:
+                leaf.register_hook(partial(self._receive, id(leaf)))
+            self._returned[id(leaf)] = leaf, name
+
+    def _receive(self, key: int, gradient: Tensor) -> None:
+        self.values["backward"].append(value_of(self._returned[key][1], gradient))
+
+    def _keep_gradients(self, *_: Any) -> None:
+        for name, parameter in self._module.named_parameters():
+            module = clean_name(name).rpartition(".")[0]
+            self.values["gradient"].append(value_of(module, parameter.grad))
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        name = str(function.overloadpacket)
+        if not function.is_view and "empty" not in name:  # which has what the memory held before
+            self.operations[self._running[-1]].append((name, value_of("", out).hashes))
+        return out
+
+
+class Replayed:
+    """One of the runs, with random generators of its own."""
+
+    def __init__(self, folder: Path, step: int):
+        """The run before its step `step`, or at an earlier checkpoint."""
+        self._replay = run_at(folder, step)
+        self.run = self._replay.run
+        self._random = random_state(self.run.world.device)
+
+    def parameters(self) -> dict[str, int]:
+        named = self.run.parallel.module.named_parameters()
+        return {clean_name(name): int(hash_tensor(parameter)) for name, parameter in named}
+
+    def batches(self) -> list[Any]:
+        set_random_state(self._random, self.run.world.device)
+        micro_batches = next(self.run.data)
+        self._random = random_state(self.run.world.device)
+        return micro_batches
+
+    def take_step(self, micro_batches: Sequence[Any]) -> Recorder:
+        set_random_state(self._random, self.run.world.device)
+        recorder = Recorder(self.run)
+        with uncompiled(), recorder.attached():
+            report = train_step(self.run, micro_batches)
+        self._replay.callbacks.after_step(report, micro_batches)
+        recorder.values["loss"] = [value_of("", report.losses)]
+        self._random = random_state(self.run.world.device)
+        return recorder
+
+
+def where_they_part(folders: Sequence[Path], equal_until: int, until: int) -> Part:
+    """Take the steps of both runs again, from where they are known to be equal to `until`."""
+    runs = [Replayed(folder, equal_until + 1) for folder in folders]
+    first = max(replayed.run.step for replayed in runs) + 1
+    for replayed in runs:
+        while replayed.run.step + 1 < first:
+            replayed.take_step(replayed.batches())
+    try:
+        return first_of_steps(runs, first, until)
+    finally:
+        for replayed in runs:
+            replayed.run.close()
+
+
+def first_of_steps(runs: Sequence[Replayed], first: int, until: int) -> Part:
+    a, _ = runs
+    for step in range(first, until + 2):
+        before = [run.parameters() for run in runs]
+        for name in before[0]:
+            if before[0][name] != before[1].get(name):
+                module = name.rpartition(".")[0]
+                return Part(step, "parameters", module, after_update=step > first)
+        if step > until:
+            break
+        batches = [run.batches() for run in runs]
+        hashes = [hash_samples(each, a.run.world.device) for each in batches]
+        if hashes[0] != hashes[1]:
+            return Part(step, "data")
+        steps = [run.take_step(each) for run, each in zip(runs, batches, strict=True)]
+        if part := first_part(step, *steps):
+            return part
+    return Part(until, "nowhere")
+
+
+def first_part(step: int, a: Recorder, b: Recorder) -> Part | None:
+    """Where one step's values part; None if they are equal."""
+    for kind in KINDS:
+        for pair in zip_longest(a.values[kind], b.values[kind]):
+            if pair[0] and pair[1] and pair[0][:2] == pair[1][:2]:
+                continue
+            module = (pair[0] or pair[1]).module
+            place = module if kind == "forward" else ""
+            name = first_operation(a.operations[place], b.operations[place])
+            return Part(step, kind, module, name, *distance(*pair))
+    return None
+
+
+def first_operation(a: Sequence[tuple[str, Any]], b: Sequence[tuple[str, Any]]) -> str:
+    """The name of the first that differs; "" if none does."""
+    nothing: tuple[str, list[int]] = ("nothing", [])
+    for of_a, of_b in zip_longest(a, b, fillvalue=nothing):
+        if of_a[0] != of_b[0]:
+            return f"{of_a[0]} in A, {of_b[0]} in B"
+        if of_a != of_b:
+            return of_a[0]
+    return ""
+
+
+def distance(a: Value | None, b: Value | None) -> tuple[float, float]:
+    """(the largest difference of two elements, the largest element), of the samples of both."""
+    apart = largest = 0.0
+    if a is not None and b is not None:
+        for x, y in zip(a.samples, b.samples, strict=False):
+            if x.shape == y.shape and x.numel():
+                apart = max(apart, float((x.double() - y.double()).abs().max()))
+                largest = max(largest, float(x.double().abs().max()))
+    return apart, largest

@@ -1,0 +1,120 @@
+"""Hashes of each module's parameters and gradients, every metrics.fingerprint steps.
+
+They are written with the next log step, as {"fingerprints": {step: {"parameters": {module: hash},
+"gradients": {module: hash}}}}: of the parameters before the step's update, and of the gradients
+that the optimizer gets. Equal bits have equal hashes at any world size and strategy.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_amp.diagnostics.consistency import hash_tensor
+from dist_amp.diagnostics.nonfinite import clean_name
+from dist_amp.run import Run
+from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
+from dist_amp.world import local
+
+MAX_GROUPS = 64  # hashes of parameters in a line; assumed: 64 of each kind take 4 KB
+KINDS = ("parameters", "gradients")
+
+
+class Fingerprint(Observer):
+    """A skipped step has hashes of the parameters only if it does not call the optimizer."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._every: Any = run.config.metrics.fingerprint  # not "off"
+        names, parameters = zip(*run.parallel.module.named_parameters(), strict=True)
+        groups = group_names(names)
+        self._names = list(dict.fromkeys(groups))
+        self._group_of = torch.tensor([self._names.index(group) for group in groups])
+        shards = run.world.world_size // run.parallel.replicas
+        # This rank's: the parameter, and which of its elements is the shard's first.
+        self._parts: list[tuple[nn.Parameter, int]] = []
+        if run.world.rank < shards:  # further copies hold the same
+            for parameter in parameters:
+                # FSDP2 gives each rank as many rows, and fewer to the last ones.
+                rows = -(-parameter.shape[0] // shards) if shards > 1 else 0
+                self._parts.append((parameter, run.world.rank * rows * parameter[:1].numel()))
+        self._hashes: list[Tensor] = []  # of this step
+        self._hooks: list[Any] = []  # in a step that is hashed
+        self._copies: dict[int, Tensor] = {}  # by step, on their way to the host
+        run.metrics.more_tags.append(self.tags)
+
+    def before_step(self, micro_batches: Sequence[Any]) -> None:
+        step = self._run.step + 1
+        if step == 1 or step % self._every == 0:
+            self._hash("parameters")
+            hook = self._run.optimizer.register_step_pre_hook(lambda *_: self._hash("gradients"))
+            self._hooks = [hook]
+
+    def _hash(self, kind: str) -> None:
+        """Each group's hash, of what this rank holds: [groups] int64."""
+        world = self._run.world
+        hashes = torch.zeros(len(self._names), dtype=torch.int64, device=world.device)
+        with world.clock.hold("diagnostics"):
+            for number, (parameter, first) in enumerate(self._parts):
+                tensor = parameter.grad if kind == "gradients" else parameter
+                if tensor is not None:
+                    # Times an odd number, so that exchanged parameters are noticed.
+                    value = hash_tensor(local(tensor), first) * (2 * number + 1)
+                    hashes[self._group_of[number]] += value.to(world.device)
+        self._hashes.append(hashes)
+
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        if not self._hooks:
+            return
+        self.__exit__()
+        with self._run.world.clock.hold("diagnostics"):
+            hashes = self._run.world.sum(torch.stack(self._hashes))
+            # Ahead of a log step's copy in the stream: it has arrived when that one has.
+            self._copies[self._run.step] = hashes.to("cpu", non_blocking=True)
+        self._hashes = []
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def tags(self, row: LogRow) -> dict[str, Any]:
+        """The hashes up to this log step, for rank 0's line of metrics.jsonl."""
+        written = {}
+        for step in [step for step in self._copies if step <= row.step]:
+            hashes = self._copies.pop(step).tolist()
+            written[str(step)] = {
+                kind: dict(zip(self._names, map(as_text, values), strict=True))
+                for kind, values in zip(KINDS, hashes, strict=False)
+            }
+        return {"fingerprints": written} if written and self._run.world.is_main else {}
+
+
+def as_text(number: int) -> str:
+    """Of 64 bits: JSON's readers may round larger numbers than 2^53."""
+    return f"{number % 2**64:016x}"
+
+
+def group_names(names: Sequence[str]) -> list[str]:
+    """The module group of each parameter, by name: the smallest modules that are few enough.
+
+    Several neighbouring layers form a group if there are more than MAX_GROUPS of them.
+    """
+    paths = [clean_name(name).split(".")[:-1] or [name] for name in names]
+    # Down to a layer's number, such as model.layers.0.
+    numbers = [[part.isdigit() for part in path] for path in paths]
+    layers = max(row.index(True) + 1 if any(row) else 1 for row in numbers)
+    groups: list[str] = []
+    for depth in range(max(map(len, paths)), layers - 1, -1):
+        groups = [".".join(path[:depth]) for path in paths]
+        if len(set(groups)) <= MAX_GROUPS:
+            return groups
+    distinct = list(dict.fromkeys(groups))
+    size = -(-len(distinct) // MAX_GROUPS)
+    merged = {}
+    for number, group in enumerate(distinct):
+        first = number // size * size
+        last = min(first + size, len(distinct)) - 1
+        merged[group] = f"{distinct[first]} to {distinct[last]}"
+    return [merged[group] for group in groups]

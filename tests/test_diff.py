@@ -1,0 +1,260 @@
+"""`dist_amp diff` names where two runs part: the step, the metric, the module."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+from planted import AT
+
+from dist_amp.commands import diff
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.train import main as train
+
+TASK = str(Path(__file__).parent / "planted.py") + ":Planted"
+STEPS = 6
+WORDS = {
+    "task.target": TASK,
+    "train.steps": STEPS,
+    "train.micro_batch_size": 4,
+    "train.global_batch_size": 8,
+    "optim.lr": 1e-2,
+    "metrics.log_every": 1,
+    "metrics.fingerprint": 1,
+    "precision.use_amp": "false",
+    "eval.every": "off",
+    "checkpoint.every": 2,
+    "checkpoint.async_save": "false",
+    "run.device": "cpu",
+}
+
+
+def train_in(folder, **settings):
+    """Train in a folder; settings: as keys with __ for the dot. Returns the folder."""
+    words = WORDS | {key.replace("__", "."): value for key, value in settings.items()}
+    argv = [part for key, value in words.items() for part in (f"--{key}", *str(value).split())]
+    assert train([*argv, "--run.dir", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs with these settings, each trained once."""
+
+    @cache
+    def folder(**settings):
+        return train_in(tmp_path_factory.mktemp("runs") / "run", **settings)
+
+    return folder
+
+
+def report_of(a, b):
+    return diff.compare(diff.read_run(a), diff.read_run(b))
+
+
+class Fault(NamedTuple):
+    step: int  # the first whose numbers it changes
+    module: str = ""  # where it is, if in a module
+    settings: Mapping[str, object] = MappingProxyType({})
+    reference: Mapping[str, object] = MappingProxyType({})
+    cause: str = ""  # what the fingerprints say, where they can tell
+
+
+FAULTS = {
+    "initial_weights": Fault(1, "blocks.1.up", cause="blocks.1.up"),
+    "scaled_twice": Fault(1, "blocks.1.up", cause="blocks.1.up"),
+    "backward_scaled": Fault(1, "blocks.1.mix.out", cause="blocks.1.mix.out"),
+    "detached": Fault(1, "blocks.0.down", cause="blocks.0.down"),
+    "frozen": Fault(1, "blocks.1.up", cause="blocks.1.up"),
+    "flipped_bit": Fault(AT + 1, "blocks.1.down", cause="blocks.1.down"),
+    "flipped_gradient": Fault(AT + 1, "blocks.1.mix.out", cause="blocks.1.mix.out"),
+    "kernel": Fault(1, "blocks.1.act"),
+    "attention_order": Fault(1, "blocks.1.mix.attend"),
+    "mask": Fault(1, "blocks.1.mix.attend"),
+    "rounding": Fault(1, "blocks.1.up"),
+    "dropout_off": Fault(1, "blocks.1.drop"),
+    "dropout_left_off": Fault(AT + 1, "blocks.0.gain"),
+    "stale_buffer": Fault(AT + 1, "blocks.1.gain"),
+    "label_shift": Fault(1),
+    "micro_batches": Fault(1),
+    "dropped_sample": Fault(AT + 1),
+    "swapped": Fault(1),
+    "data": Fault(1),
+    "local_weight": Fault(1),
+    "lost_momentum": Fault(AT + 2),
+    "decayed_biases": Fault(2),
+    "local_norm": Fault(2, reference={"task__args__fault": "global_norm"}),
+    "schedule": Fault(1, reference={"task__args__fault": "no_schedule"}),
+    "seed": Fault(1, settings={"run__seed": 1}),
+    "eps": Fault(2, settings={"optim__eps": 1e-6}),
+    "betas": Fault(2, settings={"optim__betas": "0.9 0.99"}),
+    "clip": Fault(1, settings={"train__max_grad_norm": 0.5}),
+    "loss_scale": Fault(
+        1,
+        settings={"precision__use_amp": "true", "precision__scaler__init_scale": 256}
+        | {"precision__dtype": "fp16"},
+        reference={"precision__use_amp": "true", "precision__scaler__init_scale": 512}
+        | {"precision__dtype": "fp16"},
+    ),
+}
+
+
+QUICK = {"scaled_twice", "flipped_bit", "kernel", "eps"}
+EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAULTS]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_planted_fault_is_found_in_its_step(name, trained):
+    fault = FAULTS[name]
+    settings = fault.settings or {"task__args__fault": name}
+    report = report_of(trained(**fault.reference), trained(**settings))
+    parts = (report["metrics"], report["fingerprints"])
+    found = min(part["step"] for part in parts if "step" in part)
+    cause = report["fingerprints"].get("cause", "")
+    print(f"PLANTED {name}: step {found} of {fault.step}, {cause or '-'} of {fault.module or '-'}")
+    assert found == fault.step
+    assert cause == fault.cause
+
+
+def test_equal_runs_are_equal_and_the_command_says_so_with_status_0(trained, tmp_path, capsys):
+    again = train_in(tmp_path / "again", checkpoint__every=3)
+    capsys.readouterr()
+    assert diff.main([str(trained()), str(again)]) == 0
+    text = capsys.readouterr().out
+    assert "compared bit by bit: 6 logged steps" in text
+    assert "metrics are equal up to step 6" in text
+    assert "fingerprints are equal up to step 6" in text
+    assert "checkpoint.every  2  3" in text
+    assert "run.dir" not in text
+
+
+def test_the_report_names_settings_step_metrics_and_module(trained, capsys):
+    other = trained(task__args__fault="scaled_twice")
+    capsys.readouterr()
+    assert diff.main([str(trained()), str(other)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "  task.args.fault     scaled_twice" in lines
+    assert "metrics part at step 1" in lines
+    assert any(line.startswith("  train/grad_norm: 0.") for line in lines)
+    assert lines[-3].endswith(
+        "parameters are equal; blocks.1.up is the module nearest to the output"
+    )
+    assert lines[-1] == "  gradients differ in 1 of 18 modules: blocks.1.up"
+
+
+def test_json_has_the_whole_report(trained, capsys):
+    runs = [str(trained()), str(trained(task__args__fault="scaled_twice"))]
+    capsys.readouterr()
+    assert diff.main([*runs, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["runs"] == runs
+    assert report["settings"] == {"task.args.fault": ["", "scaled_twice"]}
+    assert report["fingerprints"]["cause"] == "blocks.1.up"
+    assert report["data"][0] == report["data"][1] != ""
+
+
+def test_a_resumed_run_is_equal_to_an_undisturbed_one(trained, tmp_path):
+    resumed = tmp_path / "resumed"
+    train_in(resumed, optim__schedule="constant", train__steps=4)
+    train_in(resumed, optim__schedule="constant")
+    report = report_of(trained(optim__schedule="constant"), resumed)
+    assert not diff.parted(report)
+    assert report["metrics"]["equal_until"] == report["fingerprints"]["equal_until"] == STEPS
+
+
+def test_other_layouts_are_compared_within_rounding(trained):
+    """Whole batches of 8 and two micro-batches of 4 round other sums."""
+    words = {"train__micro_batch_size": 8, "task__args__fault": "dropout_off"}
+    report = report_of(trained(task__args__fault="dropout_off"), trained(**words))
+    assert report["tolerance"] == diff.TOLERANCE["fp32"]
+    assert "fingerprints" in report
+
+
+# --- wrong inputs
+
+
+def error_of(argv, capsys):
+    """(exit status, the one line) of a command."""
+    capsys.readouterr()
+    status = diff.main([str(word) for word in argv])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return status, captured.err
+
+
+@pytest.mark.bad_input("dist_amp diff of a folder that is no run, and of one that does not exist")
+@pytest.mark.parametrize("name", ["empty", "missing"])
+def test_a_folder_that_is_no_run_is_named(name, trained, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    status, line = error_of([trained(), tmp_path / name], capsys)
+    assert status == DataError.exit_code
+    assert f"{tmp_path / name} is not the folder of a run" in line
+    assert "config.toml" in line
+
+
+@pytest.mark.bad_input("dist_amp diff of the same folder twice")
+def test_the_same_folder_twice_is_rejected(trained, capsys):
+    folder = trained()
+    status, line = error_of([folder, folder / ".." / folder.name], capsys)
+    assert status == ConfigError.exit_code
+    assert "are the same folder; give two runs" in line
+
+
+@pytest.mark.bad_input("dist_amp diff of a run that has logged nothing yet")
+@pytest.mark.parametrize("content", ["", '{"step": 1, "trai', None])
+def test_a_run_without_a_logged_step_is_named(content, trained, tmp_path, capsys):
+    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
+    (copy / "metrics.jsonl").unlink()
+    if content is not None:
+        (copy / "metrics.jsonl").write_text(content)
+    status, line = error_of([trained(), copy], capsys)
+    assert status == DataError.exit_code
+    assert str(copy) in line
+    assert "metrics.jsonl" in line
+
+
+@pytest.mark.bad_input("dist_amp diff of runs that have no logged step in common")
+def test_runs_without_a_common_logged_step_are_rejected(trained, tmp_path, capsys):
+    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    text = "".join(json.dumps({**row, "step": row["step"] + 100}) + "\n" for row in rows)
+    (copy / "metrics.jsonl").write_text(text)
+    status, line = error_of([trained(), copy], capsys)
+    assert status == DataError.exit_code
+    assert "no logged step in common" in line
+    assert "logged 1 to 6" in line
+    assert "logged 101 to 106" in line
+
+
+@pytest.mark.bad_input("dist_amp diff of runs of other tasks and models")
+def test_runs_of_other_models_are_compared_as_far_as_they_go(trained, tmp_path, capsys):
+    other = train_in(
+        tmp_path / "tiny", task__target=str(Path(__file__).parent / "tiny.py") + ":Tiny"
+    )
+    capsys.readouterr()
+    assert diff.main([str(trained()), str(other)]) == 1
+    text = capsys.readouterr().out
+    assert "task.target" in text
+    assert "the models have no module in common" in text
+    assert "metrics part at step 1" in text
+
+
+def test_a_log_interval_of_another_length_is_left_out(trained):
+    report = report_of(trained(), trained(metrics__log_every=2, metrics__fingerprint=3))
+    assert not diff.parted(report)
+    assert report["metrics"]["steps"] == 3
+    assert report["fingerprints"]["equal_until"] == STEPS
+
+
+def test_without_fingerprints_the_first_logged_step_is_found(trained):
+    words = {"metrics__fingerprint": "off", "metrics__log_every": 2}
+    report = report_of(trained(**words), trained(**words, task__args__fault="dropout_left_off"))
+    assert report["fingerprints"] == {}
+    assert report["metrics"]["step"] == AT + 1
+    assert report["metrics"]["equal_until"] == AT - 1
