@@ -62,13 +62,14 @@ class Fault(NamedTuple):
     settings: Mapping[str, object] = MappingProxyType({})
     reference: Mapping[str, object] = MappingProxyType({})
     cause: str = ""  # what the fingerprints say, where they can tell
+    deep: str = ""  # what --deep says in place of `module`: the tensor that the fault is next to
 
 
 FAULTS = {
     "initial_weights": Fault(1, "blocks.1.up", cause="blocks.1.up"),
     "scaled_twice": Fault(1, "blocks.1.up", cause="blocks.1.up"),
-    "backward_scaled": Fault(1, "blocks.1.mix.out", cause="blocks.1.mix.out"),
-    "detached": Fault(1, "blocks.0.down", cause="blocks.0.down"),
+    "backward_scaled": Fault(1, "blocks.1.mix.out", cause="blocks.1.mix.out", deep="blocks.1.gain"),
+    "detached": Fault(1, "blocks.0.down", cause="blocks.0.down", deep="of blocks.0"),
     "frozen": Fault(1, "blocks.1.up", cause="blocks.1.up"),
     "flipped_bit": Fault(AT + 1, "blocks.1.down", cause="blocks.1.down"),
     "flipped_gradient": Fault(AT + 1, "blocks.1.mix.out", cause="blocks.1.mix.out"),
@@ -118,6 +119,31 @@ def test_a_planted_fault_is_found_in_its_step(name, trained):
     print(f"PLANTED {name}: step {found} of {fault.step}, {cause or '-'} of {fault.module or '-'}")
     assert found == fault.step
     assert cause == fault.cause
+
+
+OF_MODULES = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+    for name, fault in FAULTS.items()
+    if fault.module
+]
+
+
+@pytest.mark.parametrize("name", OF_MODULES)
+def test_deep_names_the_module_of_a_planted_fault(name, trained, capsys):
+    fault = FAULTS[name]
+    folders = [str(trained()), str(trained(task__args__fault=name))]
+    capsys.readouterr()
+    assert diff.main([*folders, "--deep"]) == 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "both replayed" in line]
+    print(f"DEEP {name}: {line}")
+    assert f"step {fault.step}" in line or f"the update of step {fault.step - 1}" in line
+    assert (fault.deep or fault.module) in line
+
+
+def test_deep_names_the_operation_of_another_kernel(trained, capsys):
+    folders = [str(trained()), str(trained(task__args__fault="attention_order"))]
+    assert diff.main([*folders, "--deep"]) == 1
+    assert "step 1: the forward of blocks.1.mix.attend, aten.bmm" in capsys.readouterr().out
 
 
 def test_equal_runs_are_equal_and_the_command_says_so_with_status_0(trained, tmp_path, capsys):
