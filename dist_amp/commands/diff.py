@@ -142,7 +142,11 @@ def relative_difference(a: Any, b: Any) -> float:
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def first_difference(a: RunFiles, b: RunFiles, tolerance: float) -> dict[str, Any]:
+def first_difference(
+    a: RunFiles,
+    b: RunFiles,
+    tolerance: float,
+) -> dict[str, Any]:
     """{"equal_until": step, "step": step, "metrics": {tag: [in A, in B]}}; the last two if any.
 
     Errors: DataError without a step that both have logged.

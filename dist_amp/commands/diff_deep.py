@@ -118,10 +118,21 @@ class Recorder(TorchDispatchMode):
             with self:
                 yield
 
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+    def _enter(
+        self,
+        name: str,
+        module: nn.Module,
+        args: Any,
+    ) -> None:
         self._running.append(name)
 
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(
+        self,
+        name: str,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
         self._running.pop()
         self.values["forward"].append(value_of(name, output))
         for leaf in tensors(output):
@@ -129,7 +140,11 @@ class Recorder(TorchDispatchMode):
                 leaf.register_hook(partial(self._receive, id(leaf)))
             self._returned[id(leaf)] = leaf, name
 
-    def _receive(self, key: int, gradient: Tensor) -> None:
+    def _receive(
+        self,
+        key: int,
+        gradient: Tensor,
+    ) -> None:
         self.values["backward"].append(value_of(self._returned[key][1], gradient))
 
     def _keep_gradients(self, *_: Any) -> None:
@@ -177,7 +192,11 @@ class Replayed:
         return recorder
 
 
-def where_they_part(folders: Sequence[Path], equal_until: int, until: int) -> Part:
+def where_they_part(
+    folders: Sequence[Path],
+    equal_until: int,
+    until: int,
+) -> Part:
     """Take the steps of both runs again, from where they are known to be equal to `until`."""
     runs = [Replayed(folder, equal_until + 1) for folder in folders]
     first = max(replayed.run.step for replayed in runs) + 1
@@ -191,7 +210,11 @@ def where_they_part(folders: Sequence[Path], equal_until: int, until: int) -> Pa
             replayed.run.close()
 
 
-def first_of_steps(runs: Sequence[Replayed], first: int, until: int) -> Part:
+def first_of_steps(
+    runs: Sequence[Replayed],
+    first: int,
+    until: int,
+) -> Part:
     a, _ = runs
     for step in range(first, until + 2):
         before = [run.parameters() for run in runs]
@@ -211,7 +234,11 @@ def first_of_steps(runs: Sequence[Replayed], first: int, until: int) -> Part:
     return Part(until, "nowhere")
 
 
-def first_part(step: int, a: Recorder, b: Recorder) -> Part | None:
+def first_part(
+    step: int,
+    a: Recorder,
+    b: Recorder,
+) -> Part | None:
     """Where one step's values part; None if they are equal."""
     for kind in KINDS:
         for pair in zip_longest(a.values[kind], b.values[kind]):

@@ -85,7 +85,11 @@ class Numerics(Observer):
             run.optimizer.register_step_post_hook(self._count_lost_updates),
         ]
 
-    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+    def after_step(
+        self,
+        report: StepReport,
+        micro_batches: Sequence[Any],
+    ) -> None:
         """After a log step: write the shares, and warn if they are large."""
         if not self._hooks:
             return
@@ -128,7 +132,12 @@ class Numerics(Observer):
             for p in nonzero.keys() & nonzero_in_fp16.keys() & set(parameters):
                 _add(row, nonzero[p] & ~nonzero_in_fp16[p], nonzero[p])
 
-    def _nonzero_gradients(self, batch: Any, factor: Tensor, fp16: bool) -> dict[Tensor, Tensor]:
+    def _nonzero_gradients(
+        self,
+        batch: Any,
+        factor: Tensor,
+        fp16: bool,
+    ) -> dict[Tensor, Tensor]:
         """A mask per parameter, of a loss times `factor`; changes no state."""
         run = self.run
         parallel = run.parallel
@@ -167,7 +176,12 @@ class Numerics(Observer):
         totals = zip(self._groups, self.run.world.sum(counts).tolist(), strict=True)
         return {name: lost / count for name, (lost, count) in totals if count}
 
-    def _warn_of_lost_updates(self, group: str, share: float, lr: float) -> None:
+    def _warn_of_lost_updates(
+        self,
+        group: str,
+        share: float,
+        lr: float,
+    ) -> None:
         in_bf16 = any(p.dtype == torch.bfloat16 for p in self._groups[group])
         if in_bf16 and share > LOST_UPDATE_LIMIT:
             self._warn_once(
@@ -177,12 +191,20 @@ class Numerics(Observer):
                 "optim.lr",
             )
 
-    def _warn_once(self, key: str, text: str) -> None:
+    def _warn_once(
+        self,
+        key: str,
+        text: str,
+    ) -> None:
         if key not in self._warned:
             self._warned.add(key)
             self.run.world.warn(text)
 
 
-def _add(row: Tensor, lost: Tensor, of: Tensor) -> None:
+def _add(
+    row: Tensor,
+    lost: Tensor,
+    of: Tensor,
+) -> None:
     """Add the counts of two masks to a row [2]."""
     row += torch.stack([lost.sum(), of.sum()]).to(row.device)

@@ -63,7 +63,12 @@ class Source:
     large: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     fingerprint: str = ""
 
-    def check_memory(self, file: int, group: int, columns: Sequence[str]) -> None:
+    def check_memory(
+        self,
+        file: int,
+        group: int,
+        columns: Sequence[str],
+    ) -> None:
         """Errors: DataError for a row group whose columns would take too much memory."""
         size = sum(self.large.get((file, group), {}).get(name, 0) for name in columns)
         if size > host_memory() // 4:
@@ -106,7 +111,11 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
     return source
 
 
-def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
+def version_of(
+    fs: Any,
+    file: str,
+    refresh: bool = False,
+) -> Version:
     """Errors: DataError if the file can't be reached."""
     if refresh:
         fs.invalidate_cache(file)
@@ -117,7 +126,11 @@ def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
     return about["size"], str(about.get("ETag") or about.get("etag") or "")
 
 
-def read_tail(fs: Any, file: str, version: Version) -> bytes:
+def read_tail(
+    fs: Any,
+    file: str,
+    version: Version,
+) -> bytes:
     """The footer as it is, with the file's last 8 bytes. Errors: DataError if there is none."""
     size = version[0]
     tail = fetch(fs, file, max(0, size - LIKELY_BYTES), size)
@@ -129,7 +142,11 @@ def read_tail(fs: Any, file: str, version: Version) -> bytes:
     return tail[-length:]
 
 
-def content_of(fs: Any, file: str, tail: bytes) -> tuple[Any, list[tuple[int, dict[str, int]]]]:
+def content_of(
+    fs: Any,
+    file: str,
+    tail: bytes,
+) -> tuple[Any, list[tuple[int, dict[str, int]]]]:
     """(Arrow schema; rows, and bytes of each column, of each row group), as a footer says."""
     try:
         metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))
@@ -142,7 +159,11 @@ def content_of(fs: Any, file: str, tail: bytes) -> tuple[Any, list[tuple[int, di
         raise no_parquet(fs, file, f"{type(error).__name__}: {first_line(error)}") from error
 
 
-def no_parquet(fs: Any, file: str, why: str) -> DataError:
+def no_parquet(
+    fs: Any,
+    file: str,
+    why: str,
+) -> DataError:
     where = address_of(fs, file)
     return DataError(f"{where} can't be read as Parquet: {why}; download or write it again")
 

@@ -36,7 +36,11 @@ GOLDEN = -0x61C8864680B583EB
 Row = dict[str, Any]  # or a row group's columns, by their names
 
 
-def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
+def open_parquet(
+    fs: Any,
+    files: Sequence[str],
+    data: DataConfig,
+) -> "ParquetView":
     """The rows of these files of an fsspec file system; only their footers are read here."""
     source = read_source(fs, files)
     if not source.groups:
@@ -113,7 +117,11 @@ class ParquetView:
         view._reader = None
         return view
 
-    def train_test_split(self, test_size: float, seed: int = 0) -> dict[str, "ParquetView"]:
+    def train_test_split(
+        self,
+        test_size: float,
+        seed: int = 0,
+    ) -> dict[str, "ParquetView"]:
         """Hold out random row groups. Errors: DataError if none is left to train on."""
         groups = len(self._groups)
         held_out = math.ceil(groups * test_size)
@@ -133,7 +141,11 @@ class ParquetView:
         view.fingerprint = short_hash(self.fingerprint.encode() + view._groups.tobytes())
         return view
 
-    def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
+    def shuffled(
+        self,
+        global_batch_size: int,
+        world_size: int,
+    ) -> tuple[str, OrderOf]:
         """The order's name, and its function of seed and epoch; the same at every world size."""
         groups = len(self._groups)
         streams = self._streams
@@ -189,7 +201,12 @@ class Reader:
             page_checksum_verification=True,
         )
 
-    def row(self, file: int, group: int, number: int) -> Row:
+    def row(
+        self,
+        file: int,
+        group: int,
+        number: int,
+    ) -> Row:
         """The row of this number within the group."""
         key = (file, group)
         if key not in self.groups:
@@ -202,7 +219,11 @@ class Reader:
         # Each value by itself: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
-    def _read(self, number: int, group: int) -> tuple[Row, int]:
+    def _read(
+        self,
+        number: int,
+        group: int,
+    ) -> tuple[Row, int]:
         """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         source = self.source
         source.check_memory(number, group, self.columns)

@@ -85,7 +85,11 @@ class HFCausalLM(huggingface.FineTuning):
     def tokens(self, batch: Batch) -> int:
         return self.shares.count(batch)
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss_sum(
+        self,
+        model: nn.Module,
+        batch: Batch,
+    ) -> Tensor:
         if not self.balance or not model.training:
             return super().loss_sum(model, batch)
         output = forward(model, batch, output_router_logits=True)
@@ -93,10 +97,18 @@ class HFCausalLM(huggingface.FineTuning):
         balance = torch.as_tensor(output.aux_loss).float()  # a number if there are no experts
         return loss + self.balance * self.weight(batch) * balance
 
-    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def predictions(
+        self,
+        model: nn.Module,
+        batch: Batch,
+    ) -> tuple[Tensor, Tensor]:
         return next_tokens(forward(model, batch), batch)
 
-    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
+    def metrics(
+        self,
+        model: nn.Module,
+        batch: Batch,
+    ) -> Batch:
         logits, labels = self.predictions(model, batch)
         losses = F.cross_entropy(logits, labels, reduction="none")
         values = {"loss": losses.sum(), "accuracy": logits.argmax(1).eq(labels).sum()}
@@ -105,7 +117,11 @@ class HFCausalLM(huggingface.FineTuning):
         source_ids = batch["source_ids"][:, 1:].flatten()
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
-    def train_metrics(self, run: Any, report: Any) -> Batch:
+    def train_metrics(
+        self,
+        run: Any,
+        report: Any,
+    ) -> Batch:
         """Shares of padding and of what counts; the first call also checks for a leak."""
         if self.packing.pack == "best_fit" and next(self.first_log_step, False):
             check_documents_are_apart(run, self.flash)
@@ -116,7 +132,11 @@ class HFCausalLM(huggingface.FineTuning):
         return huggingface.continued(model, self.tokenizer, self.prompt, self.sample_tokens, chat)
 
 
-def forward(model: Any, batch: Batch, **options: Any) -> Any:
+def forward(
+    model: Any,
+    batch: Batch,
+    **options: Any,
+) -> Any:
     """The model's output for a batch."""
     # transformers recognises packed documents by positions that restart, but not with a mask or a
     # cache.
@@ -153,7 +173,11 @@ def check_documents_are_apart(run: Any, flash: bool) -> None:
     )
 
 
-def leaked_share(model: Any, input_ids: Tensor, flash: bool = False) -> float:
+def leaked_share(
+    model: Any,
+    input_ids: Tensor,
+    flash: bool = False,
+) -> float:
     """How much the rows' first documents change the second ones' logits, over their own change.
 
     The halves of each row of input_ids [B, T] are taken for two documents. 0 if the logits do not

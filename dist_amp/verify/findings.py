@@ -109,7 +109,12 @@ def trace(reference: Reference, batch: Any, seed: int = 0) -> Trace:
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         running.append(_copies((args, kwargs)))  # the module may overwrite them
 
-    def end(label: str, module: nn.Module, args: Any, output: Any) -> None:
+    def end(
+        label: str,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
         counts[label] += 1
         calls[label, counts[label]] = (running.pop(), _copies(output))
 
