@@ -25,6 +25,7 @@ from dist_amp.data import Batches
 from dist_amp.errors import DataError, Failure, first_line, in_one_line
 from dist_amp.loading.loader import samples_text
 from dist_amp.run import Run
+from dist_amp.scaling.hooks import OF_DTYPES
 from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job
 from dist_amp.telemetry.metrics import memory_use
@@ -96,6 +97,14 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
             f"rank {rank}: the task looks for {error.args[0]!r} in a batch that has "
             f"{', '.join(map(str, batch))} ({in_one_line(error)}); rename it there or in the "
             "dataset, or make such a batch in collate(samples)"
+        )
+    inside = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if OF_DTYPES.search(str(error)) and torch.autograd.function.__file__ in inside:
+        return DataError(
+            f"rank {rank}: a torch.autograd.Function mixes dtypes, since autocast casts neither "
+            f"what it saves nor its backward ({in_one_line(error)}); decorate its forward with "
+            "torch.amp.custom_fwd(cast_inputs=torch.float32) and its backward with custom_bwd, or "
+            "use --use_amp false"
         )
     # Raised some kernels later, so the micro-batch is not known.
     if "device-side assert" in str(error):
