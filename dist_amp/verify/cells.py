@@ -278,8 +278,6 @@ def compare_on_ranks(
     After a row in which a rank fails, the next one starts new processes.
     """
     measured = reference.measured({precision for _, _, precision in rows})
-    # A rank that is killed leaves semaphores, of which multiprocessing would warn at the end.
-    sys.warnoptions.append("ignore:resource_tracker")
     first = 0
     while first < len(rows):
         results: Queue[Result] = multiprocessing.get_context("spawn").Queue()
