@@ -177,8 +177,8 @@ def build_batches(
     length = 0 if dataset is None else len(dataset)
     check_length(length, micro_batch_size, accumulation_steps, world)
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
-    if getattr(task, "couples_samples", False) and not config.drop_last:
-        check_coupled(length, "training", world, global_batch_size, "use data.drop_last=true")
+    if not config.drop_last:
+        check_coupled(task, "training", length, global_batch_size, world)
     if config.group_by_length != "off":
         from dist_amp.loading.length_groups import grouped
 
@@ -208,8 +208,7 @@ def build_validation(
     if dataset is None or len(dataset) == 0:
         return None
     batch = micro_batch_size * world.world_size
-    if getattr(task, "couples_samples", False):
-        check_coupled(len(dataset), "validation", world, batch, f"hold out a multiple of {batch}")
+    check_coupled(task, "validation", len(dataset), batch, world)
     plan = Plan(
         len(dataset),
         batch,

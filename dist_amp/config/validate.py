@@ -172,15 +172,16 @@ def check_length(length: int, micro_batch_size: int, accumulation_steps: int, wo
         )
 
 
-def check_coupled(length: int, split: str, world: World, batch: int, fix: str) -> None:
-    """Errors: ConfigError for a split with a last batch that ranks whose samples are coupled share.
+def check_coupled(task: Any, split: str, length: int, batch: int, world: World) -> None:
+    """Errors: ConfigError for ranks whose samples are coupled and that share a last, smaller batch.
 
     batch: samples of a full one, over all ranks.
     """
-    if world.world_size > 1 and length % batch:
+    if getattr(task, "couples_samples", False) and world.world_size > 1 and length % batch:
         raise ConfigError(
             f"the task has couples_samples=True, and the last of the {split} batches of {batch} "
-            f"has {length % batch} of the {length} samples, unequally many on the ranks; {fix}"
+            f"has {length % batch} of the {length} samples, unequally many on the ranks; use "
+            f"data.drop_last=true to train, and hold out a multiple of {batch}"
         )
 
 

@@ -25,7 +25,6 @@ from dist_amp.data import Batches
 from dist_amp.errors import DataError, Failure, first_line, in_one_line
 from dist_amp.loading.loader import samples_text
 from dist_amp.run import Run
-from dist_amp.scaling.hooks import OF_DTYPES
 from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job
 from dist_amp.telemetry.metrics import memory_use
@@ -37,6 +36,8 @@ _OUT_OF_RANGE = re.compile(
 )
 
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ([^.]*)")
+
+_MIXED_DTYPES = re.compile("have the same dtype|expected scalar type")
 
 # The messages besides torch.OutOfMemoryError's: the CPU's, and those of libraries on a GPU.
 _OUT_OF_MEMORY = re.compile(
@@ -99,7 +100,7 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
             "dataset, or make such a batch in collate(samples)"
         )
     inside = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if OF_DTYPES.search(str(error)) and torch.autograd.function.__file__ in inside:
+    if _MIXED_DTYPES.search(str(error)) and torch.autograd.function.__file__ in inside:
         return DataError(
             f"rank {rank}: a torch.autograd.Function mixes dtypes, since autocast casts neither "
             f"what it saves nor its backward ({in_one_line(error)}); decorate its forward with "
