@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from dist_amp.clock import PhaseClock
-from dist_amp.config.validate import check_length
+from dist_amp.config.validate import check_coupled, check_length
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError
 from dist_amp.loading.loader import Fetch, load
@@ -177,11 +177,13 @@ def build_batches(
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
     length = 0 if dataset is None else len(dataset)
     check_length(length, micro_batch_size, accumulation_steps, world)
+    global_batch_size = micro_batch_size * accumulation_steps * world.world_size
+    if not config.drop_last:
+        check_coupled(task, "training", length, global_batch_size, world)
     if config.group_by_length != "off":
         from dist_amp.loading.length_groups import grouped
 
         dataset = grouped(config, dataset)
-    global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     order: str = shuffled_order(length) if config.shuffle else "dataset"
     dataset_order = None
     if config.shuffle and hasattr(dataset, "shuffled"):  # such as Parquet by row group
@@ -206,9 +208,11 @@ def build_validation(
     """The held-out batches, in the dataset's order; None where the task holds nothing out."""
     if dataset is None or len(dataset) == 0:
         return None
+    batch = micro_batch_size * world.world_size
+    check_coupled(task, "validation", len(dataset), batch, world)
     plan = Plan(
         len(dataset),
-        micro_batch_size * world.world_size,
+        batch,
         micro_batch_size,
         world.world_size,
         world.rank,

@@ -27,7 +27,7 @@ from dist_amp.train import train
 from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.reference import Reference
-from dist_amp.world import local
+from dist_amp.world import World, local
 
 # ---- faults in the loop: verify's comparison finds them ----
 
@@ -449,6 +449,55 @@ class Caches(nn.Module):
     def forward(self, x):
         self.table = torch.zeros(int(x.abs().sum()))
         return x
+
+
+class RemembersUnsaved(Remembers):
+    """The same in a buffer that no checkpoint has, beside a cache."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.register_buffer("seen", torch.zeros(8), persistent=False)
+
+
+class AveragedInOnStep(RanksRemember):
+    def on_step(self, run, report):
+        seen = run.parallel.module[0].seen
+        seen.copy_(run.world.sum(seen) / run.world.world_size)
+
+
+class RanksRememberUnsaved(AveragedInOnStep):
+    def __init__(self, averaged):
+        super().__init__()
+        self.averaged = averaged
+
+    def build_model(self):
+        return nn.Sequential(RemembersUnsaved(), Caches(), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def on_step(self, run, report):
+        if self.averaged:
+            super().on_step(run, report)
+
+
+def warnings_of(world, task):
+    with patch.object(World, "warn", autospec=True) as warn:
+        assert failure_of(world, nothing, task, "--parallel.strategy", "ddp") == ""
+    return [call.args[1] for call in warn.call_args_list]
+
+
+@pytest.mark.bad_input("a buffer, not saved, that forward updates from its rank's batch")
+def test_an_unsaved_buffer_that_differs_between_ranks_is_warned_of_once_by_name():
+    for warnings in on_ranks(2, warnings_of, RanksRememberUnsaved(averaged=False)):
+        (warning,) = [text for text in warnings if "buffer" in text]
+        assert (
+            "the buffer 0.seen [8], which no checkpoint has (persistent=False), is not" in warning
+        )
+        assert "ranks 0 and 1; unless it is a cache, save it, and average it over" in warning
+
+
+@pytest.mark.parametrize("task", [AveragedInOnStep(), RanksRememberUnsaved(averaged=True)])
+def test_a_buffer_that_on_step_averages_is_right(task):
+    for warnings in on_ranks(2, warnings_of, task):
+        assert not [text for text in warnings if "buffer" in text]
 
 
 class RanksCache(Tiny):

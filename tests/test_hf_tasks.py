@@ -1,5 +1,6 @@
 """Fine-tuning tasks for Hugging Face models: what is learned, padding, LoRA, and bad inputs."""
 
+import json
 import logging
 import math
 import sys
@@ -33,6 +34,8 @@ from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.step import evaluate
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.hf_classification import HFClassification
+from dist_amp.verify.findings import inspect_task
+from dist_amp.verify.reference import Reference
 from dist_amp.world import World
 
 CPU = torch.device("cpu")
@@ -124,6 +127,22 @@ def test_a_mixtures_auxiliary_loss_is_added_as_transformers_does_and_weighted(na
     torch.testing.assert_close(
         task.loss_sum(model.eval(), batch) / task.weight(batch), without.loss
     )
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 0.0])
+def test_verify_fails_a_mixtures_auxiliary_loss_and_says_how_to_verify_without_it(
+    coefficient, tmp_path
+):
+    make_tokenizer(make_model(tmp_path, "mixtral"))
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"router_aux_loss_coef": coefficient}
+    path.write_text(json.dumps(values))
+    task = causal(tmp_path, chats(400))
+    reference = Reference(load_config([*QUICK, "--run.device", "cpu"], {}), CPU, task)
+    findings = [finding for finding in inspect_task(reference) if finding.fails]
+    assert bool(findings) == bool(coefficient)
+    if findings:
+        assert "verify with a coefficient of 0, for Hugging Face router_aux_l" in findings[0].text
 
 
 def mixture_step(world, folder, strategy, checkpointing):

@@ -14,12 +14,13 @@ from dist_amp.checkpoint.saver import save
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import not_for_policy
 from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
-from dist_amp.errors import DataError, NumericsError
+from dist_amp.errors import ConfigError, DataError, NumericsError
 from dist_amp.scaling import hooks
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.hooks import BlockCalls
 from dist_amp.step import evaluate, train_step
 from dist_amp.supervise.callbacks import Callbacks
+from dist_amp.supervise.explain import explain_data
 from dist_amp.supervise.lifecycle import Stop
 from dist_amp.world import World
 
@@ -803,6 +804,121 @@ def test_a_dtype_that_the_policy_can_not_mix_is_explained_and_works_with_autocas
         assert message.endswith("use precision.cast_by=autocast")
     words = ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]
     on_ranks(2, dtypes_after_a_step, task, *words)
+
+
+class Output:
+    """No tensor, nor a container that torch looks into."""
+
+    def __init__(self, prediction):
+        self.prediction = prediction
+
+
+class PlainOutput(Tiny):
+    def __init__(self, has_blocks):
+        super().__init__()
+        self.has_blocks = has_blocks
+
+    def build_model(self):
+        return with_forward(lambda model, x: Output(model.net(x)), net=super().build_model())
+
+    def blocks(self, model):
+        return list(model.net[:-1]) if self.has_blocks else []
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(lambda x: model(x).prediction, batch)
+
+
+def steps_with_a_plain_output(world, strategy):
+    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--data.shuffle", "false"]
+    words += ["--train.micro_batch_size", 4 // world.world_size]
+    run = make_run(world, PlainOutput(has_blocks=True), *words)
+    take_steps(run, 3)
+    return parameters_of(run)
+
+
+@pytest.mark.bad_input("a model whose output is a plain object, under fsdp without blocks")
+def test_a_plain_output_is_refused_under_fsdp_where_no_block_starts_the_reduction():
+    for message in on_ranks(2, message_of_a_step, PlainOutput(has_blocks=False), "fsdp"):
+        assert "the model's output, of type Output, has no tensor that FSDP2 finds" in message
+        assert message.endswith("or dataclass, or use parallel.strategy=ddp")
+    alone = steps_with_a_plain_output(World(), "single")
+    for parameters in on_ranks(2, steps_with_a_plain_output, "fsdp"):
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
+
+
+class SyncNorm(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.Linear(8, 1))
+
+
+def refusal_of_a_build(world, task, *words):
+    with pytest.raises(ConfigError) as error:
+        make_run(world, task, *words)
+    return str(error.value)
+
+
+@pytest.mark.bad_input("SyncBatchNorm on CPU ranks")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_synchronised_batch_norm_on_cpu_ranks_is_refused_before_the_first_step(strategy):
+    words = ["--parallel.strategy", strategy, "--use_amp", "false"]
+    for message in on_ranks(2, refusal_of_a_build, SyncNorm(), *words):
+        assert message.startswith("the layer 1 is a SyncBatchNorm, which torch computes over the")
+    take_steps(make_run(World(), SyncNorm(), "--use_amp", "false"), 1)
+
+
+class Coupled(Tiny):
+    couples_samples = True
+
+
+@pytest.mark.bad_input("coupled samples and a last batch that is not full, on several ranks")
+def test_coupled_samples_with_a_last_batch_that_ranks_share_unequally_are_refused():
+    words = ["--train.micro_batch_size", 4]
+    for message in on_ranks(2, refusal_of_a_build, Coupled(samples=60), *words):
+        assert "the last of the training batches of 8 has 4 of the 60 samples" in message
+        assert "use data.drop_last=true to train" in message
+    words += ["--data.drop_last", "true", "--eval.every", 1]
+    for message in on_ranks(2, refusal_of_a_build, Coupled(samples=60), *words):
+        assert "the last of the validation batches of 8 has 4 of the 60 samples" in message
+        assert message.endswith("hold out a multiple of 8")
+    on_ranks(2, dtypes_after_a_step, Coupled(samples=64))
+    take_steps(make_run(World(), Coupled(samples=62), *words), 1)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.mm(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient.mm(weight.t()), x.t().mm(gradient)
+
+
+class OwnFunction(Tiny):
+    def build_model(self):
+        def forward(model, x):
+            return Product.apply(model.net(x), model.weight)
+
+        model = with_forward(forward, net=nn.Linear(8, 8))
+        model.weight = nn.Parameter(torch.randn(8, 1))
+        return model
+
+
+@pytest.mark.bad_input("a torch.autograd.Function without custom_fwd under autocast")
+def test_an_own_function_that_mixes_dtypes_under_autocast_is_explained():
+    run = make_run(World(), OwnFunction(), "--precision.dtype", "bf16")
+    with pytest.raises(RuntimeError) as error:
+        take_steps(run, 1)
+    explained = explain_data(error.value, 0)
+    assert isinstance(explained, DataError)
+    message = str(explained)
+    assert message.startswith("rank 0: a torch.autograd.Function mixes dtypes, since autocast")
+    assert "test_strangers.py, line" in message
+    assert "torch.amp.custom_fwd" in message
 
 
 class RoutedInFloat32(nn.Module):

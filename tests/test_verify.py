@@ -66,6 +66,38 @@ def test_verify_proves_the_readmes_task_from_the_users_own_folder(tmp_path):
     assert [row[3] for row in rows_of(done.stdout)] == ["pass"] * 12
 
 
+KILLED = """
+import multiprocessing
+import os
+
+from tiny import Tiny
+
+class Task(Tiny):
+    def build_model(self):
+        # As tqdm's lock; kept by the module, and lost with a rank that is killed.
+        globals()["lock"] = multiprocessing.get_context("spawn").RLock()
+        return super().build_model()
+
+    def loss_sum(self, model, batch):
+        if multiprocessing.parent_process():
+            os.kill(os.getpid(), 9)
+        return super().loss_sum(model, batch)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_leave_no_warning_of_their_semaphores(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    words = f"-m dist_amp.verify --task.target killed:Task {TWO_RANKS} --strategies ddp"
+    paths = f"{ROOT}:{ROOT / 'tests'}"
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [row[3] for row in rows_of(done.stdout)] == ["FAIL"]
+    assert "semaphore" not in done.stderr, done.stderr
+
+
 # On more than one rank, a step whose gradients are a world's size too small.
 HALVES = """
 import os

@@ -35,6 +35,12 @@ def check_parallel(
             f"the task's build_model returned a {type(module).__name__}, which can't be called, as "
             f"parallel.strategy={strategy} needs; put it into an nn.Module with a forward"
         )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm) and on_cpu and strategy != "single":
+            raise ConfigError(
+                f"the layer {name} is a SyncBatchNorm, which torch computes over the ranks on GPUs "
+                "only, and run.device is the CPU; use batch norm there, or run.device=cuda"
+            )
     if strategy in SHARDED:
         check_shardable(strategy, module)
         check_sharded(config, precision, module)
@@ -163,6 +169,19 @@ def check_length(length: int, micro_batch_size: int, accumulation_steps: int, wo
             f"the training dataset has {samples}, fewer than one global batch of "
             f"{global_batch_size} = micro_batch_size {micro_batch_size} x {world.world_size} ranks "
             f"x accumulation_steps {accumulation_steps}; use more data or a smaller batch"
+        )
+
+
+def check_coupled(task: Any, split: str, length: int, batch: int, world: World) -> None:
+    """Errors: ConfigError for ranks whose samples are coupled and that share a last, smaller batch.
+
+    batch: samples of a full one, over all ranks.
+    """
+    if getattr(task, "couples_samples", False) and world.world_size > 1 and length % batch:
+        raise ConfigError(
+            f"the task has couples_samples=True, and the last of the {split} batches of {batch} "
+            f"has {length % batch} of the {length} samples, unequally many on the ranks; use "
+            f"data.drop_last=true to train, and hold out a multiple of {batch}"
         )
 
 

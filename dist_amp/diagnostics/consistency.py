@@ -6,6 +6,7 @@ hash of each tensor's bits.
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ class Consistency(Observer):
         self._samples: list[Tensor] = []  # a hash of each sampled step's micro-batches
         check_start(run)
         self._generators = generator_hashes(run)
+        self._has_warned = False  # of a buffer that is not saved
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if len(self._samples) < SAMPLED_STEPS:
@@ -59,6 +61,7 @@ class Consistency(Observer):
         self._generators = generator_hashes(run)
         check_random_numbers_differ(before, self._generators)
         check_state(run)
+        self._has_warned = self._has_warned or warn_of_unsaved_buffer(run)
 
     def after_evaluation(self) -> None:
         if mismatch := find_mismatch(self._run, with_batch_statistics=True):
@@ -155,7 +158,7 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     if column >= len(parameters):
         first = 0
         what = "buffer"
-        rule = "a buffer that is updated from a rank's own batch must be reduced over the ranks"
+        rule = "if forward updates it from its batch, average it there or in on_step(run, report)"
     where = f"on ranks {first} and {rank} after step {run.step}"
     return f"the {what} {names[column]} is not the same {where}; {rule}"
 
@@ -170,6 +173,31 @@ def compared_buffers(run: Run, with_batch_statistics: bool) -> dict[str, Tensor]
         for name, buffer in module.named_buffers()
         if name in persistent and _is_strided(buffer)
     }
+
+
+def warn_of_unsaved_buffer(run: Run) -> bool:
+    """Whether a buffer with persistent=False has other values on a rank, and the warning of it.
+
+    One of another shape, as a cache that has grown with a rank's longest batch, is left out.
+    """
+    module = run.parallel.module
+    saved = module.state_dict().keys()
+    hashes = {
+        f"{name} {list(buffer.shape)}": int(hash_tensor(buffer))
+        for name, buffer in module.named_buffers()
+        if name not in saved and _is_strided(buffer)
+    }
+    rows = [json.loads(text) for text in run.world.gather_texts(json.dumps(hashes))]
+    for name, first in rows[0].items():
+        for rank, row in enumerate(rows):
+            if row.get(name, first) != first:
+                run.world.warn(
+                    f"the buffer {name}, which no checkpoint has (persistent=False), is not the "
+                    f"same on ranks 0 and {rank}; unless it is a cache, save it, and average it "
+                    "over the ranks in forward or on_step(run, report)"
+                )
+                return True
+    return False
 
 
 # ---- random numbers and samples ----

@@ -261,15 +261,29 @@ class BlockCalls:
         self._refuse_writes(model)
         self._checked_forwards += 1
         if self._missing:
-            name = next(name for block, name in self._names.items() if block in self._missing)
-            raise DataError(
-                f"rank {self._rank}: the model's forward did not call its block {name} "
-                f"({len(self._missing)} of {len(self._names)} such), whose shards all ranks gather "
-                "at once; give the task a blocks(model) and units(model) without it, so that it is "
-                "part of a larger unit, or use parallel.strategy=ddp"
-            )
-        for tensor in trained_tensors(output):
+            self._refuse_missing()
+        trained = trained_tensors(output)
+        if not trained and not self._called and torch.is_grad_enabled():
+            self._refuse_output(output)
+        for tensor in trained:
             tensor.register_hook(self._begin_backward)
+
+    def _refuse_missing(self) -> None:
+        name = next(name for block, name in self._names.items() if block in self._missing)
+        raise DataError(
+            f"rank {self._rank}: the model's forward did not call its block {name} "
+            f"({len(self._missing)} of {len(self._names)} such), whose shards all ranks gather "
+            "at once; give the task a blocks(model) and units(model) without it, so that it is "
+            "part of a larger unit, or use parallel.strategy=ddp"
+        )
+
+    def _refuse_output(self, output: Any) -> None:
+        """A backward of the root alone begins at the output's tensors."""
+        raise DataError(
+            f"rank {self._rank}: the model's output, of type {type(output).__name__}, has no "
+            "tensor that FSDP2 finds and that is trained, so gradients would not be reduced; "
+            "return a tensor, tuple, dict or dataclass, or use parallel.strategy=ddp"
+        )
 
     def _refuse_writes(self, unit: nn.Module) -> None:
         """FSDP2 drops a gathered parameter, and with it what the forward has written to it."""

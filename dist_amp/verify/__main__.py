@@ -57,6 +57,9 @@ def run(argv: Sequence[str]) -> int:
 
         print(dtype_report(load_config(rest)).text)
         return 0
+    # A rank that is killed leaves semaphores, of which multiprocessing would warn at the end. Its
+    # process for them has these options from its start, which may be in the task.
+    sys.warnoptions.append("ignore:resource_tracker")
     strategies = chosen("strategies", options.strategies, STRATEGIES)
     precisions = chosen("precisions", options.precisions, PRECISIONS)
     if options.bit_exact:

@@ -295,8 +295,6 @@ def rows_on_ranks(
 
     After a row in which a rank fails, the next one starts new processes.
     """
-    # A rank that is killed leaves semaphores, of which multiprocessing would warn at the end.
-    sys.warnoptions.append("ignore:resource_tracker")
     first = 0
     while first < len(rows):
         results: Queue[Result] = multiprocessing.get_context("spawn").Queue()

@@ -294,7 +294,8 @@ def _not_a_sum(reference: Reference) -> str:
         return f'{text}it must be a sum over samples, not a mean (reduction="sum")'
     return (
         f"{text}it must be a sum over samples, without terms of the whole batch, such as a "
-        "mixture's load-balancing loss (verify with a coefficient of 0) or a contrastive loss "
+        "mixture's load-balancing loss (verify with a coefficient of 0, for Hugging Face "
+        "router_aux_loss_coef in the model's config.json) or a contrastive loss "
         "(docs/recipes.md shows one that verify can compare)"
     )
 
