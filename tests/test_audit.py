@@ -13,6 +13,7 @@ from bit_exact_models import Augmented
 from ranks import on_ranks
 from tiny import Tiny, make_run, parameters_of
 
+from dist_amp import train
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import audit
 from dist_amp.diagnostics.audit import Audit, choose, verdict
@@ -380,3 +381,14 @@ def test_the_main_job_ends_with_status_70_before_the_update_and_names_the_rank(l
     assert summary["cause"].startswith("audit of step 7, micro-batch ")
     assert "ranks [0] against ranks [1], each with the same result twice" in summary["cause"]
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1].endswith("6")
+
+
+def fingerprinted(world, folder):
+    words = ["--task.target", "tiny:Tiny", "--parallel.bit_exact", "true", "--run.dir", folder]
+    words += ["--train.global_batch_size", "8", "--train.micro_batch_size", "2"]
+    words += ["--train.steps", "4", "--debug.audit_every", "1", "--metrics.fingerprint", "1"]
+    return train.main([*words, "--eval.every", "off", "--use_amp", "false"])
+
+
+def test_an_audit_and_fingerprints_watch_the_same_step(tmp_path):
+    assert on_ranks(2, fingerprinted, str(tmp_path / "run")) == [0, 0]

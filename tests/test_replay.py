@@ -159,6 +159,14 @@ def test_a_folder_that_is_no_run_is_refused(look, tmp_path):
     assert "is not a run's folder: it has no config.toml" in errors
 
 
+@pytest.mark.bad_input("`replay` of a run that took no step")
+def test_a_run_without_a_step_is_refused(recorded, look, tmp_path):
+    shutil.copy(recorded / "config.toml", tmp_path)
+    status, _, errors = look(tmp_path, 3)
+    assert status == 65
+    assert f"{tmp_path} has logged no step and saved none" in errors
+
+
 @pytest.mark.bad_input("`replay` of a step before the first checkpoint of a run that continued one")
 def test_a_step_before_the_first_checkpoint_of_a_continued_run_is_refused(recorded, look, tmp_path):
     words = [

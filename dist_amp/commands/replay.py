@@ -109,6 +109,8 @@ def run_at(
     config = load_saved(folder / CONFIG, argv)
     checkpoints = all_checkpoints(folder)
     last = max([last, *(step_of(path) for path in checkpoints)])
+    if not last:
+        raise DataError(f"{folder} has logged no step and saved none; give another run's folder")
     if not 1 <= step <= last:
         raise ConfigError(f"--step {step}: {folder} has taken the steps 1 to {last}; choose one")
     world = locate(config.run)

@@ -43,6 +43,7 @@ class Audit(Observer):
         self._position = run.data.position  # of the data before the step
         self._audited: Recorded | None = None  # in an audited step
         self._is_off = False
+        self._hook: Any = None
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
         run = self._run
@@ -67,6 +68,9 @@ class Audit(Observer):
         micro_batches: Sequence[Any],
     ) -> None:
         self._audit()  # of a skipped step, which may not have called the optimizer
+        if self._hook is not None:
+            self._hook.remove()  # not within the hook: the optimizer walks through all of them
+            self._hook = None
         self._position = self._run.data.position
 
     def _audit(self, *_: Any) -> None:
@@ -76,7 +80,6 @@ class Audit(Observer):
         run = self._run
         world = run.world
         run.task = self._audited.task
-        self._hook.remove()
         with world.clock.hold("diagnostics"):
             in_step = self._audited.hashes(self._names)
             self._audited = None
@@ -253,7 +256,9 @@ class Recorded:
         name: str,
         gradient: Tensor,
     ) -> None:
-        self._hashes[name] = self._hashes.get(name, 0) * 31 + hash_tensor(gradient)
+        # Zeros are as good as no gradient: DDP gives them to an idle expert after the backward.
+        value = hash_tensor(gradient) * gradient.any()
+        self._hashes[name] = self._hashes.get(name, 0) * 31 + value
 
     def _unhook(self) -> None:
         for hook in [hook for hooks in self._hooked.values() for hook in hooks]:
