@@ -59,7 +59,9 @@ class Kept(TorchDispatchMode):
         return out
 
     def live_bytes(self) -> int:
-        return sum(size for storage, size in self._storages.values() if not storage.expired())
+        for pointer in [key for key, (one, _) in self._storages.items() if one.expired()]:
+            del self._storages[pointer]
+        return sum(size for _, size in self._storages.values())
 
 
 def kept_and_flops(run: Run) -> tuple[int, int]:

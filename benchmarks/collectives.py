@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.harness import on_a_run
 from dist_amp.commands.estimates import Collective, Setup, of_a_step
 from dist_amp.config.memory import tensor_bytes
-from dist_amp.errors import Failure
+from dist_amp.errors import ConfigError, Failure
 from dist_amp.run import Run
 from dist_amp.step import train_step
 
@@ -26,6 +26,7 @@ KINDS = {
     "allgather_": "all_gather",
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
     "barrier": "barrier",
 }
@@ -87,6 +88,11 @@ def measure(run: Run) -> tuple[Counter[Collective], Counter[Collective]]:
 
 def check(run: Run) -> None:
     """Print a step's collectives. Errors: Failure if the bytes differ from the formula's."""
+    if run.config.parallel.bit_exact:
+        raise ConfigError(
+            "parallel.bit_exact=true reduces by other calls than the formula's, which send as much; "
+            "torchrun -m benchmarks.bit_exact counts them"
+        )
     expected, counted = measure(run)
     world = run.world
     world.say(

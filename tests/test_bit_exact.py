@@ -1,20 +1,24 @@
 """`parallel.bit_exact`: the same bits on any number of ranks, under every strategy."""
 
 import hashlib
-import math
 import re
+from collections import Counter
+from itertools import pairwise
+from types import SimpleNamespace
 
 import forked
 import pytest
 import torch
+import torch.distributed as dist
 from bit_exact_models import Augmented, Blocks, Convolutions, Crossed
 from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps, whole
 from torch import nn
 
-from benchmarks.bit_exact import kept_bytes
-from benchmarks.collectives import Counting, bytes_in
-from dist_amp.bit_exact import exact_config, row_squares, tree_sum
+from benchmarks.bit_exact import Made, kept_bytes, made_bytes
+from benchmarks.collectives import Counting
+from dist_amp.bit_exact import AllReduce, ReduceScatter, exact_config, row_squares, tree_sum
+from dist_amp.commands.estimates import Setup, of_a_step
 from dist_amp.config.load import load_config
 from dist_amp.config.memory import tensor_bytes
 from dist_amp.errors import ConfigError, DataError
@@ -353,37 +357,59 @@ def test_verify_says_why_a_task_cannot_be_bit_exact(verify_bits):
 # ---- what it costs
 
 
-def sent_by(world, strategy, *words):
-    """{collective: bytes that this rank puts into a step of 4 micro-batches}, of large ones."""
-    words = [*SETTINGS, "--parallel.strategy", strategy, "--train.steps", 4, *words]
-    run = make_run(world, Blocks(), *words)
+def sent_by(world, strategy, micro_batches, exact):
+    """({(kind, ranks of its group): bytes that this rank sends} of a step and its record, plan)."""
+    name, *replicas = strategy.split(" replicas=")
+    size = 2 * world.world_size * micro_batches
+    words = [*SETTINGS, "--use_amp", "false", "--train.steps", 4, "--parallel.strategy", name]
+    words += ["--train.global_batch_size", size, "--parallel.bit_exact", exact]
+    if replicas:
+        words += ["--parallel.replicas", *replicas]
+    run = make_run(world, Blocks(samples=4 * size), *words)
     take_steps(run, 2)
-    micro_batches = next(run.data)
+    batches = next(run.data)
     with Counting() as counting:
-        train_step(run, micro_batches)
+        run.metrics.record(train_step(run, batches))
     run.close()
-    return bytes_in(counting.collectives), gradient_bytes(run)
+    sent = Counter()
+    for one, times in counting.collectives.items():
+        sent[one.kind, one.ranks] += times * one.sent
+    config = run.config
+    if exact == "true":
+        config = exact_config(config, world)
+    setup = Setup(config, name, world, run.task, run.parallel.module, run.precision, len(batches))
+    return sent, sum(times * one.sent for one, times in of_a_step(setup).items())
 
 
-def gradient_bytes(run):
-    """Of all parameters as DDP sums them, and as FSDP2 pads them to equal shards."""
-    sizes = [p.shape for p in run.parallel.module.parameters()]
-    whole = 4 * sum(size.numel() for size in sizes)
-    rows = sum(math.ceil(size[0] / 2) * 2 * size[1:].numel() for size in sizes)
-    return whole, 4 * rows
-
-
-def test_a_reduction_sends_the_bytes_of_an_ordinary_one_once_per_micro_batch():
-    micro_batches = 4
-    sent, (whole, padded) = on_ranks(2, sent_by, "ddp")[0]
-    # An all-to-all puts in all gradients, the all-gather this rank's half, rounded up by a bucket.
-    assert sent["alltoall_base_ of 2"] - micro_batches * whole in range(4 * micro_batches * 8)
-    assert sent["all_gather of 2"] == sent["alltoall_base_ of 2"] / 2
-    sent, _ = on_ranks(2, sent_by, "fsdp")[0]
-    assert sent["alltoall_base_ of 2"] == micro_batches * padded
-    off = ["--parallel.bit_exact", "false", "--parallel.accumulate_reduce", "every"]
-    ordinary, _ = on_ranks(2, sent_by, "fsdp", *off)[0]
-    assert ordinary["reduce_scatter of 2"] == sent["alltoall_base_ of 2"]
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (2, "ddp"),
+        (2, "fsdp"),
+        (4, "hsdp"),
+        pytest.param(8, "hsdp replicas=4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_micro_batch_sends_what_an_ordinary_step_does_and_a_few_scalars(ranks, strategy):
+    micro_batches = 3
+    ordinary, _ = on_ranks(ranks, sent_by, strategy, 1, "false")[0]
+    sent, planned = on_ranks(ranks, sent_by, strategy, micro_batches, "true")[0]
+    # All ranks sum each micro-batch's weight and loss, and the square of each row.
+    ring = 2 * (ranks - 1) / ranks
+    scalars = 2 * ranks * micro_batches
+    if strategy != "ddp":
+        scalars += sum(p.shape[:1].numel() for p in Blocks().build_model().parameters())
+    assert sent.pop(("all_reduce", ranks)) == 4 * scalars * ring
+    ordinary_scalars = 4 * ring  # the weight, and the norm
+    if strategy != "ddp":
+        ordinary_scalars *= 2
+    expected = sum(ordinary.values()) - ordinary_scalars
+    if strategy.endswith("replicas=4"):  # summed by an all-to-all, and again by FSDP2
+        expected += ordinary["all_reduce", 4] / 2
+    # Each bucket or part of a unit is padded to a multiple of the ranks.
+    padding = 4 * ranks * len(list(Blocks().build_model().modules()))
+    assert 0 <= sum(sent.values()) - micro_batches * expected <= micro_batches * padding
+    assert 0 <= sum(sent.values()) - (planned - ordinary_scalars) <= micro_batches * padding
 
 
 def kept_by(world, strategy, micro_batches):
@@ -395,9 +421,50 @@ def kept_by(world, strategy, micro_batches):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("micro_batches", "copies"), [(1, 0), (2, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize(
+    ("micro_batches", "copies"), [(1, 0), (2, 1), (3, 1), (4, 2), (6, 2), (8, 3)]
+)
 def test_sums_take_one_copy_of_a_ranks_gradients_per_power_of_two(strategy, micro_batches, copies):
     assert on_ranks(2, kept_by, strategy, micro_batches) == [copies, copies]
+
+
+def made_by(world, strategy, micro_batches):
+    """(most bytes alive at once of what a step makes, bytes of this rank's gradients)."""
+    size = 2 * world.world_size * micro_batches
+    words = ["--train.global_batch_size", size, "--parallel.strategy", strategy]
+    words += ["--use_amp", "false", "--train.steps", 4]
+    run = make_run(world, Blocks(samples=4 * size), *SETTINGS, *words)
+    take_steps(run, 2)
+    made = made_bytes(run)
+    run.close()
+    return made, tensor_bytes(map(local, run.parallel.parameters))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_twice_the_micro_batches_take_one_more_copy_of_a_ranks_gradients(strategy):
+    steps = [on_ranks(2, made_by, strategy, micro_batches) for micro_batches in (2, 4, 8)]
+    for fewer, more in pairwise(steps):
+        for (before, gradients), (after, _) in zip(fewer, more, strict=True):
+            assert after - before in range(gradients, gradients + 200)  # and losses, weights
+
+
+def exchange_by(world, elements):
+    """Bytes that an exchange of gradients takes besides them, over theirs: DDP's, FSDP2's."""
+    gradients = torch.ones(elements)
+    bucket = SimpleNamespace(buffer=lambda: gradients)
+    with Made() as of_ddp:
+        AllReduce(world).hook(bucket)
+    unsharded = torch.ones(elements)
+    part = torch.empty(elements // world.world_size)
+    with Made() as of_fsdp:
+        ReduceScatter(SimpleNamespace(strategy="fsdp"))(part, unsharded, dist.group.WORLD, None)
+    return of_ddp.most / (4 * elements), of_fsdp.most / (4 * elements)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_exchange_takes_two_and_a_half_buckets_or_one_and_a_half_units(ranks):
+    # A bucket is copied, to be padded; what is received, and the first sum of pairs.
+    assert on_ranks(ranks, exchange_by, 400) == [(2.5, 1.5)] * ranks
 
 
 def test_the_bench_compares_time_bytes_and_memory_with_the_ordinary_step(launch):
@@ -406,5 +473,6 @@ def test_the_bench_compares_time_bytes_and_memory_with_the_ordinary_step(launch)
     done = launch.module("benchmarks.bit_exact", *words)
     assert done.returncode == 0, done.stderr
     assert "single on 1 x cpu, fp32, 4 micro-batches per rank" in done.stdout
-    assert re.search(r"^processor ms +[\d.]+ +[\d.]+ +[\d.]+  \[", done.stdout, re.MULTILINE)
+    assert re.search(r"^processor ms +[\d.]+ +[\d.]+  [\d.]+ \[", done.stdout, re.MULTILINE)
+    assert re.search(r"^bytes made in a step +\d+ +\d+  [\d.]+$", done.stdout, re.MULTILINE)
     assert re.search(r"^bytes kept for sums +0 +\d+ +2.00 x the", done.stdout, re.MULTILINE)

@@ -138,7 +138,9 @@ def memory_of(setup: Setup) -> Memory:
     shards = setup.shards
     parameters = tensor_bytes(setup.module.parameters(), shards, setup.stored)
     gradients = tensor_bytes(trained, shards, setup.stored)
-    if setup.micro_batches > 1:
+    if setup.config.parallel.bit_exact:  # and the sums of 1, 2, 4, ... micro-batches
+        gradients *= setup.micro_batches.bit_length()
+    elif setup.micro_batches > 1:
         if setup.strategy == "ddp":  # they add up beside DDP's buckets
             gradients *= 2
         elif shards and setup.config.parallel.accumulate_reduce == "last":
@@ -237,8 +239,21 @@ def of_a_step(setup: Setup) -> Step:
     else:
         counted = of_sharded(setup)
         scalars = 2
+    if setup.config.parallel.bit_exact:
+        add_exact(counted, setup)
     counted[Collective("all_reduce", setup.world.world_size, STEP_SUM, STEP_SUM)] += scalars
     return counted
+
+
+def add_exact(counted: Step, setup: Setup) -> None:
+    """Count what parallel.bit_exact reduces, after each micro-batch, by the calls that send as much.
+
+    An all-to-all sends what a reduce-scatter does; with an all-gather, what an all-reduce does.
+    """
+    for one in [one for one in counted if one.kind == "all_reduce"]:
+        counted[one] *= setup.micro_batches
+        if setup.shards and one.ranks > 2:  # FSDP2 adds zeros to the sum of all replicas
+            counted[one._replace(kind="all_to_all")] = counted[one]
 
 
 def of_ddp(setup: Setup) -> Step:
@@ -247,9 +262,7 @@ def of_ddp(setup: Setup) -> Step:
     Gradients are assumed to become ready in the reverse order of the parameters; another order
     changes the sizes of buckets, not their total.
     """
-    sent_in = None
-    if setup.config.parallel.comm_dtype != "off":
-        sent_in = DTYPES[setup.config.parallel.comm_dtype]
+    sent_in = DTYPES.get(setup.config.parallel.comm_dtype)
     buckets = [0]
     held = 0
     limit = FIRST_BUCKET

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dist_amp.bit_exact import exact_config
 from dist_amp.commands.estimates import Memory, Setup, checkpoint_bytes, memory_of, of_a_step
 from dist_amp.config.auto import SHARDED, accumulation_steps, pick_cast, pick_strategy, replicas_of
 from dist_amp.config.load import load_config
@@ -164,6 +165,8 @@ def make_plan(
     device = torch.device("cpu" if config.run.device == "cpu" else "cuda")
     per_machine = min(world_size, RANKS_PER_MACHINE)
     world = SimulatedWorld(world_size=world_size, local_world_size=per_machine, device=device)
+    if config.parallel.bit_exact:
+        config = exact_config(config, world)
     if not device_memory and (device.type == "cpu" or torch.cuda.is_available()):
         device_memory = capacity_of(world)[0]
     micro_batches = accumulation_steps(config.train, world_size)
@@ -278,7 +281,7 @@ def candidates(
     last = replace(parallel, accumulate_reduce="last")
     every = replace(parallel, accumulate_reduce="every")
     sharded: list[tuple[str, Strategy, ParallelConfig]] = [("fsdp", "fsdp", parallel)]
-    if micro_batches > 1:
+    if micro_batches > 1 and not parallel.bit_exact:
         sharded = [("fsdp (last)", "fsdp", last), ("fsdp (every)", "fsdp", every)]
     hsdp = f"hsdp of {replicas_of(parallel, world)}"
     return [("ddp", "ddp", parallel), *sharded, (hsdp, "hsdp", parallel)]
