@@ -90,7 +90,7 @@ def check(run: Run) -> None:
     """Print a step's collectives. Errors: Failure if the bytes differ from the formula's."""
     if run.config.parallel.bit_exact:
         raise ConfigError(
-            "parallel.bit_exact=true reduces by other calls than the formula's, which send as much; "
+            "parallel.bit_exact=true reduces by other calls, which send as much as the formula's; "
             "torchrun -m benchmarks.bit_exact counts them"
         )
     expected, counted = measure(run)

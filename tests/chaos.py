@@ -330,8 +330,9 @@ def any_world(chaos: Chaos, kills: int):
         ranks, strategy = ANY_WORLD[number % len(ANY_WORLD)]
         layouts.append(f"{ranks} {strategy}")
         job = chaos.job(ranks, folder=folder, **words, **{"parallel.strategy": strategy})
-        job.wait_for("step")
-        time.sleep(chaos.random.uniform(0, 3))
+        # Not by time: a fast machine would end the run before its last kill.
+        job.wait_for("step", count=chaos.random.randint(1, 30))
+        time.sleep(chaos.random.uniform(0, 0.05))
         victims = job.rank_processes().values()
         for pid in (job.process.pid, *victims):
             with suppress(ProcessLookupError):
@@ -598,6 +599,7 @@ LONG: dict[str, Callable] = {
 SOME_POINTS = ["in the midst of a shard", "before the rename"]
 QUICK: dict[str, Callable] = {
     "sigkills": lambda chaos: sigkills(chaos, 2, [("fsdp", "fp16")]),
+    "any_world": lambda chaos: any_world(chaos, 4),
     "points": lambda chaos: points(chaos, SOME_POINTS, ["ddp"]),
     "flips": lambda chaos: flips(chaos, 100, 50),
     "signals": lambda chaos: signals(chaos, ["SIGUSR1"], ["torchrun"], [2], ["evaluation"]),
@@ -626,14 +628,15 @@ def main() -> int:
     given = parser.parse_args()
     if given.any_world:
         given.names.append("any_world")
-    if unknown := [name for name in given.names if name not in LONG]:
-        parser.error(f"unknown name {unknown[0]}; there are {', '.join(LONG)}")
+    form = QUICK if given.quick else LONG
+    if unknown := [name for name in given.names if name not in form]:
+        parser.error(f"unknown name {unknown[0]}; there are {', '.join(form)}")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="chaos") as folder:
         chaos = Chaos(Path(folder), given.seed)
         about = f"seed {given.seed}, torch {torch.__version__}, {os.cpu_count()} cores"
         print(f"chaos: {about}", flush=True)
-        for name, trials in (QUICK if given.quick else LONG).items():
+        for name, trials in form.items():
             if given.names and name not in given.names:
                 continue
             began = time.monotonic()

@@ -49,6 +49,13 @@ def test_the_comparison_sees_one_bit(world, tmp_path):
     assert all_checkpoints(one)[-1].name == all_checkpoints(job.run)[-1].name
 
 
+def test_a_trial_that_the_quick_form_lacks_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["chaos.py", "--quick", "hail"])
+    with pytest.raises(SystemExit):
+        chaos.main()
+    assert "unknown name hail; there are sigkills, any_world" in capsys.readouterr().err
+
+
 # The long form in parts that a sample can hold, with fewer kills and signals; `bash
 # launch/chaos.sh` has all of them.
 PARTS = {name: chaos.LONG[name] for name in ("flips", "orphans", "disks", "hangs", "mishaps")}

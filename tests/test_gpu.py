@@ -11,7 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from bit_exact_models import Crossed
 from conftest import ROOT, TESTS
+from test_bit_exact import trace
 from test_peaks import Counted
 from test_profiling import steps_of
 from tiny import Tiny, log, log_row, make_run, parameters_of, take_steps
@@ -129,6 +131,16 @@ def test_all_ways_of_running_on_these_gpus_have_the_same_bits(tmp_path):
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "refused" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [["--use_amp", "false"], ["--precision.dtype", "bf16"], ["--precision.dtype", "fp16"]]
+)
+def test_a_bit_exact_run_has_the_same_bits_again(words):
+    first, again = (trace(gpu(), Crossed(), "single", 12, *words) for _ in range(2))
+    torch.use_deterministic_algorithms(False)
+    assert first == again
 
 
 def test_mfu_is_measured_where_the_peak_of_the_gpu_is_known():

@@ -369,6 +369,19 @@ def test_a_gpu_that_is_not_here_is_not_asked_what_it_can_do(capsys, monkeypatch)
     assert precisions == ["bf16, autocast", "bf16, policy", "bf16, policy"]
 
 
+def test_a_bit_exact_run_gathers_in_float32_and_keeps_the_sums_of_its_micro_batches(capsys):
+    words = "--world_size 2 --train.global_batch_size 16 --train.micro_batch_size 2"
+    words += " --parallel.bit_exact"
+    exact, ordinary = (facts(capsys, f"{UNEVEN} {words} {on}") for on in ("true", "false"))
+    assert [one["name"] for one in exact["strategies"]] == ["ddp", "fsdp", "hsdp of 2"]
+    assert exact["strategies"][1]["precision"] == "bf16, autocast"
+    # Four micro-batches per rank: sums of one and of two, beside the gradients.
+    of_exact, of_every = exact["strategies"][1], ordinary["strategies"][2]
+    assert of_exact["memory"]["gradients"] == 3 * of_every["memory"]["gradients"]
+    ddp = [plan["strategies"][0]["sent_bytes"] for plan in (exact, ordinary)]
+    assert ddp[0] - 4 == 4 * (ddp[1] - 4)  # but for the loss's divisor
+
+
 def test_under_cpu_offload_the_state_is_the_hosts(capsys):
     words = f"{TOP} --world_size 64 --parallel.strategy fsdp --parallel.cpu_offload"
     on_device = {}
@@ -421,6 +434,7 @@ class ReadingSGD(Tiny):
         ("--world_size 3 --train.global_batch_size 16", "of micro_batch_size 8 x world size 3"),
         ("--world_size 4 --parallel.strategy hsdp --parallel.replicas 3", "does not divide 4 ra"),
         ("--worldsize 8", "unknown option --worldsize; did you mean --world_size?"),
+        ("--world_size 3 --parallel.bit_exact true", "needs a power of two of ranks, not 3"),
     ],
 )
 def test_a_wrong_plan_is_one_line_with_status_64(capsys, words, message):

@@ -246,7 +246,7 @@ def of_a_step(setup: Setup) -> Step:
 
 
 def add_exact(counted: Step, setup: Setup) -> None:
-    """Count what parallel.bit_exact reduces, after each micro-batch, by the calls that send as much.
+    """Count the reductions after each micro-batch by ordinary calls, which send as much.
 
     An all-to-all sends what a reduce-scatter does; with an all-gather, what an all-reduce does.
     """
