@@ -85,7 +85,12 @@ def main(run: Run) -> None:
 
 def steps(run: Run, count: int) -> None:
     for _ in range(count):
-        train_step(run, next(run.data))
+        step(run, next(run.data))
+
+
+def step(run: Run, micro_batches: list[Any]) -> None:
+    """Take a step and record its losses, which are summed over the ranks if it is exact."""
+    run.metrics.record(train_step(run, micro_batches))
 
 
 def block(run: Run) -> tuple[float, float]:
@@ -99,7 +104,7 @@ def bytes_of_a_step(run: Run) -> dict[str, int]:
     """What this rank puts into a step's collectives, by kind and size of the group."""
     micro_batches = next(run.data)
     with Counting() as counting:
-        train_step(run, micro_batches)
+        step(run, micro_batches)
     counted: Counter[Any] = counting.collectives
     return bytes_in(counted)
 
@@ -122,7 +127,7 @@ class Made(Kept):
 def made_bytes(run: Run) -> int:
     micro_batches = next(run.data)
     with Made() as made:
-        train_step(run, micro_batches)
+        step(run, micro_batches)
     return made.most
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from benchmarks.bit_exact import Made, kept_bytes, made_bytes
 from benchmarks.collectives import Counting
+from benchmarks.collectives import check as check_collectives
 from dist_amp.bit_exact import AllReduce, ReduceScatter, exact_config, row_squares, tree_sum
 from dist_amp.commands.estimates import Setup, of_a_step
 from dist_amp.config.load import load_config
@@ -410,6 +411,12 @@ def test_a_micro_batch_sends_what_an_ordinary_step_does_and_a_few_scalars(ranks,
     padding = 4 * ranks * len(list(Blocks().build_model().modules()))
     assert 0 <= sum(sent.values()) - micro_batches * expected <= micro_batches * padding
     assert 0 <= sum(sent.values()) - (planned - ordinary_scalars) <= micro_batches * padding
+
+
+@pytest.mark.bad_input("`benchmarks.collectives` of a bit-exact run")
+def test_the_bench_of_collectives_names_the_one_of_a_bit_exact_run():
+    with pytest.raises(ConfigError, match="torchrun -m benchmarks.bit_exact counts them"):
+        check_collectives(make_run(World(), Tiny(), *SETTINGS))
 
 
 def kept_by(world, strategy, micro_batches):

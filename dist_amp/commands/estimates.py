@@ -252,7 +252,7 @@ def add_exact(counted: Step, setup: Setup) -> None:
     """
     for one in [one for one in counted if one.kind == "all_reduce"]:
         counted[one] *= setup.micro_batches
-        if setup.shards and one.ranks > 2:  # FSDP2 adds zeros to the sum of all replicas
+        if setup.shards and one.ranks > 2:  # FSDP2 all-reduces what is summed already
             counted[one._replace(kind="all_to_all")] = counted[one]
 
 
