@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -740,6 +741,9 @@ def test_a_rank_that_does_nothing_while_others_wait_hangs_after_the_timeout(job,
 
 def test_every_thread_but_the_watchdogs_and_torchs_own_counts_as_work():
     def work():
+        # A thread begins with the name of the one that starts it, which torchrun's main() in an
+        # earlier test of this process made torch's.
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("work")
         while not done.is_set():
             sum(range(1000))
 
