@@ -252,6 +252,27 @@ def unknown_names(root: Path) -> str:
     return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
 
 
+def missing_imports(root: Path) -> list[str]:
+    """Imports of a file of the package that was deleted, or of a name that it does not have."""
+    texts = {path: path.read_text() for path in (root / "dist_amp").rglob("*.py")}
+    missing = []
+    for path, text in texts.items():
+        for module, name in imports_of(text):
+            folder = root.joinpath(*module.split("."))
+            has = names_of(texts.get(folder.with_suffix(".py"), ""))
+            if not has[name] and folder / f"{name}.py" not in texts:
+                missing.append(f"{path.relative_to(root)}: {module}.{name}")
+    return missing
+
+
+@cache
+def imports_of(text: str) -> list[tuple[str, str]]:
+    """(module, name) of what it imports from the package."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    pairs = [(node.module or "", alias.name) for node in nodes for alias in node.names]
+    return [pair for pair in pairs if pair[0].startswith("dist_amp.")]
+
+
 def check_imports(root: Path) -> None:
     """Import every file that is left, except the commands' entry points."""
     paths = [path.relative_to(root) for path in (root / "dist_amp").rglob("*.py")]

@@ -19,6 +19,7 @@ def bare(tmp_path_factory):
 def test_without_a_feature_no_name_is_undefined_or_unused(tmp_path, feature):
     deletable.copy_without([feature], tmp_path)
     assert deletable.unknown_names(tmp_path) == ""
+    assert deletable.missing_imports(tmp_path) == []
 
 
 def test_what_is_left_without_all_features_has_at_most_5000_lines(bare):
