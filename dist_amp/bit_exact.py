@@ -293,10 +293,12 @@ class AllReduce:
         with self._stream:
             if self._devices:
                 ready.wait()
-            padded = F.pad(buffer, (0, -len(buffer) % ranks))
-            mine = tree_sum(exchanged(padded, ranks))
-            all_gather_single(padded, mine)
-            buffer.copy_(padded[: len(buffer)])
+            padded = buffer
+            if len(buffer) % ranks:
+                padded = F.pad(buffer, (0, -len(buffer) % ranks))
+            all_gather_single(padded, tree_sum(exchanged(padded, ranks)))
+            if padded is not buffer:
+                buffer.copy_(padded[: len(buffer)])
             done.set_result(buffer)
         return done
 
