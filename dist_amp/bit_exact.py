@@ -95,9 +95,7 @@ def check_exact(run: Run) -> None:
     layers = [name.rpartition(".")[0] for name in batch_statistics(module)]
     reason = ""
     if training := [layer for layer in layers if module.get_submodule(layer).training]:
-        reason = (
-            f"{training[0]} of the model keeps statistics of each rank's batches; use GroupNorm"
-        )
+        reason = f'module "{training[0]}" keeps statistics of each rank\'s batches; use GroupNorm'
     elif getattr(run.task, "couples_samples", False):
         reason = "the task has couples_samples=True, so the loss depends on what ranks hold"
     elif run.world.device.type == "cpu" and takes_grad_scale(run.optimizer):

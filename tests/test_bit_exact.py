@@ -218,7 +218,7 @@ class Fused(Tiny):
 @pytest.mark.parametrize(
     ("task", "error"),
     [
-        (Normed(), "1 of the model keeps statistics of each rank's batches; use GroupNorm"),
+        (Normed(), 'module "1" keeps statistics of each rank\'s batches; use GroupNorm'),
         (Coupled(), "the task has couples_samples=True"),
         (Fused(), "the task's optimizer is fused"),
     ],
@@ -345,14 +345,59 @@ def test_verify_names_the_first_module_that_differs(verify_bits, tmp_path, monke
     assert status == 1
     first = "FAIL: the output of first.1.out (Linear) of micro-batch 1 differs first, in step 1"
     assert first in output
+    assert "usual causes: random numbers that dist_amp does not seed" in output
 
 
 @pytest.mark.bad_input("`verify --bit_exact` of a task that bit-exact training rejects")
 def test_verify_says_why_a_task_cannot_be_bit_exact(verify_bits):
-    words = "--task.target test_bit_exact:Normed --world_sizes 1"
+    words = "--task.target test_bit_exact:Normed --world_sizes 1,2 --strategies single,ddp"
     status, output, _ = verify_bits(words)
     assert status == 1
-    assert "refused: parallel.bit_exact=true can't hold: 1 of the model keeps" in output
+    assert 'refused: parallel.bit_exact=true can\'t hold: module "1" keeps statistics' in output
+    assert "failed: 0 of 2 have the same bits in their precision, 2 refused; nothing was" in output
+
+
+class Counted(Tiny):
+    """Counts its forwards in a buffer."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.register_buffer("calls", torch.zeros(()))
+        model.register_forward_pre_hook(count_call)
+        return model
+
+
+def count_call(module, inputs):
+    module.calls += 1
+
+
+@pytest.mark.bad_input("`verify --bit_exact` of a model whose forward changes a buffer")
+def test_verify_refuses_a_model_whose_forward_changes_a_buffer_in_each_row(verify_bits):
+    words = "--task.target test_bit_exact:Counted --world_sizes 1,2 --strategies single,ddp"
+    status, output, _ = verify_bits(words)
+    assert status == 1
+    rows = re.findall(r"refused: .* the model's forward changes calls", output)
+    assert len(rows) == 2
+    assert "2 refused; nothing was compared" in output
+
+
+@pytest.mark.bad_input("`verify --bit_exact` on ranks that are no power of two, or with one row")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--world_sizes 1,3",
+            "--world_sizes has 3, and bit-exact training takes powers of two; use 2 or 4",
+        ),
+        ("--world_sizes 1", "nothing to compare: 1 combinations"),
+        ("--parallel.bit_exact false", "parallel.bit_exact=false: verify --bit_exact turns it on"),
+    ],
+)
+def test_verify_refuses_what_it_could_not_compare_before_it_starts(words, line, verify_bits):
+    status, output, errors = verify_bits(f"--task.target tiny:Tiny {words}")
+    assert status == 64
+    assert output == ""
+    assert line in errors
 
 
 # ---- what it costs

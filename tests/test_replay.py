@@ -1,5 +1,6 @@
 """`dist_amp replay`: a run's steps again, on one process, and a look into one of them."""
 
+import bdb
 import json
 import re
 import shutil
@@ -137,6 +138,65 @@ def test_pdb_stops_before_each_backward(recorded, look, monkeypatch):
     assert len(stops) == 4  # its micro-batches
 
 
+def test_q_in_the_debugger_ends_the_replay_quietly(recorded, look, monkeypatch):
+    def quit_debugger():
+        raise bdb.BdbQuit
+
+    monkeypatch.setattr(replay.pdb, "set_trace", quit_debugger)
+    status, output, errors = look(recorded, 4, "--pdb")
+    assert status == 0
+    assert "see batch, samples, loss and run" in output
+    assert "Traceback" not in errors
+
+
+def test_a_step_that_was_not_logged_is_not_called_equal(recorded, look, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(recorded, folder)
+    (folder / "metrics.jsonl").write_text("")
+    status, output, _ = look(folder, 5)
+    assert status == 0
+    assert output.endswith("nothing was compared: the run logged none of these steps\n")
+
+
+def test_random_numbers_of_several_ranks_are_no_difference_to_report(tmp_path, look):
+    words = ["--task.target", "bit_exact_models:Blocks", "--parallel.strategy", "ddp"]
+    on_ranks(2, record, tmp_path / "run", *words, "--task.args.dropout", "0.5")
+    status, output, _ = look(tmp_path / "run", 2)
+    assert status == 0, output
+    assert "the model draws random numbers, and the ranks drew other ones" in output
+
+
+def test_a_compiled_run_is_replayed_without_compilation_within_a_tolerance(tmp_path, look):
+    words = ["--task.target", "bit_exact_models:Blocks", "--task.args.dropout", "0"]
+    record(None, tmp_path / "run", *words, "--compile.blocks", "true", "--compile.mode", "eager")
+    status, output, _ = look(tmp_path / "run", 2)
+    assert status == 0, output
+    assert "since its blocks were compiled, and round otherwise than the ones here" in output
+    assert "first.1.out" in output  # inside a block
+
+
+def test_a_batch_without_pictures_is_said_to_have_none(recorded, look):
+    assert "no picture: no tensor of the batch is" in look(recorded, 4, "--pictures")[1]
+
+
+@pytest.mark.bad_input("`replay` with a setting that changes the steps")
+@pytest.mark.parametrize("word", ["optim.lr", "run.seed", "train.micro_batch_size"])
+def test_a_setting_that_changes_the_steps_is_refused(recorded, look, word):
+    status, _, errors = look(recorded, 4, f"--{word}", 4)
+    assert status == 64
+    assert f"{word}=4 on the command line: the run had " in errors.replace("4.0", "4")
+
+
+@pytest.mark.bad_input("`replay` of a run whose newest manifest is damaged")
+def test_a_damaged_manifest_gives_way_to_an_older_checkpoint(recorded, look, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(recorded, folder)
+    (folder / "checkpoints/step_00000008/manifest.json").write_text("{")
+    status, output, _ = look(folder, 8)
+    assert status == 0, output
+    assert "from step_00000006" in output
+
+
 @pytest.mark.bad_input("`replay` of a step before the first or after the last one")
 @pytest.mark.parametrize("step", [0, -3, 9])
 def test_a_step_that_was_not_taken_is_refused(recorded, look, step):
@@ -182,12 +242,20 @@ def test_a_step_before_the_first_checkpoint_of_a_continued_run_is_refused(record
 
 
 @pytest.mark.bad_input("`replay` of a run whose data or task changed since")
-def test_a_run_whose_data_changed_since_is_refused(recorded, look):
-    status, _, errors = look(recorded, 5, "--task.args.seed", 7)
+@pytest.mark.parametrize(
+    ("name", "error"), [("seed = 0", "data"), ("depth = 2", "does not fit this model")]
+)
+def test_a_run_whose_data_or_model_changed_since_is_refused(name, error, recorded, look, tmp_path):
+    folder = tmp_path / "changed"
+    shutil.copytree(recorded, folder)
+    text = (folder / "config.toml").read_text()
+    before, of_task = text.split("[task.args]")
+    assert name in of_task
+    of_task = of_task.replace(name, f"{name[:-1]}7", 1)
+    (folder / "config.toml").write_text(f"{before}[task.args]{of_task}")
+    status, _, errors = look(folder, 5)
     assert status == 65
-    assert "data" in errors
-    status, _, errors = look(recorded, 5, "--task.args.depth", 3)
-    assert status == 65
+    assert error in errors
 
 
 @pytest.mark.bad_input("`replay` of a run with a damaged checkpoint")

@@ -23,6 +23,7 @@ from dist_amp.checkpoint.format import all_checkpoints, read_manifest
 from dist_amp.config.load import flat, leaves
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError, first_line
 from dist_amp.supervise.command_line import Parser, columns, exit_status
+from dist_amp.telemetry.writers import read_jsonl
 
 # What a run's numbers don't depend on, or what differs between any two runs.
 NOT_SETTINGS = ("run.dir",)
@@ -68,7 +69,7 @@ def read_run(folder: Path) -> RunFiles:
     """Errors: DataError if the folder holds no run, or one that has logged nothing."""
     try:
         settings = flat((folder / "config.toml").read_text(encoding="utf-8"))
-        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+        lines = read_jsonl(folder / "metrics.jsonl")
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         missing = getattr(error, "filename", None) or folder / "config.toml"
         reason = getattr(error, "strerror", None) or first_line(error)
@@ -78,16 +79,14 @@ def read_run(folder: Path) -> RunFiles:
         ) from None
     rows: dict[int, dict[str, Any]] = {}
     fingerprints: dict[int, dict[str, dict[str, str]]] = {}
-    for line in lines:
-        with suppress(ValueError, LookupError, TypeError, RecursionError):  # the last may be cut
-            row = json.loads(line)
-            metrics = {tag: value for tag, value in row.items() if tag.startswith(METRICS)}
-            rows.setdefault(row["step"], {}).update(metrics)
-            written = row.get("fingerprints", {})
-            fingerprints |= {int(step): hashes for step, hashes in written.items()}
+    for row in lines:
+        metrics = {tag: value for tag, value in row.items() if tag.startswith(METRICS)}
+        rows.setdefault(row["step"], {}).update(metrics)
+        written = row.get("fingerprints", {})
+        fingerprints |= {int(step): hashes for step, hashes in written.items()}
     if not rows:
         raise DataError(
-            f"{folder / 'metrics.jsonl'} has no line yet; wait for the step metrics.log_every="
+            f"{folder / 'metrics.jsonl'} has no complete line; wait for the step metrics.log_every="
             f"{settings.get('metrics.log_every')}"
         )
     return RunFiles(folder, settings, environment_of(folder), data_of(folder), rows, fingerprints)
@@ -260,7 +259,8 @@ def text_of(report: Mapping[str, Any]) -> str:
     if report["tolerance"]:
         how = (
             "as other layouts, whose sums are rounded otherwise: losses and norms within "
-            f"{report['tolerance']:g}, hashes not at all"
+            f"{report['tolerance']:g}, hashes not at all; a model that draws random numbers, as by "
+            "dropout, differs more unless both runs are bit-exact"
         )
     lines.append(f"compared {how}: {metrics['steps']} logged steps")
     if report["last_steps"][0] != report["last_steps"][1]:
@@ -274,7 +274,7 @@ def text_of(report: Mapping[str, Any]) -> str:
         lines.append(f"metrics are equal up to step {metrics['equal_until']}")
     lines += lines_of_fingerprints(report["fingerprints"])
     if "deep" in report:
-        lines.append(f"both replayed: {report['deep']}")
+        lines.append(report["deep"])
     return "\n".join(lines)
 
 
@@ -330,13 +330,16 @@ def run(argv: Sequence[str]) -> int:
     if options.run_a.resolve() == options.run_b.resolve():
         raise ConfigError(f"{options.run_a} and {options.run_b} are the same folder; give two runs")
     report = compare(read_run(options.run_a), read_run(options.run_b))
-    if options.deep and parted(report):
+    if options.deep and not parted(report):
+        report["deep"] = "neither is replayed: what both have logged is equal"
+    elif options.deep:
         from dist_amp.commands.diff_deep import where_they_part
 
         parts = [part for part in (report["metrics"], report["fingerprints"]) if "step" in part]
         first = min(parts, key=lambda part: part["step"])
         folders = (options.run_a, options.run_b)
-        report["deep"] = str(where_they_part(folders, first["equal_until"], first["step"]))
+        part = where_they_part(folders, first["equal_until"], first["step"])
+        report["deep"] = f"both replayed: {part}"
     print(json.dumps(report, indent=1) if options.json else text_of(report))
     return int(parted(report))
 

@@ -9,12 +9,13 @@ gradient's norm, and what the loss scaler and the clip did. RUN is not changed.
 Exit status: 0 all as logged, 1 something differs, 64 bad arguments, 65 no run, checkpoint or data.
 """
 
+import bdb
 import json
 import math
 import pdb  # noqa: T100 (what --pdb is for)
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from dist_amp.checkpoint.format import CONFIG, all_checkpoints, read_manifest
 from dist_amp.checkpoint.resume import newest_valid
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import batch_statistics
-from dist_amp.config.load import load_saved
+from dist_amp.config.load import flat, load_saved, to_toml
 from dist_amp.data import Indexed
 from dist_amp.diagnostics.nonfinite import class_name, clean_name, unpadded
 from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches
@@ -42,12 +43,15 @@ from dist_amp.supervise.callbacks import Callbacks
 from dist_amp.supervise.command_line import Parser, columns, exit_status
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.step_report import StepReport
+from dist_amp.telemetry.writers import read_jsonl
 from dist_amp.world import locate
 
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "amp/loss_scale", "amp/skipped_steps")
 # Relative difference of losses and norms that other sums explain, and that grows with each step.
 # Measured with the demo in float32: 7e-5 after 100 steps at 1 and 2 ranks; the others are assumed.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
+# Settings that may be given: they do not change what is computed.
+ALLOWED = ("run.device", "data.path", "data.workers", "debug.", "metrics.", "train.global_batch")
 SHOWN_TEXT = 200  # characters of a sample
 SHOWN_SAMPLES = 4  # of a micro-batch
 
@@ -63,12 +67,17 @@ class Replay:
     start: str
     callbacks: Callbacks
     differences: list[str] = field(default_factory=list)
+    compared: int = 0  # steps
+    draws: bool = False  # the model draws random numbers
+    ranks_drew: bool = False  # several ranks did, each other ones
 
     def step(self, micro_batches: Sequence[Any] | None = None) -> StepReport:
         """Take the next step, and compare it if it was logged."""
         if micro_batches is None:
             micro_batches = next(self.run.data)
+        before = torch.get_rng_state()
         report = train_step(self.run, micro_batches)
+        self.draws |= not torch.equal(before, torch.get_rng_state())
         self.run.metrics.record(report)
         self.callbacks.after_step(report, micro_batches)
         if self.run.step in self.rows:
@@ -77,6 +86,7 @@ class Replay:
 
     def _compare(self, logged: Mapping[str, Any]) -> None:
         run = self.run
+        self.compared += 1
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
         row = run.metrics.read()
         assert row is not None
@@ -88,9 +98,12 @@ class Replay:
             before = float(logged[name])
             error = abs(now[name] - before) / max(abs(before), 1e-30)
             if now[name] != before and not (math.isnan(before) and math.isnan(now[name])):
-                text.append(f"{name} {before:.9g}, now {now[name]:.9g} ({error:.1e})")
-                if not error <= self.tolerance:
-                    self.differences.append(f"step {run.step}: {text[-1]}")
+                change = f"{name} {before:.9g}, now {now[name]:.9g} ({error:.1e}"
+                if error <= self.tolerance:
+                    text.append(f"{change}, within {self.tolerance:g})")
+                    continue
+                text.append(f"{change})")
+                self.differences.append(f"step {run.step}: {text[-1]}")
         same = "; ".join(text) or "the same bits"
         print(f"step {run.step:>6}  loss {now['train/loss']:.6f}  {same}", flush=True)
 
@@ -106,7 +119,7 @@ def run_at(
     """
     rows = logged_rows(folder)
     last = max(rows, default=0)
-    config = load_saved(folder / CONFIG, argv)
+    config = config_of(folder, argv)
     checkpoints = all_checkpoints(folder)
     last = max([last, *(step_of(path) for path in checkpoints)])
     if not last:
@@ -123,8 +136,8 @@ def run_at(
             f"--step {step}: {folder} started from {config.run.resume}, and has no checkpoint "
             f"before this step; choose a step from {first} on, or replay that run"
         )
-    config = on_one_process(config, folder, checkpoints)
-    run = build_run(config, world, resumes=checkpoint is not None)
+    config_here = on_one_process(config, folder, checkpoints)
+    run = build_run(config_here, world, resumes=checkpoint is not None)
     ranks = ranks_of(folder, checkpoints)
     start = "its start"
     if checkpoint is not None:
@@ -134,13 +147,34 @@ def run_at(
     tolerance = 0.0
     if not config.parallel.bit_exact:
         reason = "it had one process"
+        if config.compile.blocks:
+            tolerance = TOLERANCE[run.precision.name]
+            reason = "its blocks were compiled, and round otherwise than the ones here"
         if ranks != 1:
             tolerance = TOLERANCE[run.precision.name]
             reason = f"{ranks} ranks added in another order and drew other random numbers"
+            if config.precision.cast_by == "policy":
+                reason += ", FSDP2's policy rounded where autocast does not"
             if batch_statistics(run.parallel.module):
                 reason += ", and batch norm saw other batches"
     callbacks = Callbacks(run, AgreedStop(world))
-    return Replay(run, rows, tolerance, reason, start, callbacks)
+    replay = Replay(run, rows, tolerance, reason, start, callbacks)
+    replay.ranks_drew = ranks != 1 and not config.parallel.bit_exact
+    return replay
+
+
+def config_of(folder: Path, argv: Sequence[str]) -> Config:
+    """The run's config with argv's settings. Errors: ConfigError for one that changes a step."""
+    config = load_saved(folder / CONFIG, argv)
+    given = flat(to_toml(config))
+    saved = flat(to_toml(load_saved(folder / CONFIG, [])))
+    for key, value in given.items():
+        if value != saved.get(key) and not key.startswith(ALLOWED):
+            raise ConfigError(
+                f"{key}={value} on the command line: the run had {saved.get(key)}, and would take "
+                "other steps; leave it out, or start a run of its own"
+            )
+    return config
 
 
 def on_one_process(
@@ -162,6 +196,8 @@ def on_one_process(
         train=replace(config.train, global_batch_size=batch, accumulation_steps="auto"),
         parallel=replace(config.parallel, strategy="single", cpu_offload=False),
         precision=replace(config.precision, cast_by=cast_by),
+        # A compiled block does not call the hooks inside it.
+        compile=replace(config.compile, blocks=False),
         data=replace(config.data, workers=0 if config.parallel.bit_exact else config.data.workers),
         eval=replace(config.eval, every="off"),
     )
@@ -169,11 +205,12 @@ def on_one_process(
 
 def ranks_of(folder: Path, checkpoints: Sequence[Path]) -> int:
     """How many ranks the run had. Errors: DataError if nothing says so."""
+    for checkpoint in reversed(checkpoints):
+        with suppress(CheckpointRejected):
+            return read_manifest(checkpoint).world_size
     try:
-        if checkpoints:
-            return read_manifest(checkpoints[-1]).world_size
         return int(json.loads((folder / "summary.json").read_text())["world_size"])
-    except (OSError, ValueError, KeyError, CheckpointRejected) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"{folder} has no checkpoint and no summary, so its number of ranks is unknown; give "
             "--train.global_batch_size"
@@ -188,17 +225,9 @@ def logged_rows(folder: Path) -> dict[int, dict[str, Any]]:
     """Lines of metrics.jsonl with a loss, by step. Errors: DataError if the folder is no run's."""
     if not (folder / CONFIG).is_file():
         raise DataError(f"{folder} is not a run's folder: it has no {CONFIG}; give one that has")
-    rows = {}
     path = folder / "metrics.jsonl"
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn by a kill
-            continue
-        if "train/loss" in row:
-            rows[row["step"]] = row
-    return rows
+    rows = read_jsonl(path) if path.is_file() else []
+    return {row["step"]: row for row in rows if "train/loss" in row}
 
 
 # ---- one step
@@ -304,7 +333,11 @@ def show_step(replay: Replay, options: Any) -> None:
     if not applied:
         with run.parallel.no_side_effects():
             fault, _ = find_in_micro_batches(run, run.step, indexed)
-        print(f"  {fault or 'every micro-batch is finite at a loss scale of 1'}")
+        finite = (
+            "computed again at a loss scale of 1, every micro-batch is finite: the cause is the "
+        )
+        finite += "scale, or a random number that was drawn"
+        print(f"  {fault or finite}")
 
 
 def shown_samples(task: Any, batch: Any) -> list[str]:
@@ -332,6 +365,7 @@ def write_pictures(batch: Any, name: str) -> None:
             Image.fromarray(pixels.numpy()).save(name)
             print(f"    {Path(name).resolve()}")
             return
+    print("    no picture: no tensor of the batch is [samples, 1 or 3 channels, height, width]")
 
 
 def stop_before_backward(run: ScriptRun, indexed: Indexed) -> None:
@@ -341,6 +375,7 @@ def stop_before_backward(run: ScriptRun, indexed: Indexed) -> None:
 
     def stop(loss: Tensor) -> Any:
         batch, samples = next(batches)  # noqa: RUF059 (for the user, with `run` and `loss`)
+        print("before a backward: see batch, samples, loss and run; c goes to the next one, q ends")
         pdb.set_trace()  # noqa: T100
         return scale(loss)
 
@@ -384,8 +419,16 @@ def run_command(argv: Sequence[str]) -> int:
         while replay.run.step < options.step - 1:
             replay.step()
         show_step(replay, options)
+    except bdb.BdbQuit:  # q in the debugger
+        return 0
     finally:
         replay.run.close()
+    if not replay.compared:
+        print("\nnothing was compared: the run logged none of these steps")
+        return 0
+    if replay.differences and replay.draws and replay.ranks_drew:
+        print("\nnot as logged: the model draws random numbers, and the ranks drew other ones")
+        return 0
     if replay.differences:
         print(f"\ndiffers from what was logged, first at {replay.differences[0]}")
         return 1

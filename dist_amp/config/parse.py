@@ -148,6 +148,9 @@ def _first_that_fits(types: Sequence[Any], words: Sequence[str]) -> Any:
             return value_of(part, words)
         except WrongType as error:
             expected.append(str(error))
+        except OutOfRange as error:
+            choices = [get_args(one) for one in types if get_origin(one) is Literal]
+            raise OutOfRange(" or ".join([str(error), *map(str, sum(choices, ()))])) from None
     raise WrongType(" or ".join(expected))
 
 

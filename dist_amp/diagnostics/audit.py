@@ -140,7 +140,10 @@ class Audit(Observer):
             return
         if mismatch := find_mismatch(run):
             who += f"; {mismatch}"
-        raise NumericsError(f"{text}; {who}; resume from a checkpoint without faulty hardware")
+        raise NumericsError(
+            f"{text}; {who}; resume from a checkpoint without that device; if other devices are "
+            "named then, look for an operation that is not deterministic (--run.deterministic true)"
+        )
 
 
 def check_settings(run: Run) -> None:
