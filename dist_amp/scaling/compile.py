@@ -121,7 +121,8 @@ def compile_blocks(
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
     compiler = Compiler(config, world)
     names = {id(part): name for name, part in module.named_modules()}
-    for block in blocks:
+    heads = [part for part in module.modules() if getattr(part, "compiles_with_blocks", False)]
+    for block in (*blocks, *heads):
         block.forward = compiler.wrap(block.forward, names[id(block)] or "the model")
     # CUDA graphs' results are overwritten by the next step, and losses are kept for a while.
     if config.mode not in CUDA_GRAPHS:

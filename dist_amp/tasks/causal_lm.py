@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dist_amp.settings import DataConfig, Range
 from dist_amp.sources.load import pick_split
@@ -21,6 +20,7 @@ from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
 from dist_amp.sources.packing import Packing, TokenShares
 from dist_amp.sources.tokenizer import check_vocabulary, open_tokenizer
 from dist_amp.sources.tokens import token_documents
+from dist_amp.tasks.loss_head import LossHead
 
 log = logging.getLogger(__name__)
 Count = Annotated[int, Range(low=1)]
@@ -71,8 +71,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`.
 
-    With `targets` [B, T] int64 it returns the summed cross-entropy, from the logits of `loss_chunk`
-    tokens at a time: in here, since FSDP gathers the head's weight only for its forward. positions:
+    loss: targets [B, T] int64 and a reduction, for `LossHead`'s losses in their place. positions:
     of packed documents, [B, T] int64, 0 where one begins; no attention crosses documents.
     """
 
@@ -92,7 +91,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads, layers) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = LossHead(width, vocabulary, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.02)
         if tied:
@@ -104,8 +103,7 @@ class GPT(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        targets: Tensor | None = None,
-        loss_chunk: int = 1024,
+        *loss: Any,
         positions: Tensor | None = None,
     ) -> Tensor:
         mask = None
@@ -120,28 +118,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin, mask)
-        x = self.norm(x)
-        if targets is None:
-            return self.head(x)  # type: ignore[no-any-return]
-        return chunked_loss_sum(self.head, x, targets, loss_chunk)
-
-
-def chunked_loss_sum(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Summed cross-entropy of head(x [B, T, width]), float32; backward recomputes the logits."""
-
-    def loss(x: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(head(x), targets)
-
-    chunks_of_x = x.flatten(0, 1).split(chunk)
-    chunks_of_targets = targets.flatten().split(chunk)
-    pairs = zip(chunks_of_x, chunks_of_targets, strict=True)
-    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
-    return torch.stack([checkpoint(loss, *pair, **options) for pair in pairs]).sum()
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-    """Cross-entropy in float32 over [..., vocabulary] logits: scalar, or "none": of each target."""
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction=reduction)
+        return self.head(self.norm(x), *loss)  # type: ignore[no-any-return]
 
 
 def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
@@ -171,7 +148,7 @@ class CausalLM:
         heads: Count = 4,
         vocabulary: Annotated[int, Range(low=256)] = 256,
         tied: bool = True,
-        loss_chunk: Count | Literal["off"] = "off",
+        loss_chunk: Count | Literal["auto", "off"] = "auto",
         prompt: str = "def ",
         sample_bytes: Annotated[int, Range(low=0)] = 400,
     ):
@@ -196,7 +173,9 @@ class CausalLM:
         self.shape = (vocabulary, context, width, layers, heads, tied)
 
     def build_model(self) -> nn.Module:
-        return GPT(*self.shape)
+        model = GPT(*self.shape)
+        model.head.chunk = self.loss_chunk
+        return model
 
     def build_dataset(self, split: str) -> Any:
         def rows_of(source: DataConfig) -> Any:
@@ -215,23 +194,21 @@ class CausalLM:
         return list(model.blocks)  # type: ignore[arg-type]
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Embedding and head, unless they are tied or the loss calls the head in chunks."""
-        if self.tied or self.loss_chunk != "off":
+        """Embedding and head, unless they are tied."""
+        if self.tied:
             return []
         return [model.embedding, model.head]  # type: ignore[list-item]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        if self.loss_chunk == "off":
-            logits = self.logits(model, batch)
-            return cross_entropy(logits, batch["labels"][:, 1:])
-        return self.logits(model, batch, batch["labels"][:, 1:], self.loss_chunk)
+        return self.losses(model, batch, "sum")
 
-    def logits(self, model: nn.Module, batch: Batch, *loss: Any) -> Tensor:
-        """Of all tokens but the last. loss: arguments for the loss in chunks in their place."""
+    def losses(self, model: nn.Module, batch: Batch, reduction: str) -> Tensor:
+        """See LossHead."""
         packed = {}
         if "position_ids" in batch:
             packed["positions"] = batch["position_ids"][:, :-1]
-        return model(batch["input_ids"][:, :-1], *loss, **packed)  # type: ignore[no-any-return]
+        tokens = batch["input_ids"][:, :-1]
+        return model(tokens, batch["labels"][:, 1:], reduction, **packed)  # type: ignore[no-any-return]
 
     def weight(self, batch: Batch) -> int:
         return batch["counted"]  # type: ignore[no-any-return]
@@ -258,8 +235,7 @@ class CausalLM:
         values: Batch = {}
         if self.source_names:
             targets = batch["labels"][:, 1:]
-            logits = self.logits(model, batch)
-            losses = cross_entropy(logits, targets, "none").view_as(targets)
+            losses = self.losses(model, batch, "none")[0].view_as(targets)
             source_ids = batch["source_ids"][:, 1:]
             values |= losses_by_source(losses, targets, source_ids, self.source_names)
             values["loss"] = losses.sum()

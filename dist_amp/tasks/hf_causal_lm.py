@@ -5,7 +5,7 @@ share rows, and the model is checked for cross-document attention.
 """
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dist_amp.errors import ConfigError
-from dist_amp.settings import DataConfig
+from dist_amp.settings import Count, DataConfig
 from dist_amp.sources.conversations import asks_in_turns
 from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
 from dist_amp.sources.packing import Packing, TokenShares
+from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.sources.tokens import token_documents
 from dist_amp.tasks import huggingface
-from dist_amp.tasks.huggingface import next_tokens
+from dist_amp.tasks.loss_head import LossHead, Reduction, losses_of
 
 # A second document's change by other tokens in the first, over the first's own: 0 in Llama, Qwen3,
 # GPT-2, Gemma 3 and Mixtral; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) where it leaks.
@@ -41,6 +42,7 @@ class HFCausalLM(huggingface.FineTuning):
         length: huggingface.Length = 1024,
         lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
+        loss_chunk: Count | Literal["auto", "off"] = "auto",
         prompt: str = "Hello",
         sample_tokens: int = 50,
     ):
@@ -49,6 +51,7 @@ class HFCausalLM(huggingface.FineTuning):
         self.packing = Packing.of(data, length, auto="off")
         self.source_names = list(tables_of(data))
         self.shares = TokenShares(self.source_names)
+        self.loss_chunk = loss_chunk
         self.prompt = prompt
         self.sample_tokens = sample_tokens
         # An iterator: a flag that changes would be warned of, as unsaved.
@@ -64,6 +67,8 @@ class HFCausalLM(huggingface.FineTuning):
                 f"task.args.length={self.packing.length} is more than the model's {most} positions "
                 f"(max_position_embeddings); use at most {most}"
             )
+        if self.loss_chunk != "off":
+            make_loss_head(model, self.loss_chunk)
         self.balance = getattr(model, "router_aux_loss_coef", 0.0)
         self.flash = "flash" in str(model.config._attn_implementation)
         return model  # type: ignore[no-any-return]
@@ -91,29 +96,40 @@ class HFCausalLM(huggingface.FineTuning):
         batch: Batch,
     ) -> Tensor:
         if not self.balance or not model.training:
-            return super().loss_sum(model, batch)
-        output = forward(model, batch, output_router_logits=True)
-        loss = F.cross_entropy(*next_tokens(output, batch), reduction="sum")
+            return self.losses(model, batch, "sum")[0]
+        loss, output = self.losses(model, batch, "sum", output_router_logits=True)
         balance = torch.as_tensor(output.aux_loss).float()  # a number if there are no experts
         return loss + self.balance * self.weight(batch) * balance
 
-    def predictions(
+    def losses(
         self,
         model: nn.Module,
         batch: Batch,
-    ) -> tuple[Tensor, Tensor]:
-        return next_tokens(forward(model, batch), batch)
+        reduction: Reduction,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        """(losses as of LossHead, the model's output)."""
+        targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        inner: Any = getattr(model, "module", model)  # of DDP
+        head = inner.get_output_embeddings()
+        if not isinstance(head, LossHead):
+            output = forward(model, batch, **options)
+            return losses_of(output.logits, targets, reduction), output
+        with head.losses_of(targets, reduction):
+            output = forward(model, batch, **options)
+        return output.logits, output
 
     def metrics(
         self,
         model: nn.Module,
         batch: Batch,
     ) -> Batch:
-        logits, labels = self.predictions(model, batch)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        values = {"loss": losses.sum(), "accuracy": logits.argmax(1).eq(labels).sum()}
+        (losses, hits), _ = self.losses(model, batch, "none")
+        values = {"loss": losses.sum(), "accuracy": hits.sum()}
         if not self.source_names:
             return values
+        losses = losses.view_as(batch["labels"])[:, :-1].flatten()
+        labels = batch["labels"][:, 1:].flatten()
         source_ids = batch["source_ids"][:, 1:].flatten()
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
@@ -142,6 +158,40 @@ def forward(
     # cache.
     inputs = {name: batch[name] for name in PASSED if name in batch}
     return model(input_ids=batch["input_ids"], **inputs, use_cache=False, **options)
+
+
+def make_loss_head(model: Any, chunk: int | Literal["auto"]) -> None:
+    """Make the model's head one that computes the loss, unless the model changes its logits.
+
+    Errors: ConfigError for such a model if a number of tokens is asked for.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.bias is None and returns_the_heads_logits(base):
+        head.__class__ = LossHead
+        head.chunk = chunk
+    elif chunk != "auto":
+        raise ConfigError(
+            f"task.args.loss_chunk={chunk} needs a model whose logits are those of a linear head "
+            f"without bias, and {type(base).__name__} is none; use auto or off"
+        )
+
+
+@torch.no_grad()
+def returns_the_heads_logits(model: Any) -> bool:
+    """Whether the model returns what its head does: some cap or scale it. Tried on a copy."""
+    made: list[Any] = []
+    try:
+        with torch.device("meta"):
+            copy: Any = AutoModelForCausalLM.from_config(model.config)
+            ids = torch.zeros(1, 4, dtype=torch.int64)
+            mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)  # of four dimensions: not looked into
+        head = copy.get_output_embeddings()
+        head.register_forward_hook(lambda module, inputs, output: made.append(output))
+        output = copy(input_ids=ids, attention_mask=mask, use_cache=False)
+    except Exception:  # of any model's code, on a device without values
+        return False
+    return len(made) == 1 and output.logits is made[0]
 
 
 def document_bounds(position_ids: Tensor) -> Batch:
