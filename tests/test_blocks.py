@@ -338,10 +338,8 @@ def test_settings_that_cannot_be_are_refused_in_one_line(task, words, said):
 @pytest.mark.bad_input("a `loss_chunk` that is not a number of tokens")
 @pytest.mark.parametrize("chunk", [0, -1, 2.5, "none"])
 def test_a_chunk_that_is_no_number_of_tokens_is_refused(chunk):
-    with pytest.raises(
-        ConfigError,
-        match=r"loss_chunk=\S+ on .* (at least 1 or auto or off|a whole number or one of auto, off)",
-    ):
+    rule = "(at least 1 or auto or off|a whole number or one of auto, off)"
+    with pytest.raises(ConfigError, match=rf"task.args.loss_chunk=\S+ on .* must be {rule}"):
         load_config(["--task.args.loss_chunk", str(chunk)], environ={})
 
 

@@ -12,6 +12,7 @@ from tiny import make_run, parameters_of, take_steps
 
 from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.packing import (
     IGNORE_INDEX,
@@ -400,3 +401,25 @@ def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
     for (_, start, stop), piece in zip(wanted, documents.pieces(wanted), strict=True):
         for name in ("input_ids", "labels"):
             assert torch.equal(piece[name], whole[name][start:stop])
+
+
+@pytest.mark.parametrize(("multiple", "width"), [(1, 9), (4, 12), (8, 16), (128, 20)])
+def test_unpacked_rows_are_padded_to_a_multiple_but_never_beyond_the_length(multiple, width):
+    samples = [{"input_ids": torch.arange(n) + 5, "labels": torch.arange(n) + 5} for n in (3, 9, 6)]
+    batch = Packing(20, "off", "truncate", multiple).collate(samples, 1, attention_mask=True)
+    assert batch["input_ids"].shape == (3, width)
+    assert batch["attention_mask"].sum(1).tolist() == [3, 9, 6]
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == 1).all()
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+    assert (batch["tokens"], batch["counted"]) == (18, 15)
+
+
+def test_another_padding_is_no_other_data(tmp_path):
+    one, other = (Packing.of(DataConfig(pad_to_multiple_of=n), 8, "off") for n in (1, 64))
+    assert str(one) == str(other)
+
+
+@pytest.mark.bad_input("`data.pad_to_multiple_of` below 1")
+def test_a_multiple_below_one_is_refused():
+    with pytest.raises(ConfigError, match="data.pad_to_multiple_of=0 .* must be at least 1"):
+        load_config(["--data.pad_to_multiple_of", "0"], environ={})

@@ -7,7 +7,7 @@ epoch: the rows are the samples, which the run shuffles as any others.
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy
@@ -35,6 +35,8 @@ class Packing:
     length: int
     pack: Literal["off", "cut", "best_fit"]
     long_documents: Literal["split", "truncate", "refuse"]
+    # A new shape costs a GPU new buffers and kernel plans. Not in the rows' fingerprint.
+    multiple: int = field(default=1, repr=False)
 
     @classmethod
     def of(
@@ -46,7 +48,7 @@ class Packing:
         if long_documents == "auto":
             as_read = pack == "off" or data.view == "parquet"
             long_documents = "truncate" if as_read else "split"
-        return cls(length, pack, long_documents)
+        return cls(length, pack, long_documents, data.pad_to_multiple_of)
 
     def rows(self, documents: Any, split: str) -> Any:
         """Token documents as samples for `collate`, which also truncates; None without any."""
@@ -76,7 +78,7 @@ class Packing:
     def collate(
         self, samples: list[Sample], pad_id: int = 0, attention_mask: bool = False
     ) -> dict[str, Any]:
-        """A batch of rows, padded on the right: to `length` if packed, else to the longest.
+        """A batch of rows, padded on the right: to `length` if packed, else to a multiple.
 
         input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each
         document and in the padding; source_ids of a mixture; attention_mask, 0 at padding, if asked
@@ -85,7 +87,9 @@ class Packing:
         if self.pack == "best_fit" and "position_ids" not in samples[0]:
             samples = self.packed(samples)
         lengths = [min(len(sample["input_ids"]), self.length) for sample in samples]
-        width = max(lengths) if self.pack == "off" else self.length
+        width = self.length
+        if self.pack == "off":
+            width = min(width, -(-max(lengths) // self.multiple) * self.multiple)
         fills = {"input_ids": pad_id, "labels": IGNORE_INDEX}
         batch: dict[str, Any] = {}
         for name in samples[0]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from dist_amp.errors import ConfigError
 from dist_amp.settings import Count, DataConfig
@@ -184,12 +185,15 @@ def returns_the_heads_logits(model: Any) -> bool:
     try:
         with torch.device("meta"):
             copy: Any = AutoModelForCausalLM.from_config(model.config)
+            head = copy.get_output_embeddings()
+            hidden = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 4, head.in_features))
             ids = torch.zeros(1, 4, dtype=torch.int64)
-            mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)  # of four dimensions: not looked into
-        head = copy.get_output_embeddings()
+        hidden.cross_attentions = None  # GPT-2 passes them on
+        # Its layers may read values, which this device has none of.
+        copy.base_model.forward = lambda *args, **kwargs: hidden
         head.register_forward_hook(lambda module, inputs, output: made.append(output))
-        output = copy(input_ids=ids, attention_mask=mask, use_cache=False)
-    except Exception:  # of any model's code, on a device without values
+        output = copy(input_ids=ids, use_cache=False)
+    except Exception:  # of any model's code
         return False
     return len(made) == 1 and output.logits is made[0]
 

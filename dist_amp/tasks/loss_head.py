@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dist_amp.sources.token_shards import IGNORE_INDEX
 
@@ -127,8 +126,11 @@ class ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True; its gradient would be 0 in silence
+            raise RuntimeError(
+                "the loss in chunks has no second derivative; use --task.args.loss_chunk off"
+            )
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         of_inputs = [
             None if tensor is None else (tensor * gradient).to(dtype) for tensor, dtype in saved

@@ -130,7 +130,7 @@ class DPO(huggingface.FineTuning):
     def collate(self, pairs: list[list[Batch]]) -> Batch:
         sides = [pair[side] for side in (0, 1) for pair in pairs]
         pad_id = self.tokenizer.pad_token_id or 0
-        rows = Packing(self.length, "off", "truncate")
+        rows = Packing(self.length, "off", "truncate", self.data.pad_to_multiple_of)
         return rows.collate(sides, pad_id, attention_mask=True)
 
     def tokens(self, batch: Batch) -> int:

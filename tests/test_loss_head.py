@@ -1,0 +1,220 @@
+"""The loss of a large vocabulary, whose logits exist a chunk of tokens at a time."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from tiny import make_run, take_steps
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers")
+from tiny_hf import chats, make_model, make_tokenizer, write_rows
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, MambaConfig
+
+from dist_amp.errors import ConfigError
+from dist_amp.settings import DataConfig
+from dist_amp.tasks import loss_head
+from dist_amp.tasks.hf_causal_lm import HFCausalLM, make_loss_head
+from dist_amp.tasks.loss_head import LossHead
+from dist_amp.verify.cells import capture
+from dist_amp.world import World
+
+TOKENS, WIDTH, VOCABULARY, CHUNK = 64, 32, 300, 20
+FP32 = ["--use_amp", "false"]
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, TOKENS // 4, WIDTH, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (4, TOKENS // 4), generator=generator)
+    targets[0, 3] = -100
+    head = LossHead(WIDTH, VOCABULARY, bias=False)
+    nn.init.normal_(head.weight, std=0.2, generator=generator)
+    return head.to(dtype), x, targets
+
+
+def loss_and_gradients(head, x, targets, chunk, scale=1.0):
+    head.chunk = chunk
+    loss = head(x, targets)
+    return [loss, *torch.autograd.grad(loss * scale, [x, head.weight])]
+
+
+def worst(values, truth):
+    pairs = zip(values, truth, strict=True)
+    return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [1, CHUNK, TOKENS - 1])
+def test_loss_and_gradients_are_those_of_all_logits_at_once(chunk, autocast):
+    head, x, targets = inputs()
+    truth = loss_and_gradients(*inputs(torch.float64), "off")
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        plain = loss_and_gradients(head, x, targets, "off")
+        values = loss_and_gradients(head, x, targets, chunk)
+    assert all(value.dtype == torch.float32 for value in values)
+    # As near to float64 as the whole logits are; in float32 both are some roundings of 2^-24 away.
+    assert worst(values, truth) <= max(1.5 * worst(plain, truth), 2e-6)
+
+
+def test_float16_keeps_gradients_that_are_too_small_for_it_before_the_loss_scale():
+    head, x, targets = inputs()
+    with torch.no_grad():
+        head.weight.mul_(40)  # most probabilities are below 6e-8
+    with torch.autocast("cpu", torch.float16):
+        values = loss_and_gradients(head, x, targets, CHUNK, scale=2.0**16)
+    truth = loss_and_gradients(head.double(), x.double().detach().requires_grad_(), targets, "off")
+    assert all(value.isfinite().all() for value in values)
+    assert worst([values[1] / 2**16], [truth[1]]) < 0.02  # float16 rounds the logits by 2^-11 of 90
+
+
+class Largest(TorchDispatchMode):
+    """The most rows of a tensor with a vocabulary at its end."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,):
+                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
+        return out
+
+
+def test_auto_holds_as_many_logits_as_its_bytes_allow(monkeypatch):
+    head, x, targets = inputs()
+    monkeypatch.setattr(loss_head, "AUTO_BYTES", 4 * VOCABULARY * 40)
+    for reduction in ("sum", "none"):
+        with Largest() as largest:
+            loss = head(x, targets, reduction)
+            if reduction == "sum":
+                loss.backward()
+        assert largest.rows == 40
+
+
+def test_each_targets_loss_and_hit_have_no_gradient_and_add_up():
+    head, x, targets = inputs()
+    head.chunk = CHUNK
+    losses, hits = head(x, targets, "none")
+    assert not losses.requires_grad
+    torch.testing.assert_close(losses.sum(), head(x, targets).detach())
+    logits = head(x).flatten(0, 1)
+    assert hits.sum() == (logits.argmax(1) == targets.flatten()).sum()
+    assert losses[3] == 0  # -100
+
+
+def test_the_chunks_compile_as_one_graph():
+    head, x, targets = inputs()
+    head.chunk = CHUNK
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *given: head(*given), fullgraph=True, backend="aot_eager")
+    loss = compiled(x, targets)
+    assert loss == head(x, targets)
+    gradient = torch.autograd.grad(loss, x)[0]
+    assert torch.equal(gradient, torch.autograd.grad(head(x, targets), x)[0])
+
+
+def test_a_frozen_head_gets_no_gradient_and_evaluation_computes_none():
+    head, x, targets = inputs()
+    head.chunk = CHUNK
+    head.weight.requires_grad_(False)
+    head(x, targets).backward()
+    assert head.weight.grad is None
+    with torch.no_grad():
+        assert not head(x, targets).requires_grad
+
+
+@pytest.mark.bad_input("a second derivative of a loss in chunks")
+def test_a_second_derivative_is_refused_and_not_wrong():
+    head, x, targets = inputs()
+    head.chunk = CHUNK
+    with pytest.raises(RuntimeError, match="no second derivative; use --task.args.loss_chunk off"):
+        torch.autograd.grad(head(x, targets), x, create_graph=True)
+
+
+# ---- models of transformers
+
+
+def task_of(folder, name="llama", **options):
+    make_model(folder, name)
+    make_tokenizer(folder)
+    data = DataConfig(path=str(write_rows(folder / "rows.jsonl", chats())), validation_split=0.25)
+    return HFCausalLM(data, str(folder), **options)
+
+
+def gradients(world, task, *words):
+    run = make_run(world, task, "--train.micro_batch_size", 2, *FP32, *words)
+    states = capture(run)
+    take_steps(run, 1)
+    run.parallel.module.eval()
+    [batch] = next(run.data)[:1]
+    values = {key: float(value) for key, value in task.metrics(run.model, batch).items()}
+    return [state.gradients for state in states], values
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "mixtral"])
+def test_a_language_model_gets_the_gradients_of_all_logits_at_once(name, strategy, tmp_path):
+    ranks = 1 if strategy == "single" else 2
+    plain, chunked = (
+        on_ranks(ranks, gradients, task_of(tmp_path, name, loss_chunk=chunk), *words)[0]
+        for chunk in ("off", 5)
+        for words in [["--parallel.strategy", strategy]]
+    )
+    for key, true in plain[0][0].items():
+        # Sums in another order: some roundings of 2^-24 of the largest.
+        torch.testing.assert_close(chunked[0][0][key], true, rtol=0, atol=1e-6 * true.abs().max())
+    assert chunked[1] == pytest.approx(plain[1], rel=1e-4)
+
+
+def test_a_language_model_makes_no_more_logits_than_a_chunks(tmp_path, monkeypatch):
+    task = task_of(tmp_path, loss_chunk=33)
+    vocabulary = make_run(World(), task, *FP32).parallel.module.config.vocab_size
+    monkeypatch.setitem(globals(), "VOCABULARY", vocabulary)
+    run = make_run(World(), task, "--train.micro_batch_size", 4, *FP32)
+    with Largest() as largest:
+        take_steps(run, 1)
+    assert largest.rows == 33
+
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+CHANGED = [
+    Gemma2Config(**SIZES, **HEADS, head_dim=8),  # caps its logits
+    CohereConfig(**SIZES, **HEADS, logit_scale=0.5),
+]
+
+
+@pytest.mark.parametrize("config", CHANGED, ids=lambda config: config.model_type)
+def test_a_model_that_changes_its_logits_keeps_its_head(config):
+    model = AutoModelForCausalLM.from_config(config)
+    make_loss_head(model, "auto")
+    assert type(model.get_output_embeddings()) is nn.Linear
+
+
+@pytest.mark.bad_input("`task.args.loss_chunk` of a model that changes its logits")
+@pytest.mark.parametrize("config", CHANGED, ids=lambda config: config.model_type)
+def test_a_chunk_for_a_model_that_changes_its_logits_is_refused(config):
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="task.args.loss_chunk=64 needs a model whose logits"):
+        make_loss_head(model, 64)
+
+
+def test_a_model_without_attention_is_either_way_right():
+    model = AutoModelForCausalLM.from_config(
+        MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=4)
+    )
+    before = copy.deepcopy(model)
+    make_loss_head(model, "auto")
+    ids = torch.arange(12)[None]
+    assert torch.equal(model(ids).logits, before(ids).logits)
+    head = model.get_output_embeddings()
+    if isinstance(head, LossHead):
+        with head.losses_of(ids):
+            loss = model(ids).logits
+        expected = F.cross_entropy(before(ids).logits[0], ids[0], reduction="sum")
+        torch.testing.assert_close(loss, expected)
