@@ -148,6 +148,10 @@ def _first_that_fits(types: Sequence[Any], words: Sequence[str]) -> Any:
             return value_of(part, words)
         except WrongType as error:
             expected.append(str(error))
+        except OutOfRange as error:
+            literals = [get_args(other) for other in types if get_origin(other) is Literal]
+            choices = [str(choice) for literal in literals for choice in literal]
+            raise OutOfRange(" or ".join([str(error), *choices])) from None
     raise WrongType(" or ".join(expected))
 
 

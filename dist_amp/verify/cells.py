@@ -373,8 +373,10 @@ def run_rows(
                 try:
                     result = run_row(rows[row])
                 except Exception as error:
-                    # Before it leaves the group, at which the others fail.
-                    results.put((row, f"rank {world.rank}: {in_one_line(error)}"))
+                    text = f"rank {world.rank}: {in_one_line(error)}"
+                    if isinstance(error, ConfigError | DataError):  # in training too
+                        text = f"refused: {error}"
+                    results.put((row, text))  # before it leaves the group, at which others fail
                     sys.exit(1)
                 if world.is_main:
                     results.put((row, result))
