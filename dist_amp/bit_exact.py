@@ -1,9 +1,8 @@
 """Bit-exact training: the same bits on 1, 2, 4, 8, ... ranks, under every strategy.
 
-Micro-batch `round * world_size + rank` of a step holds the same samples and draws the same random
-numbers wherever it is computed. Its gradients are added in one fixed binary tree: over the ranks by
-an all-to-all and sums in pairs, over the rounds by a binary counter. Zeros added at the end of a
-tree change no sum, so padding does not matter.
+Micro-batch `round * world_size + rank` holds the same samples and draws the same random numbers
+wherever it is computed. Gradients are added in one binary tree: over the ranks by an all-to-all and
+sums in pairs, over the rounds by a binary counter. Padding with zeros changes no sum.
 """
 
 import math

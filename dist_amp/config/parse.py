@@ -58,10 +58,7 @@ class OutOfRange(Exception):
 
 
 def build(schema: type[T], settings: Settings) -> T:
-    """An instance of the dataclass `schema`, nested ones included: `settings` over its defaults.
-
-    Errors: ConfigError for an unknown, missing, mistyped or out-of-range key, with its source.
-    """
+    """The dataclass `schema`, nested ones included, with these settings. Errors: ConfigError."""
     known = list(keys_of(schema))
     for key, setting in settings.items():
         if key not in known:

@@ -1,9 +1,8 @@
 """Audit for silent corruption: micro-batches are computed again by other ranks, to the bit.
 
-In one random step of every debug.audit_every, right before its update and so with its parameters,
-each rank also computes another rank's micro-batch: from its samples to its gradients, before they
-are reduced. Where bits differ, all ranks compute that micro-batch once more, and the majority tells
-which rank is wrong.
+In one random step of every debug.audit_every, right before its update, each rank also computes
+another rank's micro-batch, from its samples to its gradients before they are reduced. Where bits
+differ, all ranks compute it once more, and the majority tells which rank is wrong.
 """
 
 import platform
@@ -202,10 +201,7 @@ def unreduced(parallel: Parallel) -> Iterator[None]:
 
 
 class Recorded:
-    """A task, of which one micro-batch's samples, loss and gradients are hashed.
-
-    A hook of a parameter gets a micro-batch's gradient before it is added to others' or reduced.
-    """
+    """A task, of which one micro-batch's samples, loss and unreduced gradients are hashed."""
 
     def __init__(self, task: Any, module: nn.Module, number: int, keeps_gradients: bool = True):
         """number: of the micro-batch, counting calls of loss_sum from 0."""

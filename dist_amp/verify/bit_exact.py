@@ -1,8 +1,7 @@
 """python -m dist_amp.verify --bit_exact: the same bits of each way of running, on your own task.
 
-Each combination of ranks, strategy and precision takes the first steps of an epoch and its last
-ones with parallel.bit_exact=true. Their losses, module outputs, gradients and parameters are
-compared by hash with those of the first combination in the same precision.
+Of the first steps of an epoch and its last ones, losses, module outputs, gradients and parameters
+are compared by hash with those of the first combination in the same precision.
 """
 
 import hashlib
