@@ -1,9 +1,8 @@
 """Bit-exact training: the same bits on 1, 2, 4, 8, ... ranks, under every strategy.
 
-Micro-batch `round * world_size + rank` of a step holds the same samples and draws the same random
-numbers wherever it is computed. Its gradients are added in one fixed binary tree: over the ranks by
-an all-to-all and sums in pairs, over the rounds by a binary counter. Zeros added at the end of a
-tree change no sum, so padding does not matter.
+Micro-batch `round * world_size + rank` holds the same samples and draws the same random numbers
+wherever it is computed. Gradients are added in one binary tree: over the ranks by an all-to-all and
+sums in pairs, over the rounds by a binary counter. Padding with zeros changes no sum.
 """
 
 import math
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import seed_all
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError
 from dist_amp.loading.plan import Shard
 from dist_amp.parallel import Parallel, SumOverRanks
 from dist_amp.precision import takes_grad_scale
@@ -54,12 +53,7 @@ def exact_config(config: Config, world: World) -> Config:
     On a CPU it also sets one thread per process: other numbers add in another order.
     """
     ranks = world.world_size
-    if ranks & (ranks - 1):
-        lower = 2 ** (ranks.bit_length() - 1)
-        raise ConfigError(
-            f"parallel.bit_exact=true needs a power of two of ranks, not {ranks}: gradients are "
-            f"added in pairs; use {lower} or {2 * lower} ranks"
-        )
+    check_ranks(ranks, "parallel.bit_exact=true")
     for section, key, exact, reason in EXACT:
         value = getattr(getattr(config, section), key)
         if value not in exact:
@@ -89,13 +83,24 @@ def exact_config(config: Config, world: World) -> Config:
     )
 
 
+def check_ranks(ranks: int, given: str) -> None:
+    """Errors: ConfigError for a number of ranks whose gradients can't be added in pairs."""
+    if ranks & (ranks - 1):
+        lower = 2 ** (ranks.bit_length() - 1)
+        raise ConfigError(
+            f"{given} needs a power of two of ranks, not {ranks}: gradients are added in pairs; "
+            f"use {lower} or {2 * lower} ranks"
+        )
+
+
 def check_exact(run: Run) -> None:
     """Errors: ConfigError for a model, task or optimizer whose steps can't be exact."""
     module = run.parallel.module
     layers = [name.rpartition(".")[0] for name in batch_statistics(module)]
     reason = ""
     if training := [layer for layer in layers if module.get_submodule(layer).training]:
-        reason = f'module "{training[0]}" keeps statistics of each rank\'s batches; use GroupNorm'
+        layer = f'module "{training[0]}" ({type(module.get_submodule(training[0])).__name__})'
+        reason = f"{layer} keeps statistics of each rank's batches; use GroupNorm"
     elif getattr(run.task, "couples_samples", False):
         reason = "the task has couples_samples=True, so the loss depends on what ranks hold"
     elif run.world.device.type == "cpu" and takes_grad_scale(run.optimizer):
@@ -219,6 +224,13 @@ def row_squares(gradient: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
+def padded(flat: Tensor, parts: int) -> Tensor:
+    """[n] with zeros at its end, up to a multiple of `parts`; the tensor itself if n is one."""
+    if len(flat) % parts == 0:
+        return flat
+    return F.pad(flat, (0, -len(flat) % parts))
+
+
 def exchanged(
     flat: Tensor,
     ranks: int,
@@ -265,10 +277,11 @@ class ReduceScatter:
         output_tensor.copy_(tree_sum(exchanged(input_tensor, group.size(), group)))
         if self._replicas == 1:
             return
-        padded = F.pad(output_tensor, (0, -len(output_tensor) % self._replicas))
-        mine = tree_sum(exchanged(padded, self._replicas, self._group))
-        padded.zero_().view(self._replicas, -1)[dist.get_rank(self._group)] = mine
-        output_tensor.copy_(padded[: len(output_tensor)])
+        whole = padded(output_tensor, self._replicas)
+        mine = tree_sum(exchanged(whole, self._replicas, self._group))
+        whole.zero_().view(self._replicas, -1)[dist.get_rank(self._group)] = mine
+        if whole is not output_tensor:
+            output_tensor.copy_(whole[: len(output_tensor)])
 
 
 class AllReduce:
@@ -291,12 +304,10 @@ class AllReduce:
         with self._stream:
             if self._devices:
                 ready.wait()
-            padded = buffer
-            if len(buffer) % ranks:
-                padded = F.pad(buffer, (0, -len(buffer) % ranks))
-            all_gather_single(padded, tree_sum(exchanged(padded, ranks)))
-            if padded is not buffer:
-                buffer.copy_(padded[: len(buffer)])
+            whole = padded(buffer, ranks)
+            all_gather_single(whole, tree_sum(exchanged(whole, ranks)))
+            if whole is not buffer:
+                buffer.copy_(whole[: len(buffer)])
             done.set_result(buffer)
         return done
 
@@ -353,7 +364,7 @@ class ExactParallel(Parallel):
             yield
         for name, version in self._versions().items():
             if version != versions.get(name, version):
-                raise DataError(
+                raise ConfigError(
                     f"parallel.bit_exact=true can't hold: the model's forward changes {name}, once "
                     "per micro-batch, and ranks take different numbers of them; change it in "
                     "on_step(run, report), or use bit_exact=false"

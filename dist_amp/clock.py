@@ -1,8 +1,7 @@
 """How a rank spends its time: a stopwatch that is always in one phase, so phases add up to all.
 
-On a CPU it reads the host's clock. On a GPU it records events in the compute stream, which nothing
-waits for: a phase lasts until the device reaches the next one, so time in which a slow host leaves
-the device idle counts as well.
+On a GPU it records events in the compute stream, which nothing waits for: a phase lasts until the
+device reaches the next one, so time in which a slow host leaves the device idle counts too.
 """
 
 import time

@@ -26,10 +26,7 @@ from dist_amp.world import World
 
 
 class SumOverRanks:
-    """A scalar summed over all ranks, asynchronously: other work can be done before `mean`.
-
-    total: the sum, once `mean` was called.
-    """
+    """A scalar summed over all ranks, asynchronously. total: the sum, once `mean` was called."""
 
     def __init__(self, value: Tensor, world: World):
         """value: this rank's, scalar float32 on the device; it is overwritten."""
@@ -173,8 +170,7 @@ def set_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> None:
 def norms_of(gradients: list[Tensor]) -> Tensor:
     """Each gradient's L2 norm: [len(gradients)] float32.
 
-    By torch's private kernel for many tensors, if this release has it. Measured with the final norm
-    for 52 tensors of 64 x 64 on one CPU core: 140 us, against 218 by get_total_norm.
+    By torch's private kernel, if there: 140 us for 52 of 64 x 64 on a core, not 218 (measured).
     """
     if hasattr(torch, "_foreach_norm"):
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))

@@ -74,10 +74,7 @@ class Clip:
 
 
 def takes_grad_scale(optimizer: Optimizer) -> bool:
-    """Whether step() divides by `optimizer.grad_scale` and skips where `optimizer.found_inf` is 1.
-
-    torch's GradScaler asks for the same attribute, which torch's fused optimizers have.
-    """
+    """Whether step() divides by `grad_scale` and skips by `found_inf`, as torch's fused ones."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 

@@ -1,7 +1,4 @@
-"""A run: everything that training needs, assembled from one config; for jobs and scripts.
-
-A loop of your own calls `train_step` and the methods of `ScriptRun`.
-"""
+"""A run: everything that training needs, assembled from one config; for jobs and scripts."""
 
 import hashlib
 import os
@@ -160,10 +157,7 @@ def build_run(
 
 
 def initial_module(config: Config, task: Task, world: World, resumes: bool) -> nn.Module:
-    """The task's model in training mode and float32, on the meta device if it is filled later.
-
-    resumes: a checkpoint is loaded next.
-    """
+    """The task's model in training mode and float32; on meta if it is filled later."""
     strategy = config.parallel.strategy
     may_shard = strategy in ("fsdp", "hsdp") or (strategy == "auto" and world.device.type == "cuda")
     if hasattr(task, "load"):
@@ -266,10 +260,7 @@ def run_folder(config: RunConfig, world: World) -> Path:
 
 
 def _launch_id() -> str:
-    """An identifier shared by all attempts of one launch and by no other launch.
-
-    Under torchrun: its agent's process and start time, because the agent outlives its workers.
-    """
+    """Shared by all attempts of one launch alone: torchrun's agent's process and start time."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
     agent = os.getppid()

@@ -188,6 +188,10 @@ def run_job(config: Config, job: Job, contexts: ExitStack) -> int:
     """Build the run, train it and leave its summary; return the exit status."""
     world = job.world
     check_ranks_agree(config.task.target, to_toml(config), world)
+    if config.debug.audit_every != "off":
+        from dist_amp.diagnostics.audit import check_settings
+
+        check_settings(config, world)
     job.folder = folder = run_folder(config.run, world)
     config = replace(config, run=replace(config.run, dir=str(folder)))
     make_folder(folder, config, world)

@@ -16,7 +16,7 @@ from tiny import Tiny, make_run, parameters_of
 from dist_amp import train
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import audit
-from dist_amp.diagnostics.audit import Audit, choose, verdict
+from dist_amp.diagnostics.audit import Audit, check_settings, choose, verdict
 from dist_amp.diagnostics.consistency import BITS
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.step import train_step
@@ -146,7 +146,8 @@ def test_a_bit_that_one_rank_flips_once_is_found_and_the_rank_named(
     assert error.startswith("audit of step 6, micro-batch ")
     assert f"other bits of {first}" in error
     assert f"; wrong is rank {culprit} (" in error
-    assert "in 1 of 2 computations; resume from a checkpoint without that device" in error
+    assert "in 1 of 2 computations; resume from a checkpoint without faulty hardware. If " in error
+    assert "verify --bit_exact fails for this task on other machines too, it is not the" in error
 
 
 def test_a_bit_flipped_in_a_copy_of_the_weights_is_found_and_the_rank_named():
@@ -315,15 +316,15 @@ def test_the_majority_decides_and_a_draw_is_called_one(ranks, values, text):
 @pytest.mark.bad_input("`debug.audit_every` of 0, below it, or a word")
 @pytest.mark.parametrize("value", ["0", "-1", "often", "0.5"])
 def test_an_interval_of_audits_is_a_whole_number_or_off(value):
-    with pytest.raises(ConfigError, match=f"debug.audit_every={value} .* or off"):
+    with pytest.raises(ConfigError, match=f"debug.audit_every={value} .* or off$"):
         load_config(["--debug.audit_every", value], environ={})
 
 
 def refused(world, words, kinds):
-    run = make_run(world, Tiny(), *EACH, *words)
+    config = load_config([str(word) for word in [*EACH, *words]], environ={})
     with patch.object(audit, "kind_of", lambda device: kinds[world.rank]):
         try:
-            Audit(run)
+            check_settings(config, world)
         except ConfigError as error:
             return str(error)
     return ""
@@ -344,6 +345,16 @@ def test_where_equal_bits_can_not_be_expected_the_audit_is_refused():
 
 
 # ---- the main job
+
+
+@pytest.mark.bad_input("an audit on one process, in the main job")
+def test_an_audit_on_one_process_is_refused_before_the_runs_folder_is_made(launch, tmp_path):
+    words = ["--task.target", "tiny:Tiny", "--run.device", "cpu", "--run.dir", "run"]
+    done = launch(0, *EXACT, *EACH, *words)
+    assert done.returncode == 64
+    assert "debug.audit_every=1 needs another rank" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
 
 FAULTY = '''
 import os

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import forked
 import pytest
@@ -218,7 +219,7 @@ class Fused(Tiny):
 @pytest.mark.parametrize(
     ("task", "error"),
     [
-        (Normed(), 'module "1" keeps statistics of each rank\'s batches; use GroupNorm'),
+        (Normed(), r'module "1" \(BatchNorm1d\) keeps statistics of each rank.*; use GroupNorm'),
         (Coupled(), "the task has couples_samples=True"),
         (Fused(), "the task's optimizer is fused"),
     ],
@@ -238,6 +239,11 @@ class Follows(Tiny):
 
     def build_model(self):
         return Follower(self.buffer)
+
+
+class FollowsInBuffer(Follows):
+    def __init__(self):
+        super().__init__(buffer=True)
 
 
 class Follower(nn.Module):
@@ -261,7 +267,7 @@ class Follower(nn.Module):
 @pytest.mark.parametrize(("buffer", "name"), [(False, "teacher.weight"), (True, "mean")])
 def test_a_state_that_the_forward_changes_is_named(buffer, name):
     run = make_run(World(), Follows(buffer), *SETTINGS)
-    with pytest.raises(DataError, match=f"forward changes {name}, once per micro-batch"):
+    with pytest.raises(ConfigError, match=f"forward changes {name}, once per micro-batch"):
         take_steps(run, 1)
 
 
@@ -345,59 +351,75 @@ def test_verify_names_the_first_module_that_differs(verify_bits, tmp_path, monke
     assert status == 1
     first = "FAIL: the output of first.1.out (Linear) of micro-batch 1 differs first, in step 1"
     assert first in output
-    assert "usual causes: random numbers that dist_amp does not seed" in output
+    assert "What draws\nfrom a generator of its own (torch.Generator," in output
 
 
 @pytest.mark.bad_input("`verify --bit_exact` of a task that bit-exact training rejects")
-def test_verify_says_why_a_task_cannot_be_bit_exact(verify_bits):
-    words = "--task.target test_bit_exact:Normed --world_sizes 1,2 --strategies single,ddp"
-    status, output, _ = verify_bits(words)
-    assert status == 1
-    assert 'refused: parallel.bit_exact=true can\'t hold: module "1" keeps statistics' in output
-    assert "failed: 0 of 2 have the same bits in their precision, 2 refused; nothing was" in output
-
-
-class Counted(Tiny):
-    """Counts its forwards in a buffer."""
-
-    def build_model(self):
-        model = super().build_model()
-        model.register_buffer("calls", torch.zeros(()))
-        model.register_forward_pre_hook(count_call)
-        return model
-
-
-def count_call(module, inputs):
-    module.calls += 1
-
-
-@pytest.mark.bad_input("`verify --bit_exact` of a model whose forward changes a buffer")
-def test_verify_refuses_a_model_whose_forward_changes_a_buffer_in_each_row(verify_bits):
-    words = "--task.target test_bit_exact:Counted --world_sizes 1,2 --strategies single,ddp"
-    status, output, _ = verify_bits(words)
-    assert status == 1
-    rows = re.findall(r"refused: .* the model's forward changes calls", output)
-    assert len(rows) == 2
-    assert "2 refused; nothing was compared" in output
-
-
-@pytest.mark.bad_input("`verify --bit_exact` on ranks that are no power of two, or with one row")
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("task", "reason"),
     [
-        (
-            "--world_sizes 1,3",
-            "--world_sizes has 3, and bit-exact training takes powers of two; use 2 or 4",
-        ),
-        ("--world_sizes 1", "nothing to compare: 1 combinations"),
-        ("--parallel.bit_exact false", "parallel.bit_exact=false: verify --bit_exact turns it on"),
+        ("Normed", 'module "1" (BatchNorm1d) keeps'),
+        ("FollowsInBuffer", "the model's forward changes mean, once per micro-batch"),
     ],
 )
-def test_verify_refuses_what_it_could_not_compare_before_it_starts(words, line, verify_bits):
+def test_verify_says_why_a_task_cannot_be_bit_exact(verify_bits, task, reason):
+    words = f"--task.target test_bit_exact:{task} --world_sizes 1,2 --strategies single,ddp"
+    status, output, _ = verify_bits(words)
+    assert status == 1
+    assert output.count(f"  refused: parallel.bit_exact=true can't hold: {reason}") == 2
+    counts = "failed: 0 of 2 have the same bits in their precision, 2 refused, as in training"
+    assert f"{counts}; nothing was compared in fp32" in output
+
+
+class RefusedOnRanks(Tiny):
+    """A model that only one process can train."""
+
+    def build_model(self):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise DataError("the data are on one machine")
+        return super().build_model()
+
+
+def test_verify_fails_where_all_ways_but_one_are_refused(verify_bits):
+    words = "--task.target test_bit_exact:RefusedOnRanks --world_sizes 1,2 --strategies single,ddp"
+    status, output, _ = verify_bits(words)
+    assert status == 1
+    assert "  refused: the data are on one machine\n" in output
+    assert "1 of 2 have the same bits in their precision, 1 refused, as in training" in output
+    assert "; nothing was compared in fp32" in output
+
+
+class BreaksOnRanks(Tiny):
+    def loss_sum(self, model, batch):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError("no kernel")
+        return super().loss_sum(model, batch)
+
+
+def test_verify_fails_where_a_rank_ends_with_an_error(verify_bits):
+    words = "--task.target test_bit_exact:BreaksOnRanks --world_sizes 1,2 --strategies single,ddp"
+    status, output, _ = verify_bits(words)
+    assert status == 1
+    assert re.search(r"  FAIL: rank \d: RuntimeError: no kernel", output)
+    assert "nothing was compared in fp32" in output
+
+
+@pytest.mark.bad_input("`verify --bit_exact` with a number of ranks that is no power of two")
+@pytest.mark.bad_input("`verify --bit_exact` with one way of running")
+@pytest.mark.bad_input("`verify --bit_exact` with `--parallel.bit_exact false`")
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--world_sizes 1,3", "a power of two of ranks, not 3: .*; use 2 or 4 ranks"),
+        ("--world_sizes 1", "nothing to compare: .*; use --world_sizes 1,2"),
+        ("--strategies single", "nothing to compare: .* with all --strategies"),
+        ("--parallel.bit_exact false", "remove --parallel.bit_exact false"),
+    ],
+)
+def test_verify_refuses_what_compares_nothing_before_anything_starts(verify_bits, words, error):
     status, output, errors = verify_bits(f"--task.target tiny:Tiny {words}")
-    assert status == 64
-    assert output == ""
-    assert line in errors
+    assert (status, output) == (64, "")
+    assert re.search(error, errors)
 
 
 # ---- what it costs
@@ -500,28 +522,51 @@ def test_twice_the_micro_batches_take_one_more_copy_of_a_ranks_gradients(strateg
             assert after - before in range(gradients, gradients + 200)  # and losses, weights
 
 
-def exchange_by(world, elements, padded):
-    """Elements that an exchange of gradients takes besides them: DDP's, FSDP2's."""
+def all_to_all_of_equals(output, given, group):
+    """Of ranks that give the same; gloo's own holds on to its output for a while."""
+    output.copy_(given)
+
+
+@patch("torch.distributed.all_to_all_single", all_to_all_of_equals)
+def exchange_by(world, elements):
+    """Bytes that an exchange of gradients takes besides them, over theirs: DDP's, FSDP2's."""
     gradients = torch.ones(elements)
     bucket = SimpleNamespace(buffer=lambda: gradients)
     with Made() as of_ddp:
         AllReduce(world).hook(bucket)
-    unsharded = torch.ones(padded)
-    part = torch.empty(padded // world.world_size)
+    part = torch.empty(elements // world.world_size)
+    unsharded = torch.ones(len(part) * world.world_size)  # FSDP2 pads it
     with Made() as of_fsdp:
         ReduceScatter(SimpleNamespace(strategy="fsdp"))(part, unsharded, dist.group.WORLD, None)
-    return of_ddp.most / 4, of_fsdp.most / 4
+    return of_ddp.most / (4 * elements), of_fsdp.most / (4 * elements)
 
 
-@pytest.mark.parametrize(("ranks", "elements", "copies"), [(2, 400, 0), (4, 400, 0), (4, 397, 1)])
-def test_an_exchange_takes_one_and_a_half_times_its_gradients(ranks, elements, copies):
-    # What is received, and the first sum of pairs. A bucket that the ranks do not divide is padded.
-    padded = elements + -elements % ranks
-    # gloo's thread may still hold what was received when the second sum of pairs is made.
-    most = {1.5 * padded, 1.75 * padded} if ranks > 2 else {1.5 * padded}
-    for of_ddp, of_fsdp in on_ranks(ranks, exchange_by, elements, padded):
-        assert of_ddp - copies * padded in most
-        assert of_fsdp in most
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_exchange_takes_one_and_a_half_buckets_or_units(ranks):
+    # What is received, and the first sum of pairs.
+    assert on_ranks(ranks, exchange_by, 400) == [(1.5, 1.5)] * ranks
+
+
+def sums_of_buckets(world, lengths):
+    """What the hook makes of a bucket of each length whose elements are 0, 1, ... + the rank."""
+    buckets = [torch.arange(length) + float(world.rank) for length in lengths]
+    for bucket in buckets:
+        AllReduce(world).hook(SimpleNamespace(buffer=lambda bucket=bucket: bucket)).wait()
+    return [bucket.tolist() for bucket in buckets]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_bucket_is_summed_in_place_whether_ranks_divide_it_or_not(ranks):
+    expected = [[ranks * i + sum(range(ranks)) for i in range(length)] for length in (8, 9, 3)]
+    assert on_ranks(ranks, sums_of_buckets, (8, 9, 3)) == [expected] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_only_a_bucket_that_ranks_do_not_divide_is_copied(ranks):
+    elements = 401
+    whole = (elements + ranks - 1) // ranks * ranks
+    for of_ddp, _ in on_ranks(ranks, exchange_by, elements):
+        assert of_ddp == 2.5 * whole / elements
 
 
 def test_the_bench_compares_time_bytes_and_memory_with_the_ordinary_step(launch):

@@ -1,7 +1,6 @@
 """Reads untrusted checkpoints: nothing in one can run code.
 
-torch.distributed.checkpoint unpickles `.metadata` and every entry that is not a tensor. Here
-`.metadata` is unpickled through an allow-list, and the entries with weights_only.
+`.metadata` is unpickled through an allow-list, and entries that are no tensors with weights_only.
 """
 
 import pickle

@@ -1,9 +1,8 @@
 """Background saves (checkpoint.async_save): training waits only for a copy on the host.
 
-The memory is filled again by each save, since fresh memory costs more than the copy itself: the
-kernel maps and clears every page. With a GPU it is pinned, so that a shard crosses the bus at full
-speed. torch's DefaultStager (2.13.0) fails on tensors that are made of others, such as 8-bit
-moments, and on sparse ones, and where memory can't be pinned.
+The memory, pinned with a GPU, is filled again by each save: fresh memory costs more than the copy.
+torch's DefaultStager (2.13.0) fails on tensors that are made of others, on sparse ones, and where
+memory can't be pinned.
 """
 
 import sys
@@ -100,11 +99,10 @@ class Staging:
 
 
 def without_replicas(state: State, world: World) -> State:
-    """The state without the replicas that another rank writes; one copy of each is enough.
+    """The state without the replicas that another rank writes; they are spread over ranks by size.
 
-    They are spread over the ranks by their sizes: of an ordinary tensor, one rank keeps it; of a
-    DTensor with replicas, as under HSDP, one replica of the mesh does. The entries under "ranks"
-    differ, so each rank keeps its own.
+    Of an ordinary tensor one rank keeps it, of a DTensor one replica of the mesh. The entries under
+    "ranks" differ, so each rank keeps its own.
     """
     bytes_of: dict[int, list[int]] = {}  # {replicas: bytes that each of them keeps}
 

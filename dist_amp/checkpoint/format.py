@@ -1,9 +1,8 @@
 """The files of a checkpoint: how they are published, verified and read.
 
-A checkpoint is either complete or absent. Its folder is written under a temporary name, the
-manifest is written last, and one rename publishes it. The file formats inside do not detect damage
-(a flipped bit loads without an error), so every file is hashed, and every hash is verified before a
-run resumes.
+A checkpoint is complete or absent: its folder is written under a temporary name, the manifest last,
+and one rename publishes it. The file formats do not detect a flipped bit, so every file is hashed,
+and every hash is verified before a run resumes.
 """
 
 import hashlib

@@ -79,10 +79,7 @@ class Saver(Observer):
             self.finish()
 
     def _is_saved(self) -> bool:
-        """Whether this run's state is saved, as after a resume.
-
-        A damaged checkpoint of this step, and what another run has left from here on, are renamed.
-        """
+        """Whether this run's state is saved, as after a resume; what else is there is renamed."""
         run = self._run
         error = "there is no checkpoint of this run's step"
         if run.world.is_main:

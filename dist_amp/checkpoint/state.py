@@ -151,8 +151,7 @@ def set_state(run: Run, manifest: Manifest, state: State) -> None:
 def state_of(run: Run, with_moments: bool = False) -> State:
     """Everything that a step depends on, as tensors: to save, or for a load to fill in place.
 
-    with_moments: let torch make moments where the optimizer has none yet, for a load to replace.
-    They are never saved: torch makes them by a step, which leaves counts of 1 and decayed weights.
+    with_moments: let torch make missing moments, by a step, for a load to replace; never saved.
     """
     optimizer: Any = {}
     has_moments = any(run.optimizer.state.values())

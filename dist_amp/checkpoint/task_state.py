@@ -1,7 +1,6 @@
 """What a task, or its optimizer, keeps outside the model: saved where it says how, or warned of.
 
-A task with state_dict() and load_state_dict(state) is saved by them, each rank's state with the
-checkpoint. Without them, an attribute that has changed since the start is lost on a resume.
+By state_dict() and load_state_dict(state), each rank's. Other attributes are lost on a resume.
 """
 
 import hashlib
@@ -52,10 +51,7 @@ def unpacked(content: Tensor) -> Any:
 
 
 def expected_state(metadata: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
-    """{name: room for the state} that this rank's task takes of those in a checkpoint's metadata.
-
-    At another world size that of the rank modulo theirs; none from a checkpoint without.
-    """
+    """{name: room for the state} that this rank takes, modulo the saved world size; or {}."""
     saved = [name for name in metadata if name.startswith("task.")]
     if not saved:
         return {}

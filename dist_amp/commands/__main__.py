@@ -102,11 +102,7 @@ def main() -> int:
 
 
 def check_early(words: Sequence[str], has_options: bool) -> None:
-    """Check what needs neither the task nor torch, whose import takes seconds.
-
-    has_options: words without a dot, and before the first key, are the command's. Errors:
-    ConfigError.
-    """
+    """Check what needs neither the task nor torch. has_options: some words are no settings."""
     if any(word.replace("-", "_") in ("_h", "__help", "__print_config") for word in words):
         return
     if has_options:

@@ -342,10 +342,7 @@ def folders() -> Iterator[Check]:
 
 
 def merge(machines: Sequence[tuple[str, Sequence[Check]]]) -> list[Check]:
-    """What is ok as one machine says it; then anything else, with the hosts that it is said of.
-
-    machines: [(host, its checks)].
-    """
+    """What is ok as one of the machines, (host, checks), says it; anything else, with its hosts."""
     good = []
     says: dict[str, str] = {}
     bad: dict[Check, list[str]] = {}

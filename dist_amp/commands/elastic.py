@@ -1,10 +1,8 @@
 """torchrun's elastic agent in this process: whether to restart failed ranks, and how they ended.
 
-`torch.distributed.run.run` makes its agent itself, so a subclass takes the agent's place in torch's
-module meanwhile. The subclass reads private names. Where torch has other ones, a failure is
-restarted up to --max-restarts times, as by torchrun, and the ranks' exit codes after a signal are
-unknown. A rank that fails by itself leaves its report in torchrun's error file
-(supervise/failure.py): what it printed, and the number of steps that it had taken.
+A subclass takes the agent's place in torch's module, and reads private names. Where torch has other
+ones, failures are restarted as by torchrun, and exit codes after a signal are unknown. A rank that
+fails by itself leaves its report in torchrun's error file (supervise/failure.py).
 """
 
 import os
@@ -50,9 +48,8 @@ def run_agent(
 ) -> None:
     """Run torchrun's agent in this process until all ranks have ended.
 
-    restarts: whether to restart after a failure, by what has failed and how many restarts are left.
-    hides_log: leave out what the agent writes to standard error before the ranks start. Errors:
-    torchrun's, with the context `exit_codes`: one of each rank of this machine that was started.
+    restarts(failures, how many are left): whether to restart. hides_log: until the ranks start.
+    Errors: torchrun's, with `exit_codes`: one of each rank of this machine that was started.
     """
     signals = Signals()
 
@@ -108,8 +105,7 @@ def local_store(host: str, port: int, **options: Any) -> dist.Store:  # type: ig
 class Signals:
     """In place of torch's signal handler, whose exception may come at a bad time, or be swallowed.
 
-    Held while ranks start. Once they save, only a second Ctrl-C counts, and kills them: another
-    signal would end the agent alone. A terminal's Ctrl-C does not reach the ranks' own sessions.
+    Held while ranks start. Once they save, only a second Ctrl-C counts, and kills them.
     """
 
     def __init__(self) -> None:
@@ -152,9 +148,8 @@ def _processes(agent: LocalElasticAgent) -> list[Any]:
 class Ended(NamedTuple):
     """The rank that explains a failure.
 
-    text: what it reported, "" for nothing; step: how many steps it had taken; line: the text in one
-    line, if it is of this project; at_start: its process had taken none; transient: another rank is
-    the cause.
+    text: its report or ""; step: how many it had taken; line: the text in one line, if it is of
+    this project; at_start: its process had taken none; transient: another rank is the cause.
     """
 
     rank: int

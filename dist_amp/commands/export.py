@@ -128,10 +128,7 @@ def model_parser(prog: str, description: str | None, path: str) -> Parser:
 
 
 def find_checkpoint(path: Path, accepted: str = "a run's folder or RUN/checkpoints/step_N") -> Path:
-    """The checkpoint at `path`, or the newest valid one of the run there, by every file's hash.
-
-    Errors: DataError if there is none or none is valid, naming what is `accepted`.
-    """
+    """The checkpoint at `path`, or the newest valid one of the run there. Errors: DataError."""
     valid = newest_valid(checkpoints_at(path, str(path), accepted), World())
     assert valid is not None  # newest_valid raises if none of the paths is valid
     return valid

@@ -268,8 +268,7 @@ def gpus_to_use(words: Sequence[str]) -> int:
 def binding(ranks: int, gpus: int, nodes: Path = Path("/sys/devices/system/node")) -> str | None:
     """torchrun's --numa-binding; None on a machine of one node, or if it can't be done: say why.
 
-    It takes numactl and CPUs of each GPU's node, which Slurm or a container may deny:
-    torchrun would fail then, so its way of starting a rank is tried here.
+    Slurm or a container may deny numactl and CPUs: it is tried here, where torchrun would fail.
     """
     if not gpus or len(list(nodes.glob("node[0-9]*"))) < 2:
         return None
@@ -291,10 +290,7 @@ def binding(ranks: int, gpus: int, nodes: Path = Path("/sys/devices/system/node"
 
 
 def start(options: Namespace, hides_log: bool) -> int:
-    """Run the ranks to their end; returns their exit status.
-
-    Errors: Failure where torchrun itself fails, ConfigError where it refuses its options.
-    """
+    """Run the ranks to their end; returns their status. Errors: torchrun's, as Failure."""
     restarts = Restarts(options.max_restarts)
     at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:

@@ -1,8 +1,4 @@
-"""The trackers that `follow` can send a run to. To add one, write a class and list it below.
-
-Each is imported when it is used. Its server, login and offline mode are left to its own environment
-variables.
-"""
+"""The trackers that `follow` can send a run to, each set up by its own environment variables."""
 
 import importlib
 import logging
@@ -36,8 +32,7 @@ class Tracker:
     def log(self, number: int, step: int, seconds: float, values: Values) -> None:
         """Add the values of a step, logged at this Unix time.
 
-        `number` counts the lines of the run. A follower that was killed sends its last lines again,
-        under the same numbers: they must not be added twice.
+        `number` counts the run's lines: one that is sent again must not be added twice.
         """
 
     def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:

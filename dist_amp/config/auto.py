@@ -44,10 +44,8 @@ def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> St
 def pick_cast(
     config: PrecisionConfig, strategy: Strategy, module: nn.Module, world: World
 ) -> PrecisionConfig:
-    """The config with `cast_by=auto` resolved to autocast where the policy can't be used; says why.
-
-    FSDP2's policy casts a block's weights and inputs, and neither its buffers nor what its forward
-    casts itself.
+    """The config with `cast_by=auto` resolved to autocast where the policy can't be used, which
+    casts neither buffers nor what a forward casts itself; says why.
     """
     if not config.use_amp or config.cast_by != "auto" or strategy not in SHARDED:
         return config
@@ -77,10 +75,7 @@ def not_for_policy(module: nn.Module) -> str:
 
 
 def layers_in_float32(part: nn.Module) -> list[str]:
-    """The linear layers that a module's forward calls as `self.gate(x.float())`.
-
-    By the source, because nothing else tells before the first step.
-    """
+    """The linear layers that a forward calls as `self.gate(x.float())`, by its source."""
     layers = [name for name, child in part.named_children() if isinstance(child, nn.Linear)]
     if not layers or type(part).__module__.startswith("torch."):
         return []

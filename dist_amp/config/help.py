@@ -54,8 +54,7 @@ OPTIONS: list[tuple[str, Any, Any]] = [
 def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
     """Print what --help [SECTION] or --print_config asks for; returns whether either was given.
 
-    --help shows the arguments of the task that `argv` names. Errors: ConfigError for an unknown
-    section.
+    Errors: ConfigError for an unknown section.
     """
     words, asked, section = _without_questions(argv)
     if not asked:
@@ -116,10 +115,7 @@ def show_help(schema: type, prog: str, description: str, section: str = "") -> s
 def completion(
     commands: Mapping[str, str], with_settings: Collection[str], prog: str, shell: str
 ) -> str:
-    """A script for bash, zsh or fish that completes `prog COMMAND --key`.
-
-    commands: {name: its help}; with_settings: those that take the settings of dist_amp.train.
-    """
+    """A script for bash, zsh or fish: completes `prog COMMAND --key`. commands: {name: help}."""
     settings = [*OPTIONS, *_fields_of(type(load_config([], {})))]
     schemas: dict[str, Any] = {}
     for name, meaning in commands.items():
@@ -138,10 +134,7 @@ def completion(
 
 
 def mended(script: str) -> str:
-    """tyro's script with paths after --config, and meanings of one line each.
-
-    A shell would offer each further line as a value.
-    """
+    """tyro's script with paths after --config, and meanings of one line, as shells take them."""
     found = re.search(r"(?m)^COMPLETION_SPEC = (.*)$", script)
     if found is None:  # another release of tyro
         return script
@@ -156,10 +149,7 @@ def mended(script: str) -> str:
 
 
 def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:
-    """(name, type, field) of a dataclass, for make_dataclass; of one section only, such as optim.
-
-    Errors: ConfigError for an unknown section.
-    """
+    """(name, type, field) of a dataclass, or of a section of it. Errors: ConfigError."""
     name, _, inner = section.partition(".")
     hints = get_type_hints(schema, include_extras=True)
     shown = []

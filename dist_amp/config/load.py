@@ -32,8 +32,7 @@ MASKED = re.compile(rf"(^|//|=){re.escape(MASK)}(@|&|$)")
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """The config of a command line: defaults < `--config` files < environment < other arguments.
 
-    Errors: ConfigError for an unknown, mistyped or out-of-range key, and for a task that can't be
-    found.
+    Errors: ConfigError for an unknown, mistyped or out-of-range key, or a missing task.
     """
     settings = collect(argv, environ)
     for key, setting in settings.items():
@@ -46,10 +45,8 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
 
 
 def load_saved(path: Path, argv: Sequence[str], folder: Path | None = None) -> Config:
-    """A run's saved config from the file `path`, under these settings, which may name the task.
-
-    folder: that it came in; by default the file's. Errors: as `load_config`, and ConfigError for a
-    task that comes with the checkpoint.
+    """A run's saved config from `path`, under these settings; folder: that it came in, by default
+    the file's. Errors: as `load_config`, and ConfigError for a task that came with it.
     """
     folder = (folder or path.parent).resolve()
     if folder.parent.name == "checkpoints":
@@ -63,10 +60,7 @@ def load_saved(path: Path, argv: Sequence[str], folder: Path | None = None) -> C
 
 @cache  # so that two configs of one task have the same type and can be compared
 def schema(task: type, sources: tuple[str, ...] = ()) -> type[Config]:
-    """Config with the task's constructor arguments as the fields of task.args.
-
-    sources: the names of the tables in data.sources.
-    """
+    """Config with the task's arguments in task.args, and these tables in data.sources."""
     tables = _derived(object, "Sources", dict.fromkeys(sources, MixedSourceConfig))
     sections = {
         "task": _derived(TaskConfig, "TaskConfig", {"args": args_dataclass(task)}),

@@ -28,8 +28,7 @@ _SIZE, _REPEATS = 128, 5
 def cpu_slowdown(dtype: str) -> float:
     """A matrix product's time on this CPU over float32's; EMULATED or more: not native.
 
-    Timed, since oneDNN claims bf16 wherever there is AVX-512. On one thread and by its CPU clock,
-    so that other processes do not count: 10 to 40 ms, once per process.
+    Timed, in 10 to 40 ms, since oneDNN claims bf16 wherever there is AVX-512.
     """
     generator = torch.Generator().manual_seed(0)  # leaves the process's random state alone
     matrix = torch.randn(_SIZE, _SIZE, generator=generator)

@@ -58,10 +58,7 @@ class OutOfRange(Exception):
 
 
 def build(schema: type[T], settings: Settings) -> T:
-    """An instance of the dataclass `schema`, nested ones included: `settings` over its defaults.
-
-    Errors: ConfigError for an unknown, missing, mistyped or out-of-range key, with its source.
-    """
+    """The dataclass `schema`, nested ones included, with these settings. Errors: ConfigError."""
     known = list(keys_of(schema))
     for key, setting in settings.items():
         if key not in known:
@@ -149,8 +146,9 @@ def _first_that_fits(types: Sequence[Any], words: Sequence[str]) -> Any:
         except WrongType as error:
             expected.append(str(error))
         except OutOfRange as error:
-            choices = [get_args(one) for one in types if get_origin(one) is Literal]
-            raise OutOfRange(" or ".join([str(error), *map(str, sum(choices, ()))])) from None
+            literals = [get_args(other) for other in types if get_origin(other) is Literal]
+            choices = [str(choice) for literal in literals for choice in literal]
+            raise OutOfRange(" or ".join([str(error), *choices])) from None
     raise WrongType(" or ".join(expected))
 
 

@@ -46,10 +46,7 @@ NO_CHOICES = set("a whole number one of or and text at least most above below fi
 
 
 def suggestion(key: str, known: Sequence[str]) -> str:
-    """The end of the error for an unknown key: the removed or similar setting, else where to look.
-
-    The similar one is looked for in the key's section, then by the same name in another section.
-    """
+    """The end of the error for an unknown key: a removed or similar setting, or where to look."""
     if removed := REMOVED.get(_of_single_source(key)):
         return f" is no longer a setting: {removed}"
     if key in OF_LAUNCHERS:
@@ -94,10 +91,7 @@ def with_dashes(words: Sequence[str]) -> str:
 
 
 def for_value(words: Sequence[str], rule: str, default: Any) -> str:
-    """The end of the error for a wrong value: the nearest choice, a key without dashes, an example.
-
-    rule: such as "one of bf16, fp16". default: the setting's.
-    """
+    """The end of the error for a wrong value: the nearest choice, or an example, by its default."""
     choices = set(re.findall(r"\b[A-Za-z][\w-]*", rule)) - NO_CHOICES
     if words and (near := nearest_name(words[0].lower(), choices)):
         return f"; did you mean {near}?"

@@ -27,10 +27,7 @@ INJECTED = "data"  # this constructor parameter is not a setting: it gets the da
 
 
 def find_task(target: str) -> type:
-    """The class that `target` names.
-
-    Errors: ConfigError if it can't be imported, does not exist or lacks a method.
-    """
+    """The class that `target` names. Errors: ConfigError if it is missing or lacks a method."""
     module_name, _, class_name = target.partition(":")
     if not (module_name and class_name):
         raise ConfigError(f"task.target={target} must be module:Class or path/to/file.py:Class")
@@ -54,8 +51,8 @@ def find_task(target: str) -> type:
 def check_saved_target(target: str, folder: Path) -> None:
     """Say what the task of a saved config is imported from: a checkpoint must not run its own code.
 
-    folder: of the run or export, resolved. Errors: ConfigError for a file in it or beside it, one
-    outside of the current folder, and a current folder in it.
+    folder: of the run or export, resolved. Errors: ConfigError for a file in it or beside it, or
+    outside of the current folder.
     """
     if target.startswith("dist_amp."):
         return

@@ -1,7 +1,4 @@
-"""Refuses what can't be trained: settings that do not work together, or what a task returns.
-
-Each check only turns a mistake into an error that names the value, the rule and the fix.
-"""
+"""Refuses what can't be trained: settings that do not work together, or what a task returns."""
 
 import re
 from collections.abc import Mapping
@@ -173,10 +170,7 @@ def check_length(length: int, micro_batch_size: int, accumulation_steps: int, wo
 
 
 def check_coupled(task: Any, split: str, length: int, batch: int, world: World) -> None:
-    """Errors: ConfigError for ranks whose samples are coupled and that share a last, smaller batch.
-
-    batch: samples of a full one, over all ranks.
-    """
+    """Errors: ConfigError for coupled samples of a last, smaller batch. batch: of all ranks."""
     if getattr(task, "couples_samples", False) and world.world_size > 1 and length % batch:
         raise ConfigError(
             f"the task has couples_samples=True, and the last of the {split} batches of {batch} "
@@ -224,10 +218,7 @@ def check_model(module: Any) -> None:
 
 
 def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor") -> None:
-    """Errors: DataError for anything else; a tensor's value is not read.
-
-    what: such as "weight(batch) returned".
-    """
+    """Errors: DataError for anything else. what: such as "weight(batch) returned"."""
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
         return
     shown = f"a {type(value).__name__}"

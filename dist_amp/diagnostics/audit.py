@@ -1,9 +1,8 @@
 """Audit for silent corruption: micro-batches are computed again by other ranks, to the bit.
 
-In one random step of every debug.audit_every, right before its update and so with its parameters,
-each rank also computes another rank's micro-batch: from its samples to its gradients, before they
-are reduced. Where bits differ, all ranks compute that micro-batch once more, and the majority tells
-which rank is wrong.
+In one random step of every debug.audit_every, right before its update, each rank also computes
+another rank's micro-batch, from its samples to its gradients before they are reduced. Where bits
+differ, all ranks compute it once more, and the majority tells which rank is wrong.
 """
 
 import platform
@@ -24,18 +23,18 @@ from dist_amp.diagnostics.consistency import find_mismatch, hash_samples, hash_t
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.parallel import Parallel
 from dist_amp.run import Run
+from dist_amp.settings import Config
 from dist_amp.step import loss_of, weights_of
 from dist_amp.telemetry.step_report import Observer, StepReport
-from dist_amp.world import local
+from dist_amp.world import World, local
 
 Hashes = tuple[int, ...]  # of the samples, the loss, and the gradient of each parameter
 
 
 class Audit(Observer):
-    """Errors: ConfigError where equal bits can't be expected; NumericsError where they differ."""
+    """Errors: NumericsError where bits differ. `check_settings` says where they can't be equal."""
 
     def __init__(self, run: Run):
-        check_settings(run)
         self._run = run
         parameters = run.parallel.module.named_parameters()
         self._names = ["samples", "loss"]
@@ -141,16 +140,16 @@ class Audit(Observer):
         if mismatch := find_mismatch(run):
             who += f"; {mismatch}"
         raise NumericsError(
-            f"{text}; {who}; resume from a checkpoint without that device; if other devices are "
-            "named then, look for an operation that is not deterministic (--run.deterministic true)"
+            f"{text}; {who}; resume from a checkpoint without faulty hardware. If dist_amp.verify "
+            "--bit_exact fails for this task on other machines too, it is not the hardware: the "
+            "task is not deterministic"
         )
 
 
-def check_settings(run: Run) -> None:
+def check_settings(config: Config, world: World) -> None:
     """Errors: ConfigError, on all ranks, where other bits would be no sign of corruption."""
-    world = run.world
     reason = ""
-    if not run.config.parallel.bit_exact:
+    if not config.parallel.bit_exact:
         reason = "needs parallel.bit_exact=true: otherwise ranks do not compute the same bits"
     elif world.world_size == 1:
         reason = "needs another rank, which computes again, and this is one process"
@@ -160,7 +159,7 @@ def check_settings(run: Run) -> None:
             if kind != kinds[0]:
                 reason = f"needs ranks on equal devices: {kinds[0]} (rank 0), {kind} (rank {rank})"
     if reason:
-        every = run.config.debug.audit_every
+        every = config.debug.audit_every
         raise ConfigError(f"debug.audit_every={every} {reason}; use debug.audit_every=off")
 
 
@@ -202,10 +201,7 @@ def unreduced(parallel: Parallel) -> Iterator[None]:
 
 
 class Recorded:
-    """A task, of which one micro-batch's samples, loss and gradients are hashed.
-
-    A hook of a parameter gets a micro-batch's gradient before it is added to others' or reduced.
-    """
+    """A task, of which one micro-batch's samples, loss and unreduced gradients are hashed."""
 
     def __init__(self, task: Any, module: nn.Module, number: int, keeps_gradients: bool = True):
         """number: of the micro-batch, counting calls of loss_sum from 0."""

@@ -1,8 +1,7 @@
 """Consistency checks: what must be equal, or must differ, between the ranks.
 
-A loop that is subtly wrong still learns. These checks stop it with the rank and the cause: at the
-start, at every log step by metrics that are on the host anyway, and every CHECK_EVERY steps by a
-hash of each tensor's bits.
+At the start, at every log step by metrics that are on the host anyway, and every CHECK_EVERY steps
+by a hash of each tensor's bits.
 """
 
 import hashlib
@@ -176,10 +175,7 @@ def compared_buffers(run: Run, with_batch_statistics: bool) -> dict[str, Tensor]
 
 
 def warn_of_unsaved_buffer(run: Run) -> bool:
-    """Whether a buffer with persistent=False has other values on a rank, and the warning of it.
-
-    One of another shape, as a cache that has grown with a rank's longest batch, is left out.
-    """
+    """Whether an unsaved buffer differs between ranks in values, not in shape; warns of it."""
     module = run.parallel.module
     saved = module.state_dict().keys()
     hashes = {

@@ -1,8 +1,7 @@
 """Hashes of each module's parameters and gradients, every metrics.fingerprint steps.
 
-They are written with the next log step, as {"fingerprints": {step: {"parameters": {module: hash},
-"gradients": {module: hash}}}}: of the parameters before the step's update, and of the gradients
-that the optimizer gets. Equal bits have equal hashes at any world size and strategy.
+Written with the next log step as {"fingerprints": {step: {"parameters": {module: hash},
+"gradients": ...}}}, from before the update; the same at any world size and strategy.
 """
 
 from collections.abc import Sequence
@@ -101,10 +100,7 @@ def as_text(number: int) -> str:
 
 
 def group_names(names: Sequence[str]) -> list[str]:
-    """The module group of each parameter, by name: the smallest modules that are few enough.
-
-    Several neighbouring layers form a group if there are more than MAX_GROUPS of them.
-    """
+    """The module group of each parameter, by name: the smallest modules, at most MAX_GROUPS."""
     paths = [clean_name(name).split(".")[:-1] or [name] for name in names]
     # Down to a layer's number, such as model.layers.0.
     numbers = [[part.isdigit() for part in path] for path in paths]

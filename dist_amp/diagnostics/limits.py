@@ -22,10 +22,7 @@ COMPARED_ELEMENTS = 1024  # of each parameter, before and after a step
 
 
 class Limits(Observer):
-    """Stops a run that can't recover. Errors: DataError, NumericsError.
-
-    first_nonfinite: where the skips up to a log step began, to end an error with; nonfinite.py.
-    """
+    """Stops a run that can't recover, with `first_nonfinite`. Errors: DataError, NumericsError."""
 
     def __init__(self, run: Run):
         self._config = run.config
@@ -154,9 +151,8 @@ class FirstSteps(Observer):
 def warn_of_mean(run: Run) -> None:
     """Warn if loss_sum does not grow with the samples, by giving it those of a micro-batch twice.
 
-    Every rank calls it. In evaluation mode, and not compiled: for twice the samples torch.compile
-    would make kernels of any size, which are slower. Tasks with a state_dict are left out, since a
-    loss may change what they keep; of others a copy counts its calls.
+    Every rank calls it. Not compiled, which would make slower kernels of any size. Tasks with a
+    state_dict are left out, since a loss may change what they keep.
     """
     if hasattr(run.task, "state_dict"):
         return

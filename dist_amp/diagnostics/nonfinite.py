@@ -1,8 +1,7 @@
 """The first module with an inf or nan, in one forward and backward of a micro-batch.
 
 Forward: the first module whose output is not finite while its inputs are. Backward: the first
-operation that receives a finite gradient and returns one that is not, and the module that recorded
-it; checked per node of the autograd graph, which in-place operations do not confuse.
+operation of the graph that gets a finite gradient and returns one that is not, and its module.
 """
 
 import json

@@ -1,9 +1,7 @@
 """Replay of skipped steps: report the module that caused an inf or nan, and keep the micro-batch.
 
-At a log step after a skip, all ranks fetch that step's micro-batches again and run them with hooks
-at a loss scale of 1: an overflow caused by fp16's scale alone is part of the scaler's normal cycle
-and is not reported. The micro-batch is kept in RUN/nonfinite for `python -m dist_amp.verify
---replay FILE`.
+At a log step after a skip, all ranks run that step's micro-batches again, with hooks and a loss
+scale of 1, so that an overflow by fp16's scale alone is not reported.
 """
 
 import json
@@ -184,10 +182,7 @@ class NonfiniteReplay(Observer):
 def find_in_micro_batches(
     run: Run, step: int, micro_batches: Indexed
 ) -> tuple[NonFinite | str, dict[str, Any]]:
-    """(this rank's first fault, or why its replay failed, or ""; what replaying it takes).
-
-    Every rank runs all of its micro-batches: sharded models need all ranks in each forward.
-    """
+    """(this rank's first fault, or why its replay failed, or ""; what replaying it takes)."""
     device = run.world.device
     weights = weights_of(run.task, [batch for batch, _ in micro_batches], device)
     share = run.world.world_size / run.world.sum(weights.sum())
@@ -213,10 +208,7 @@ def find_in_micro_batches(
 
 
 def on_host(values: Any) -> Any:
-    """Copies in host memory; without a copy, a view would be saved with all of its storage.
-
-    Mappings become plain dicts: their classes could not be unpickled safely.
-    """
+    """Copies in host memory, of views without their whole storage; mappings as plain dicts."""
     if isinstance(values, Mapping):
         return {key: on_host(part) for key, part in values.items()}
     if type(values) in (list, tuple):

@@ -30,10 +30,7 @@ SURELY_LOST = 2.0**-9
 
 
 class Numerics(Observer):
-    """Measures log steps if debug.numerics=true; warns at the start of updates that bf16 will lose.
-
-    Errors: ConfigError in fp16 with FSDP's mixed-precision policy.
-    """
+    """Measures log steps; warns at the start of updates that bf16 loses. Errors: ConfigError."""
 
     def __init__(self, run: Run):
         self.run = run

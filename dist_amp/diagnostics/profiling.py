@@ -1,8 +1,7 @@
 """debug.profile: record some steps on all ranks, into RUN/profile.
 
-A trace for ui.perfetto.dev, in which a step is the range ProfilerStep#N and the phases of the run's
-clock are ranges within it; a table of where the time went. On GPUs torch's allocator writes its
-history, for pytorch.org/memory_viz, after these steps and when a GPU runs out of memory.
+A trace for ui.perfetto.dev, in which a step is the range ProfilerStep#N and the clock's phases are
+ranges within it; a table; on GPUs the allocator's history, for pytorch.org/memory_viz.
 """
 
 import math
@@ -164,8 +163,7 @@ class Profile(Observer):
 def window(done: int, last_step: int, count: int, pauses: Sequence[int]) -> tuple[int, int]:
     """The first and the last step to record, of those after `done`; last < first if too few.
 
-    pauses: the run evaluates or saves at the multiples of these. Recording ends at the first of
-    them, and in a short run it starts before the process has warmed up.
+    pauses: recording ends at the first multiple of these, where the run evaluates or saves.
     """
     # At least one step before them, for the profiler's warm-up.
     first = max(done + 2, min(done + FIRST_STEPS + WARM_UP_STEPS + 1, last_step - count + 1))
@@ -205,10 +203,7 @@ def time_per_step(profiler: profile, steps: int, device: DeviceType) -> str:
 
 @contextmanager
 def memory_history(folder: Path, world: World) -> Iterator[None]:
-    """On a GPU: keep the allocator's history, and write it if memory runs out.
-
-    Enter it before the model is built: earlier allocations have no history.
-    """
+    """On a GPU: keep the allocator's history from here on, and write it if memory runs out."""
     if world.device.type != "cuda":  # torch keeps no history of CPU memory
         yield
         return

@@ -1,7 +1,6 @@
 """Names a rank that is slower than the others, and a slowdown of all: phase, factor and host.
 
-Ranks wait for each other in every step, so all of them show the same throughput. What differs is
-their local time: what each spends without waiting (clock.py).
+By each rank's time without waiting: throughput is the same on all.
 """
 
 from collections import deque
@@ -35,10 +34,9 @@ class Slowdown:
 
 
 def find_slow_ranks(phases: np.ndarray, step_seconds: np.ndarray) -> list[Slowdown]:
-    """The ranks whose local time exceeds FACTOR times the ranks' median, beyond chance.
+    """The ranks whose local time exceeds FACTOR times the ranks' (lower) median, beyond chance.
 
-    phases: [WINDOW, ranks, phases] seconds per step; step_seconds: [WINDOW], with all waits. Of an
-    even number of ranks the lower median: of two, the faster one.
+    phases: [WINDOW, ranks, phases] seconds per step; step_seconds: [WINDOW], with all waits.
     """
     middle = (phases.shape[1] - 1) // 2
     seconds = phases.sum(axis=2)

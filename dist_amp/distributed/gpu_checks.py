@@ -21,10 +21,7 @@ FOR_OLDER_GPUS = "torch 2.11 to 2.14 built for CUDA 12.6 has code for sm_50 to s
 
 
 def check_gpus_are_used(root: Path = Path("/"), device: str = "auto") -> None:
-    """Errors: ConfigError if there are device files of GPUs, and torch can't use them.
-
-    Call it if torch finds no GPU. device: run.device.
-    """
+    """Errors: ConfigError if there are device files of GPUs; call it if torch finds none."""
     reason = why_unused(root)
     if reason and device == "cuda":
         raise ConfigError(f"run.device=cuda, but {reason}; use run.device=cpu")

@@ -1,8 +1,4 @@
-"""Process groups: the store, timeouts, meshes and the abort.
-
-Without torch's private names, collectives keep the timeout that their group began with, and the
-default group alone is aborted.
-"""
+"""Process groups: the store, timeouts, meshes and the abort; less of it without private names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -78,10 +74,7 @@ def without_timeout(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def abort_process_groups() -> None:
-    """Abort the collectives of all NCCL groups, because destroying the groups would wait for them.
-
-    Without the private function, groups other than the default one end with the process.
-    """
+    """Abort the collectives of all NCCL groups, or the default one: destroying would wait."""
     abort_all = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort_all is not None:
         abort_all()

@@ -25,8 +25,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
     """Connect to the store at MASTER_ADDR and MASTER_PORT, and wait until every rank has.
 
-    Errors: ConfigError for a missing variable; Transient with the address, or with the ranks that
-    did not join, neither of which torch's own rendezvous names.
+    Errors: ConfigError for a missing variable; Transient with the address or the missing ranks.
     """
     host = os.environ.get("MASTER_ADDR", "")
     port = environment_number("MASTER_PORT", 0)

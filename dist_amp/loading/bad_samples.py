@@ -1,7 +1,6 @@
 """data.on_bad_sample=skip: what can't be read, augmented or collated is left out, and listed.
 
-A micro-batch keeps its other samples, and counts for as much as they do. One that keeps none is
-padding, so that every rank takes as many micro-batches as before.
+A micro-batch counts for as much as its other samples do; without any it is padding.
 """
 
 import json

@@ -34,8 +34,7 @@ def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
 class LengthGroups:
     """A map-style dataset whose shuffle gives the samples of a step similar lengths.
 
-    steps: the length-bucketing window; more: less padding, and less of a shuffle. lengths: a number
-    per sample, or a function that makes them; if None, dataset.lengths.
+    steps: the window; more: less padding, less of a shuffle. lengths: of samples, or their maker.
     """
 
     def __init__(self, dataset: Any, steps: int, lengths: Any = None):
@@ -97,8 +96,7 @@ def bucketed(
     """positions, int64 -> samples: a bijection if `shuffle` is one.
 
     The samples of a window of `steps` steps are sorted by length and cut into steps again, which
-    take place in random order. A step that is not full, at the end of an epoch, keeps its samples,
-    so that data.drop_last leaves out long and short ones alike.
+    take place in random order. A step that is not full, at the end, keeps its samples.
     """
     window = global_batch_size * steps
     size = window * max(1, LOOKED_UP // window)  # whole windows, worked out at once

@@ -71,10 +71,7 @@ class Fetch:
         return None
 
     def _odd_column(self, samples: Sequence[Any], indices: Sequence[int]) -> str:
-        """What torch can't collate, as "x is Tensor [3] in sample 7, Tensor [8] in sample 4: ".
-
-        "" where it is not known, and for the task's own collate.
-        """
+        """What torch can't collate, as "x is Tensor [3] in sample 7, Tensor [8] in 4: "; or ""."""
         if self.collate is not default_collate or not all(isinstance(s, Mapping) for s in samples):
             return ""
         for index, sample in zip(indices, samples, strict=True):

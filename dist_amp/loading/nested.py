@@ -1,7 +1,6 @@
 """Nested structures, such as samples and batches: their tensors, and the same on a device.
 
-A batch may hold what torch's pytrees know (dicts, lists, tuples, named tuples), other mappings,
-dataclasses, and objects with a `to(device)`, such as transformers' BatchEncoding or graphs.
+What torch's pytrees know, other mappings, dataclasses, and objects with a `to(device)`.
 """
 
 import copy

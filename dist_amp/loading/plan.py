@@ -102,8 +102,7 @@ def shard_step(
 ) -> list[Shard]:
     """One step's samples, or positions -> this rank's micro-batches: the same number on every rank.
 
-    None has a single sample, on which batch norm fails, if they can be split otherwise; some ranks
-    get padding instead.
+    None has a single sample, on which batch norm fails, if that can be; some get padding.
     """
     length = len(window)
     padding = Shard(tuple(window[: min(2, micro_batch_size)]), counts=False)
@@ -149,9 +148,8 @@ def permute(
 ) -> Tensor:
     """A permutation of [0, length) that depends on `keys`, at `positions`, int64 of any shape.
 
-    length, at most 2^52, and keys may be different for each position, int64 of the same shape. A
-    table of an epoch's order would take 8 bytes per sample on every rank. Instead: a Feistel
-    network over pairs of digits, whose rare results beyond the last sample are permuted again
+    length, at most 2^52, and keys: for all or for each position. A Feistel network over pairs of
+    digits in place of a table, whose rare results beyond the last sample are permuted again
     ("cycle walking"). Source: Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9.
     """
     lengths = torch.as_tensor(length).expand_as(positions)
@@ -190,10 +188,7 @@ def _add_below(digit: Tensor, other: Tensor, base: Tensor) -> Tensor:
 
 
 def _hash_below(digit: Tensor, key: Tensor, base: Tensor) -> Tensor:
-    """A number in [0, base) for each digit, by a 64-bit key; int64 products wrap around.
-
-    Two rounds of multiply and xorshift, with the factors of MurmurHash3's finaliser.
-    """
+    """A number in [0, base) for each digit, by a 64-bit key: MurmurHash3's finaliser, twice."""
     mixed = (digit + key).mul_(-0xAE502812AA7333)  # 0xff51afd7ed558ccd
     mixed.bitwise_xor_(mixed >> 32).mul_(-0x3B314601E57A13AD)  # 0xc4ceb9fe1a85ec53
     # base is at most 2^31, so that the product with 32 bits stays positive.

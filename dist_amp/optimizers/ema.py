@@ -1,8 +1,7 @@
 """An exponential moving average of the trained parameters, for evaluation, export and sample.
 
-Float32, sharded as the parameters are, so it costs 4 bytes per parameter of this rank's shards. It
-starts as a copy of the parameters. Source: Polyak & Juditsky 1992; decay as in Karras et al. 2024,
-arXiv:2312.02696.
+Float32, sharded as the parameters are. Source: Polyak & Juditsky 1992; decay as in Karras et al.
+2024, arXiv:2312.02696.
 """
 
 from collections.abc import Iterator

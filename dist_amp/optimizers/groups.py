@@ -199,8 +199,7 @@ def _refuse_changed_options(optimizer: Optimizer) -> None:
 class _Permissive(TorchFunctionMode):
     """Lets an optimizer that was written for whole tensors step on DTensors, as Adafactor.
 
-    They refuse to change a tensor in place where the result would be laid out in another way. This
-    sums partial results at once, and does out of place what can't be done in place.
+    Sums partial results at once, and does out of place what they refuse to do in place.
     """
 
     def __torch_function__(

@@ -1,9 +1,8 @@
 """Muon: momentum, orthogonalised, for hidden matrices; AdamW for the other parameters.
 
 Source: Keller Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; scaled as in Liu et
-al. 2025, arXiv:2502.16982, so that AdamW's learning rate and weight decay fit. One process computes
-what torch.optim.Muon does, which can't shard. Under FSDP2 each step gathers each matrix's update
-once, in bfloat16; every rank orthogonalises it and keeps its part.
+al. 2025, arXiv:2502.16982. One process computes what torch.optim.Muon does. Under FSDP2 each step
+gathers each matrix's update once, in bfloat16; every rank orthogonalises it and keeps its part.
 """
 
 import math

@@ -85,10 +85,7 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
 
 
 def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What "selective" keeps: results of attention, matrix products and convolutions.
-
-    It recomputes attention with dropout: skipping it would shift all later random numbers.
-    """
+    """What "selective" keeps: results of attention without dropout, products and convolutions."""
     name: str = operation.name()
     keep = name in PRODUCTS
     if "attention" in name or "flash_attn" in name:
@@ -101,9 +98,8 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 class Buffers:
     """A block's buffers: its second run finds them as the first one did, and does not change them.
 
-    Which of them a forward writes to, as batch norm does, is what the first forward of a mode
-    (training or not) writes to: comparing values reads the device. Where another one is written to
-    later, the second run finds the new value.
+    Which of them a forward writes to is taken from the first forward of a mode (training or not):
+    comparing values reads the device.
     """
 
     def __init__(self, block: nn.Module):

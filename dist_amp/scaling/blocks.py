@@ -81,9 +81,8 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated layers, in the model's order, none inside another; layers are members of lists.
 
     Layers of a class are repeated if together they hold 5 % of the parameters and two of them have
-    the same shapes, unlike the stages of a convolutional network; or if a model lists the class in
-    transformers' `_no_split_modules`. The outermost are taken: a decoder's layers, not the experts
-    in them. Where nothing is repeated, the outermost layers are taken.
+    the same shapes; or if a model lists the class in transformers' `_no_split_modules`. The
+    outermost are taken, also where nothing is repeated.
     """
     few = FEW * parameters_in([module])
     listed = {

@@ -1,8 +1,7 @@
 """Compile the blocks of a model before it is placed on the ranks, and the task's loss_sum.
 
 Compiling a block replaces only its `forward`: names stay, and hooks (FSDP's too) stay outside the
-compiled code. A deepcopy of the model would run the original's blocks, so copy a state_dict. The
-model is not part of loss_sum's graph.
+compiled code. A deepcopy of the model would run the original's blocks.
 """
 
 import importlib

@@ -1,7 +1,4 @@
-"""Models that come in half precision or float64: their parameters become float32.
-
-Training in bf16 or fp16 casts from float32; parameters that are stored in them lose small updates.
-"""
+"""Half-precision or float64 parameters become float32: bf16 and fp16 would lose small updates."""
 
 from collections import Counter
 

@@ -1,7 +1,6 @@
 """Frozen parameters, such as the base of LoRA: a checkpoint holds a checksum in place of each.
 
-The task makes them again, with the run's seed or from files. Those that are frozen and yet change,
-such as a teacher that follows the model, are recognised and saved.
+The task makes them again. Those that yet change, such as a moving teacher, are saved.
 """
 
 from pathlib import Path
@@ -34,10 +33,7 @@ def frozen_names(module: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Scalar int64 on the tensor's device, from its elements in any order.
-
-    Parts' checksums add up to the whole's; a dtype that holds the same values gives the same one.
-    """
+    """Scalar int64 on the tensor's device; those of parts, in any order, add up to the whole's."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.detach().reshape(-1).split(CHUNK):
         part = part.float() if part.is_floating_point() else part

@@ -1,7 +1,6 @@
 """Hooks into DDP and FSDP2: missing gradients, blocks that a rank leaves out, time spent waiting.
 
-Some have private names. Without those, the waits count as forward and backward, and DDP looks for
-unused parameters itself.
+Without private names the waits count as forward and backward, and DDP looks for unused parameters.
 """
 
 import math
@@ -49,9 +48,8 @@ def call_after_backward(call: Callable[[], object]) -> None:
 class FinishReduction:
     """A context around DDP's forward and backward of the micro-batch that synchronises gradients.
 
-    DDP waits until each parameter has had its backward, and which ones, such as idle experts, have
-    none may differ between ranks. They get one of zeros here: a parameter keeps the gradient of
-    earlier micro-batches, or has zero.
+    DDP waits until each parameter has had its backward, and which ones have none may differ between
+    ranks. They get one of zeros here.
     """
 
     def __init__(self, model: DistributedDataParallel):
@@ -79,9 +77,8 @@ class FinishReduction:
 def fix_buckets(model: DistributedDataParallel) -> None:
     """Let DDP rebuild its buckets now, in the parameters' order from the last one to the first.
 
-    Otherwise it takes the order of its first backward, which dropped layers or routed samples
-    change, and a resumed run has another first backward: three or more ranks would sum in another
-    order, and differ from the uninterrupted run in the last bit.
+    Otherwise it takes the order of its first backward, which differs after a resume: three or more
+    ranks would sum in another order.
     """
     if not CAN_FINISH:  # then it never rebuilds them
         return
@@ -219,10 +216,9 @@ def _timed(clock: PhaseClock, method: Callable[..., Any], *args: Any, **kwargs: 
 class BlockCalls:
     """Refuses a step in which ranks might use different blocks of an FSDP2 model.
 
-    A block's forward gathers its shards and its backward reduces its gradients: collectives that
-    all ranks call. Autograd takes blocks in the reverse order of their calls: where it reaches one,
-    it has passed those that were called later. Each rank checks itself, before it would reduce out
-    of order.
+    A block's forward and backward call collectives. Autograd takes blocks in the reverse order of
+    their calls: where it reaches one, it has passed those that were called later. Each rank checks
+    itself, before it would reduce out of order.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[nn.Module], rank: int):

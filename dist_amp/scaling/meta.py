@@ -1,8 +1,7 @@
 """Models without memory for their parameters until they are sharded.
 
 They are filled from files, a checkpoint, or rank 0, which alone draws a sharded model's initial
-weights: the bits that one process gets from the same seed. Buffers are real from the start, since
-tables such as rotary positions are in no file.
+weights: the bits that one process gets. Buffers are real from the start: no file has them.
 """
 
 import gc
@@ -81,10 +80,7 @@ def like(parameter: nn.Parameter, content: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = False) -> None:
-    """Call task.load(model), if there is one, on every rank, with the module sharded or whole.
-
-    resumes: a checkpoint is loaded next, so load is needed only for frozen parameters.
-    """
+    """Call task.load(model) on every rank; if it `resumes`, for frozen parameters alone."""
     if not hasattr(task, "load"):
         return
     if resumes and all(p.requires_grad for p in module.parameters()):
@@ -158,10 +154,7 @@ def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
 
 
 def built_on_meta(task: Task, device: torch.device) -> tuple[nn.Module | None, str]:
-    """(the model with its parameters on meta or None, "" or why it can't be filled later).
-
-    device: whose random numbers build_model may draw, beside the CPU's.
-    """
+    """(the model with its parameters on meta or None, "" or why not). device: of its draws."""
     start = random_state(device)
     try:
         with parameters_on_meta() as originals:
@@ -203,10 +196,7 @@ def has_other_owners(module: nn.Module) -> bool:
 
 
 def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:
-    """A function that puts a part on the device, with rank 0's weights if it alone drew them.
-
-    It leaves alone what is sharded already. Every rank calls both.
-    """
+    """A function that puts a part on the device, with rank 0's weights; every rank calls both."""
     on_meta = any(p.is_meta for p in module.parameters())
     first, *others = world.gather_numbers([float(on_meta)])
     from_first = any(row[0] for row in others) and not first[0]

@@ -98,10 +98,7 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
 
 
 def warn_of_template(rows: list[Any], text_column: str, tokenizer: Any) -> None:
-    """Warn of answers that differ from those asked for, or that some of these rows leave out.
-
-    What fails is passed over here: it is named, with its row, when all rows are encoded.
-    """
+    """Warn where answers differ from those asked for, or can't all be learned; never fails."""
     ask = [{"role": "user", "content": "a"}]
     with suppress(Exception):
         prompt = tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True)

@@ -180,10 +180,8 @@ class NamedImage(datasets.Image):
 
 
 def image_rows(files: Files) -> Any:
-    """A row per image, in the order of their names: image and, in folders of classes, label.
-
-    A table beside the images has the labels instead. Nothing is copied, nor read before it is
-    needed.
+    """A row per image, in the order of their names: image and, by folders of classes or a table,
+    label. Nothing is copied, nor read before it is needed.
     """
     paths = [path for inside in files.splits.values() for path in inside]
     if files.tables:

@@ -207,10 +207,7 @@ def format_of(path: str) -> str:
 
 
 def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
-    """{split: paths} if each names its split, as train/0.csv or en_train.csv; else all to train on.
-
-    Left out is what comes with a data set, such as a licence.
-    """
+    """{split: paths} if each names its split, as train/0.csv, en_train.csv; else all to train."""
     data = [path for path in paths if not COMPANION.match(posixpath.basename(path).lower())]
     data = data or paths
     for path in sorted(set(paths) - set(data)):

@@ -1,7 +1,4 @@
-"""What the footers of Parquet files say together: rows, columns and their common types.
-
-The footers of files at an address are read once per node and kept beside the cache of `datasets`.
-"""
+"""What the footers of Parquet files say together; those of an address are kept on each node."""
 
 import hashlib
 import logging

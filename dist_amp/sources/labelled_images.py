@@ -49,8 +49,7 @@ def class_names(rows: Any, label_column: str) -> Sequence[str]:
 class LabelledImages(Converted):
     """Rows as samples {"image": [channels, H, W] float32 in 0..1, "label": int64}.
 
-    columns: of the image and the label. size: (H, W). names: of the classes, for labels that are
-    texts. Images of other sizes are resized, and their channels converted.
+    columns: of the image and the label. size: (H, W). names: of classes, for labels that are texts.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""What a file may hold: forged ones crash the libraries that read it, or fill the memory.
-
-JSON that is nested too deeply overflows Arrow's stack; a small compressed file can expand without
-end.
-"""
+"""What a file may hold: forged ones crash the libraries that read it, or fill the memory."""
 
 import re
 from contextlib import closing
@@ -27,10 +23,7 @@ NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 def check_file(
     name: str, file: BinaryIO, size: int, compression: str | None, is_json: bool
 ) -> None:
-    """Read a file, as it is stored, in blocks. Errors: DataError for what no library must read.
-
-    compression: fsspec's name of it.
-    """
+    """Read a file in blocks. compression: fsspec's name. Errors: DataError for a forged one."""
     if compression is None and not is_json:
         return
     nesting = Nesting()

@@ -55,10 +55,8 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
 
 
 def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """The training or validation part of the rows that `data.name` or `data.path` names.
-
-    A `datasets.Dataset` or a `ParquetView`, with the column `data.text_column`, or one of the
-    others; None for the validation part of a single row.
+    """The training or validation part of the rows that `data.name` or `data.path` names, with the
+    column `data.text_column` or one of the others; None for the validation part of a single row.
     """
     if config.path != "off" and config.name != "auto":
         raise ConfigError(

@@ -30,9 +30,8 @@ SOURCE_KEYS = [item.name for item in fields(SourceConfig)]
 class Mixture:
     """Map-style dataset of blocks, in each of which source k occurs counts[k] times, evenly spread.
 
-    There are as many blocks as it takes to draw every sample of every source. A sample with
-    "input_ids" also has "source_ids", int64 of the same shape: its source's index in `sources`,
-    where None takes a count of 0. It has `fingerprint` and `lengths` if all sources have them.
+    As many blocks as it takes to draw every sample. One with "input_ids" also has "source_ids",
+    int64 of the same shape. It has `fingerprint` and `lengths` if all sources have them.
     """
 
     fingerprint: str
@@ -237,8 +236,7 @@ def counts_in_block(weights: Mapping[str, float]) -> list[int]:
 def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> Any:
     """The rows that `data` names: build(data), or the mixture of data.sources.
 
-    build: the section of one source -> its rows, None if it holds none out. Held-out parts are
-    joined without weights and interleaved, so that eval.batches takes its share of each.
+    build: the section of one source -> its rows or None. Held-out parts are interleaved unweighted.
     """
     tables = tables_of(data)
     if not tables:

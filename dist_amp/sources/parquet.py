@@ -1,7 +1,6 @@
 """Parquet files as a map-style dataset that is neither converted nor held in memory.
 
-What is kept of the files is three numbers per row group. `shuffled` gives the order in which this
-is fast: in it, each row group is read once per epoch.
+Of the files three numbers per row group are kept. In the order of `shuffled` each is read once.
 """
 
 import copy
@@ -256,15 +255,13 @@ def stream_order(
 ) -> EpochOrder:
     """Positions, int64 in [0, sum of rows) -> the rows there, of that shape: a bijection.
 
-    rows: int64 [R], those of each group; none is 0, and R is at least `streams`.
-
-    The rows of the groups, in random order, are cut into `streams` of equal length. Position p
-    takes the next row of stream p mod streams, so that a rank owns whole streams; windows of
-    `shuffle_groups` groups are shuffled by row. A group that is cut belongs to two neighbouring
-    streams: one rank's lie side by side, and every other one runs backwards, so that neighbours
-    reach the group at the same time and it is read once. All ranks make groups + ranks - 1 reads at
-    most, if the world size is a product of the first prime factors of `streams`; otherwise groups +
-    streams - 1.
+    rows: int64 [R], those of each group; none is 0, and R is at least `streams`. The rows of the
+    groups, in random order, are cut into `streams` of equal length. Position p takes the next row
+    of stream p mod streams; windows of `shuffle_groups` groups are shuffled by row. A group that is
+    cut belongs to two neighbouring streams: one rank's lie side by side, and every other one runs
+    backwards, so that neighbours reach the group at the same time and it is read once. All ranks
+    make groups + ranks - 1 reads at most, if the world size is a product of the first prime factors
+    of `streams`; otherwise groups + streams - 1.
     """
     total = int(rows.sum())
     groups = epoch_order("randperm", len(rows), seed, epoch)(torch.arange(len(rows)))

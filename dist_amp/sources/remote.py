@@ -33,10 +33,7 @@ LASTING = (
 
 
 def fetch(fs: Any, path: str, start: int, end: int) -> bytes:
-    """Bytes [start, end) of a file, all of them.
-
-    Errors: DataError with the cause, at once if it lasts, else after OUTAGE_SECONDS of tries.
-    """
+    """Bytes [start, end) of a file, all of them. Errors: as for `patiently`."""
     return patiently(fs, path, partial(fetch_once, fs, path, start, end))
 
 

@@ -131,9 +131,8 @@ def holds_tokens(path: str) -> bool:
 class TokenShards:
     """A split's documents, read from memory-mapped shards.
 
-    A document is {"input_ids" [n], "labels" [n]} int64; labels are the ids, or IGNORE_INDEX at the
-    first token and where a token is not learned. `lengths` and `firsts`: each document's tokens and
-    first learned token, int64 [documents].
+    A document is {"input_ids" [n], "labels" [n]} int64, where not learned IGNORE_INDEX. `lengths`,
+    `firsts`: each document's tokens and first learned token, int64 [documents].
     """
 
     def __init__(self, folder: Path, split: str):

@@ -54,8 +54,7 @@ SECONDS = 10.0  # between lines of progress
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
     """A split's `TokenShards`, or of a Parquet view `TokenizedWhenRead`; None without such a split.
-
-    rows: in place of those that `data` names. Errors: ConfigError for tokens of another tokenizer.
+    rows: in place of those that `data` names. Errors: ConfigError.
     """
     if data.tokenizer not in ("auto", tokenizer.name):
         other = open_tokenizer(data.tokenizer)
@@ -174,8 +173,7 @@ def tokenize(
 ) -> Manifest:
     """Write the splits' rows as tokens, or continue an interrupted run; nothing if complete.
 
-    splits: {name: rows}. workers: processes that encode; 0: this one. The files do not depend on
-    their number, nor on interruptions.
+    splits: {name: rows}. workers: processes that encode; 0: this one; the files are the same.
     """
     from filelock import FileLock
 

@@ -201,10 +201,7 @@ def this_rank(device: torch.device) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of dist_amp, Python, torch, what torch was built for, and some installed packages.
-
-    torch.utils.collect_env takes seconds at each start, for pip, compilers and lscpu.
-    """
+    """Of dist_amp, Python, torch, its CUDA and some packages; collect_env takes seconds."""
     python = platform.python_version()
     rows = {"dist_amp": dist_amp.__version__, "python": python, "torch": torch.__version__}
     if torch.version.cuda or torch.version.hip:
@@ -236,10 +233,7 @@ def code_folder(task: object) -> Path:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """{commit, branch, changed files} of the folder's repository; empty without git or a commit.
-
-    Of files that git does not track, the Python files count as changed.
-    """
+    """{commit, branch, changed files, new Python files too}; empty without git or a commit."""
 
     def git(*words: str) -> str:
         """What a git command prints. It takes no lock, so a commit at this moment succeeds."""

@@ -40,8 +40,7 @@ TAKEN = ("loss", "grad_norm", "lr")  # train/NAME that the run writes itself
 class Callbacks(Observer):
     """Calls the task's on_step and on_evaluation, and ends the run where one returns "stop".
 
-    Errors: DataError for what they raise, and for any other value than None or "stop". Methods of
-    the task that look like a misspelt optional one are warned of at the start.
+    Errors: DataError for what they raise, and for any other value than None or "stop".
     """
 
     def __init__(self, run: Run, stop: Stop):
@@ -132,10 +131,9 @@ def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
 
 
 def misspelt_methods(task: Any) -> dict[str, str]:
-    """{method that nothing calls: the optional method that it may be meant for}.
+    """{method of the task's class: the optional method that it may be meant for}.
 
-    Of the methods written in the file of the task's class, those that the file does not use itself
-    and whose names are almost an optional one's, or begin with "on_" as the callbacks' do.
+    Not those that the class's file uses itself.
     """
     cls = type(task)
     try:

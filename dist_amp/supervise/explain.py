@@ -1,7 +1,4 @@
-"""Errors of torch, the loader, the memory and the disk as one line with the cause and the fix.
-
-torch reports these by tracebacks, often on every rank but the one with the cause.
-"""
+"""Errors of torch, the loader, memory and disk as one line with the cause and the fix."""
 
 import errno
 import re

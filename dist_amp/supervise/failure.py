@@ -23,8 +23,7 @@ from dist_amp.world import World, start
 def supervised(config: Config) -> Iterator[Job]:
     """Join the other ranks, report whatever ends the block, and close the run.
 
-    Errors: SystemExit with the exit status, so that `world.start` does not wait for the other
-    ranks. The failure is reported within it, because this needs the store that it closes.
+    Errors: SystemExit with the exit status, so that `world.start` waits for no other rank.
     """
     explanations: list[Callable[[BaseException], BaseException]] = []
     with ExitStack() as last, start(config.run) as world, ExitStack() as contexts:
@@ -83,9 +82,8 @@ def report_failure(
 ) -> tuple[int, bool]:
     """Print the error, unless another rank has printed its own: (exit status, was it the first).
 
-    A `Failure` gets its one line, anything else its traceback. world, store: None before the ranks
-    are connected. step: how many were taken; at_start: none of them by this process. The launcher
-    restarts nothing that fails again without a step between, or before the first one.
+    world, store: None before the ranks are connected. step: how many were taken; at_start: none of
+    them by this process. By these the launcher decides on a restart.
     """
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     if isinstance(error, Failure):

@@ -30,10 +30,9 @@ FEWEST_EVALUATED = 16  # micro-batches per rank: fewer would be too noisy a loss
 
 @dataclass
 class Job:
-    """What is known of a run so far, to explain how it ended; set by the block that runs it.
+    """What is known of a run so far, to explain how it ended.
 
-    store: kept, because the process groups may be aborted; None in one process. status: of a
-    failure that has been reported; None before.
+    store: None in one process. status: of a failure that was reported; None before.
     """
 
     config: Config
@@ -122,9 +121,8 @@ def open_run(run: Run) -> None:
 def bound_evaluation(run: Run, validation: Batches) -> None:
     """Resolve eval.batches=auto, so that evaluations take a tenth of the time; says so.
 
-    By counts alone, hence alike on all ranks and after a resume: a forward takes a third of a
-    micro-batch's forward and backward (assumed). What is left out is chosen at random, once:
-    datasets may be sorted by class.
+    A forward takes a third of a micro-batch's time (assumed). The samples are chosen at random,
+    once, since datasets may be sorted by class.
     """
     config = run.config
     plan = validation.plan

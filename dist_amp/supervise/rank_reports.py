@@ -89,7 +89,6 @@ class Report:
     """What a rank says of itself; step: how many it has taken, -1 before the run.
 
     waits_in: its first unfinished collective; after a failure, which finishes all, the last one.
-    Under NCCL a host runs ahead of its device, and often waits.
     """
 
     state: State
@@ -201,9 +200,8 @@ class Verdict(NamedTuple):
 def judge(reports: Reports, timed_out: bool) -> Verdict:
     """Who is at fault, by every rank's report.
 
-    A rank hangs if it waits in no collective, and others are in one that it has not entered; the
-    frame it is in says nothing, since under NCCL calls return at once. Where torch records no
-    collectives, it is the one whose own does not time out.
+    A rank hangs if it waits in no collective, and others are in one that it has not entered. Where
+    torch records no collectives, it is the one whose own does not time out.
     """
     answered = {rank: report for rank, report in reports.items() if report is not None}
     if any(report.state == "failed" for report in answered.values()):
@@ -295,10 +293,7 @@ def have_parted(reports: Reports) -> bool:
 
 
 def where_they_wait(reports: Reports, processes: Sequence[Process] = ()) -> str:
-    """In which collective most ranks wait, and what the others do; "" if nobody waits.
-
-    processes: of all ranks, to add those of the others.
-    """
+    """In which collective most ranks wait, and what the others do; "" if nobody waits."""
     waits = [report.waits_in for report in reports.values() if report and report.waits_in]
     if not waits:
         return ""
@@ -377,10 +372,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def busy_seconds() -> float:
-    """Processor seconds of this process and its children, but of this thread and torch's own.
+    """Processor seconds of this process and its children, but of this thread and those that poll.
 
-    Those of torch, gloo and NCCL poll, and the store's serves the other ranks: none shows that the
-    rank works. Where the kernel does not tell them apart, all count: every rank seems to work.
+    Where the kernel does not tell them apart, all count: every rank seems to work.
     """
     nanoseconds = 0
     try:
@@ -397,10 +391,7 @@ def busy_seconds() -> float:
 
 
 def main_thread_is_in(name: str = "MainThread") -> str:
-    """The main thread's innermost function outside libraries: `loss_sum (task.py, line 12)`.
-
-    name: of another thread; "" if it does not run.
-    """
+    """A thread's innermost function outside libraries: `loss_sum (task.py, line 12)`; or ""."""
     idents = [thread.ident for thread in threading.enumerate() if thread.name == name]
     frame = sys._current_frames().get(idents[0] or 0) if idents else None
     places = traceback.extract_stack(frame) if frame is not None else []

@@ -1,7 +1,4 @@
-"""What the task's sample(model) makes of the model, at every evaluation and at the end.
-
-Throughput leaves it out. It changes nothing: random numbers, buffers and modes are as before.
-"""
+"""What the task's sample(model) makes of the model, at every evaluation and at the end."""
 
 import inspect
 import time
@@ -23,10 +20,7 @@ from dist_amp.telemetry.step_report import Observer
 
 
 class Sampling(Observer):
-    """Writes the task's sample after each evaluation; what goes wrong is a warning, said once.
-
-    All samples of a run are drawn from the same random numbers: they show how the model changed.
-    """
+    """Writes a sample, of the same random numbers each time, after each evaluation; warns once."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -136,8 +130,7 @@ def does_not_fit(run: Run) -> str:
 def gathered(parallel: Parallel) -> Iterator[None]:
     """Gather each unit of FSDP2 and keep it whole: a sample calls the model once per token.
 
-    So the block has no collectives, and may fail on one rank alone. Afterwards units reshard as
-    before.
+    The block has no collectives, and may fail on one rank alone.
     """
     try:
         for unit in parallel.reshards:

@@ -26,10 +26,8 @@ MOST_POLLS_BETWEEN = 32  # should the steps become slower meanwhile
 class AgreedStop(Stop):
     """Stops all ranks after the same step when any gets a stop signal, or its task asks to end.
 
-    The signal handler only sets a flag. `poll` starts an exchange of the flags between the hosts
-    about once a second, and reads its result at the next poll, because it overlaps the step. The
-    exchange also carries each rank's seconds per poll, so that all start the next one at the same
-    step.
+    The handler sets a flag. About once a second `poll` starts an exchange of flags and of seconds
+    per poll, by which all start the next one at the same step; the next poll reads the result.
     """
 
     def __init__(self, world: World):
@@ -66,8 +64,7 @@ class AgreedStop(Stop):
     def poll(self, now: bool = False) -> bool:
         """True on every rank, at the same step, after a signal to any or a task's wish.
 
-        What is asked for now counts from the next poll on. now: from this one on, for places where
-        the ranks wait for each other anyway.
+        What is asked for now counts from the next poll on, or with `now` from this one on.
         """
         self._finish_exchange()
         self._polls += 1
@@ -110,10 +107,7 @@ class AgreedStop(Stop):
 
 
 def close_preempted(run: Run, stop: Stop) -> int:
-    """Write the summary of a run that a signal stopped; return the exit status.
-
-    75 says that it may be restarted: without a checkpoint that would be from the beginning.
-    """
+    """Write the summary of a run that a signal stopped; return 75, or 1 if nothing was saved."""
     cause = stop.requested_by or "a signal to another rank"
     status = 1
     then = "checkpoint.every=off, so nothing was saved"

@@ -77,10 +77,9 @@ class Heartbeat:
 
     A dead rank is noticed by its neighbour on the machine, a silent one by its neighbour among all.
     A rank that has waited for long compares all reports: if one is missing, it prints a line, and
-    every rank writes its threads' stacks. Nothing ends yet: a slow rank may arrive, and where one
-    may take long (a dataset, a checkpoint), the collective's timeout is a day. But a rank that the
-    others wait for, and that does nothing for run.timeout_seconds, hangs. The store's `stall` is
-    "RANK" of the one that compares, "RANK LINE" once it has printed the line.
+    every rank writes its threads' stacks. A rank that the others wait for, and that does nothing
+    for run.timeout_seconds, hangs. The store's `stall` is "RANK" of the one that compares, "RANK
+    LINE" once it has printed the line.
     """
 
     def __init__(
@@ -228,11 +227,9 @@ class Heartbeat:
 class Watchdog:
     """Names the ranks that caused a failed collective, by what every rank reports in the store.
 
-    A thread on every rank watches for a failure of any, for ranks that are gone, and for
-    collectives on a GPU that do not end: under NCCL no error ever comes. It ends the process, with
-    its stacks printed if it is the one that hangs, else once the main thread has had the time to
-    end by itself. end(error): reports the error, from the thread, and returns the exit status.
-    has_ended: to be set once the process has left its groups, which `time_the_end` waits for.
+    A thread watches for a failure of any rank, for ranks that are gone, and for collectives on a
+    GPU that do not end; it ends the process unless the main thread does so in time. end(error):
+    reports the error and returns the exit status. has_ended: the process has left its groups.
     """
 
     def __init__(self, job: Job, end: Callable[[BaseException], int]):

@@ -24,10 +24,7 @@ LINES = 10  # of a run's history that stay on a terminal, besides the evaluation
 
 
 class Console(Observer):
-    """Prints the log steps from first_step to last_step, on rank 0. loss_scale: at the start.
-
-    On a terminal, what is printed in a with-block goes through tqdm, so the bar stays below it.
-    """
+    """Prints log steps on rank 0, on a terminal above a bar. loss_scale: at the start."""
 
     def __init__(self, metrics: Metrics, first_step: int, last_step: int, loss_scale: float):
         self._world = metrics.world

@@ -1,8 +1,7 @@
 """Goodput: the share of a run folder's whole life in which steps were applied.
 
-A folder's life begins with its first process. It includes starting, evaluations, checkpoints,
-skipped steps, steps that a restart takes again, and the time between two attempts. What was spent
-is in the lines of metrics.jsonl, of which a resume drops those whose steps are taken again.
+The rest: starting, evaluations, checkpoints, skipped steps, steps that a restart takes again, and
+the time between attempts. It is kept in metrics.jsonl, from which a resume drops such steps.
 """
 
 import os

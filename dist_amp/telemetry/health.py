@@ -1,8 +1,7 @@
 """Health of this rank's GPU and host, at log steps: clocks, power, temperature, errors, memory.
 
-GPUs are read through NVML (nvidia-ml-py, `pip install -e '.[gpu]'`), so AMD's are not. A thread
-reads: some calls may take milliseconds, or on a lost GPU never return (assumed). What it read at
-one log step is written with the next one's metrics.
+A thread reads GPUs through NVML (nvidia-ml-py): on a lost GPU a call may never return (assumed).
+What it read at one log step is written with the next one's metrics.
 """
 
 import platform
@@ -145,10 +144,7 @@ class Gpu:
         return float(getattr(value, "gpu", value))  # utilisation has another one, the memory's
 
     def tags(self) -> tuple[dict[str, float], list[str]]:
-        """(tags, warnings): of throttling, ECC errors since the start, and a call that fails.
-
-        After a failure there are no more tags: a lost GPU's other calls fail or never return.
-        """
+        """(tags, warnings); no more tags after a call that fails: others may hang."""
         tags: dict[str, float] = {}
         warnings: list[str] = []
         for tag, call in self._calls.items():

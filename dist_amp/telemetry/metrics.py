@@ -1,8 +1,7 @@
 """The run's metrics: throughput and memory of every rank, loss and loss scale, live in TensorBoard.
 
-A step's results are only recorded. At a log step each rank starts one copy of its metrics to the
-host; one step later, when the copy has long arrived, it sums them up there and gathers every rank's
-row. Nothing waits for the device.
+At a log step each rank starts one copy of its metrics to the host; one step later it sums them up
+there and gathers every rank's row. Nothing waits for the device.
 """
 
 import math
@@ -41,11 +40,7 @@ if TYPE_CHECKING:  # TensorBoard takes half a second to import, and a notebook n
 
 
 class Metrics:
-    """Collects step reports; writes metrics.jsonl and TensorBoard at log steps.
-
-    `begin` starts copying a log step's metrics and `read` reads them a step later. Nothing is
-    written before `open`, so a notebook that steps a run leaves no files.
-    """
+    """Collects step reports; writes metrics.jsonl and TensorBoard at log steps, after `open`."""
 
     def __init__(self, world: World, clip: Clip):
         self.world = world
@@ -86,10 +81,8 @@ class Metrics:
         self.world.clock.restart()
 
     def unfinished(self, data: Batches) -> Tensor:
-        """What a checkpoint saves of this rank: [7] float64 on the host. Waits for the device.
-
-        Sums and counts of the unfinished log interval, and the tokens seen since step 0. No times:
-        the same steps make the same checkpoint.
+        """What a checkpoint saves of the unfinished interval: [7] float64 on the host. It has no
+        times, so the same steps make the same checkpoint. Waits for the device.
         """
         self.interval.start_copy({})
         self.interval.read()
@@ -120,10 +113,7 @@ class Metrics:
         data: Batches,
         of_task: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Start copying the interval's metrics to the host, without waiting.
-
-        Every rank calls it at the same step. of_task: {tag: scalar on the device}, for this rank.
-        """
+        """Start copying the interval's metrics; every rank calls it. of_task: {tag: scalar}."""
         device = self.world.device
         interval = self.interval
         # First, so that its end has been reached once the copy below has arrived.
@@ -240,8 +230,7 @@ class Metrics:
 def memory_use(device: torch.device) -> tuple[int, ...]:
     """(peak, current, reserved) bytes, and the allocator's retries.
 
-    On a GPU of torch's allocator: reserved is what it holds, in use or not; a retry frees memory
-    and waits for the device. On a CPU of the process's resident set; nothing is reserved.
+    Of torch's allocator on a GPU; on a CPU of the resident set, without the last two.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)

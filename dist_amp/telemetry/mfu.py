@@ -134,10 +134,8 @@ def flops_per_item(task: Task, model: nn.Module) -> float:
 def count_flops(task: Task, model: nn.Module, batch: Any) -> float:
     """Floating-point operations of forward, loss and backward of a batch, as torch counts them.
 
-    Counts matrix products and convolutions; a multiply-add is two. Elementwise operations, lookups
-    and custom kernels are not counted. Attention runs as plain matrix products here, because fused
-    kernels are counted differently, and on the CPU not at all. Pass a fresh model without
-    activation checkpointing, such as one on "meta" with its batch, and divide by the samples:
+    Counts matrix products and convolutions, attention as plain products; a multiply-add is two.
+    Pass a fresh model without activation checkpointing, and divide by the samples:
 
         count_flops(task, task.build_model(), collate([task.build_dataset("train")[0]]))
     """

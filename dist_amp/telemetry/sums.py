@@ -28,10 +28,8 @@ SAVED = {
 
 
 class Interval:
-    """The steps since the last log step.
-
-    sums: of RANK_METRICS, in float64 and added step by step, so they are the same wherever a
-    checkpoint cuts them. saved: those of an interval that a checkpoint cut.
+    """The steps since the last log step. sums: of RANK_METRICS, in float64, added step by step.
+    saved: those of an interval that a checkpoint cut.
     """
 
     def __init__(self, max_norm: float, saved: Sequence[float] = tuple(SAVED.values())):
@@ -51,8 +49,7 @@ class Interval:
     def start_copy(self, more: Mapping[str, Tensor]) -> None:
         """Start copying to the host what is still on the device, and more scalars.
 
-        The values in order: losses, weight and norm of each step, each step's `applied` flag, then
-        `more`. Few operations for all steps: each has a fixed cost whatever its size.
+        In order: losses, weight and norm of each step, each step's `applied` flag, then `more`.
         """
         reports = self._reports
         self._reports = []
@@ -153,9 +150,8 @@ class WeightedMeans:
     def over_all_ranks(self) -> dict[str, float]:
         """{metric: its mean}, equal on every rank; one all-reduce.
 
-        With a total weight of 0 the loss is nan, and any other metric is left out: an evaluation of
-        a few batches may meet no token of one source. Errors: DataError, on every rank, if ranks
-        have other metrics than rank 0.
+        With a total weight of 0 the loss is nan, and any other metric is left out. Errors:
+        DataError, on every rank, if ranks have other metrics than rank 0.
         """
         # Ranks may have them in another order.
         names = sorted(self._sums, key=lambda name: (name != "loss", name))

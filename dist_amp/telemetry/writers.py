@@ -49,10 +49,8 @@ class JsonlWriter:
     """metrics.jsonl: a line per logged step; what can't be written is kept and written later."""
 
     def __init__(self, path: Path, step: int, warn: Warn = warnings.warn):
-        """Drop the lines of steps after `step`, which are taken again, and unreadable ones.
-
-        At step 0 all existing lines are moved to metrics_before.jsonl: their run has lost its
-        checkpoints.
+        """Drop the lines of steps after `step`, and unreadable ones; at step 0 keep all of them in
+        metrics_before.jsonl.
         """
         self.path = path
         self.last: dict[str, Any] = {}  # the latest line of a log step

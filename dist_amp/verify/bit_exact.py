@@ -1,8 +1,7 @@
 """python -m dist_amp.verify --bit_exact: the same bits of each way of running, on your own task.
 
-Each combination of ranks, strategy and precision takes the first steps of an epoch and its last
-ones with parallel.bit_exact=true. Their losses, module outputs, gradients and parameters are
-compared by hash with those of the first combination in the same precision.
+Of the first steps of an epoch and its last ones, losses, module outputs, gradients and parameters
+are compared by hash with those of the first combination in the same precision.
 """
 
 import hashlib
@@ -11,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dist_amp.bit_exact import check_ranks
 from dist_amp.config.load import load_config
 from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite import class_name, clean_name
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError
 from dist_amp.run import Run, build_run
 from dist_amp.settings import Config
 from dist_amp.step import train_step
@@ -33,65 +33,78 @@ from dist_amp.world import World
 # Of a step: {"output 3": a module's of micro-batch 3, ...}, in the order of the computation.
 Hashes = dict[str, str]
 
+HINT = """
+dist_amp seeds the global generators of random, numpy and torch before each micro-batch. What draws
+from a generator of its own (torch.Generator, numpy.random.default_rng()), from the system or in a
+thread, or depends on earlier calls, differs."""
+
 
 def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
-    """Print each row's hash and what differs first; return 1 if any row differs."""
+    """Print each row's hash and what differs first; return 1 if any row differs, or none of a
+    precision can be compared. Errors: ConfigError before anything starts.
+    """
     began = time.perf_counter()
-    given = any(word.startswith("--parallel.bit_exact") for word in argv)
-    if not load_config(argv).parallel.bit_exact and given:
-        raise ConfigError("parallel.bit_exact=false: verify --bit_exact turns it on; leave it out")
-    if wrong := [size for size, _, _ in rows if size & (size - 1)]:
-        lower = 2 ** (wrong[0].bit_length() - 1)
-        raise ConfigError(
-            f"--world_sizes has {wrong[0]}, and bit-exact training takes powers of two; use "
-            f"{lower} or {2 * lower}"
-        )
-    if len(rows) < 2:
-        raise ConfigError(
-            f"nothing to compare: {len(rows)} combinations of ranks, strategy and precision exist "
-            "for these options; give more, as in --world_sizes 1,2"
-        )
+    check_command(argv, rows)
     expected: dict[str, list[Hashes]] = {}  # by precision
-    compared: Counter[str] = Counter()  # by precision
-    same = 0
-    refused = 0
+    results: Counter[str] = Counter()
+    uncompared = {precision for _, _, precision in rows}
     print("ranks  strategy  precision  bits              result", flush=True)
     for size in sorted({size for size, _, _ in rows}):
         largest = max(size for size, _, _ in rows)
         of_size = [row for row in rows if row[0] == size]
         for row, result in rows_on_ranks(size, argv, of_size, partial(prepare, largest)):
-            text = result
+            _, strategy, precision = row
             bits = "-"
+            text = str(result)
             if isinstance(result, list):
                 bits = hash_of(json.dumps(result).encode())
-                text = first_difference(expected.setdefault(row[2], result), result)
-                compared[row[2]] += 1
-                same += text == ""
-            else:
-                refused += text.startswith("refused:")
-            print(f"{size:>5}  {row[1]:<8}  {row[2]:<9}  {bits:<16}  {text or 'same'}", flush=True)
-    if compared.total() > same:
-        print(
-            "\nusual causes: random numbers that dist_amp does not seed, such as a generator of the"
+                text = "same"
+                if precision not in expected:
+                    expected[precision] = result
+                else:
+                    uncompared.discard(precision)
+                    text = first_difference(expected[precision], result)
+            elif not text.startswith("refused: "):
+                text = f"FAIL: {text}"
+            results[text.partition(":")[0]] += 1
+            print(f"{size:>5}  {strategy:<8}  {precision:<9}  {bits:<16}  {text}", flush=True)
+    if results["FAIL"]:
+        print(HINT)
+    result = "passed"
+    if results["FAIL"] or uncompared:
+        result = "failed"
+    counts = f"{results['same']} of {len(rows)} have the same bits in their precision"
+    if results["refused"]:
+        counts += f", {results['refused']} refused, as in training"
+    if uncompared:
+        counts += f"; nothing was compared in {', '.join(sorted(uncompared))}"
+    print(f"\n{result}: {counts} ({time.perf_counter() - began:.0f} s)")
+    return int(result == "failed")
+
+
+def check_command(argv: Sequence[str], rows: list[Row]) -> None:
+    """Errors: ConfigError for rows or settings with which nothing can be compared."""
+    for size, _, _ in rows:
+        check_ranks(size, "--world_sizes with --bit_exact")
+    if len({(size, strategy) for size, strategy, _ in rows}) < 2:
+        raise ConfigError(
+            "--bit_exact has nothing to compare: it needs two ways of running; use --world_sizes "
+            "1,2 with all --strategies"
         )
-        print("task, and what the task or the forward keeps from one micro-batch to the next")
-    failed = same + refused < len(rows)
-    why = ""
-    if max(compared.values(), default=0) < 2:
-        failed = True
-        why = "; nothing was compared, since no precision has two combinations that run"
-    print(
-        f"\n{'failed' if failed else 'passed'}: {same} of {len(rows)} have the same bits in their "
-        f"precision, {refused} refused{why} ({time.perf_counter() - began:.0f} s)"
-    )
-    return int(failed)
+    load_config(argv)
+    # A file, such as a run's config.toml, may say false.
+    if not load_config(["--parallel.bit_exact", "true", *argv]).parallel.bit_exact:
+        raise ConfigError(
+            "--bit_exact compares runs with parallel.bit_exact=true; remove --parallel.bit_exact "
+            "false"
+        )
 
 
 def prepare(
     largest: int,
     world: World,
     config: Config,
-) -> Callable[[Row], list[Hashes] | str]:
+) -> Callable[[Row], list[Hashes]]:
     """On each rank: what takes a row's steps. largest: the highest number of ranks."""
     batch = config.train.global_batch_size
     if batch == "auto":
@@ -110,8 +123,8 @@ def hashes_of_row(
     world: World,
     config: Config,
     row: Row,
-) -> list[Hashes] | str:
-    """Each step's hashes, on every rank; or why training refuses this way of running."""
+) -> list[Hashes]:
+    """Each step's hashes, on every rank."""
     strategy: Any = row[1]
     precision = row[2]
     kind: dict[str, Any] = {"use_amp": precision != "fp32"}
@@ -119,16 +132,13 @@ def hashes_of_row(
         kind["dtype"] = precision
     parallel: Any = replace(config.parallel, strategy=strategy, bit_exact=True)
     config = replace(config, parallel=parallel, precision=replace(config.precision, **kind))
-    with ExitStack() as stack:
-        try:
-            run = build_run(config, world)
-            stack.callback(run.close)
-            size = run.data.plan.global_batch_size
-            last = math.ceil(run.data.plan.length / size)
-            steps = {0, 1, max(0, last - 2), last - 1}  # an epoch's last one may be partial
-            return [hashes_of_step(run, step * size) for step in sorted(steps)]
-        except (ConfigError, DataError) as error:
-            return f"refused: {error}"
+    run = build_run(config, world)
+    size = run.data.plan.global_batch_size
+    last = math.ceil(run.data.plan.length / size)
+    steps = {0, 1, max(0, last - 2), last - 1}  # an epoch's last one may be partial
+    hashes = [hashes_of_step(run, step * size) for step in sorted(steps)]
+    run.close()
+    return hashes
 
 
 def hashes_of_step(run: Run, position: int) -> Hashes:
@@ -211,9 +221,9 @@ def hash_of(content: Any) -> str:
 
 
 def first_difference(expected: Sequence[Hashes], hashes: Sequence[Hashes]) -> str:
-    """What differs first, in words; "" if nothing does. Micro-batches of padding are left out."""
+    """What differs first, in words, or "same". Micro-batches of padding are left out."""
     for step, (theirs, ours) in enumerate(zip(expected, hashes, strict=True), start=1):
         for what, one in theirs.items():
             if ours.get(what) != one:
                 return f"FAIL: {what} differs first, in step {step}"
-    return ""
+    return "same"

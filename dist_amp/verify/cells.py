@@ -48,10 +48,7 @@ Step = Callable[[Run, list[Any]], Any]
 
 
 def check_cell(world: World, reference: Reference, cell: Cell, step: Step = train_step) -> Verdict:
-    """Take the cell's steps and compare them with the reference's.
-
-    Every rank calls it, and rank 0 gets the verdict. step: called in place of train_step.
-    """
+    """On every rank: take the cell's steps; rank 0 compares them. step: for train_step."""
     reference.task.length = reference.epoch_length
     run = build_run(config_of(reference, cell, world), world, reference.task)
     consistency.check_start(run)
@@ -291,9 +288,8 @@ def prepare_comparison(
 def rows_on_ranks(
     size: int, argv: Sequence[str], rows: list[Row], prepare: Prepare
 ) -> Iterator[tuple[Row, Any]]:
-    """Each row with what it gives on `size` new processes, or the error of a rank.
-
-    After a row in which a rank fails, the next one starts new processes.
+    """Each row with what it gives on `size` new processes, or a rank's error, after which new ones
+    take the next row.
     """
     first = 0
     while first < len(rows):
@@ -355,10 +351,7 @@ def run_rows(
     prepare: Prepare,
     results: "Queue[Result]",
 ) -> None:
-    """One rank's process: the rows from `first` on, together with the others.
-
-    Rank 0 sends what they give, and any rank the error that ends it.
-    """
+    """One rank's process: the rows from `first` on; sends what they give, and what ends it."""
     os.environ |= environment
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:
@@ -373,8 +366,10 @@ def run_rows(
                 try:
                     result = run_row(rows[row])
                 except Exception as error:
-                    # Before it leaves the group, at which the others fail.
-                    results.put((row, f"rank {world.rank}: {in_one_line(error)}"))
+                    text = f"rank {world.rank}: {in_one_line(error)}"
+                    if isinstance(error, ConfigError | DataError):  # in training too
+                        text = f"refused: {error}"
+                    results.put((row, text))  # before it leaves the group, at which others fail
                     sys.exit(1)
                 if world.is_main:
                     results.put((row, result))

@@ -2,31 +2,27 @@
 
 Every step is compared where it begins: the reference computes the gradients of the step's whole
 batch at the cell's parameters and buffers, so that a rounding error of one step does not change
-what the next one is compared with, as it would where it flips a ReLU or a router. The first
-parameters are the initial weights, bit for bit, and each step's end is the next one's start, so the
-steps together are proven. The reference's optimizer takes one textbook step from the cell's
-parameters with the cell's gradients, which were compared already; its moments are the reference's
-from the first step on, so moments that a cell loses or gets wrong show in its parameters.
-
-The bounds are derived, not tuned; u is the unit roundoff of a dtype: 2^-24 fp32, 2^-12 fp16, 2^-9
-bf16.
+what the next one is compared with. The first parameters are the initial weights, bit for bit, and
+each step's end is the next one's start, so the steps together are proven. The reference's optimizer
+takes one textbook step from the cell's parameters with the cell's gradients, which were compared
+already; its moments are its own from the first step on, so wrong moments of a cell show.
 
 Where samples of a micro-batch are coupled, or forward changes a state, a step is compared with its
 micro-batches one after the other, each with the samples of all ranks, in one process.
 
+The bounds are derived, not tuned; u is the unit roundoff: 2^-24 fp32, 2^-12 fp16, 2^-9 bf16.
+
 gradients: n x u + 4 e, relative to the largest element. Each of the n results that forward and
     backward round adds about one u. Long sums with cancellation and flipped ReLUs add more: e is
     the error of plain torch in one process, in this precision, with the batch whole and in twelve
-    parts; times 4, for later steps and other orders of summation. n and e are measured on the task,
-    at the first step; where a step exceeds that, again at its parameters, with the cell's
-    micro-batches as parts. At most 0.45, so that a factor of two is always found.
+    parts; times 4, for later steps and other orders of summation. n and e are measured at the first
+    step; where a step exceeds that, again at its parameters, with the cell's micro-batches as
+    parts. At most 0.45, so that a factor of two is always found.
 parameters: u x (3 P + 50 D) + 4 e in all precisions, since parameters and updates are float32. A
     parameter is rounded three times: decay's factor, its product, the sum with the change. AdamW
     rounds the change 19 times (unscaling and clipping 7, two moments 6, step 6), and early rounding
-    errors of its moments count at most 2.4 times, 1 over the root of the least share that a
-    gradient has in the second moment. P is the largest parameter, D the largest change. e, the
-    error of plain torch's float32 step against its float64 step from the same states, adds what the
-    norm's long sum rounds.
+    errors of its moments count at most 2.4 times. P is the largest parameter, D the largest change.
+    e is the error of plain torch's float32 step against its float64 step from the same states.
 """
 
 import math

@@ -115,10 +115,7 @@ class DtypeReport:
 def dtype_report(
     config: Config, world: World | None = None, task: Task | None = None
 ) -> DtypeReport:
-    """Run the task's model on its first micro-batch, in this process only, and record the dtypes.
-
-    task: an object to use in place of `task.target`. Errors: those of `run.build_run`.
-    """
+    """Record the dtypes of the first micro-batch, in this process only. Errors: as `build_run`."""
     world = world or locate(config.run)
     task = task or build_task(config)
     seed_all(config.run.seed)

@@ -1,8 +1,7 @@
 """Findings: what in the task makes two ways of running differ, so that no strategy is blamed.
 
-A task that is not deterministic, or whose loss is not the sum of its samples' losses, as with batch
-statistics, can't equal one process with the whole batch. Two runs of the model that should agree
-are compared call by call: the first module is named whose output changes though its inputs do not.
+Two runs of the model that should agree are compared call by call: the first module is named whose
+output changes though its inputs do not.
 """
 
 from collections import Counter
@@ -362,9 +361,8 @@ def _to_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
 def leaks(reference: Reference, rows: int) -> list[Finding]:
     """For a task whose batches have position_ids: whether attention crosses the documents in a row.
 
-    The gradient of a document's loss by another's embeddings is exactly 0 where attention masks the
-    other, because what is masked has a weight of exactly 0. Takes the first `rows` samples that
-    have a second document in a row.
+    Masked documents have a weight, and so a gradient, of exactly 0. Takes the first `rows` samples
+    that have a second document in a row.
     """
     unchecked = "packed documents are not checked for leaks"
     length = reference.task.length

@@ -1,9 +1,7 @@
 """The reference: gradients and updates of one process with the whole batch, in plain torch.
 
-It shares no code with step.py: the whole batch at once, `backward`, `clip_grad_norm_`,
-`optimizer.step()`. Learning rates, clipping limits and AdamW's eps are scaled to the task's
-gradients, so that every step moves the parameters by about 1 %, clipping takes effect, and AdamW's
-division does not amplify rounding errors to a full step.
+It shares no code with step.py. Learning rates, clipping limits and AdamW's eps are scaled to the
+task's gradients: every step moves the parameters by about 1 %, and clipping takes effect.
 """
 
 import math
@@ -63,8 +61,7 @@ class State:
 class RepeatableTask:
     """The user's task with `length` samples that are the same on every reading, without dropout.
 
-    eval_classes: names of the classes whose modules are in evaluation mode. infinite_loss: for this
-    rank.
+    eval_classes: whose modules are in evaluation mode. infinite_loss: for this rank.
     """
 
     def __init__(self, task: Task, device: torch.device, length: int, eval_classes: frozenset[str]):
@@ -185,10 +182,7 @@ class Reference:
 
     @property
     def epoch_length(self) -> int:
-        """Samples in an epoch, which ends within the fourth step and within a micro-batch.
-
-        By micro-batch it ends with the third step, since padding would count.
-        """
+        """Samples in an epoch: 3.4 steps, to end within a micro-batch; 3 if by micro-batch."""
         if self.by_micro_batch:
             return 3 * self.global_batch
         return 3 * self.global_batch + 2 * self.global_batch // 5

@@ -24,12 +24,8 @@ from dist_amp.world import locate
 
 
 def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
-    """Replay a saved micro-batch in this process and print the result; return 0 if it is not finite
-    again, else 1.
-
-    argv: settings that override those of the run. Autocast casts, even where FSDP's policy did in
-    the run. Errors: DataError for a file that is no saved micro-batch, ConfigError for a config or
-    task that can't be loaded.
+    """Replay a saved micro-batch in this process by autocast; return 0 if it is not finite again,
+    else 1. argv: settings over those of the run. Errors: DataError, ConfigError.
     """
     path = Path(path)
     kept = read_kept(path)
