@@ -22,14 +22,13 @@ from dist_amp.diagnostics.consistency import hash_samples, hash_tensor
 from dist_amp.diagnostics.nonfinite import clean_name
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.loading.nested import tensors
-from dist_amp.scaling.compile import uncompiled
 from dist_amp.step import Run, train_step
 
 SAMPLED = 2**12  # elements of each tensor that are kept to say how far it is off
 # In the order of comparison, and how a line begins that names the module.
 KINDS = {
     "forward": "the forward of",
-    "loss": "the loss",
+    "loss": "the loss of",
     "backward": "the gradient that arrives at the output of",
     "gradient": "the gradient of the parameters of",
 }
@@ -56,7 +55,7 @@ class Part(NamedTuple):
                 "but in a callback, the layout, the environment or the hardware"
             )
         where = f"step {self.step}"
-        what = f"{KINDS.get(self.phase, self.phase)} {self.module}".strip()
+        what = f"{KINDS.get(self.phase, self.phase)} {self.module or 'the model'}"
         if self.phase == "parameters":
             what = f"the first other parameters are in {self.module}"
             where = (
@@ -184,7 +183,7 @@ class Replayed:
     def take_step(self, micro_batches: Sequence[Any]) -> Recorder:
         set_random_state(self._random, self.run.world.device)
         recorder = Recorder(self.run)
-        with uncompiled(), recorder.attached():
+        with recorder.attached():
             report = train_step(self.run, micro_batches)
         self._replay.callbacks.after_step(report, micro_batches)
         recorder.values["loss"] = [value_of("", report.losses)]
