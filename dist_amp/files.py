@@ -1,6 +1,7 @@
 """Durable file writes, locks, JSON without nan, and folders on network disks."""
 
 import errno
+import json
 import math
 import os
 import platform
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from dist_amp.errors import DataError
 
 
 class InUse(Exception):
@@ -80,6 +83,24 @@ def appears(folder: Path, seconds: float = 60.0) -> bool:
         with suppress(OSError):
             os.listdir(folder.parent)  # makes NFS refresh its cache
     return True
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSON file with a step each, but not a last one that a kill has torn.
+
+    Errors: DataError for another line that is not one; OSError.
+    """
+    rows = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        row: Any = None
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif number < len(lines) or line.endswith(b"\n"):
+            raise DataError(f"{path}, line {number}: not a JSON object with a step; remove it")
+    return rows
 
 
 def plain_json(value: Any) -> Any:

@@ -11,11 +11,13 @@ from typing import NamedTuple
 import pytest
 from planted import AT
 
-from dist_amp.commands import diff
+from dist_amp.commands import diff, diff_deep
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.train import main as train
 
 TASK = str(Path(__file__).parent / "planted.py") + ":Planted"
+TINY = str(Path(__file__).parent / "tiny.py") + ":Tiny"
+IN_ONE = {"task__target": TINY, "train__micro_batch_size": 8}  # in one micro-batch, not in two
 STEPS = 6
 WORDS = {
     "task.target": TASK,
@@ -146,6 +148,13 @@ def test_deep_names_the_operation_of_another_kernel(trained, capsys):
     assert "step 1: the forward of blocks.1.mix.attend, aten.bmm" in capsys.readouterr().out
 
 
+def test_deep_of_equal_runs_says_that_they_are_equal(trained, tmp_path, capsys):
+    copy = shutil.copytree(trained(), tmp_path / "copy")
+    capsys.readouterr()
+    assert diff.main([str(trained()), str(copy), "--deep"]) == 0
+    assert "not replayed: nothing differs through step 6" in capsys.readouterr().out
+
+
 def test_equal_runs_are_equal_and_the_command_says_so_with_status_0(trained, tmp_path, capsys):
     again = train_in(tmp_path / "again", checkpoint__every=3)
     capsys.readouterr()
@@ -169,6 +178,7 @@ def test_the_report_names_settings_step_metrics_and_module(trained, capsys):
     assert lines[-3].endswith(
         "parameters are equal; blocks.1.up is the module nearest to the output"
     )
+    assert lines[-2] == "  parameters differ in 0 of 18 modules"
     assert lines[-1] == "  gradients differ in 1 of 18 modules: blocks.1.up"
 
 
@@ -194,10 +204,68 @@ def test_a_resumed_run_is_equal_to_an_undisturbed_one(trained, tmp_path):
 
 def test_other_layouts_are_compared_within_rounding(trained):
     """Whole batches of 8 and two micro-batches of 4 round other sums."""
-    words = {"train__micro_batch_size": 8, "task__args__fault": "dropout_off"}
-    report = report_of(trained(task__args__fault="dropout_off"), trained(**words))
+    report = report_of(trained(task__target=TINY), trained(**IN_ONE))
     assert report["tolerance"] == diff.TOLERANCE["fp32"]
-    assert "fingerprints" in report
+    assert not report["fingerprints"]
+    assert "metrics are within 0.001 up to step 6" in diff.text_of(report)
+
+
+def test_random_numbers_of_other_ranks_are_no_fault(trained):
+    """The masks of dropout are others in micro-batches of another size."""
+    report = report_of(trained(), trained(train__micro_batch_size=8))
+    assert report["metrics"]["step"] == 1
+    assert not diff.parted(report)
+    assert "no fault is reported: the steps draw random numbers" in diff.text_of(report)
+
+
+def test_another_layout_without_random_numbers_is_judged(trained):
+    report = report_of(trained(task__target=TINY), trained(**IN_ONE, optim__lr=0.1))
+    assert diff.parted(report)
+    assert "no fault" not in diff.text_of(report)
+
+
+def test_each_step_is_judged_by_the_settings_with_which_it_was_taken(tmp_path):
+    """Two layouts, which become bit-exact after the first four steps."""
+    words = {"optim__schedule": "constant", "task__target": TINY}
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, size in zip(folders, (4, 8), strict=True):
+        train_in(folder, **words, train__micro_batch_size=size, train__steps=4)
+        train_in(folder, **words, parallel__bit_exact="true")
+    assert (folders[0] / "config_until_step_00000004.toml").is_file()
+    report = report_of(*folders)
+    assert report["tolerance"] == diff.TOLERANCE["fp32"]
+    assert not diff.parted(report)
+    assert report["metrics"]["equal_until"] == STEPS
+
+
+def test_steps_that_are_taken_again_forget_the_settings_of_before(trained, tmp_path):
+    words = {"optim__schedule": "constant", "checkpoint__keep": 9}
+    folder = Path(shutil.copytree(trained(**words), tmp_path / "copy"))
+    words["run__allow_config_change"] = "true"
+    for step in (6, 4):
+        for later in (8, step + 2):
+            shutil.rmtree(folder / f"checkpoints/step_0000000{later}", ignore_errors=True)
+        train_in(folder, **words, optim__lr=1.0 / step, train__steps=8)
+    assert [path.name for path in folder.glob("config_until*")] == [
+        "config_until_step_00000004.toml"
+    ]
+    assert diff.read_run(folder).settings_at(4)["optim.lr"] == 1e-2
+    assert diff.read_run(folder).settings_at(5)["optim.lr"] == 0.25
+
+
+def test_what_a_launcher_sets_is_no_difference_of_environments():
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"]
+    names += ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "ROLE_RANK", "PET_NNODES"]
+    names += ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+    names += ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "SLURM_JOB_ID", "DIST_AMP_LAUNCHER"]
+    launched = {f"variables.{name}": "1" for name in names}
+    assert diff.differences(launched, {}, diff.NOT_ENVIRONMENT) == {}
+    assert diff.differences({"variables.NCCL_ALGO": "ring"}, {}, diff.NOT_ENVIRONMENT)
+
+
+def test_parts_of_the_model_itself_are_named_so():
+    part = diff_deep.Part(3, "forward", "", "aten.mul")
+    assert str(part) == "step 3: the forward of the model, aten.mul"
 
 
 # --- wrong inputs
@@ -240,8 +308,34 @@ def test_a_run_without_a_logged_step_is_named(content, trained, tmp_path, capsys
         (copy / "metrics.jsonl").write_text(content)
     status, line = error_of([trained(), copy], capsys)
     assert status == DataError.exit_code
-    assert str(copy) in line
-    assert "metrics.jsonl" in line
+    assert f"{copy}/metrics.jsonl has no complete line; wait for the step" in line
+
+
+@pytest.mark.bad_input("dist_amp diff of a run with a damaged line in metrics.jsonl")
+@pytest.mark.parametrize("text", ["5", "[]", "{}", '{"step": 1, "trai'])
+def test_a_damaged_line_is_named_by_its_number(text, trained, tmp_path, capsys):
+    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    (copy / "metrics.jsonl").write_text("\n".join([*lines[:2], text, *lines[2:]]) + "\n")
+    status, line = error_of([trained(), copy], capsys)
+    assert status == DataError.exit_code
+    assert f"{copy}/metrics.jsonl, line 3: not a JSON object with a step; remove it" in line
+
+
+def test_a_last_line_that_a_kill_has_torn_is_left_out(trained, tmp_path):
+    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "train/lo')
+    assert report_of(trained(), copy)["metrics"]["equal_until"] == STEPS
+
+
+@pytest.mark.bad_input("dist_amp diff of a run with a damaged config.toml")
+def test_a_damaged_config_is_named(trained, tmp_path, capsys):
+    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
+    (copy / "config.toml").write_text("[train\n")
+    status, line = error_of([trained(), copy], capsys)
+    assert status == DataError.exit_code
+    assert "config.toml: it is not TOML" in line
 
 
 @pytest.mark.bad_input("a line of metrics.jsonl that is no object with a step")
@@ -281,9 +375,7 @@ def test_runs_without_a_common_logged_step_are_rejected(trained, tmp_path, capsy
 
 @pytest.mark.bad_input("dist_amp diff of runs of other tasks and models")
 def test_runs_of_other_models_are_compared_as_far_as_they_go(trained, tmp_path, capsys):
-    other = train_in(
-        tmp_path / "tiny", task__target=str(Path(__file__).parent / "tiny.py") + ":Tiny"
-    )
+    other = train_in(tmp_path / "tiny", task__target=TINY)
     capsys.readouterr()
     assert diff.main([str(trained()), str(other)]) == 1
     text = capsys.readouterr().out

@@ -1,15 +1,17 @@
 """`dist_amp replay`: a run's steps again, on one process, and a look into one of them."""
 
-import bdb
+import io
 import json
 import re
 import shutil
+import sys
 
 import pytest
 import torch
 from PIL import Image
 from ranks import on_ranks
-from tiny import Overflow, Tiny  # noqa: F401 (tasks by their names)
+from tiny import Tiny
+from torch import nn
 
 from dist_amp import train
 from dist_amp.commands import replay
@@ -17,6 +19,21 @@ from dist_amp.commands import replay
 WORDS = ["--train.steps", "8", "--train.micro_batch_size", "2", "--checkpoint.every", "3"]
 WORDS += ["--metrics.log_every", "2", "--eval.every", "off", "--use_amp", "false"]
 WORDS += ["--train.global_batch_size", "8", "--checkpoint.keep", "100"]
+
+
+class Dropping(Tiny):
+    """With dropout."""
+
+    def build_model(self):
+        return nn.Sequential(super().build_model(), nn.Dropout(0.5))
+
+
+class SometimesNan(Dropping):
+    """NaN where the first number that a micro-batch draws is large."""
+
+    def loss_sum(self, model, batch):
+        drawn = torch.rand(())
+        return super().loss_sum(model, batch) * (drawn if drawn < 0.9 else float("nan"))
 
 
 def record(world, folder, *words):
@@ -100,6 +117,75 @@ def test_another_layout_is_compared_within_a_tolerance_that_is_said(tmp_path, lo
     status, output, _ = look(tmp_path / "run", 4)
     assert status == 0, output
     assert "expect values within 0.001 of what was logged, since 2 ranks added" in output
+    assert re.search(r"^step +4  loss \S+  within 0.001: ", output, re.MULTILINE)
+    assert output.endswith("all within 0.001 of what was logged\n")
+
+
+def test_random_numbers_of_other_ranks_are_no_fault(tmp_path, look):
+    words = ["--task.target", f"{__file__}:Dropping", "--parallel.strategy", "ddp"]
+    on_ranks(2, record, tmp_path / "run", *words)
+    status, output, _ = look(tmp_path / "run", 4)
+    assert status == 0, output
+    assert "losses and norms are not judged: steps draw random numbers, which differ by" in output
+
+
+def test_steps_without_a_logged_line_are_not_said_to_be_as_logged(recorded, look):
+    status, output, _ = look(recorded, 7)
+    assert status == 0
+    assert "nothing was compared: metrics.jsonl has no line" in output
+    assert "as logged" not in output
+
+
+def test_settings_that_change_the_numbers_are_named_and_nothing_is_compared(recorded, look):
+    status, output, _ = look(recorded, 8, "--optim.lr", 0.5, "--metrics.log_every", 1)
+    assert status == 0
+    assert "expect other values than were logged, since you changed optim.lr=0.5 (it" in output
+    assert "log_every" not in output
+    assert "nothing was compared" in output
+
+
+def test_a_compiled_run_is_replayed_uncompiled_within_a_tolerance(tmp_path, look):
+    words = ["--task.target", "tiny:Tiny", "--compile.blocks", "true", "--compile.mode", "eager"]
+    record(None, tmp_path / "run", *words)
+    status, output, _ = look(tmp_path / "run", 4)
+    assert status == 0, output
+    assert "within 0.001 of what was logged, since the run was compiled, and its rep" in output
+
+
+def test_a_run_under_fsdps_policy_is_replayed_within_a_tolerance(tmp_path, look):
+    words = ["--task.target", "tiny:Tiny", "--parallel.strategy", "fsdp", "--use_amp", "true"]
+    on_ranks(2, record, tmp_path / "run", *words, "--precision.cast_by", "policy")
+    _, output, _ = look(tmp_path / "run", 2)
+    assert "and FSDP2's policy rounded otherwise than autocast does" in output
+
+
+def test_each_step_is_judged_by_the_settings_with_which_it_was_taken(tmp_path, look):
+    """Not bit-exact on two ranks up to step 4, then bit-exact."""
+    folder = tmp_path / "run"
+    words = ["--task.target", "tiny:Tiny", "--checkpoint.every", "2", "--run.resume", "auto"]
+    on_ranks(2, record, folder, *words, "--train.steps", "4", "--optim.schedule", "constant")
+    words += ["--parallel.bit_exact", "true", "--optim.schedule", "constant"]
+    on_ranks(2, record, folder, *words)
+    _, output, _ = look(folder, 4)
+    assert "expect values within 0.001" in output
+    status, output, _ = look(folder, 6)
+    assert "expect the same bits, since it was bit-exact" in output
+    assert status == 0
+    shutil.rmtree(folder / "checkpoints/step_00000004")
+    status, _, errors = look(folder, 5)
+    assert status == 65
+    assert "--step 5: the settings changed after step 4" in errors
+
+
+@pytest.mark.bad_input("`replay` with a task's source file that was edited since the run")
+def test_an_edited_task_is_warned_of_by_the_files_name(tmp_path, look, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "edited_task.py"
+    source.write_text("from tiny import Tiny\nclass Mine(Tiny):\n    pass\n")
+    record(None, "run", "--task.target", "edited_task:Mine", "--train.steps", "2")
+    assert "was edited" not in look("run", 2)[2]
+    source.write_text(source.read_text() + "    x = 1\n")
+    assert f"{source} was edited since run was started" in look("run", 2)[2]
 
 
 def test_a_skipped_step_is_explained(tmp_path, look):
@@ -131,70 +217,45 @@ def test_pictures_are_written_where_samples_are_images(tmp_path, look, monkeypat
     assert Image.open(picture).size == (2 * 9, 9)
 
 
+def test_pictures_of_samples_that_are_none_are_missed_aloud(recorded, look):
+    assert "no picture: the batch has no tensor of the shape" in look(recorded, 2, "--pictures")[1]
+
+
+def test_a_nan_of_a_random_draw_is_found_again_with_the_same_numbers(tmp_path, look):
+    words = ["--task.target", f"{__file__}:SometimesNan", "--debug.nonfinite", "step"]
+    record(None, tmp_path / "run", *words)
+    report = json.loads((tmp_path / "run/nonfinite/reports.jsonl").read_text().splitlines()[0])
+    _, output, _ = look(tmp_path / "run", report["step"])
+    assert f"rank 0, micro-batch {report['micro_batch']} " in output.split("skipped: ")[1]
+
+
+def test_a_nan_that_the_replay_does_not_reproduce_is_said_to_be_so(recorded, look, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(recorded, folder)
+    (folder / "nonfinite").mkdir()
+    fault = {"phase": "loss", "module": "the loss", "module_class": "", "tensors": [], "step": 5}
+    (folder / "nonfinite/reports.jsonl").write_text(json.dumps(fault) + "\n")
+    _, output, _ = look(folder, 5)
+    assert "the run skipped this step, and the replay did not reproduce it" in output
+
+
+def test_leaving_the_debugger_ends_quietly_and_its_names_are_told(recorded, look, monkeypatch):
+    words = io.StringIO("p run.step, len(batch['x']), samples\nq\n")
+    typed = replay.pdb.Pdb(stdin=words, stdout=sys.stdout)  # pytest's own would read the terminal
+    monkeypatch.setattr(replay.pdb, "set_trace", lambda: typed.set_trace(sys._getframe().f_back))
+    status, output, errors = look(recorded, 4, "--pdb")
+    assert status == 0
+    assert "Traceback" not in errors
+    assert "`batch` is what the task gets, `loss` what backward starts from" in output
+    assert re.search(r"\(3, 2, [\[(]\d+, \d+[\])]\)", output)
+    assert output.endswith("ended before step 4 was taken\n")
+
+
 def test_pdb_stops_before_each_backward(recorded, look, monkeypatch):
     stops = []
     monkeypatch.setattr(replay.pdb, "set_trace", lambda: stops.append(None))
     look(recorded, 4, "--pdb")
     assert len(stops) == 4  # its micro-batches
-
-
-def test_q_in_the_debugger_ends_the_replay_quietly(recorded, look, monkeypatch):
-    def quit_debugger():
-        raise bdb.BdbQuit
-
-    monkeypatch.setattr(replay.pdb, "set_trace", quit_debugger)
-    status, output, errors = look(recorded, 4, "--pdb")
-    assert status == 0
-    assert "see batch, samples, loss and run" in output
-    assert "Traceback" not in errors
-
-
-def test_a_step_that_was_not_logged_is_not_called_equal(recorded, look, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(recorded, folder)
-    (folder / "metrics.jsonl").write_text("")
-    status, output, _ = look(folder, 5)
-    assert status == 0
-    assert output.endswith("nothing was compared: the run logged none of these steps\n")
-
-
-def test_random_numbers_of_several_ranks_are_no_difference_to_report(tmp_path, look):
-    words = ["--task.target", "bit_exact_models:Blocks", "--parallel.strategy", "ddp"]
-    on_ranks(2, record, tmp_path / "run", *words, "--task.args.dropout", "0.5")
-    status, output, _ = look(tmp_path / "run", 2)
-    assert status == 0, output
-    assert "the model draws random numbers, and the ranks drew other ones" in output
-
-
-def test_a_compiled_run_is_replayed_without_compilation_within_a_tolerance(tmp_path, look):
-    words = ["--task.target", "bit_exact_models:Blocks", "--task.args.dropout", "0"]
-    record(None, tmp_path / "run", *words, "--compile.blocks", "true", "--compile.mode", "eager")
-    status, output, _ = look(tmp_path / "run", 2)
-    assert status == 0, output
-    assert "since its blocks were compiled, and round otherwise than the ones here" in output
-    assert "first.1.out" in output  # inside a block
-
-
-def test_a_batch_without_pictures_is_said_to_have_none(recorded, look):
-    assert "no picture: no tensor of the batch is" in look(recorded, 4, "--pictures")[1]
-
-
-@pytest.mark.bad_input("`replay` with a setting that changes the steps")
-@pytest.mark.parametrize("word", ["optim.lr", "run.seed", "train.micro_batch_size"])
-def test_a_setting_that_changes_the_steps_is_refused(recorded, look, word):
-    status, _, errors = look(recorded, 4, f"--{word}", 4)
-    assert status == 64
-    assert f"{word}=4 on the command line: the run had " in errors.replace("4.0", "4")
-
-
-@pytest.mark.bad_input("`replay` of a run whose newest manifest is damaged")
-def test_a_damaged_manifest_gives_way_to_an_older_checkpoint(recorded, look, tmp_path):
-    folder = tmp_path / "damaged"
-    shutil.copytree(recorded, folder)
-    (folder / "checkpoints/step_00000008/manifest.json").write_text("{")
-    status, output, _ = look(folder, 8)
-    assert status == 0, output
-    assert "from step_00000006" in output
 
 
 @pytest.mark.bad_input("`replay` of a step before the first or after the last one")
@@ -216,7 +277,7 @@ def test_a_step_that_is_no_number_is_refused(recorded, look):
 def test_a_folder_that_is_no_run_is_refused(look, tmp_path):
     status, _, errors = look(tmp_path, 3)
     assert status == 65
-    assert "is not a run's folder: it has no config.toml" in errors
+    assert f"{tmp_path} is not the folder of a run: config.toml: No such file" in errors
 
 
 @pytest.mark.bad_input("`replay` of a run that took no step")
@@ -242,20 +303,12 @@ def test_a_step_before_the_first_checkpoint_of_a_continued_run_is_refused(record
 
 
 @pytest.mark.bad_input("`replay` of a run whose data or task changed since")
-@pytest.mark.parametrize(
-    ("name", "error"), [("seed = 0", "data"), ("depth = 2", "does not fit this model")]
-)
-def test_a_run_whose_data_or_model_changed_since_is_refused(name, error, recorded, look, tmp_path):
-    folder = tmp_path / "changed"
-    shutil.copytree(recorded, folder)
-    text = (folder / "config.toml").read_text()
-    before, of_task = text.split("[task.args]")
-    assert name in of_task
-    of_task = of_task.replace(name, f"{name[:-1]}7", 1)
-    (folder / "config.toml").write_text(f"{before}[task.args]{of_task}")
-    status, _, errors = look(folder, 5)
+def test_a_run_whose_data_changed_since_is_refused(recorded, look):
+    status, _, errors = look(recorded, 5, "--task.args.seed", 7)
     assert status == 65
-    assert error in errors
+    assert "data" in errors
+    status, _, errors = look(recorded, 5, "--task.args.depth", 3)
+    assert status == 65
 
 
 @pytest.mark.bad_input("`replay` of a run with a damaged checkpoint")
@@ -268,3 +321,45 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(recorded, look, tmp_path
     assert status == 0
     assert "using step_00000003 instead" in errors
     assert "from step_00000003: 5 steps" in output
+
+
+@pytest.mark.bad_input("`replay` of a run whose newest manifest is damaged")
+def test_a_damaged_newest_manifest_gives_way_to_an_older_one(recorded, look, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(recorded, folder)
+    (folder / "checkpoints/step_00000008/manifest.json").write_text("{")
+    status, output, errors = look(folder, 8)
+    assert status == 0
+    assert "from step_00000006" in output
+    assert "step_00000008: manifest.json is damaged; another checkpoint says" in errors
+
+
+@pytest.mark.bad_input("`replay` of a run with a damaged line in metrics.jsonl")
+@pytest.mark.parametrize("line", ["5", "[1]", '{"step": ', '{"step": "x"}', "{}"])
+def test_a_damaged_line_of_the_metrics_is_named(recorded, look, tmp_path, line):
+    folder = tmp_path / "damaged"
+    shutil.copytree(recorded, folder)
+    path = folder / "metrics.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, line + "\n", *rest]))
+    status, _, errors = look(folder, 8)
+    assert status == 65
+    assert f"{path}, line 2: not a JSON object with a step; remove it" in errors
+
+
+def test_a_last_line_that_a_kill_has_torn_is_left_out(recorded, look, tmp_path):
+    folder = tmp_path / "torn"
+    shutil.copytree(recorded, folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "train/lo')
+    assert look(folder, 8)[0] == 0
+
+
+@pytest.mark.bad_input("`replay` of a run with a damaged config.toml")
+def test_a_damaged_config_is_named(recorded, look, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(recorded, folder)
+    (folder / "config.toml").write_text("[train\nsteps = 8\n")
+    status, _, errors = look(folder, 8)
+    assert status == 65
+    assert "config.toml: it is not TOML" in errors

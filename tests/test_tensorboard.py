@@ -28,6 +28,7 @@ from dist_amp.supervise.banner import (
     git_state,
     main_tags,
     pinned_url,
+    source_of,
     this_rank,
     variables,
 )
@@ -236,10 +237,10 @@ def test_the_commit_and_the_changed_files_are_those_of_the_tasks_repository(tmp_
 def test_the_code_of_a_task_is_in_its_files_folder_or_the_current_one_if_ours_or_a_notebooks():
     from dist_amp.tasks.sinusoid import Sinusoid
 
-    assert code_folder(Tiny()) == Path(__file__).parent
-    assert code_folder(Sinusoid()) == Path.cwd()
+    assert code_folder(source_of(Tiny())) == Path(__file__).parent
+    assert code_folder(source_of(Sinusoid())) == Path.cwd()
     in_a_notebook = type("Defined", (), {"__module__": "__main__"})()
-    assert code_folder(in_a_notebook) in {Path.cwd(), Path(__file__).parent}
+    assert code_folder(source_of(in_a_notebook)) in {Path.cwd(), Path(__file__).parent}
 
 
 def test_hosts_are_grouped_by_what_their_ranks_see():

@@ -132,6 +132,17 @@ def all_checkpoints(run_folder: Path) -> list[Path]:
     return [path for path in paths if path.name.removeprefix("step_").isdigit()]
 
 
+def step_of(path: Path) -> int:
+    """Of a checkpoint, or of a config that was in force until this step."""
+    return int(path.stem.rpartition("_")[2])
+
+
+def config_at(run_folder: Path, step: int) -> Path:
+    """The config with which the run took a step: config.toml, or an earlier start's."""
+    earlier = sorted(run_folder.glob("config_until_step_*.toml"))
+    return next((path for path in earlier if step_of(path) >= step), run_folder / CONFIG)
+
+
 def entry_of(path: Path) -> Entry:
     """The manifest's entry for a file: its size, and its hash.
 

@@ -12,31 +12,43 @@ a run's folder, or no logged step in common.
 import json
 import math
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_amp.checkpoint.format import all_checkpoints, read_manifest
-from dist_amp.config.load import flat, leaves
-from dist_amp.errors import CheckpointRejected, ConfigError, DataError, first_line
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dist_amp.checkpoint.format import (
+    CONFIG,
+    Reader,
+    all_checkpoints,
+    read_into,
+    read_manifest,
+    step_of,
+)
+from dist_amp.config.load import leaves, read_flat
+from dist_amp.errors import CheckpointRejected, ConfigError, DataError
+from dist_amp.files import read_steps
 from dist_amp.supervise.command_line import Parser, columns, exit_status
-from dist_amp.telemetry.writers import read_jsonl
+from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
 
 # What a run's numbers don't depend on, or what differs between any two runs.
 NOT_SETTINGS = ("run.dir",)
 NOT_ENVIRONMENT = (
     *("started", "first_step", "git.changed_files", "variables.MASTER_", "variables.TORCHELASTIC_"),
-    *("variables.PET_", "variables.SLURM_", "variables.DIST_AMP_"),
+    *("variables.PET_", "variables.SLURM_", "variables.DIST_AMP_", "variables.TORCH_NCCL_"),
+    *("variables.TORCH_ELASTIC_", "variables.TORCH_DISABLE_SHARE_", "variables.TORCH_FR_"),
     # The layout is compared by the hosts' ranks.
     *("variables.RANK", "variables.WORLD_SIZE", "variables.LOCAL_", "variables.GROUP_"),
-    "variables.ROLE_",
+    *("variables.ROLE_", "task.file"),
 )
 # Settings by which ranks share the work: sums are taken in another order.
 LAYOUT = ("parallel.", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch")
 METRICS = ("train/", "eval/", "amp/")  # tags that the computation alone decides
+READ = (*METRICS, "ranks")
 # Of all ranks, and so comparable between layouts; evaluations may take other samples there.
 ROUNDED = ("train/loss", "train/grad_norm")
 COUNTED = ("train/lr", "train/epoch", "train/samples_seen", "train/tokens_seen", "amp/")
@@ -52,7 +64,8 @@ class RunFiles:
     """What a run's folder says. rows: the metrics by step; fingerprints: by step, see there."""
 
     folder: Path
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # the latest
+    earlier: dict[int, dict[str, Any]]  # those until a step, where others were in force
     environment: dict[str, Any]
     data: str
     rows: dict[int, dict[str, Any]]
@@ -64,32 +77,32 @@ class RunFiles:
         members = [self.environment[key] for key in hosts if key.endswith(".ranks")]
         return sum(len(text.split(",")) for text in members)
 
+    def settings_at(self, step: int) -> dict[str, Any]:
+        until = min((last for last in self.earlier if last >= step), default=0)
+        return self.earlier.get(until, self.settings)
+
 
 def read_run(folder: Path) -> RunFiles:
     """Errors: DataError if the folder holds no run, or one that has logged nothing."""
-    try:
-        settings = flat((folder / "config.toml").read_text(encoding="utf-8"))
-        lines = read_jsonl(folder / "metrics.jsonl")
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        missing = getattr(error, "filename", None) or folder / "config.toml"
-        reason = getattr(error, "strerror", None) or first_line(error)
+    settings = read_flat(folder / CONFIG)
+    earlier = {step_of(path): read_flat(path) for path in folder.glob("config_until_step_*.toml")}
+    path = folder / "metrics.jsonl"
+    lines = read_steps(path) if path.is_file() else []
+    if not lines:
         raise DataError(
-            f"{folder} is not the folder of a run that has logged a step: {Path(missing).name}: "
-            f"{reason}; give the folder that run.dir names"
-        ) from None
+            f"{path} has no complete line; wait for the step metrics.log_every="
+            f"{settings.get('metrics.log_every')}, or give another run's folder"
+        )
     rows: dict[int, dict[str, Any]] = {}
     fingerprints: dict[int, dict[str, dict[str, str]]] = {}
     for row in lines:
-        metrics = {tag: value for tag, value in row.items() if tag.startswith(METRICS)}
+        metrics = {tag: value for tag, value in row.items() if tag.startswith(READ)}
         rows.setdefault(row["step"], {}).update(metrics)
         written = row.get("fingerprints", {})
         fingerprints |= {int(step): hashes for step, hashes in written.items()}
-    if not rows:
-        raise DataError(
-            f"{folder / 'metrics.jsonl'} has no complete line; wait for the step metrics.log_every="
-            f"{settings.get('metrics.log_every')}"
-        )
-    return RunFiles(folder, settings, environment_of(folder), data_of(folder), rows, fingerprints)
+    environment = environment_of(folder)
+    data = data_of(folder)
+    return RunFiles(folder, settings, earlier, environment, data, rows, fingerprints)
 
 
 def environment_of(folder: Path) -> dict[str, Any]:
@@ -119,15 +132,20 @@ def differences(
     return {key: [a.get(key), b.get(key)] for key in keys if a.get(key) != b.get(key)}
 
 
-def layout_of(run: RunFiles) -> dict[str, Any]:
-    layout = {key: value for key, value in run.settings.items() if key.startswith(LAYOUT)}
-    return layout | {"ranks": run.ranks}
+def layout_of(run: RunFiles, step: int) -> dict[str, Any]:
+    settings = run.settings_at(step)
+    layout = {key: value for key, value in settings.items() if key.startswith(LAYOUT)}
+    ranks = len(run.rows[step].get("ranks", ()))
+    if ranks in (0, MAX_RANK_FOLDERS):  # an evaluation's line has none, another no more
+        ranks = run.ranks
+    return layout | {"ranks": ranks}
 
 
-def tolerance_of(a: RunFiles, b: RunFiles) -> float:
-    """By how much losses and norms may differ, relatively; 0: in no bit."""
-    settings = (a.settings, b.settings)
-    if layout_of(a) == layout_of(b) or all(of.get("parallel.bit_exact") for of in settings):
+def tolerance_of(a: RunFiles, b: RunFiles, step: int) -> float:
+    """By how much losses and norms of a step may differ, relatively; 0: in no bit."""
+    settings = (a.settings_at(step), b.settings_at(step))
+    exact = all(of.get("parallel.bit_exact") for of in settings)
+    if exact or layout_of(a, step) == layout_of(b, step):
         return 0.0
     used = [of["precision.dtype"] for of in settings if of["precision.use_amp"]]
     return max(TOLERANCE[dtype] for dtype in ("fp32", *used))
@@ -141,14 +159,11 @@ def relative_difference(a: Any, b: Any) -> float:
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def first_difference(
-    a: RunFiles,
-    b: RunFiles,
-    tolerance: float,
-) -> dict[str, Any]:
+def first_difference(a: RunFiles, b: RunFiles) -> dict[str, Any]:
     """{"equal_until": step, "step": step, "metrics": {tag: [in A, in B]}}; the last two if any.
 
-    Errors: DataError without a step that both have logged.
+    Also "tolerance": the largest that a step was compared with, as all after it are; and "exact":
+    the last step before it. Errors: DataError without a step that both have logged.
     """
     common = sorted(a.rows.keys() & b.rows.keys())
     if not common:
@@ -157,13 +172,17 @@ def first_difference(
             f"no logged step in common: {', '.join(logged)}; run both with one metrics.log_every"
         )
     compared: tuple[str, ...] = METRICS
-    if layout_of(a) != layout_of(b):
-        compared = (*ROUNDED, *COUNTED)
-    left_out: tuple[str, ...] = ()
-    if a.settings["metrics.log_every"] != b.settings["metrics.log_every"]:
-        left_out = OF_INTERVAL
-    report: dict[str, Any] = {"steps": len(common), "equal_until": 0}
+    report: dict[str, Any] = {"steps": len(common), "equal_until": 0, "tolerance": 0.0, "exact": 0}
     for step in common:
+        # What was rounded once is not equal later.
+        tolerance = max(report["tolerance"], tolerance_of(a, b, step))
+        report["tolerance"] = tolerance
+        if not tolerance:
+            report["exact"] = step
+        if layout_of(a, step) != layout_of(b, step):
+            compared = (*ROUNDED, *COUNTED)
+        every = [run.settings_at(step).get("metrics.log_every") for run in (a, b)]
+        left_out = OF_INTERVAL if every[0] != every[1] else ()
         parted = {}
         for tag in a.rows[step]:
             if tag not in b.rows[step] or not tag.startswith(compared) or tag in left_out:
@@ -226,23 +245,46 @@ def explained(report: Mapping[str, Any]) -> tuple[str, str]:
 
 def compare(a: RunFiles, b: RunFiles) -> dict[str, Any]:
     """The report, as --json prints it. Errors: DataError without a common step."""
-    tolerance = tolerance_of(a, b)
+    metrics = first_difference(a, b)
     report = {
         "runs": [str(a.folder), str(b.folder)],
         "settings": differences(a.settings, b.settings, NOT_SETTINGS),
         "environment": differences(a.environment, b.environment, NOT_ENVIRONMENT),
         "data": [a.data, b.data],
-        "tolerance": tolerance,
+        "tolerance": metrics.pop("tolerance"),
+        "exact_until": metrics.pop("exact"),
         "last_steps": [max(a.rows), max(b.rows)],
-        "metrics": first_difference(a, b, tolerance),
+        "metrics": metrics,
+        "random": False,
         "fingerprints": {},
     }
-    if not tolerance:
+    if not report["tolerance"]:
         report["fingerprints"] = first_fingerprint(a, b)
+    elif "step" in metrics:
+        report["random"] = draws_random_numbers(a) or draws_random_numbers(b)
     return report
 
 
+def draws_random_numbers(run: RunFiles) -> bool:
+    """Whether its steps draw some, as dropout does: by rank 0's generators in a checkpoint."""
+    for path in reversed(all_checkpoints(run.folder)):
+        with suppress(CheckpointRejected, CheckpointException):
+            reader = Reader(path)
+            of_torch = torch.Generator().manual_seed(reader.manifest.seed + 1).get_state()
+            state = {"ranks.0.random.torch": torch.empty_like(of_torch)}
+            of_gpu = "ranks.0.random.cuda"  # 8 bytes of seed, 8 that count what was drawn
+            if of_gpu in reader.read_metadata().state_dict_metadata:
+                state[of_gpu] = torch.zeros(16, dtype=torch.uint8)
+            read_into(state, reader)
+            drawn = state.get(of_gpu, torch.zeros(16))[8:].any()
+            return bool(drawn) or not state["ranks.0.random.torch"].equal(of_torch)
+    return False
+
+
 def parted(report: Mapping[str, Any]) -> bool:
+    """Whether numbers differ that should not."""
+    if report["random"]:
+        return False
     return "step" in report["metrics"] or "step" in report["fingerprints"]
 
 
@@ -256,12 +298,15 @@ def text_of(report: Mapping[str, Any]) -> str:
         lines.append("data: {} | {}".format(*(text or "no checkpoint" for text in report["data"])))
     metrics = report["metrics"]
     how = "bit by bit"
+    equal = "equal"
     if report["tolerance"]:
+        equal = f"within {report['tolerance']:g}"
         how = (
-            "as other layouts, whose sums are rounded otherwise: losses and norms within "
-            f"{report['tolerance']:g}, hashes not at all; a model that draws random numbers, as by "
-            "dropout, differs more unless both runs are bit-exact"
+            f"as other layouts, whose sums are rounded otherwise: losses and norms {equal}, hashes "
+            "not at all"
         )
+        if report["exact_until"]:
+            how = f"bit by bit up to step {report['exact_until']}, then {how}"
     lines.append(f"compared {how}: {metrics['steps']} logged steps")
     if report["last_steps"][0] != report["last_steps"][1]:
         lines.append("A ends at step {}, B at step {}".format(*report["last_steps"]))
@@ -270,8 +315,13 @@ def text_of(report: Mapping[str, Any]) -> str:
         for tag, (of_a, of_b) in list(metrics["metrics"].items())[:SHOWN]:
             apart = relative_difference(of_a, of_b)
             lines.append(f"  {tag}: {of_a} | {of_b}, {apart:.2g} of the larger")
+        if report["random"]:
+            lines.append(
+                "  no fault is reported: the steps draw random numbers, such as dropout's, which "
+                "differ by rank in a run that is not bit-exact"
+            )
     else:
-        lines.append(f"metrics are equal up to step {metrics['equal_until']}")
+        lines.append(f"metrics are {equal} up to step {metrics['equal_until']}")
     lines += lines_of_fingerprints(report["fingerprints"])
     if "deep" in report:
         lines.append(report["deep"])
@@ -292,8 +342,10 @@ def lines_of_fingerprints(report: Mapping[str, Any]) -> list[str]:
     lines = [f"fingerprints part at step {report['step']}{until(report)}: {report['because']}"]
     for kind in ("parameters", "gradients"):
         modules = report[kind]
-        text = ", ".join(modules[:SHOWN]) + ", ..." * (len(modules) > SHOWN)
-        lines.append(f"  {kind} differ in {len(modules)} of {report['modules']} modules: {text}")
+        text = f"  {kind} differ in {len(modules)} of {report['modules']} modules"
+        if modules:
+            text += f": {', '.join(modules[:SHOWN])}{', ...' * (len(modules) > SHOWN)}"
+        lines.append(text)
     return lines
 
 
@@ -330,9 +382,7 @@ def run(argv: Sequence[str]) -> int:
     if options.run_a.resolve() == options.run_b.resolve():
         raise ConfigError(f"{options.run_a} and {options.run_b} are the same folder; give two runs")
     report = compare(read_run(options.run_a), read_run(options.run_b))
-    if options.deep and not parted(report):
-        report["deep"] = "neither is replayed: what both have logged is equal"
-    elif options.deep:
+    if options.deep and parted(report):
         from dist_amp.commands.diff_deep import where_they_part
 
         parts = [part for part in (report["metrics"], report["fingerprints"]) if "step" in part]
@@ -340,6 +390,9 @@ def run(argv: Sequence[str]) -> int:
         folders = (options.run_a, options.run_b)
         part = where_they_part(folders, first["equal_until"], first["step"])
         report["deep"] = f"both replayed: {part}"
+    elif options.deep:
+        equal = report["metrics"]["equal_until"]
+        report["deep"] = f"not replayed: nothing differs through step {equal}"
     print(json.dumps(report, indent=1) if options.json else text_of(report))
     return int(parted(report))
 

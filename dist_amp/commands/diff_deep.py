@@ -28,7 +28,7 @@ SAMPLED = 2**12  # elements of each tensor that are kept to say how far it is of
 # In the order of comparison, and how a line begins that names the module.
 KINDS = {
     "forward": "the forward of",
-    "loss": "the loss",
+    "loss": "the loss of",
     "backward": "the gradient that arrives at the output of",
     "gradient": "the gradient of the parameters of",
 }
@@ -55,7 +55,7 @@ class Part(NamedTuple):
                 "but in a callback, the layout, the environment or the hardware"
             )
         where = f"step {self.step}"
-        what = f"{KINDS.get(self.phase, self.phase)} {self.module}".strip()
+        what = f"{KINDS.get(self.phase, self.phase)} {self.module or 'the model'}"
         if self.phase == "parameters":
             what = f"the first other parameters are in {self.module}"
             where = (

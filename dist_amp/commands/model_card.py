@@ -3,18 +3,14 @@
 import json
 import math
 import re
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from dist_amp import __version__
 from dist_amp.checkpoint.format import Manifest, read_manifest
 from dist_amp.config.load import flat, to_toml
-from dist_amp.errors import DataError
 from dist_amp.settings import Config
 from dist_amp.sources.mixture import tables_of
-from dist_amp.telemetry.writers import read_jsonl
 
 CARD = "README.md"
 OF_PEFT = "Model Card for Model ID"  # in the unfilled card that peft writes
@@ -85,13 +81,18 @@ def data_names(config: Config) -> list[str]:
 def losses(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
     """Of the last evaluation, and of the run's last logged interval before the checkpoint."""
     found = {}
-    rows: list[dict[str, Any]] = []
-    with suppress(OSError, DataError):
-        rows = read_jsonl(checkpoint.parent.parent / "metrics.jsonl")
-    for row in rows:
-        loss = float(row.get("train/loss", math.nan))  # a line of an evaluation has none
-        if row["step"] <= manifest.step and math.isfinite(loss):
-            found["training loss"] = f"{loss:.4f} (step {row['step']:,})"
+    try:
+        lines = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
+    except (OSError, ValueError):
+        lines = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            step, loss = int(row["step"]), float(row["train/loss"])
+        except (ValueError, LookupError, TypeError):  # of an evaluation, or damaged
+            continue
+        if step <= manifest.step and math.isfinite(loss):
+            found["training loss"] = f"{loss:.4f} (step {step:,})"
     if manifest.evaluation:
         values = ", ".join(f"{key} {value:.4f}" for key, value in manifest.evaluation.items())
         found["held out"] = f"{values} (step {manifest.evaluated_step:,})"

@@ -6,7 +6,8 @@ parallel.bit_exact or one process, else within a tolerance. Of step N it shows e
 samples and loss, each layer's largest output, its share of zeros and what is not finite, its
 gradient's norm, and what the loss scaler and the clip did. RUN is not changed.
 
-Exit status: 0 all as logged, 1 something differs, 64 bad arguments, 65 no run, checkpoint or data.
+Exit status: 0 nothing differs from what was logged, 1 something does, 64 bad arguments, 65 no run,
+checkpoint or data.
 """
 
 import bdb
@@ -15,7 +16,7 @@ import math
 import pdb  # noqa: T100 (what --pdb is for)
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,31 +28,36 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from dist_amp.checkpoint.format import CONFIG, all_checkpoints, read_manifest
+from dist_amp.checkpoint.format import all_checkpoints, config_at, read_manifest, step_of
 from dist_amp.checkpoint.resume import newest_valid
 from dist_amp.checkpoint.state import load
-from dist_amp.config.auto import batch_statistics
-from dist_amp.config.load import flat, load_saved, to_toml
+from dist_amp.config.auto import SHARDED, accumulation_steps, batch_statistics, pick_cast
+from dist_amp.config.load import collect, flat, load_saved, read_flat, to_toml
 from dist_amp.data import Indexed
-from dist_amp.diagnostics.nonfinite import class_name, clean_name, unpadded
+from dist_amp.diagnostics.nonfinite import NonFinite, class_name, clean_name, unpadded
 from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches
+from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
+from dist_amp.files import read_steps
 from dist_amp.run import ScriptRun, build_run
-from dist_amp.settings import Config
+from dist_amp.settings import CompileConfig, Config
 from dist_amp.step import train_step
+from dist_amp.supervise.banner import warn_if_edited
 from dist_amp.supervise.callbacks import Callbacks
 from dist_amp.supervise.command_line import Parser, columns, exit_status
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.step_report import StepReport
-from dist_amp.telemetry.writers import read_jsonl
-from dist_amp.world import locate
+from dist_amp.world import World, locate
 
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "amp/loss_scale", "amp/skipped_steps")
 # Relative difference of losses and norms that other sums explain, and that grows with each step.
 # Measured with the demo in float32: 7e-5 after 100 steps at 1 and 2 ranks; the others are assumed.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
-# Settings that may be given: they do not change what is computed.
-ALLOWED = ("run.device", "data.path", "data.workers", "debug.", "metrics.", "train.global_batch")
+# Settings by which a step computes the same; what data they name is checked by its fingerprint.
+FREE = (
+    *("run.dir", "run.device", "run.resume", "task.target", "parallel.strategy", "compile."),
+    *("data.name", "data.path", "data.workers", "eval.", "checkpoint.", "metrics.", "debug."),
+)
 SHOWN_TEXT = 200  # characters of a sample
 SHOWN_SAMPLES = 4  # of a micro-batch
 
@@ -60,52 +66,69 @@ SHOWN_SAMPLES = 4  # of a micro-batch
 class Replay:
     """A run again, before the step that is taken next. rows: what it logged, by step."""
 
+    folder: Path
     run: ScriptRun
     rows: dict[int, dict[str, Any]]
     tolerance: float  # 0: the same bits
-    reason: str  # of the tolerance
+    expected: str  # and why, in words
     start: str
     callbacks: Callbacks
+    draws_anew: bool  # the run's ranks drew random numbers of their own
+    compared: int = 0  # logged steps
     differences: list[str] = field(default_factory=list)
-    compared: int = 0  # steps
-    draws: bool = False  # the model draws random numbers
-    ranks_drew: bool = False  # several ranks did, each other ones
+    random: bool = False  # whether its steps draw random numbers that the run did not
 
     def step(self, micro_batches: Sequence[Any] | None = None) -> StepReport:
         """Take the next step, and compare it if it was logged."""
+        run = self.run
+        before = random_state(run.world.device)
         if micro_batches is None:
-            micro_batches = next(self.run.data)
-        before = torch.get_rng_state()
-        report = train_step(self.run, micro_batches)
-        self.draws |= not torch.equal(before, torch.get_rng_state())
-        self.run.metrics.record(report)
+            micro_batches = next(run.data)
+        report = train_step(run, micro_batches)
+        run.metrics.record(report)
         self.callbacks.after_step(report, micro_batches)
-        if self.run.step in self.rows:
-            self._compare(self.rows[self.run.step])
+        if self.draws_anew:
+            after = random_state(run.world.device)
+            del after["python_gauss"]  # a nan
+            self.random |= any(not after[name].equal(before[name]) for name in after)
+        if run.step in self.rows:
+            self._compare(self.rows[run.step])
         return report
 
     def _compare(self, logged: Mapping[str, Any]) -> None:
         run = self.run
-        self.compared += 1
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
         row = run.metrics.read()
         assert row is not None
         now = row.global_tags()
+        self.compared += 1
         text = []
         for name in COMPARED:
-            if name not in logged:
-                continue
-            before = float(logged[name])
+            before = float(logged.get(name, now[name]))
             error = abs(now[name] - before) / max(abs(before), 1e-30)
             if now[name] != before and not (math.isnan(before) and math.isnan(now[name])):
-                change = f"{name} {before:.9g}, now {now[name]:.9g} ({error:.1e}"
-                if error <= self.tolerance:
-                    text.append(f"{change}, within {self.tolerance:g})")
-                    continue
-                text.append(f"{change})")
-                self.differences.append(f"step {run.step}: {text[-1]}")
+                text.append(f"{name} {before:.9g}, now {now[name]:.9g} ({error:.1e})")
+                if not error <= self.tolerance and not self.random:
+                    self.differences.append(f"step {run.step}: {text[-1]}")
         same = "; ".join(text) or "the same bits"
+        if self.tolerance and not self.random and not self.differences:
+            same = f"within {self.tolerance:g}: {same}"
         print(f"step {run.step:>6}  loss {now['train/loss']:.6f}  {same}", flush=True)
+
+    def outcome(self) -> str:
+        """What the comparison says, in words."""
+        if self.differences:
+            return f"differs from what was logged, first at {self.differences[0]}"
+        if not self.compared:
+            return "nothing was compared: metrics.jsonl has no line that applies to these steps"
+        if self.random:
+            return (
+                "losses and norms are not judged: steps draw random numbers, which differ by rank "
+                "in a run that is not bit-exact; parallel.bit_exact=true makes them equal"
+            )
+        if self.tolerance:
+            return f"all within {self.tolerance:g} of what was logged"
+        return "all as logged"
 
 
 def run_at(
@@ -117,77 +140,84 @@ def run_at(
 
     argv: settings that override the run's. Errors: ConfigError, DataError.
     """
+    saved = read_flat(config_at(folder, step))
     rows = logged_rows(folder)
-    last = max(rows, default=0)
-    config = config_of(folder, argv)
     checkpoints = all_checkpoints(folder)
-    last = max([last, *(step_of(path) for path in checkpoints)])
+    last = max([0, *rows, *map(step_of, checkpoints)])
     if not last:
         raise DataError(f"{folder} has logged no step and saved none; give another run's folder")
     if not 1 <= step <= last:
         raise ConfigError(f"--step {step}: {folder} has taken the steps 1 to {last}; choose one")
-    world = locate(config.run)
+    given = load_saved(config_at(folder, step), argv)
+    world = locate(given.run)
     if world.world_size > 1:
         raise ConfigError("a replay takes one process; start it without torchrun")
     checkpoint = newest_valid([path for path in checkpoints if step_of(path) < step], world)
-    if checkpoint is None and config.run.resume not in ("auto", "never"):
+    if checkpoint is None and given.run.resume not in ("auto", "never"):
         first = min(map(step_of, checkpoints), default=last) + 1
         raise DataError(
-            f"--step {step}: {folder} started from {config.run.resume}, and has no checkpoint "
+            f"--step {step}: {folder} started from {given.run.resume}, and has no checkpoint "
             f"before this step; choose a step from {first} on, or replay that run"
         )
-    config_here = on_one_process(config, folder, checkpoints)
-    run = build_run(config_here, world, resumes=checkpoint is not None)
-    ranks = ranks_of(folder, checkpoints)
-    start = "its start"
+    before = 0 if checkpoint is None else step_of(checkpoint)
+    changed_at = config_at(folder, before + 1)
+    if changed_at != config_at(folder, step):
+        raise DataError(
+            f"--step {step}: the settings changed after step {step_of(changed_at)}, and the newest "
+            f"checkpoint before this step is of step {before}; choose an earlier step"
+        )
+    ranks, strategy, device = layout_at(folder, step, checkpoints, world)
+    config = on_one_process(given, ranks)
+    run = build_run(config, world, resumes=checkpoint is not None)
     if checkpoint is not None:
         load(run, checkpoint)
-        start = checkpoint.name
-    reason = "it was bit-exact"
-    tolerance = 0.0
-    if not config.parallel.bit_exact:
-        reason = "it had one process"
-        if config.compile.blocks:
-            tolerance = TOLERANCE[run.precision.name]
-            reason = "its blocks were compiled, and round otherwise than the ones here"
-        if ranks != 1:
-            tolerance = TOLERANCE[run.precision.name]
-            reason = f"{ranks} ranks added in another order and drew other random numbers"
-            if config.precision.cast_by == "policy":
-                reason += ", FSDP2's policy rounded where autocast does not"
-            if batch_statistics(run.parallel.module):
-                reason += ", and batch norm saw other batches"
+    exact = config.parallel.bit_exact
+    why = []
+    if ranks != 1 and not exact:
+        why.append(f"{ranks} ranks added in another order")
+        if batch_statistics(run.parallel.module):
+            why.append("batch norm saw other batches")
+    if given.compile.blocks:
+        why.append("the run was compiled, and its replay is not")
+    cast = pick_cast(given.precision, strategy, run.parallel.module, world)
+    if strategy in SHARDED and cast.use_amp and cast.cast_by != "autocast" and not exact:
+        why.append("FSDP2's policy rounded otherwise than autocast does")
+    if device != world.device.type:
+        why.append(f"it ran on {device}, not on {world.device.type}")
+    tolerance = TOLERANCE[run.precision.name] if why else 0.0
+    expected = f"values within {tolerance:g} of what was logged, since {', and '.join(why)}"
+    if not why:
+        reason = "it was bit-exact" if exact else "it had one process"
+        expected = f"the same bits, since {reason}"
+    if changed := changed_settings(given, saved, argv):
+        rows = {}
+        expected = f"other values than were logged, since you changed {', '.join(changed)}"
+    start = "its start" if checkpoint is None else checkpoint.name
+    warn_if_edited(folder, run.task)
     callbacks = Callbacks(run, AgreedStop(world))
-    replay = Replay(run, rows, tolerance, reason, start, callbacks)
-    replay.ranks_drew = ranks != 1 and not config.parallel.bit_exact
-    return replay
+    draws_anew = ranks != 1 and not exact
+    return Replay(folder, run, rows, tolerance, expected, start, callbacks, draws_anew)
 
 
-def config_of(folder: Path, argv: Sequence[str]) -> Config:
-    """The run's config with argv's settings. Errors: ConfigError for one that changes a step."""
-    config = load_saved(folder / CONFIG, argv)
-    given = flat(to_toml(config))
-    saved = flat(to_toml(load_saved(folder / CONFIG, [])))
-    for key, value in given.items():
-        if value != saved.get(key) and not key.startswith(ALLOWED):
-            raise ConfigError(
-                f"{key}={value} on the command line: the run had {saved.get(key)}, and would take "
-                "other steps; leave it out, or start a run of its own"
-            )
-    return config
-
-
-def on_one_process(
+def changed_settings(
     config: Config,
-    folder: Path,
-    checkpoints: Sequence[Path],
-) -> Config:
+    saved: Mapping[str, Any],
+    argv: Sequence[str],
+) -> list[str]:
+    """The settings that change what a step computes, with their values, and those of the run."""
+    now = flat(to_toml(config))
+    return [
+        f"{key}={now[key]} (it had {saved.get(key, 'none')})"
+        for key in sorted({*saved, *collect(argv)} & now.keys())
+        if now[key] != saved.get(key) and not key.startswith(FREE)
+    ]
+
+
+def on_one_process(config: Config, ranks: int) -> Config:
     """The config of the same steps on one process, without what a replay needs not."""
     batch = config.train.global_batch_size
     if batch == "auto":
-        accumulation = config.train.accumulation_steps
-        micro_batches = 1 if accumulation == "auto" else accumulation
-        batch = config.train.micro_batch_size * micro_batches * ranks_of(folder, checkpoints)
+        batch = config.train.micro_batch_size * accumulation_steps(config.train, 1) * ranks
     cast_by = config.precision.cast_by
     if cast_by == "policy":
         cast_by = "auto"
@@ -196,37 +226,41 @@ def on_one_process(
         train=replace(config.train, global_batch_size=batch, accumulation_steps="auto"),
         parallel=replace(config.parallel, strategy="single", cpu_offload=False),
         precision=replace(config.precision, cast_by=cast_by),
-        # A compiled block does not call the hooks inside it.
-        compile=replace(config.compile, blocks=False),
+        compile=CompileConfig(),
         data=replace(config.data, workers=0 if config.parallel.bit_exact else config.data.workers),
         eval=replace(config.eval, every="off"),
     )
 
 
-def ranks_of(folder: Path, checkpoints: Sequence[Path]) -> int:
-    """How many ranks the run had. Errors: DataError if nothing says so."""
-    for checkpoint in reversed(checkpoints):
-        with suppress(CheckpointRejected):
-            return read_manifest(checkpoint).world_size
+def layout_at(
+    folder: Path,
+    step: int,
+    checkpoints: Sequence[Path],
+    world: World,
+) -> tuple[int, Any, str]:
+    """(ranks, strategy, type of device) of a step. Errors: DataError if nothing says so."""
+    later = [path for path in checkpoints if step_of(path) >= step]
+    for path in (*later, *reversed(checkpoints)):
+        try:
+            manifest = read_manifest(path)
+        except CheckpointRejected as error:
+            world.warn(f"{path}: {error}; another checkpoint says on how many ranks the run was")
+            continue
+        return manifest.world_size, manifest.strategy, manifest.device
     try:
-        return int(json.loads((folder / "summary.json").read_text())["world_size"])
-    except (OSError, ValueError, KeyError) as error:
+        summary = json.loads((folder / "summary.json").read_text())
+        return int(summary["world_size"]), summary["strategy"], world.device.type
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
-            f"{folder} has no checkpoint and no summary, so its number of ranks is unknown; give "
-            "--train.global_batch_size"
+            f"{folder} has no valid checkpoint and no summary, so its number of ranks is unknown; "
+            "wait until the run has saved or ended"
         ) from error
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
-
-
 def logged_rows(folder: Path) -> dict[int, dict[str, Any]]:
-    """Lines of metrics.jsonl with a loss, by step. Errors: DataError if the folder is no run's."""
-    if not (folder / CONFIG).is_file():
-        raise DataError(f"{folder} is not a run's folder: it has no {CONFIG}; give one that has")
+    """Lines of metrics.jsonl with a loss, by step. Errors: DataError for a damaged line."""
     path = folder / "metrics.jsonl"
-    rows = read_jsonl(path) if path.is_file() else []
+    rows = read_steps(path) if path.is_file() else []
     return {row["step"]: row for row in rows if "train/loss" in row}
 
 
@@ -301,6 +335,7 @@ def show_step(replay: Replay, options: Any) -> None:
     position = run.data.position
     micro_batches = next(run.data)
     indexed = run.data.last_step
+    random = random_state(run.world.device)
     layers: dict[str, Layer] = {}
     scale = run.scaler.get_scale()
     with watched(run, layers):
@@ -318,7 +353,8 @@ def show_step(replay: Replay, options: Any) -> None:
         for text in shown_samples(run.task, unpadded(batch)):
             print(f"    {text}")
         if options.pictures:
-            write_pictures(unpadded(batch), f"replay_step_{run.step}_micro_batch_{number}.png")
+            name = f"replay_step_{run.step}_micro_batch_{number}.png"
+            print(f"    {write_pictures(unpadded(batch), name)}")
     norm = float(report.norm)
     applied = bool(report.applied)
     clip = run.clip
@@ -332,12 +368,16 @@ def show_step(replay: Replay, options: Any) -> None:
     print("\n".join(f"  {line}" for line in table))
     if not applied:
         with run.parallel.no_side_effects():
+            set_random_state(random, run.world.device)
             fault, _ = find_in_micro_batches(run, run.step, indexed)
-        finite = (
-            "computed again at a loss scale of 1, every micro-batch is finite: the cause is the "
-        )
-        finite += "scale, or a random number that was drawn"
-        print(f"  {fault or finite}")
+        print(f"  {fault or 'every micro-batch is finite at a loss scale of 1: the norm is not'}")
+    elif (reports := replay.folder / "nonfinite/reports.jsonl").is_file():
+        for report_of_run in read_steps(reports):
+            if report_of_run["step"] == run.step:
+                print(
+                    "  the run skipped this step, and the replay did not reproduce it: all is "
+                    f"finite; there it was {NonFinite.from_json(json.dumps(report_of_run))}"
+                )
 
 
 def shown_samples(task: Any, batch: Any) -> list[str]:
@@ -355,27 +395,34 @@ def shown_samples(task: Any, batch: Any) -> list[str]:
     return texts
 
 
-def write_pictures(batch: Any, name: str) -> None:
-    """Write the first images [samples, 1 or 3, H, W] of a batch side by side, scaled to 0..255."""
+def write_pictures(batch: Any, name: str) -> str:
+    """Write the first images [samples, 1 or 3, H, W] of a batch side by side, scaled to 0..255.
+
+    Returns where, or why not.
+    """
     for images in tree_leaves(batch):
         if isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3):
             row = torch.cat([*images[:SHOWN_SAMPLES].float().cpu()], dim=2)
             row = (row - row.min()) / (row.max() - row.min()).clamp(min=1e-9)
             pixels = (255 * row).byte().expand(3, -1, -1).permute(1, 2, 0)
             Image.fromarray(pixels.numpy()).save(name)
-            print(f"    {Path(name).resolve()}")
-            return
-    print("    no picture: no tensor of the batch is [samples, 1 or 3 channels, height, width]")
+            return str(Path(name).resolve())
+    return "no picture: the batch has no tensor of the shape [samples, 1 or 3, height, width]"
 
 
 def stop_before_backward(run: ScriptRun, indexed: Indexed) -> None:
-    """Stop in pdb at each micro-batch's backward, with run, batch and loss at hand."""
+    """Stop in pdb at each micro-batch's backward, with run, batch, samples and loss at hand."""
     scale = run.scaler.scale
     batches = iter(indexed)
 
     def stop(loss: Tensor) -> Any:
-        batch, samples = next(batches)  # noqa: RUF059 (for the user, with `run` and `loss`)
-        print("before a backward: see batch, samples, loss and run; c goes to the next one, q ends")
+        batch, samples = next(batches)  # noqa: RUF059 (for the user)
+        print(
+            f"step {run.step + 1}, before the backward of samples {samples}; `batch` is what the "
+            "task gets, `loss` what backward starts from (the sum over the step's weight, not "
+            "scaled), `run.parallel.module` the model; c continues, q ends",
+            flush=True,
+        )
         pdb.set_trace()  # noqa: T100
         return scale(loss)
 
@@ -411,29 +458,18 @@ def run_command(argv: Sequence[str]) -> int:
     replay = run_at(options.run, options.step, settings)
     ahead = options.step - replay.run.step
     print(f"replay {options.run} from {replay.start}: {ahead} steps on one process")
-    rule = "the same bits"
-    if replay.tolerance:
-        rule = f"values within {replay.tolerance:g} of what was logged"
-    print(f"expect {rule}, since {replay.reason}", flush=True)
+    print(f"expect {replay.expected}", flush=True)
     try:
         while replay.run.step < options.step - 1:
             replay.step()
         show_step(replay, options)
-    except bdb.BdbQuit:  # q in the debugger
+    except bdb.BdbQuit:
+        print(f"ended before step {replay.run.step + 1} was taken")
         return 0
     finally:
         replay.run.close()
-    if not replay.compared:
-        print("\nnothing was compared: the run logged none of these steps")
-        return 0
-    if replay.differences and replay.draws and replay.ranks_drew:
-        print("\nnot as logged: the model draws random numbers, and the ranks drew other ones")
-        return 0
-    if replay.differences:
-        print(f"\ndiffers from what was logged, first at {replay.differences[0]}")
-        return 1
-    print("\nall as logged")
-    return 0
+    print(f"\n{replay.outcome()}")
+    return bool(replay.differences)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 from dist_amp.config.parse import Setting, Settings, build, word_of
 from dist_amp.config.suggestions import up_to_date, with_dashes, with_lines
 from dist_amp.config.task_class import args_dataclass, check_saved_target, find_task
-from dist_amp.errors import MASK, ConfigError, masked
+from dist_amp.errors import MASK, ConfigError, DataError, first_line, masked
 from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
@@ -126,6 +126,18 @@ def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
 def flat(toml: str) -> dict[str, Any]:
     """{dotted key: value} of a config in TOML, without secrets."""
     return dict(leaves(hidden(tomllib.loads(toml))))
+
+
+def read_flat(path: Path) -> dict[str, Any]:
+    """{dotted key: value} of a run's config.toml. Errors: DataError."""
+    try:
+        return flat(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or f"it is not TOML: {first_line(error)}"
+        raise DataError(
+            f"{path.parent} is not the folder of a run: {path.name}: {reason}; give the folder "
+            "that run.dir names"
+        ) from None
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from dist_amp.data import Indexed
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite, unpadded
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.run import Run
-from dist_amp.step import weights_of
+from dist_amp.step import mark_last, weights_of
 from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 
 MAX_FILES = 8  # kept in a run's folder
@@ -188,11 +188,15 @@ def find_in_micro_batches(
     share = run.world.world_size / run.world.sum(weights.sum())
     first: NonFinite | str = ""
     kept: dict[str, Any] = {}
-    for number, (batch, samples) in enumerate(micro_batches):
-        random = random_state(device)
+    # A bit-exact run draws random numbers by the step and the micro-batch.
+    taken = run.step
+    run.step = step - 1
+    exact = run.config.parallel.bit_exact
+    for number, (is_last, (batch, samples)) in enumerate(mark_last(micro_batches)):
         fault = None
         try:
-            with run.parallel.gradient_sync(True):
+            with run.parallel.gradient_sync(is_last or not exact):
+                random = random_state(device)
                 module = run.parallel.module
                 fault = find_nonfinite(run.task, module, batch, share, run.precision)
         except Exception as error:
@@ -204,6 +208,7 @@ def find_in_micro_batches(
             at: dict[str, Any] = {"step": step, "rank": run.world.rank, "micro_batch": number}
             first = replace(fault, **at, samples=list(samples))
             kept = {"batch": batch, "share": share.item(), "random": random}
+    run.step = taken
     return first, kept
 
 

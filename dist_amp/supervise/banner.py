@@ -1,6 +1,7 @@
 """What a run prints at its start and end: banner, TensorBoard's address, closing table."""
 
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import math
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 import dist_amp
 from dist_amp.distributed.gpu_checks import driver_branch
+from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, masked
 from dist_amp.files import write_durably
 from dist_amp.run import Run
@@ -83,11 +85,9 @@ def print_banner(run: Run) -> None:
     layout = f"{run.parallel.strategy} on {world.world_size} x {device}"
     accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
     batch = f"{plan.micro_batch_size} x {plan.world_size} ranks x {accumulation} micro-batches"
-    held_out = "0 held out"
-    if run.validation is not None:
-        held_out = f"{run.validation.plan.length:,} held out"
-    if run.config.eval.every == "off":
-        held_out = "none evaluated (eval.every=off)"
+    held_out = "none evaluated (eval.every=off)"
+    if run.config.eval.every != "off":
+        held_out = f"{run.validation.plan.length if run.validation else 0:,} held out"
     world.say(f"run    {run.folder}, {first_step_of(run)}")
     world.say(f"model  {parameters}, {layout}, {precision}")
     world.say(f"batch  {plan.global_batch_size} samples = {batch}")
@@ -175,12 +175,14 @@ def environment(run: Run, ranks: list[dict[str, str]]) -> dict[str, Any]:
     hosts: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for rank, row in enumerate(ranks):
         hosts.setdefault(tuple(row.items()), []).append(str(rank))
+    source = source_of(run.task)
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "first_step": run.step + 1,
         "versions": versions(),
         "hosts": [dict(row) | {"ranks": ", ".join(members)} for row, members in hosts.items()],
-        "git": git_state(code_folder(run.task)),
+        "git": git_state(code_folder(source)),
+        "task": source,
         "variables": variables(os.environ),
     }
 
@@ -222,13 +224,27 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: masked(environ[name]) for name in sorted(VARIABLES) if name in environ}
 
 
-def code_folder(task: object) -> Path:
+def source_of(task: object) -> dict[str, str]:
+    """The file of the task's class, and its hash; empty for one that a notebook defines."""
+    with suppress(TypeError, OSError):
+        path = Path(inspect.getfile(type(task))).resolve()
+        return {"file": str(path), "hash": importlib.util.source_hash(path.read_bytes()).hex()}
+    return {}
+
+
+def warn_if_edited(folder: Path, task: object) -> None:
+    """Warn if the task's source file is not what it was at the latest start of a run."""
+    now = source_of(task)
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        before = json.loads((folder / "environment.json").read_bytes())["task"]
+        if now["hash"] != before["hash"]:
+            warn(f"{now['file']} was edited since {folder} was started: its steps may be others")
+
+
+def code_folder(source: Mapping[str, str]) -> Path:
     """The folder of the task's source; the current one for a notebook's or an installed task."""
-    try:
-        folder = Path(inspect.getfile(type(task))).resolve().parent
-    except (TypeError, OSError):  # defined in a notebook
-        return Path.cwd()
     ours = Path(dist_amp.__file__).resolve().parent
+    folder = Path(source.get("file", ours / "task")).parent
     return Path.cwd() if folder.is_relative_to(ours) or "site-packages" in folder.parts else folder
 
 
@@ -241,7 +257,6 @@ def git_state(folder: Path) -> dict[str, Any]:
             ["git", "--no-optional-locks", "-C", str(folder), *words],
             check=True,
             capture_output=True,
-            text=True,
             errors="replace",
             timeout=GIT_SECONDS,
             stdin=subprocess.DEVNULL,

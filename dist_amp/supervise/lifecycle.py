@@ -8,7 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_amp.checkpoint.format import all_checkpoints, quarantine_after
+from dist_amp.checkpoint.format import (
+    CONFIG,
+    all_checkpoints,
+    config_at,
+    quarantine_after,
+    step_of,
+)
 from dist_amp.data import Batches
 from dist_amp.errors import NumericsError
 from dist_amp.files import plain_json, write_durably
@@ -105,7 +111,9 @@ def open_run(run: Run) -> None:
             run.world.warn(
                 f"{path} was refused: it is kept under this name, and its steps are taken again"
             )
-        (run.folder / "config.toml").write_text(run.config_text)
+        if (run.folder / CONFIG).exists():
+            keep_earlier_config(run)
+        (run.folder / CONFIG).write_text(run.config_text)
     metrics.open(run.folder, run.step, run.config_text)
     log_group_rates(metrics, run.optimizer)
     if run.world.device.type == "cuda" or run.config.metrics.peak_flops != "auto":
@@ -116,6 +124,16 @@ def open_run(run: Run) -> None:
     metrics.more_tags.append(goodput.tags)
     metrics.summaries.append(goodput.summary)
     report_environment(run)
+
+
+def keep_earlier_config(run: Run) -> None:
+    """Rename the config of the steps so far, if it was another."""
+    before = config_at(run.folder, run.step)
+    if run.step and before.read_text() != run.config_text:
+        before.replace(run.folder / f"config_until_step_{run.step:08d}.toml")
+    for path in run.folder.glob("config_until_step_*.toml"):
+        if step_of(path) > run.step:  # of steps that are taken again
+            path.unlink()
 
 
 def bound_evaluation(run: Run, validation: Batches) -> None:

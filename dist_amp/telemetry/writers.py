@@ -14,7 +14,6 @@ from typing import Any
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from dist_amp.errors import DataError
 from dist_amp.files import plain_json, write_durably
 
 Warn = Callable[[str], object]
@@ -23,26 +22,6 @@ Warn = Callable[[str], object]
 FLUSH_SECONDS = 10
 OF_LOG_STEP = {"train/loss", "amp/skipped_steps", "ranks"}
 RETRY_SECONDS = 10.0  # each try makes a file and a thread
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, each with a "step"; without the last one if it was cut.
-
-    Errors: OSError; DataError for another line that is not such an object.
-    """
-    rows = []
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            rows.append({**row, "step": int(row["step"])})
-        except (ValueError, TypeError, LookupError, RecursionError):
-            if number < len(lines):
-                raise DataError(
-                    f"{path}, line {number}, is not a JSON object with a step: {line[:40]!r}; "
-                    "restore the file from a copy, or remove the line"
-                ) from None
-    return rows
 
 
 class JsonlWriter:

@@ -52,7 +52,7 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     fault = find_nonfinite(task, model, batch, share, precision)
     if fault is None:
         where = f"in {precision.name} on {world.device.type}"
-        world.say(f"all is finite {where}; in the run it was on {report}")
+        world.say(f"not reproduced: all is finite {where}; in the run it was on {report}")
         return 1
     place = {name: getattr(report, name) for name in ("step", "rank", "micro_batch", "samples")}
     world.say(f"not finite: on {replace(fault, **place)}")
