@@ -9,6 +9,7 @@ import torch
 from ranks import on_ranks
 from test_bad_inputs import message_of
 from tiny import make_run, parameters_of, take_steps
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config
@@ -400,3 +401,26 @@ def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
     for (_, start, stop), piece in zip(wanted, documents.pieces(wanted), strict=True):
         for name in ("input_ids", "labels"):
             assert torch.equal(piece[name], whole[name][start:stop])
+
+
+class Copies(TorchDispatchMode):
+    """What is copied to another device while the host waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocking = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        options = kwargs or {}
+        if "device" in options and not options.get("non_blocking"):
+            self.blocking.append((str(operation), options["device"]))
+        return operation(*args, **options)
+
+
+def test_shares_are_copied_to_the_device_without_waiting_for_it():
+    shares = TokenShares()
+    shares.count({"labels": torch.zeros(2, 8), "tokens": 12, "counted": 10})
+    with Copies() as copies:
+        read = shares.read(World(device=torch.device("meta")))
+    assert read["padding_pct"].device.type == "meta"
+    assert not copies.blocking
