@@ -2,6 +2,8 @@
 # Install what the slow tests run the files of launch/ on: Debian's packages, and the extra `engines` into .venv.
 # On another system, or without root, it says what it leaves out; the tests that need it are skipped then, and say so.
 #   bash tests/engines.sh
+# Only if asked, a CUDA build of torch (5 GB) in .venv-cuda, and the stand-in for a GPU that it runs on (tests/fake_gpu):
+#   DIST_AMP_FAKE_GPU=1 bash tests/engines.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
 
@@ -29,4 +31,13 @@ if [ -n "${DIST_AMP_PYTHON:-}" ]; then
     echo "left out, since DIST_AMP_PYTHON is used as it stands: the extra engines"
 else
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$root/launch/constraints.txt" -e "${root}[test,engines]"
+fi
+
+if [ -n "${DIST_AMP_FAKE_GPU:-}" ]; then
+    # The stand-in has what this release calls.
+    cuda=(torch==2.14.1 nvidia-cuda-crt)
+    [ -x "$root/.venv-cuda/bin/python" ] || python3 -m venv "$root/.venv-cuda"
+    "$root/.venv-cuda/bin/python" -m pip install --quiet --disable-pip-version-check \
+        -c <(grep -v '^torch==' "$root/launch/constraints.txt") -e "${root}[test]" "${cuda[@]}"
+    bash "$root/tests/fake_gpu/build.sh" "$root/.venv-cuda"
 fi

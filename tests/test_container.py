@@ -133,7 +133,7 @@ def make_base(engine):
 
 def make_context(engine):
     """A copy of the project, with what a folder gathers and .dockerignore should leave out."""
-    names = (".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")
+    names = (".git", ".venv*", "runs", "__pycache__", ".*_cache", "*.egg-info")
     shutil.copytree(ROOT, engine.context, ignore=shutil.ignore_patterns(*names))
     gathered = ".venv/bin/python runs/old/summary.json .env dist_amp/__pycache__/step.pyc .git/HEAD"
     for name in gathered.split():

@@ -9,6 +9,7 @@ import torch
 from ranks import on_ranks
 from test_bad_inputs import message_of
 from tiny import make_run, parameters_of, take_steps
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config
@@ -403,6 +404,7 @@ def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
             assert torch.equal(piece[name], whole[name][start:stop])
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(("multiple", "width"), [(1, 9), (4, 12), (8, 16), (128, 20)])
 def test_unpacked_rows_are_padded_to_a_multiple_but_never_beyond_the_length(multiple, width):
     samples = [{"input_ids": torch.arange(n) + 5, "labels": torch.arange(n) + 5} for n in (3, 9, 6)]
@@ -423,3 +425,26 @@ def test_another_padding_is_no_other_data(tmp_path):
 def test_a_multiple_below_one_is_refused():
     with pytest.raises(ConfigError, match="data.pad_to_multiple_of=0 .* must be at least 1"):
         load_config(["--data.pad_to_multiple_of", "0"], environ={})
+=======
+class Copies(TorchDispatchMode):
+    """What is copied to another device while the host waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocking = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        options = kwargs or {}
+        if "device" in options and not options.get("non_blocking"):
+            self.blocking.append((str(operation), options["device"]))
+        return operation(*args, **options)
+
+
+def test_shares_are_copied_to_the_device_without_waiting_for_it():
+    shares = TokenShares()
+    shares.count({"labels": torch.zeros(2, 8), "tokens": 12, "counted": 10})
+    with Copies() as copies:
+        read = shares.read(World(device=torch.device("meta")))
+    assert read["padding_pct"].device.type == "meta"
+    assert not copies.blocking
+>>>>>>> h-gpu

@@ -344,9 +344,9 @@ class TokenShares:
     def read(self, world: Any) -> Sample:
         """The shares since the last call, in percent, over all ranks of `World`: all call it."""
         total = self._total
-        since = torch.from_numpy(total - self._read)
+        since = torch.tensor((total - self._read).tolist(), pin_memory=world.device.type == "cuda")
         self._read = total
-        summed = world.sum(since.to(world.device, torch.float64))
+        summed = world.sum(since.to(world.device, non_blocking=True).double())
         places, tokens, counted, *by_source = summed.unbind()
         shares = {"padding_pct": 100 * (1 - tokens / places), "counted_pct": 100 * counted / tokens}
         for name, part in zip(self._names, by_source, strict=True):

@@ -1,0 +1,126 @@
+"""The main job's own loop on the stand-in, and what its steps did."""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from dist_amp.config.load import load_config
+from dist_amp.diagnostics.limits import FirstSteps
+from dist_amp.optim import learning_rate
+from dist_amp.run import Run, build_run
+from dist_amp.scaling import hooks
+from dist_amp.settings import RunConfig
+from dist_amp.supervise.lifecycle import Stop, open_run
+from dist_amp.telemetry.sums import Interval
+from dist_amp.train import train
+from dist_amp.world import World, locate
+from fake_gpu.records import Syncs, counted
+
+WARM_UP = 20  # the run's own checks of its first steps read the device until then
+STEPS = 50
+QUIET = ["--checkpoint.every", "off", "--eval.every", "off", "--run.resume", "never"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What `STEPS` steps did, after `WARM_UP` others."""
+
+    counts: dict[str, int]
+    syncs: dict[str, int]
+    lines: dict[str, str]
+    peak_bytes: int
+    reserved_bytes: int
+
+
+class Window(Stop):
+    """Watches the loop from the end of step WARM_UP on, for STEPS steps. It never stops it."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.syncs = Syncs()
+        self.counts: dict[str, int] = {}
+        self._counting = counted()
+
+    def poll(self, now: bool = False) -> bool:
+        if self.run.step == WARM_UP and not now:
+            self.counts = self._counting.__enter__()
+            self.syncs.start()
+        if self.run.step == WARM_UP + STEPS:
+            self.syncs.stop()
+            self._counting.__exit__(None, None, None)
+        return False
+
+
+def imagined(ranks: int) -> World:
+    """Rank 0 of so many on one machine, of which the others are only imagined."""
+    if ranks == 1:
+        return locate(RunConfig(device="cuda"))
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store = dist.HashStore()
+    dist.init_process_group("nccl", rank=0, world_size=ranks, store=store, device_id=device)
+    return World(world_size=ranks, local_world_size=ranks, device=device)
+
+
+@contextmanager
+def as_if_it_learned(run: Run) -> Iterator[None]:
+    """The values of a healthy run in place of zeros, after the reads: else each step is skipped."""
+    start_copy = Interval.start_copy
+    read = Interval.read
+    add = Interval._add
+    logged = 0
+
+    def start(interval: Interval, more: Mapping[str, Any]) -> None:
+        nonlocal logged
+        logged = run.step
+        start_copy(interval, more)
+
+    def read_some(interval: Interval) -> dict[str, float]:
+        config = run.config
+        lr = learning_rate(config.optim, logged - 1, config.train.steps, run.task)
+        healthy = {"applied_steps": float(logged), "lr": lr, "loss_scale": 1024.0}
+        healthy |= {"skipped_steps": 0.0, "skips_in_a_row": 0.0}
+        return read(interval) | healthy
+
+    def add_applied(interval: Interval, *values: float, applied: bool) -> None:
+        add(interval, *(1.0 for _ in values), applied=True)
+
+    def has_moved(checks: FirstSteps, report: Any) -> None:
+        checks._moved = True
+
+    with (
+        patch.object(Interval, "start_copy", start),
+        patch.object(Interval, "read", read_some),
+        patch.object(Interval, "_add", add_applied),
+        patch.object(FirstSteps, "_check_moved", has_moved),
+        patch.object(hooks, "is_written", lambda whole, sharded: False),
+    ):
+        yield
+
+
+def steps_of(words: Sequence[object], ranks: int = 1) -> Steps:
+    """Train with these settings; the run's last step comes after the window."""
+    window = Window()
+    with tempfile.TemporaryDirectory() as folder:
+        steps = ["--train.steps", WARM_UP + STEPS + 5, "--metrics.log_every", 5]
+        all_words = [*QUIET, "--run.dir", Path(folder) / "run", *steps, *words]
+        config = load_config([str(word) for word in all_words], environ={})
+        window.run = run = build_run(config, imagined(ranks))
+        open_run(run)
+        with as_if_it_learned(run):
+            train(run, window)
+        run.close()
+    return Steps(
+        window.counts,
+        dict(window.syncs),
+        window.syncs.lines,
+        torch.cuda.max_memory_allocated(),
+        torch.cuda.max_memory_reserved(),
+    )
