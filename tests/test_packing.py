@@ -404,7 +404,6 @@ def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
             assert torch.equal(piece[name], whole[name][start:stop])
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(("multiple", "width"), [(1, 9), (4, 12), (8, 16), (128, 20)])
 def test_unpacked_rows_are_padded_to_a_multiple_but_never_beyond_the_length(multiple, width):
     samples = [{"input_ids": torch.arange(n) + 5, "labels": torch.arange(n) + 5} for n in (3, 9, 6)]
@@ -425,7 +424,8 @@ def test_another_padding_is_no_other_data(tmp_path):
 def test_a_multiple_below_one_is_refused():
     with pytest.raises(ConfigError, match="data.pad_to_multiple_of=0 .* must be at least 1"):
         load_config(["--data.pad_to_multiple_of", "0"], environ={})
-=======
+
+
 class Copies(TorchDispatchMode):
     """What is copied to another device while the host waits."""
 
@@ -447,4 +447,3 @@ def test_shares_are_copied_to_the_device_without_waiting_for_it():
         read = shares.read(World(device=torch.device("meta")))
     assert read["padding_pct"].device.type == "meta"
     assert not copies.blocking
->>>>>>> h-gpu
