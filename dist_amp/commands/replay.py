@@ -73,7 +73,6 @@ class Replay:
     expected: str  # and why, in words
     start: str
     callbacks: Callbacks
-    draws_anew: bool  # the run's ranks drew random numbers of their own
     compared: int = 0  # logged steps
     differences: list[str] = field(default_factory=list)
     random: bool = False  # whether its steps draw random numbers that the run did not
@@ -87,7 +86,7 @@ class Replay:
         report = train_step(run, micro_batches)
         run.metrics.record(report)
         self.callbacks.after_step(report, micro_batches)
-        if self.draws_anew:
+        if self.tolerance:
             after = random_state(run.world.device)
             del after["python_gauss"]  # a nan
             self.random |= any(not after[name].equal(before[name]) for name in after)
@@ -124,7 +123,7 @@ class Replay:
         if self.random:
             return (
                 "losses and norms are not judged: steps draw random numbers, which differ by rank "
-                "in a run that is not bit-exact; parallel.bit_exact=true makes them equal"
+                "in a run that is not bit-exact, by device, and in compiled code"
             )
         if self.tolerance:
             return f"all within {self.tolerance:g} of what was logged"
@@ -195,8 +194,7 @@ def run_at(
     start = "its start" if checkpoint is None else checkpoint.name
     warn_if_edited(folder, run.task)
     callbacks = Callbacks(run, AgreedStop(world))
-    draws_anew = ranks != 1 and not exact
-    return Replay(folder, run, rows, tolerance, expected, start, callbacks, draws_anew)
+    return Replay(folder, run, rows, tolerance, expected, start, callbacks)
 
 
 def changed_settings(
