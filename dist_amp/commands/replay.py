@@ -165,7 +165,8 @@ def run_at(
             f"--step {step}: the settings changed after step {step_of(changed_at)}, and the newest "
             f"checkpoint before this step is of step {before}; choose an earlier step"
         )
-    ranks, strategy, device = layout_at(folder, step, checkpoints, world)
+    nearest = min(rows, key=lambda logged: abs(logged - step), default=0)
+    ranks, strategy, device = layout_at(step, checkpoints, rows.get(nearest, {}), world)
     config = on_one_process(given, ranks)
     run = build_run(config, world, resumes=checkpoint is not None)
     if checkpoint is not None:
@@ -231,12 +232,12 @@ def on_one_process(config: Config, ranks: int) -> Config:
 
 
 def layout_at(
-    folder: Path,
     step: int,
     checkpoints: Sequence[Path],
+    logged: Mapping[str, Any],
     world: World,
 ) -> tuple[int, Any, str]:
-    """(ranks, strategy, type of device) of a step. Errors: DataError if nothing says so."""
+    """(ranks, strategy, type of device) of a step, as far as known. logged: a line near it."""
     later = [path for path in checkpoints if step_of(path) >= step]
     for path in (*later, *reversed(checkpoints)):
         try:
@@ -245,14 +246,7 @@ def layout_at(
             world.warn(f"{path}: {error}; another checkpoint says on how many ranks the run was")
             continue
         return manifest.world_size, manifest.strategy, manifest.device
-    try:
-        summary = json.loads((folder / "summary.json").read_text())
-        return int(summary["world_size"]), summary["strategy"], world.device.type
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(
-            f"{folder} has no valid checkpoint and no summary, so its number of ranks is unknown; "
-            "wait until the run has saved or ended"
-        ) from error
+    return len(logged.get("ranks", "1")), "unknown", world.device.type
 
 
 def logged_rows(folder: Path) -> dict[int, dict[str, Any]]:
