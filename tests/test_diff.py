@@ -210,12 +210,15 @@ def test_other_layouts_are_compared_within_rounding(trained):
     assert "metrics are within 0.001 up to step 6" in diff.text_of(report)
 
 
-def test_random_numbers_of_other_ranks_are_no_fault(trained):
+def test_random_numbers_of_other_ranks_are_no_fault(trained, capsys):
     """The masks of dropout are others in micro-batches of another size."""
     report = report_of(trained(), trained(train__micro_batch_size=8))
     assert report["metrics"]["step"] == 1
     assert not diff.parted(report)
     assert "no fault is reported: the steps draw random numbers" in diff.text_of(report)
+    folders = [str(trained()), str(trained(train__micro_batch_size=8))]
+    assert diff.main([*folders, "--deep"]) == 0
+    assert "both replayed: step 1: other samples" in capsys.readouterr().out
 
 
 def test_another_layout_without_random_numbers_is_judged(trained):
@@ -251,6 +254,8 @@ def test_steps_that_are_taken_again_forget_the_settings_of_before(trained, tmp_p
     ]
     assert diff.read_run(folder).settings_at(4)["optim.lr"] == 1e-2
     assert diff.read_run(folder).settings_at(5)["optim.lr"] == 0.25
+    with pytest.raises(DataError, match="replays the steps 4 to 6 with one config"):
+        diff_deep.where_they_part([folder, folder], 3, 6)
 
 
 def test_what_a_launcher_sets_is_no_difference_of_environments():

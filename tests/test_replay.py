@@ -363,3 +363,14 @@ def test_a_damaged_config_is_named(recorded, look, tmp_path):
     status, _, errors = look(folder, 8)
     assert status == 65
     assert "config.toml: it is not TOML" in errors
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_replayed(recorded, look, tmp_path):
+    folder = tmp_path / "killed"
+    shutil.copytree(recorded, folder)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "summary.json").unlink()
+    status, output, _ = look(folder, 2)
+    assert status == 0
+    assert "from its start" in output
+    assert output.endswith("all as logged\n")

@@ -1,12 +1,13 @@
 """python -m dist_amp.diff RUN_A RUN_B: what differs between two runs, and where they part.
 
 It reads the runs' folders: settings, environment and data; then, of the steps that both have
-logged, the first in which a metric differs, and by how much. Runs of one layout, and those with
-parallel.bit_exact, are compared bit by bit; others within the rounding of another order of sums.
-With metrics.fingerprint in both it names the modules whose parameters or gradients differ first.
+logged, the first in which a metric differs, and by how much. Steps of one layout, and those with
+parallel.bit_exact, are compared bit by bit; others within the rounding of another order of sums,
+where random numbers, such as dropout's, differ by rank and are no fault. With metrics.fingerprint
+in both it names the modules whose parameters or gradients differ first.
 
-Exit status: 0 the numbers are equal, whatever the settings, 1 they differ, 64 bad arguments, 65 not
-a run's folder, or no logged step in common.
+Exit status: 0 no fault, whatever the settings, 1 the numbers differ, 64 bad arguments, 65 not a
+run's folder, a damaged one, or no logged step in common.
 """
 
 import json
@@ -43,7 +44,7 @@ NOT_ENVIRONMENT = (
     *("variables.TORCH_ELASTIC_", "variables.TORCH_DISABLE_SHARE_", "variables.TORCH_FR_"),
     # The layout is compared by the hosts' ranks.
     *("variables.RANK", "variables.WORLD_SIZE", "variables.LOCAL_", "variables.GROUP_"),
-    *("variables.ROLE_", "task.file"),
+    *("variables.ROLE_", "variables.GLOO_", "task.file"),
 )
 # Settings by which ranks share the work: sums are taken in another order.
 LAYOUT = ("parallel.", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch")
@@ -382,10 +383,10 @@ def run(argv: Sequence[str]) -> int:
     if options.run_a.resolve() == options.run_b.resolve():
         raise ConfigError(f"{options.run_a} and {options.run_b} are the same folder; give two runs")
     report = compare(read_run(options.run_a), read_run(options.run_b))
-    if options.deep and parted(report):
+    parts = [part for part in (report["metrics"], report["fingerprints"]) if "step" in part]
+    if options.deep and parts:
         from dist_amp.commands.diff_deep import where_they_part
 
-        parts = [part for part in (report["metrics"], report["fingerprints"]) if "step" in part]
         first = min(parts, key=lambda part: part["step"])
         folders = (options.run_a, options.run_b)
         part = where_they_part(folders, first["equal_until"], first["step"])

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dist_amp.checkpoint.format import config_at
 from dist_amp.commands.replay import run_at
 from dist_amp.diagnostics.consistency import hash_samples, hash_tensor
 from dist_amp.diagnostics.nonfinite import clean_name
 from dist_amp.distributed.process import random_state, set_random_state
+from dist_amp.errors import DataError
 from dist_amp.loading.nested import tensors
 from dist_amp.step import Run, train_step
 
@@ -196,7 +198,16 @@ def where_they_part(
     equal_until: int,
     until: int,
 ) -> Part:
-    """Take the steps of both runs again, from where they are known to be equal to `until`."""
+    """Take the steps of both runs again, from where they are known to be equal to `until`.
+
+    Errors: DataError for a run that changed its settings there.
+    """
+    for folder in folders:
+        if config_at(folder, equal_until + 1) != config_at(folder, until):
+            raise DataError(
+                f"--deep replays the steps {equal_until + 1} to {until} with one config, and the "
+                f"settings of {folder} changed there; compare without it"
+            )
     runs = [Replayed(folder, equal_until + 1) for folder in folders]
     first = max(replayed.run.step for replayed in runs) + 1
     for replayed in runs:

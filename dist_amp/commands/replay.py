@@ -73,7 +73,6 @@ class Replay:
     expected: str  # and why, in words
     start: str
     callbacks: Callbacks
-    draws_anew: bool  # the run's ranks drew random numbers of their own
     compared: int = 0  # logged steps
     differences: list[str] = field(default_factory=list)
     random: bool = False  # whether its steps draw random numbers that the run did not
@@ -87,7 +86,7 @@ class Replay:
         report = train_step(run, micro_batches)
         run.metrics.record(report)
         self.callbacks.after_step(report, micro_batches)
-        if self.draws_anew:
+        if self.tolerance:
             after = random_state(run.world.device)
             del after["python_gauss"]  # a nan
             self.random |= any(not after[name].equal(before[name]) for name in after)
@@ -124,7 +123,7 @@ class Replay:
         if self.random:
             return (
                 "losses and norms are not judged: steps draw random numbers, which differ by rank "
-                "in a run that is not bit-exact; parallel.bit_exact=true makes them equal"
+                "in a run that is not bit-exact, by device, and in compiled code"
             )
         if self.tolerance:
             return f"all within {self.tolerance:g} of what was logged"
@@ -166,7 +165,8 @@ def run_at(
             f"--step {step}: the settings changed after step {step_of(changed_at)}, and the newest "
             f"checkpoint before this step is of step {before}; choose an earlier step"
         )
-    ranks, strategy, device = layout_at(folder, step, checkpoints, world)
+    nearest = min(rows, key=lambda logged: abs(logged - step), default=0)
+    ranks, strategy, device = layout_at(step, checkpoints, rows.get(nearest, {}), world)
     config = on_one_process(given, ranks)
     run = build_run(config, world, resumes=checkpoint is not None)
     if checkpoint is not None:
@@ -195,8 +195,7 @@ def run_at(
     start = "its start" if checkpoint is None else checkpoint.name
     warn_if_edited(folder, run.task)
     callbacks = Callbacks(run, AgreedStop(world))
-    draws_anew = ranks != 1 and not exact
-    return Replay(folder, run, rows, tolerance, expected, start, callbacks, draws_anew)
+    return Replay(folder, run, rows, tolerance, expected, start, callbacks)
 
 
 def changed_settings(
@@ -233,12 +232,12 @@ def on_one_process(config: Config, ranks: int) -> Config:
 
 
 def layout_at(
-    folder: Path,
     step: int,
     checkpoints: Sequence[Path],
+    logged: Mapping[str, Any],
     world: World,
 ) -> tuple[int, Any, str]:
-    """(ranks, strategy, type of device) of a step. Errors: DataError if nothing says so."""
+    """(ranks, strategy, type of device) of a step, as far as known. logged: a line near it."""
     later = [path for path in checkpoints if step_of(path) >= step]
     for path in (*later, *reversed(checkpoints)):
         try:
@@ -247,14 +246,7 @@ def layout_at(
             world.warn(f"{path}: {error}; another checkpoint says on how many ranks the run was")
             continue
         return manifest.world_size, manifest.strategy, manifest.device
-    try:
-        summary = json.loads((folder / "summary.json").read_text())
-        return int(summary["world_size"]), summary["strategy"], world.device.type
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(
-            f"{folder} has no valid checkpoint and no summary, so its number of ranks is unknown; "
-            "wait until the run has saved or ended"
-        ) from error
+    return len(logged.get("ranks", "1")), "unknown", world.device.type
 
 
 def logged_rows(folder: Path) -> dict[int, dict[str, Any]]:
