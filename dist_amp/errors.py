@@ -3,7 +3,7 @@
 import difflib
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 MASK = "***"
@@ -73,6 +73,12 @@ def in_one_line(error: BaseException) -> str:
     places = [place for place in places if "-packages" not in place.filename] or places
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return masked(f"{type(error).__name__}: {first_line(error)}{where}")
+
+
+def some_of(texts: Sequence[str], most: int = 3) -> str:
+    """The first ones, and how many more there are: "a, b, c and 4 more"."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -1,4 +1,7 @@
-"""A run: everything that training needs, assembled from one config; for jobs and scripts."""
+"""A run: everything that training needs, assembled from one config; for jobs and scripts.
+
+A loop of your own calls `train_step` and the methods of `ScriptRun`.
+"""
 
 import hashlib
 import os

@@ -417,7 +417,7 @@ def test_too_few_or_too_many_values_are_rejected():
         ("optim.eps", "0", "above 0"),
         ("optim.momentum", "1", "at least 0 and below 1"),
         ("eval.every", "0", "at least 1 or off"),
-        ("eval.batches", "0", "at least 1 or all"),
+        ("eval.batches", "0", "at least 1 or auto or all"),
         ("checkpoint.every", "0", "at least 1"),
         ("checkpoint.keep", "0", "at least"),
         ("metrics.log_every", "0", "at least 1"),

@@ -248,8 +248,8 @@ def test_a_task_that_counts_by_running_its_model_does_not_change_the_run():
 @pytest.mark.parametrize(
     ("value", "rule"),
     [
-        ("0", "must be at least 1e+09"),
-        ("989", "must be at least 1e+09"),  # in TFLOP/s
+        ("0", "must be at least 1e+09 or auto"),
+        ("989", "must be at least 1e+09 or auto"),  # in TFLOP/s
         ("fast", "must be a number or auto"),
     ],
 )

@@ -30,7 +30,7 @@ from dist_amp.distributed.gpu_checks import (
 )
 from dist_amp.distributed.process import in_time
 from dist_amp.distributed.rendezvous import OTHER_FILES
-from dist_amp.errors import ConfigError, first_line
+from dist_amp.errors import ConfigError, first_line, some_of
 from dist_amp.supervise.preflight import check_ranks_agree
 from dist_amp.world import World
 
@@ -107,12 +107,9 @@ def machine_checks(ranks: int) -> list[Check]:
     )
 
 
-def some_of(texts: Sequence[str]) -> str:
-    """The first four, and how many more there are."""
-    shown = ", ".join(texts[:4])
-    if len(texts) > 4:
-        shown += f" and {len(texts) - 4} more"
-    return shown
+def judged(name: str, text: str, problem: str, fix: str) -> Check:
+    """A warning if there is a problem."""
+    return warn(name, text + problem, fix) if problem else ok(name, text)
 
 
 # --- versions
@@ -154,7 +151,7 @@ def pins() -> Iterator[Check]:
             others.append(f"{name} {found} ({pinned})")
     if others:
         fix = "pip install -c launch/constraints.txt"
-        yield warn("pins", f"not as tested: {some_of(others)}", fix)
+        yield warn("pins", f"not as tested: {some_of(others, 4)}", fix)
     else:
         yield ok("pins", "all packages are as launch/constraints.txt has them")
 
@@ -287,13 +284,11 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
         yield fail("/dev/shm", "missing", "mount a tmpfs at it")
         return
     total, _, free = shutil.disk_usage(path)
+    problem = ": loader workers may die with `Bus error`" * (free < LITTLE_SHARED_MEMORY)
+    fix = "docker run --shm-size=16g, shm_size in Compose"
+    fix += ", an emptyDir with medium: Memory in Kubernetes"
     text = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
-    if free >= LITTLE_SHARED_MEMORY:
-        yield ok("/dev/shm", text)
-    else:
-        fix = "docker run --shm-size=16g, shm_size in Compose"
-        fix += ", an emptyDir with medium: Memory in Kubernetes"
-        yield warn("/dev/shm", f"{text}: loader workers may die with `Bus error`", fix)
+    yield judged("/dev/shm", text, problem, fix)
 
 
 def open_files(ranks: int) -> Iterator[Check]:
@@ -331,11 +326,8 @@ def folders() -> Iterator[Check]:
         except OSError as error:
             yield fail(name, f"{path} can't be written ({error.strerror})", fix)
             continue
-        text = f"{path} is writable, {free / GIB:.1f} GiB free"
-        if free >= LITTLE_DISK:
-            yield ok(name, text)
-        else:
-            yield warn(name, f"{text}, which is little for checkpoints and data", fix)
+        problem = ", which is little for checkpoints and data" * (free < LITTLE_DISK)
+        yield judged(name, f"{path} is writable, {free / GIB:.1f} GiB free", problem, fix)
 
 
 # --- with several ranks
@@ -354,7 +346,7 @@ def merge(machines: Sequence[tuple[str, Sequence[Check]]]) -> list[Check]:
                 good.append(check)
     for check, hosts in bad.items():
         everywhere = len(hosts) == len(machines)
-        good.append(check if everywhere else replace(check, hosts=some_of(hosts)))
+        good.append(check if everywhere else replace(check, hosts=some_of(hosts, 4)))
     return good
 
 
@@ -404,7 +396,7 @@ def links(world: World) -> Iterator[Check]:
 
 def judge_links(rates: Sequence[float], hosts: Sequence[str]) -> Check:
     """rates: GB/s from the rank before to each rank. A link is compared with those of its kind."""
-    slow = []
+    slow = ""
     texts = []
     for crosses, kind in ((False, "in a machine"), (True, "between machines")):
         links = {}
@@ -416,18 +408,16 @@ def judge_links(rates: Sequence[float], hosts: Sequence[str]) -> Check:
             texts.append(f"{statistics.median(links.values()):.3g} GB/s {kind}")
             slow += slow_ones(links, SLOW_LINK)
     text = f"{', '.join(texts)} from each rank to the next (medians)"
-    if not slow:
-        return ok("links", text)
-    fix = "check that host's network, and other traffic"
-    return warn("links", f"{text}: {some_of(slow)}", fix)
+    return judged("links", text, slow, "check that host's network, and other traffic")
 
 
-def slow_ones(rates: Mapping[str, float], factor: float) -> list[str]:
+def slow_ones(rates: Mapping[str, float], factor: float) -> str:
     """Those that are slower than the median by more than the factor, the slowest first."""
     median = statistics.median(rates.values())
     slow = [name for name, rate in rates.items() if rate * factor < median]
     slow.sort(key=rates.__getitem__)
-    return [f"{name} is {median / rates[name]:.1f}x slower" for name in slow]
+    texts = [f"{name} is {median / rates[name]:.1f}x slower" for name in slow]
+    return f": {some_of(texts, 4)}" if texts else ""
 
 
 def matmul(world: World) -> Iterator[Check]:
@@ -447,11 +437,8 @@ def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Che
     spread = f"median; {min(rates):.3g} to {max(rates):.3g}"
     text = f"{statistics.median(rates):.3g} TFLOP/s in {dtype} per rank ({spread})"
     ranks = {f"rank {rank} on {hosts[rank]}": rate for rank, rate in enumerate(rates)}
-    slow = slow_ones(ranks, SLOW)
-    if not slow:
-        return ok("matmul", text)
     fix = "look there for other processes, throttled clocks, fewer cores or a GPU in other use"
-    return warn("matmul", f"{text}: {some_of(slow)}", fix)
+    return judged("matmul", text, slow_ones(ranks, SLOW), fix)
 
 
 def of_ranks(world: World, value: float) -> list[float]:

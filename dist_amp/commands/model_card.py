@@ -48,21 +48,8 @@ def write_card(
         "versions": ", ".join(f"{key} {value}" for key, value in versions(manifest).items()),
     }
     table = [f"| {key} | {value} |" for key, value in rows.items() if value]
-    lines = [
-        *front,
-        "",
-        f"# {name}",
-        "",
-        "| | |",
-        "|---|---|",
-        *table,
-        "",
-        "```python",
-        *code,
-        "```",
-        "",
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    blocks = [front, [f"# {name}"], ["| | |", "|---|---|", *table], ["```python", *code, "```"]]
+    path.write_text("\n\n".join(map("\n".join, blocks)) + "\n", encoding="utf-8")
 
 
 def last_part(path: str) -> str:

@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -28,34 +28,21 @@ TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 CONFIG_HELP = """TOML files of settings; later files override earlier ones, and the command line \
 overrides all of them."""
 PRINT_CONFIG_HELP = "Print all settings as TOML, as a run would use them, and exit."
-# Options of the command line that are not settings.
-OPTIONS: list[tuple[str, Any, Any]] = [
-    (
-        "config",
-        Annotated[
-            tuple[Path, ...],
-            tyro.conf.arg(metavar="FILE.toml ...", help_behavior_hint="", help=CONFIG_HELP),
-        ],
-        field(default=()),
-    ),
-    (
-        "print_config",
-        Annotated[bool, tyro.conf.arg(metavar="", help_behavior_hint="", help=PRINT_CONFIG_HELP)],
-        field(default=False),
-    ),
-    (
-        "use_amp",
-        Annotated[bool, tyro.conf.arg(help="Short for --precision.use_amp.")],
-        field(default=True),
-    ),
-]
+FILES = tyro.conf.arg(metavar="FILE.toml ...", help_behavior_hint="", help=CONFIG_HELP)
+FLAG = tyro.conf.arg(metavar="", help_behavior_hint="", help=PRINT_CONFIG_HELP)
+
+
+@dataclass
+class Options:
+    """Options of the command line that are not settings."""
+
+    config: Annotated[tuple[Path, ...], FILES] = ()
+    print_config: Annotated[bool, FLAG] = False
+    use_amp: Annotated[bool, tyro.conf.arg(help="Short for --precision.use_amp.")] = True
 
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
-    """Print what --help [SECTION] or --print_config asks for; returns whether either was given.
-
-    Errors: ConfigError for an unknown section.
-    """
+    """Print what --help [SECTION] or --print_config asks for, if given. Errors: ConfigError."""
     words, asked, section = _without_questions(argv)
     if not asked:
         return False
@@ -92,13 +79,10 @@ def _without_questions(argv: Sequence[str]) -> tuple[list[str], set[str], str]:
 
 
 def show_help(schema: type, prog: str, description: str, section: str = "") -> str:
-    """The text of `--help`: every key, or those of a section, with type, default and meaning.
-
-    Errors: ConfigError for an unknown section.
-    """
+    """The text of `--help`: every key with type, default and meaning. Errors: ConfigError."""
     shown = _fields_of(schema, section)
     if not section:
-        shown = [*OPTIONS, *shown]
+        shown = [*_fields_of(Options), *shown]
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         tyro.cli(
@@ -116,7 +100,7 @@ def completion(
     commands: Mapping[str, str], with_settings: Collection[str], prog: str, shell: str
 ) -> str:
     """A script for bash, zsh or fish: completes `prog COMMAND --key`. commands: {name: help}."""
-    settings = [*OPTIONS, *_fields_of(type(load_config([], {})))]
+    settings = [*_fields_of(Options), *_fields_of(type(load_config([], {})))]
     schemas: dict[str, Any] = {}
     for name, meaning in commands.items():
         shown = settings * (name in with_settings)

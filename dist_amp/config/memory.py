@@ -21,10 +21,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 def tensor_bytes(
     tensors: Iterable[Tensor], shards: int = 0, dtype: torch.dtype | None = None
 ) -> int:
-    """Bytes of these tensors; with `shards`, of the first rank's rows, which has the most.
-
-    dtype: in which they are stored; None for each one's own.
-    """
+    """Bytes of tensors, in `dtype` or their own; with `shards`, of the first rank's rows."""
     total = 0
     for tensor in tensors:
         count = tensor.numel()

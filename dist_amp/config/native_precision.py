@@ -108,10 +108,7 @@ def native_precision() -> tuple[str, str]:
 
 
 def suggestion(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
-    """For launch/demo.sh: `fp32 this CPU only emulates bf16 (30x slower)`, or the like.
-
-    argv: arguments of dist_amp.train. "" if any source sets something in [precision].
-    """
+    """For launch/demo.sh: `fp32 this CPU only emulates bf16 (30x slower)`; "" if one is set."""
     try:
         keys = collect(argv, environ)
     except ConfigError:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dist_amp.bit_exact import seed_micro_batch
 from dist_amp.diagnostics.consistency import find_mismatch, hash_samples, hash_tensor
-from dist_amp.errors import ConfigError, NumericsError
+from dist_amp.errors import ConfigError, NumericsError, some_of
 from dist_amp.parallel import Parallel
 from dist_amp.run import Run
 from dist_amp.settings import Config
@@ -123,11 +123,8 @@ class Audit(Observer):
         run = self._run
         pairs = zip(self._names, *values[:2], strict=True)
         different = [name for name, first, second in pairs if first != second]
-        what = ", ".join(different[:3])
-        if len(different) > 3:
-            what += f" and {len(different) - 3} more"
         text = f"audit of step {self._step + 1}, micro-batch {self._number} of rank {ranks[0]}: "
-        text += f"other bits of {what} when computed again"
+        text += f"other bits of {some_of(different)} when computed again"
         places = run.world.gather_texts(f"{platform.node()}, {run.world.device}")
         if not (who := verdict(ranks, values, places)):
             self._is_off = True

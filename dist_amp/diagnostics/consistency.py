@@ -122,10 +122,7 @@ def find_misplaced_parameter(run: Run) -> str:
 
 
 def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
-    """Which parameter or buffer differs between ranks that should hold equal copies; "" if none.
-
-    Every rank calls it. with_batch_statistics: also compare running means and variances.
-    """
+    """Which parameter or buffer differs between equal copies; "" if none. Every rank calls it."""
     world = run.world
     if world.world_size == 1:
         return ""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_amp.errors import DataError, NumericsError
+from dist_amp.errors import DataError, NumericsError, some_of
 from dist_amp.loading.plan import Shard
 from dist_amp.parallel import norms_of
 from dist_amp.run import Run
@@ -59,10 +59,7 @@ class Limits(Observer):
 
 
 class FirstSteps(Observer):
-    """Checks that the loss is a sum, the parameters move, and each of them gets a gradient.
-
-    Reads the device once after each step until one is applied, and once after WATCHED_STEPS.
-    """
+    """Checks that the loss is a sum, parameters move, and each gets a gradient; few host reads."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -138,13 +135,10 @@ class FirstSteps(Observer):
         idle = [names[p] for p, total in zip(parameters, totals, strict=True) if total == 0]
         if not idle:
             return
-        listed = ", ".join(idle[:3])
-        if len(idle) > 3:
-            listed += f" and {len(idle) - 3} more"
         run.world.warn(
-            f"{listed} got no gradient in {WATCHED_STEPS} steps: it counts as zero, and weight "
-            "decay shrinks them; use them in the loss, or set requires_grad=False. For a mixture's "
-            "experts that no sample chose yet, nothing is wrong"
+            f"{some_of(idle)} got no gradient in {WATCHED_STEPS} steps: it counts as zero, and "
+            "weight decay shrinks them; use them in the loss, or set requires_grad=False. For a "
+            "mixture's experts that no sample chose yet, nothing is wrong"
         )
 
 

@@ -1,7 +1,4 @@
-"""Names a rank that is slower than the others, and a slowdown of all: phase, factor and host.
-
-By each rank's time without waiting: throughput is the same on all.
-"""
+"""Names a rank whose time without waiting is longer than the others', and a slowdown of all."""
 
 from collections import deque
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""torch's flight recorder: which collectives this rank has entered, and which of them have ended.
-
-Empty in a release without the private names of torch 2.11 to 2.13.
-"""
+"""torch's record of the collectives that this rank has entered; empty without its private names."""
 
 import json
 import os

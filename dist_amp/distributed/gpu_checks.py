@@ -110,10 +110,7 @@ def capability(architecture: str) -> tuple[int, int, str]:
 
 
 def runs_on(architecture: str, major: int, minor: int) -> bool:
-    """Whether code for an architecture runs on a GPU: sm within a major version, PTX upwards.
-
-    Source: CUDA C++ programming guide, binary and PTX compatibility.
-    """
+    """Whether code runs on a GPU: sm within a major version, PTX upwards (CUDA's guide)."""
     built_major, built_minor, letter = capability(architecture)
     if letter == "a":
         return (built_major, built_minor) == (major, minor)

@@ -183,10 +183,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T:
-    """Run call() in a thread; return or raise what it does.
-
-    Errors: TimeoutError after `seconds`; the thread continues in the background.
-    """
+    """Run call() in a thread, which may go on. Errors: its own, TimeoutError after `seconds`."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -322,10 +322,7 @@ def to_learn(messages: list[Message], learned_from: int) -> list[int]:
 def encode_chat(
     messages: list[Message], tokenizer: Any, learned_from: int = 0, tools: Any = None
 ) -> Encoded:
-    """(token ids, labels) of a chat; of its messages from `learned_from` on, answers are learned.
-
-    tools: descriptions of functions for the template, or their JSON.
-    """
+    """(token ids, labels) of a chat with tools; from `learned_from` on, answers are learned."""
     if not messages:
         return [], []  # some templates fail on it
     learned = to_learn(messages, learned_from)
@@ -368,10 +365,7 @@ def tools_of(tools: Any, tokenizer: Any) -> list[Message] | None:
 def check_nothing_is_dropped(
     messages: list[Message], learned: list[int], text: str, tokenizer: Any
 ) -> None:
-    """Errors: DataError for messages, calls of tools or thoughts that the chat's text lacks.
-
-    Of thoughts only the last answer's: templates drop earlier ones, as they do when they ask.
-    """
+    """Errors: DataError for messages, calls or the last answer's thoughts that the text lacks."""
     template = f"the chat template of {tokenizer.name_or_path}"
     for one in messages:
         quoted = json.dumps(one["content"] or "", ensure_ascii=False)[1:-1]  # as of a tool

@@ -47,10 +47,7 @@ def class_names(rows: Any, label_column: str) -> Sequence[str]:
 
 
 class LabelledImages(Converted):
-    """Rows as samples {"image": [channels, H, W] float32 in 0..1, "label": int64}.
-
-    columns: of the image and the label. size: (H, W). names: of classes, for labels that are texts.
-    """
+    """Rows as {"image": [channels, H, W] float32 in 0..1, "label": int64}; names: of classes."""
 
     def __init__(
         self,

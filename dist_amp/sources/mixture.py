@@ -149,10 +149,7 @@ class MixedLengths:
 
 
 def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
-    """Places below sum(counts), int64 -> (each one's source, how often that came before).
-
-    Each source is spread evenly over the places that the ones before it leave.
-    """
+    """Places below sum(counts), int64 -> (each one's source, how often that came before), even."""
     source = numpy.zeros_like(places)
     draw = numpy.zeros_like(places)
     is_open = numpy.ones(places.shape, bool)
@@ -179,10 +176,7 @@ def portion(places: Array, count: int, whole: int) -> Array:
 
 
 def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
-    """How often each source occurs in a block, for shares within one sample in an epoch.
-
-    A block of at most LONGEST_BLOCK, if one is exact; else the shortest epoch with every sample.
-    """
+    """How often each source occurs in a block, for shares within one sample in an epoch."""
     # As they are written: 0.1 is a tenth.
     exact = [Fraction(str(weight)) for weight in weights.values()]
     total = sum(exact)
@@ -212,10 +206,7 @@ def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
 
 
 def counts_in_block(weights: Mapping[str, float]) -> list[int]:
-    """How often each source occurs in a block: the shortest with shares within CLOSE_ENOUGH.
-
-    If none up to LONGEST_BLOCK has, the closest. Division is by largest remainder.
-    """
+    """How often each occurs in a block: the shortest within CLOSE_ENOUGH, or the closest one."""
     shares = numpy.array(list(weights.values())) / sum(weights.values())
     best = math.inf
     for size in range(len(shares), LONGEST_BLOCK + 1):

@@ -53,10 +53,7 @@ def open_parquet(
 
 
 class ParquetView:
-    """The rows of some row groups, by number: view[i] is a dict of Python objects.
-
-    groups: int64 [R, 3], file, number within it, and rows of each. May be pickled and forked.
-    """
+    """The rows of row groups, int64 [R, 3]: file, number, rows. May be pickled and forked."""
 
     def __init__(self, source: Source, groups: NDArray[np.int64], fingerprint: str, streams: int):
         # Also those that only some files have, so that a task that takes one is told.

@@ -46,10 +46,7 @@ def fetch_once(fs: Any, path: str, start: int, end: int) -> bytes:
 
 
 def patiently(fs: Any, path: str, call: Callable[[], Any]) -> Any:
-    """call(), which reads this file or folder, repeated while its error may pass.
-
-    Errors: DataError with the cause; FileNotFoundError as it is.
-    """
+    """call(), repeated while its error may pass. Errors: DataError; FileNotFoundError as it is."""
     start = time.monotonic()
     pause = FIRST_PAUSE
     while True:

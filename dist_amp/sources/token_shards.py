@@ -232,10 +232,7 @@ def mapped(path: Path, size: int) -> Array:
 def write_shard(
     folder: Path, name: str, manifest: Manifest, documents: list[tuple[Array, Array]], end_row: int
 ) -> Manifest:
-    """Write the next shard of a split, of the documents before a row; returns the new manifest.
-
-    A document: (ids [n] of manifest.dtype, which are learned [n] bool: at least one).
-    """
+    """Write a split's next shard, of documents (ids [n], learned [n] bool); the new manifest."""
     split = manifest.splits[name]
     number = len(split.shards)
     lengths = np.array([len(ids) for ids, _ in documents])

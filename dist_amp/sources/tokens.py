@@ -219,10 +219,7 @@ def tokenize(
 def existing_manifest(
     folder: Path, wanted: Manifest, content_of: Callable[[str], str]
 ) -> Manifest | None:
-    """The folder's manifest, if it has one. Errors: ConfigError if it is of something else.
-
-    content_of: a split's hash; files that are new may hold the same rows.
-    """
+    """The folder's manifest, if any; content_of: a split's hash. Errors: ConfigError."""
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; give a folder for the tokens")
     # One listing: another process may begin. The manifest is written first.

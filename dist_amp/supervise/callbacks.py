@@ -38,10 +38,7 @@ TAKEN = ("loss", "grad_norm", "lr")  # train/NAME that the run writes itself
 
 
 class Callbacks(Observer):
-    """Calls the task's on_step and on_evaluation, and ends the run where one returns "stop".
-
-    Errors: DataError for what they raise, and for any other value than None or "stop".
-    """
+    """Calls the task's callbacks, and ends the run where one returns "stop". Errors: DataError."""
 
     def __init__(self, run: Run, stop: Stop):
         for name, near in misspelt_methods(run.task).items():
@@ -100,10 +97,7 @@ def refuse_frozen(run: Run) -> None:
 
 
 def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
-    """{train/NAME: scalar on the device} from the task's train_metrics; nothing is read.
-
-    Errors: DataError for what it raises, anything but a dict of scalars, and a name that is taken.
-    """
+    """{train/NAME: scalar on the device} from the task; nothing is read. Errors: DataError."""
     name = "train_metrics(run, report)"
     method = run.task.train_metrics  # type: ignore[attr-defined]
     values = call_task(DataError, name, method, run, report, when=f" after step {run.step}")
@@ -131,10 +125,7 @@ def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
 
 
 def misspelt_methods(task: Any) -> dict[str, str]:
-    """{method of the task's class: the optional method that it may be meant for}.
-
-    Not those that the class's file uses itself.
-    """
+    """{method that nothing in its file calls: the optional one that it may be meant for}."""
     cls = type(task)
     try:
         source = inspect.getsource(inspect.getmodule(cls))  # type: ignore[arg-type]

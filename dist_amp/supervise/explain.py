@@ -69,10 +69,7 @@ def explain_disk(error: BaseException, folder: Path) -> BaseException:
 
 
 def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()) -> BaseException:
-    """A DataError for a dead loader worker, an index out of range or a missing column.
-
-    splits: training and validation, to name the samples of the micro-batch that failed.
-    """
+    """A DataError for a dead loader worker, or what is wrong in the samples of these splits."""
     for reported in (error.__context__, error):  # the first of two has the signal
         if died := _WORKER_DIED.match(str(reported)):
             how = died[2].replace("is killed", "was killed").strip()

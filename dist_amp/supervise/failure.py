@@ -21,10 +21,7 @@ from dist_amp.world import World, start
 
 @contextmanager
 def supervised(config: Config) -> Iterator[Job]:
-    """Join the other ranks, report whatever ends the block, and close the run.
-
-    Errors: SystemExit with the exit status, so that `world.start` waits for no other rank.
-    """
+    """Join the other ranks, report what ends the block, close the run. Errors: SystemExit."""
     explanations: list[Callable[[BaseException], BaseException]] = []
     with ExitStack() as last, start(config.run) as world, ExitStack() as contexts:
         job = Job(config, world)

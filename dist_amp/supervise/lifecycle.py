@@ -36,10 +36,7 @@ FEWEST_EVALUATED = 16  # micro-batches per rank: fewer would be too noisy a loss
 
 @dataclass
 class Job:
-    """What is known of a run so far, to explain how it ended.
-
-    store: None in one process. status: of a failure that was reported; None before.
-    """
+    """What is known of a run so far, to explain how it ended. status: of a reported failure."""
 
     config: Config
     world: World
@@ -175,10 +172,7 @@ def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
 
 
 def close_run(run: Run, stop: Stop) -> int:
-    """Write the summary and a sample of a completed run; return the exit status.
-
-    Errors: NumericsError if its last steps were skipped; but a growing loss scale may cost one.
-    """
+    """Write summary and sample; return the status. Errors: NumericsError if the end was skipped."""
     in_a_row = int(run.schedule.skips_in_a_row)
     if in_a_row > 1 or not run.schedule.applied_steps:
         amp = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""

@@ -50,10 +50,7 @@ READ_BY_TASKS = (
 
 
 def check_launch() -> None:
-    """Errors: ConfigError if torchrun would restart into a stale store; Failure if it is gone.
-
-    Without the variable 1 restart of 10 succeeded, with it 10 of 10 (measured with torch 2.13).
-    """
+    """Errors: ConfigError if torchrun would restart into a stale store; Failure if it is gone."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
@@ -62,7 +59,7 @@ def check_launch() -> None:
             "environment"
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGTERM)
+        die_with_parent(signal.SIGTERM)  # to save and stop
         try:
             os.kill(environment_number(LAUNCHER, os.getpid()), 0)  # 0: only looks for the process
         except ProcessLookupError:
@@ -121,10 +118,7 @@ def versions() -> dict[str, str]:
 
 
 def make_folder(folder: Path, config: Config, world: World) -> None:
-    """Make the run's folder, or check that it can be used.
-
-    Errors: Failure if it can't be written or seen; ConfigError if it holds something else.
-    """
+    """Make the run's folder, or check that it can be used. Errors: Failure, ConfigError."""
     if world.is_main:
         if config.run.resume == "never" and all_checkpoints(folder) and not attempt():
             raise ConfigError(

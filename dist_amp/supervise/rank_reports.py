@@ -86,10 +86,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself; step: how many it has taken, -1 before the run.
-
-    waits_in: its first unfinished collective; after a failure, which finishes all, the last one.
-    """
+    """What a rank says of itself. waits_in: its first unfinished collective, or its last one."""
 
     state: State
     step: int = 0
@@ -183,10 +180,7 @@ class Board:
 
 
 class Verdict(NamedTuple):
-    """silent: ranks that did not answer; hanging: those that live and keep the others waiting.
-
-    Both are empty where a rank has failed by itself, and reports its own error.
-    """
+    """silent: ranks without an answer; hanging: that keep others waiting; [] if one failed."""
 
     silent: list[int] = []  # noqa: RUF012
     hanging: list[int] = []  # noqa: RUF012
@@ -372,10 +366,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def busy_seconds() -> float:
-    """Processor seconds of this process and its children, but of this thread and those that poll.
-
-    Where the kernel does not tell them apart, all count: every rank seems to work.
-    """
+    """Processor seconds of this process and its children, but of threads that only poll."""
     nanoseconds = 0
     try:
         for thread in Path("/proc/self/task").iterdir():

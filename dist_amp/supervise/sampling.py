@@ -128,10 +128,7 @@ def does_not_fit(run: Run) -> str:
 
 @contextmanager
 def gathered(parallel: Parallel) -> Iterator[None]:
-    """Gather each unit of FSDP2 and keep it whole: a sample calls the model once per token.
-
-    The block has no collectives, and may fail on one rank alone.
-    """
+    """Gather each unit of FSDP2 and keep it whole: a sample calls the model once per token."""
     try:
         for unit in parallel.reshards:
             unit.set_reshard_after_forward(False, recurse=False)

@@ -364,10 +364,7 @@ class Watchdog:
     # --- the main thread
 
     def explain(self, error: BaseException) -> BaseException:
-        """A Failure that names the ranks that are dead or hang, if a collective failed.
-
-        Any other error unchanged, or if another rank has failed by itself and reports its error.
-        """
+        """A Failure that names the ranks that are dead or hang; any other error as it is."""
         self._failed.set()
         is_collective = isinstance(error, RuntimeError | dist.DistError)
         is_collective = is_collective and COLLECTIVE_ERROR.search(str(error)) is not None

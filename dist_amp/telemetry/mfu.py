@@ -85,10 +85,7 @@ def known_peak(device_name: str, dtype: str) -> float:
 
 
 def log_mfu(metrics: Metrics, config: Config, task: Task, parallel: Parallel) -> None:
-    """Log MFU, or say what is missing for it on GPUs or with metrics.peak_flops set.
-
-    Every rank calls it. Errors: those of `flops_per_item`.
-    """
+    """Log MFU, or say what is missing; every rank calls it. Errors: as `flops_per_item`."""
     peak = config.metrics.peak_flops
     if peak == "auto" and metrics.world.device.type != "cuda":
         return

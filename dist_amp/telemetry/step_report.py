@@ -188,10 +188,7 @@ class LogRow:
 
 
 class Observer:
-    """Watches a run from outside the step; each method is called on every rank, at the same step.
-
-    A run takes the same steps without it. Observers are called in the order of train.py's list.
-    """
+    """Watches a run, which takes the same steps without it; called on every rank, in order."""
 
     # Whether pending metrics must be read before `before_step`: the observer writes lines to
     # metrics.jsonl, which is ordered by step.

@@ -302,10 +302,7 @@ def _not_a_sum(reference: Reference) -> str:
 def _in_evaluation_mode(
     reference: Reference, find: Callable[[], str], why: str, fix: str
 ) -> list[Finding]:
-    """Compare classes of modules in evaluation mode, until `find` labels none; or what fails.
-
-    find: the label of a module whose result can't be compared, or what is wrong with the loss.
-    """
+    """The classes put into evaluation mode until `find` labels no module, or what fails."""
     findings: list[Finding] = []
     while where := find():
         kind = where.rpartition(" ")[2].strip("()")
