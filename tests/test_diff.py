@@ -216,6 +216,10 @@ def test_random_numbers_of_other_ranks_are_no_fault(trained, capsys):
     assert report["metrics"]["step"] == 1
     assert not diff.parted(report)
     assert "no fault is reported: the steps draw random numbers" in diff.text_of(report)
+    other_rate = trained(train__micro_batch_size=8, optim__lr=0.1)
+    report = report_of(trained(), other_rate)
+    assert diff.parted(report)
+    assert report["metrics"]["metrics"].keys() == {"train/lr"}
     folders = [str(trained()), str(trained(train__micro_batch_size=8))]
     assert diff.main([*folders, "--deep"]) == 0
     assert "both replayed: step 1: other samples" in capsys.readouterr().out

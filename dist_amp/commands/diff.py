@@ -160,7 +160,11 @@ def relative_difference(a: Any, b: Any) -> float:
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def first_difference(a: RunFiles, b: RunFiles) -> dict[str, Any]:
+def first_difference(
+    a: RunFiles,
+    b: RunFiles,
+    leave_out: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """{"equal_until": step, "step": step, "metrics": {tag: [in A, in B]}}; the last two if any.
 
     Also "tolerance": the largest that a step was compared with, as all after it are; and "exact":
@@ -183,7 +187,9 @@ def first_difference(a: RunFiles, b: RunFiles) -> dict[str, Any]:
         if layout_of(a, step) != layout_of(b, step):
             compared = (*ROUNDED, *COUNTED)
         every = [run.settings_at(step).get("metrics.log_every") for run in (a, b)]
-        left_out = OF_INTERVAL if every[0] != every[1] else ()
+        left_out = leave_out
+        if every[0] != every[1]:
+            left_out += OF_INTERVAL
         parted = {}
         for tag in a.rows[step]:
             if tag not in b.rows[step] or not tag.startswith(compared) or tag in left_out:
@@ -261,15 +267,18 @@ def compare(a: RunFiles, b: RunFiles) -> dict[str, Any]:
     }
     if not report["tolerance"]:
         report["fingerprints"] = first_fingerprint(a, b)
-    elif "step" in metrics:
-        report["random"] = draws_random_numbers(a) or draws_random_numbers(b)
+    elif "step" in metrics and (draws_random_numbers(a) or draws_random_numbers(b)):
+        others = first_difference(a, b, ROUNDED)
+        report["random"] = "step" not in others
+        if "step" in others:
+            report["metrics"] = others
     return report
 
 
 def draws_random_numbers(run: RunFiles) -> bool:
     """Whether its steps draw some, as dropout does: by rank 0's generators in a checkpoint."""
     for path in reversed(all_checkpoints(run.folder)):
-        with suppress(CheckpointRejected, CheckpointException):
+        with suppress(CheckpointRejected, CheckpointException, OSError):
             reader = Reader(path)
             of_torch = torch.Generator().manual_seed(reader.manifest.seed + 1).get_state()
             state = {"ranks.0.random.torch": torch.empty_like(of_torch)}
