@@ -97,7 +97,7 @@ def test_a_steady_step_executes_at_most_400_lines_in_9_files(step_sizes, strateg
 # what would be wrong in silence (tensors of the task, hooks and writes in forward, secrets).
 def test_what_runs_until_the_first_backward_does_not_grow():
     size = architecture.start_size("fsdp")  # which takes the longest way
-    assert fits(size, lines=3700, files=55), size
+    assert fits(size, lines=3630, files=55), size
 
 
 def test_importing_the_step_loads_at_most_5000_lines_in_35_files():
@@ -114,7 +114,7 @@ def test_the_package_does_not_grow():
     # The goal is 20,000 lines in 130 files; this is the limit of today, which only rises for what
     # would be wrong in silence or was asked for: object storage 600 lines, tasks for preferences
     # and images 500, chats 330, bad samples 230, verify 230, masking 190, model cards 140.
-    assert fits(architecture.package_size(), lines=27380, files=144), architecture.package_size()
+    assert fits(architecture.package_size(), lines=26990, files=144), architecture.package_size()
 
 
 def test_lines_of_code_hold_at_most_eight_and_a_half_tokens_and_few_conditional_expressions():
