@@ -77,8 +77,10 @@ def in_one_line(error: BaseException) -> str:
 
 def some_of(texts: Sequence[str], most: int = 3) -> str:
     """The first ones, and how many more there are: "a, b, c and 4 more"."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    shown = ", ".join(texts[:most])
+    if len(texts) > most:
+        shown += f" and {len(texts) - most} more"
+    return shown
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from threading import Thread
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map_with_path
 
 from dist_amp.checkpoint.format import State
 from dist_amp.checkpoint.state import Snapshot
+from dist_amp.distributed.process import in_thread
 from dist_amp.world import World
 
 
@@ -34,20 +34,13 @@ class Background:
         """Copy the snapshot, without what another rank writes, and write the copy in a thread."""
         state = without_replicas(snapshot.state, self._world)
         copy = replace(snapshot, state=self._staging.copy(state))
-        outcome: Future[None] = Future()
 
         def work() -> None:
-            try:
-                if self._world.device.type == "cuda":  # a new thread's device is the first one
-                    torch.cuda.set_device(self._world.device)
-                write(copy)
-                outcome.set_result(None)
-            except BaseException as error:
-                outcome.set_exception(error)
+            if self._world.device.type == "cuda":  # a new thread's device is the first one
+                torch.cuda.set_device(self._world.device)
+            write(copy)
 
-        # Not a thread pool: Python joins its threads at exit, even after a crash.
-        Thread(target=work, name="checkpoint writer", daemon=True).start()
-        return outcome
+        return in_thread(work, "checkpoint writer")
 
 
 class Staging:

@@ -109,7 +109,9 @@ def machine_checks(ranks: int) -> list[Check]:
 
 def judged(name: str, text: str, problem: str, fix: str) -> Check:
     """A warning if there is a problem."""
-    return warn(name, text + problem, fix) if problem else ok(name, text)
+    if problem:
+        return warn(name, text + problem, fix)
+    return ok(name, text)
 
 
 # --- versions
@@ -284,7 +286,9 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
         yield fail("/dev/shm", "missing", "mount a tmpfs at it")
         return
     total, _, free = shutil.disk_usage(path)
-    problem = ": loader workers may die with `Bus error`" * (free < LITTLE_SHARED_MEMORY)
+    problem = ""
+    if free < LITTLE_SHARED_MEMORY:
+        problem = ": loader workers may die with `Bus error`"
     fix = "docker run --shm-size=16g, shm_size in Compose"
     fix += ", an emptyDir with medium: Memory in Kubernetes"
     text = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
@@ -326,7 +330,9 @@ def folders() -> Iterator[Check]:
         except OSError as error:
             yield fail(name, f"{path} can't be written ({error.strerror})", fix)
             continue
-        problem = ", which is little for checkpoints and data" * (free < LITTLE_DISK)
+        problem = ""
+        if free < LITTLE_DISK:
+            problem = ", which is little for checkpoints and data"
         yield judged(name, f"{path} is writable, {free / GIB:.1f} GiB free", problem, fix)
 
 
@@ -417,7 +423,9 @@ def slow_ones(rates: Mapping[str, float], factor: float) -> str:
     slow = [name for name, rate in rates.items() if rate * factor < median]
     slow.sort(key=rates.__getitem__)
     texts = [f"{name} is {median / rates[name]:.1f}x slower" for name in slow]
-    return f": {some_of(texts, 4)}" if texts else ""
+    if not texts:
+        return ""
+    return f": {some_of(texts, 4)}"
 
 
 def matmul(world: World) -> Iterator[Check]:

@@ -184,13 +184,18 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 def in_time(seconds: float, call: Callable[[], T]) -> T:
     """Run call() in a thread, which may go on. Errors: its own, TimeoutError after `seconds`."""
+    return in_thread(call).result(seconds)
+
+
+def in_thread(call: Callable[[], T], name: str | None = None) -> "Future[T]":
+    """Run call() in a thread that does not keep the process: Python joins those of a pool."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(call())
-        except Exception as error:
+        except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    return outcome.result(seconds)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

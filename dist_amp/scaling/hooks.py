@@ -6,8 +6,8 @@ Without private names the waits count as forward and backward, and DDP looks for
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def call_after_backward(call: Callable[[], object]) -> None:
 # ---- DDP
 
 
-class FinishReduction:
+class FinishReduction(AbstractContextManager[Any]):
     """A context around DDP's forward and backward of the micro-batch that synchronises gradients.
 
     DDP waits until each parameter has had its backward, and which ones have none may differ between
@@ -56,12 +56,7 @@ class FinishReduction:
         self._model: Any = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if kind is not None or not CAN_FINISH:
             return
         try:
@@ -133,7 +128,7 @@ OF_DTYPES = re.compile(
 )
 
 
-class ExplainedErrors:
+class ExplainedErrors(AbstractContextManager[Any]):
     """A context around FSDP2's forward and backward.
 
     Errors: DataError in place of torch's own for what a model does and FSDP2 does not allow.
@@ -142,9 +137,6 @@ class ExplainedErrors:
     def __init__(self, rank: int, cast_by: str):
         self._rank = rank
         self._cast_by = cast_by
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if not isinstance(error, AssertionError | RuntimeError):

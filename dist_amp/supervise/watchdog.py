@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -224,7 +224,7 @@ class Heartbeat:
                     faulthandler.dump_traceback(file, all_threads=True)
 
 
-class Watchdog:
+class Watchdog(AbstractContextManager["Watchdog"]):
     """Names the ranks that caused a failed collective, by what every rank reports in the store.
 
     A thread watches for a failure of any rank, for ranks that are gone, and for collectives on a
@@ -254,9 +254,6 @@ class Watchdog:
         self._heartbeat.arm()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> "Watchdog":
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Stop watching; the thread is left behind if the store does not answer."""

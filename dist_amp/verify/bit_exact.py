@@ -58,12 +58,9 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
             text = str(result)
             if isinstance(result, list):
                 bits = hash_of(json.dumps(result).encode())
-                text = "same"
-                if precision not in expected:
-                    expected[precision] = result
-                else:
+                if precision in expected:
                     uncompared.discard(precision)
-                    text = first_difference(expected[precision], result)
+                text = first_difference(expected.setdefault(precision, result), result)
             elif not text.startswith("refused: "):
                 text = f"FAIL: {text}"
             results[text.partition(":")[0]] += 1
