@@ -5,13 +5,16 @@
 
 import json
 import random
+import signal
+import subprocess
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 import tiny_hf
-from fake_gpu import FOLDER, needs_fake_gpus, on_fake_gpus
+from fake_gpu import FOLDER, PYTHON, environ, needs_fake_gpus, on_fake_gpus
 from fake_gpu.loops import STEPS, Steps, steps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_fake_gpus]
@@ -117,6 +120,52 @@ def test_memory_and_launches_are_as_they_were(case):
     # Another release of torch fuses something else.
     launches = expected["launches_per_step"]
     assert now["launches_per_step"] == pytest.approx(launches, rel=0.02)
+
+
+# ---- the main job ----
+
+
+def wait_for(condition, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_the_main_job_evaluates_saves_stops_at_a_signal_and_resumes(tmp_path, strategy, ranks):
+    run = tmp_path / "run"
+    words = ["--run.dir", run, "--parallel.strategy", strategy]
+    words += ["--data.path", written_text(tmp_path), "--data.workers", 1]
+    words += "--checkpoint.every 10 --eval.every 10 --eval.batches 2 --metrics.log_every 5".split()
+    torchrun = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node"
+    command = [PYTHON, *torchrun.split(), ranks, "-m", "fake_gpu.main_job", *words, "--train.steps"]
+    environment = environ(ranks, values=strategy == "ddp")
+
+    def start(steps):
+        arguments = [str(word) for word in [*command, steps]]
+        return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
+
+    job = start(10_000)
+    wait_for(lambda: (run / "checkpoints/step_00000010").exists() or job.poll() is not None)
+    job.send_signal(signal.SIGTERM)
+    errors = job.communicate(timeout=120)[1]
+    assert (run / "summary.json").exists(), errors[-3000:]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["stopped_by"], summary["exit_code"]) == ("preempted", 75), errors[-3000:]
+    stopped = summary["steps"]
+    assert (run / f"checkpoints/step_{stopped:08d}").exists()
+
+    job = start(stopped + 10)
+    errors = job.communicate(timeout=240)[1]
+    assert job.returncode == 0, errors[-3000:]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["resumed_from_step"], summary["steps"]) == (stopped, stopped + 10)
+    assert (summary["world_size"], summary["strategy"]) == (ranks, strategy)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows if "eval/loss" in row} >= {10, stopped + 10}
+    # Of the allocator: the model and a step's activations.
+    assert all(0 < rank["peak_memory_bytes"] < 2**30 for rank in summary["ranks"])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dist_amp.config.load import load_config
+from dist_amp.diagnostics import consistency
 from dist_amp.diagnostics.limits import FirstSteps
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run, build_run
@@ -101,6 +102,7 @@ def as_if_it_learned(run: Run) -> Iterator[None]:
         patch.object(Interval, "_add", add_applied),
         patch.object(FirstSteps, "_check_moved", has_moved),
         patch.object(hooks, "is_written", lambda whole, sharded: False),
+        patch.object(consistency, "check_samples_differ", lambda run, samples: None),
     ):
         yield
 
