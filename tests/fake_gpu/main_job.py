@@ -1,4 +1,4 @@
-"""`python -m dist_amp.train` on the stand-in, with the values of a healthy run in place of zeros."""
+"""The main job on the stand-in, with the values of a healthy run in place of zeros."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""A plugin of pytest, for tests written for a real GPU: an assertion that fails is noted, and the test goes on.
+"""For pytest: in the tests of a real GPU an assertion that fails is noted, and the test goes on.
 
 `-p fake_gpu.plugin --noted FILE`: a line of JSON per assertion of tests/test_gpu.py that failed,
 {"test", "line": its source}. Any other error is a failure, as always.
