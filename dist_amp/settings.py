@@ -120,8 +120,6 @@ class DataConfig(SourceConfig):
     """
     long_documents: Literal["auto", "split", "truncate", "refuse"] = "auto"
     """What to do with documents longer than a row; auto: split if packed, else truncate."""
-    pad_to_multiple_of: Count = 128
-    """pack=off: rows are padded to a multiple of this, so that shapes repeat; 1: to the longest."""
     group_by_length: Count | Literal["off"] = "off"
     """Length-bucketing window in steps: batches are formed from samples of similar length within
     it, which saves padding; off: no bucketing.

@@ -97,7 +97,7 @@ def test_a_steady_step_executes_at_most_400_lines_in_9_files(step_sizes, strateg
 # what would be wrong in silence (tensors of the task, hooks and writes in forward, secrets).
 def test_what_runs_until_the_first_backward_does_not_grow():
     size = architecture.start_size("fsdp")  # which takes the longest way
-    assert fits(size, lines=3630, files=55), size
+    assert fits(size, lines=3640, files=55), size
 
 
 def test_importing_the_step_loads_at_most_5000_lines_in_35_files():

@@ -415,15 +415,16 @@ def test_unpacked_rows_are_padded_to_a_multiple_but_never_beyond_the_length(mult
     assert (batch["tokens"], batch["counted"]) == (18, 15)
 
 
-def test_another_padding_is_no_other_data(tmp_path):
-    one, other = (Packing.of(DataConfig(pad_to_multiple_of=n), 8, "off") for n in (1, 64))
+def test_another_padding_is_no_other_data():
+    one, other = (Packing.of(DataConfig(), 8, "off", multiple) for multiple in (1, 64))
     assert str(one) == str(other)
 
 
-@pytest.mark.bad_input("`data.pad_to_multiple_of` below 1")
+@pytest.mark.bad_input("`task.args.pad_to_multiple_of` below 1")
 def test_a_multiple_below_one_is_refused():
-    with pytest.raises(ConfigError, match="data.pad_to_multiple_of=0 .* must be at least 1"):
-        load_config(["--data.pad_to_multiple_of", "0"], environ={})
+    words = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.model", "."]
+    with pytest.raises(ConfigError, match="pad_to_multiple_of=0 .* must be at least 1"):
+        load_config([*words, "--task.args.pad_to_multiple_of", "0"], environ={})
 
 
 class Copies(TorchDispatchMode):

@@ -40,7 +40,11 @@ class Packing:
 
     @classmethod
     def of(
-        cls, data: DataConfig, length: int, auto: Literal["off", "cut", "best_fit"]
+        cls,
+        data: DataConfig,
+        length: int,
+        auto: Literal["off", "cut", "best_fit"],
+        multiple: int = 1,
     ) -> "Packing":
         """As `[data]` says; `auto` is the task's default."""
         pack = auto if data.pack == "auto" else data.pack
@@ -48,7 +52,7 @@ class Packing:
         if long_documents == "auto":
             as_read = pack == "off" or data.view == "parquet"
             long_documents = "truncate" if as_read else "split"
-        return cls(length, pack, long_documents, data.pad_to_multiple_of)
+        return cls(length, pack, long_documents, multiple)
 
     def rows(self, documents: Any, split: str) -> Any:
         """Token documents as samples for `collate`, which also truncates; None without any."""

@@ -41,6 +41,7 @@ class HFCausalLM(huggingface.FineTuning):
         data: DataConfig,
         model: str,
         length: huggingface.Length = 1024,
+        pad_to_multiple_of: Count = 128,
         lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
         loss_chunk: Count | Literal["auto", "off"] = "auto",
@@ -49,7 +50,7 @@ class HFCausalLM(huggingface.FineTuning):
     ):
         super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
         self.tokenizer = self.processor = huggingface.open_tokenizer(self.folder)
-        self.packing = Packing.of(data, length, auto="off")
+        self.packing = Packing.of(data, length, "off", pad_to_multiple_of)
         self.source_names = list(tables_of(data))
         self.shares = TokenShares(self.source_names)
         self.loss_chunk = loss_chunk

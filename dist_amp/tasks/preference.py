@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import DataConfig, Range
+from dist_amp.settings import Count, DataConfig, Range
 from dist_amp.sources.conversations import Row, encode, text_of, turns
 from dist_amp.sources.load import Converted, load_split
 from dist_amp.sources.packing import Packing
@@ -41,6 +41,7 @@ class DPO(huggingface.FineTuning):
         model: str,
         beta: Annotated[float, Range(above=0)] = 0.1,
         length: huggingface.Length = 1024,
+        pad_to_multiple_of: Count = 128,
         lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
         reference: str = "auto",
@@ -48,6 +49,7 @@ class DPO(huggingface.FineTuning):
         super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
         self.beta = beta
         self.length = length
+        self.multiple = pad_to_multiple_of
         self.tokenizer = self.processor = huggingface.open_tokenizer(self.folder)
         self.reference = self.folder
         if reference != "auto":
@@ -130,7 +132,7 @@ class DPO(huggingface.FineTuning):
     def collate(self, pairs: list[list[Batch]]) -> Batch:
         sides = [pair[side] for side in (0, 1) for pair in pairs]
         pad_id = self.tokenizer.pad_token_id or 0
-        rows = Packing(self.length, "off", "truncate", self.data.pad_to_multiple_of)
+        rows = Packing(self.length, "off", "truncate", self.multiple)
         return rows.collate(sides, pad_id, attention_mask=True)
 
     def tokens(self, batch: Batch) -> int:
