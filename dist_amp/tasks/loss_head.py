@@ -96,7 +96,8 @@ class ChunkedLoss(torch.autograd.Function):
         with_gradient: bool,
     ) -> Tensor:
         """x [N, width], weight [vocabulary, width], targets [N]; dtype: of the products."""
-        needs_x, needs_weight = (with_gradient and needs for needs in ctx.needs_input_grad[:2])
+        needs_x = with_gradient and ctx.needs_input_grad[0]
+        needs_weight = with_gradient and ctx.needs_input_grad[1]
         # Before the loss scale, float16 would lose small probabilities.
         dtype_back = torch.float32 if dtype == torch.float16 else dtype
         total = x.new_zeros((), dtype=torch.float32)
@@ -131,8 +132,8 @@ class ChunkedLoss(torch.autograd.Function):
             raise RuntimeError(
                 "the loss in chunks has no second derivative; use --task.args.loss_chunk off"
             )
-        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        of_inputs = [
-            None if tensor is None else (tensor * gradient).to(dtype) for tensor, dtype in saved
-        ]
-        return (*of_inputs, None, None, None, None)
+        of_inputs: list[Tensor | None] = [None] * 6
+        for number, tensor in enumerate(ctx.saved_tensors):
+            if tensor is not None:
+                of_inputs[number] = (tensor * gradient).to(ctx.dtypes[number])
+        return tuple(of_inputs)
