@@ -216,7 +216,8 @@ def test_rounding_that_float32_does_not_have_is_no_leak(monkeypatch):
 
 
 def test_the_loss_of_packed_rows_is_the_same_with_flash_attention(monkeypatch):
-    from dist_amp.tasks.hf_causal_lm import document_bounds, forward, next_tokens
+    from dist_amp.tasks.hf_causal_lm import document_bounds, forward
+    from dist_amp.tasks.huggingface import next_tokens
 
     model = flash_model(monkeypatch)
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]])
