@@ -158,8 +158,9 @@ def first_steps(loop: Loop, setup: Setup, data: Sequence[Any], held: int) -> dic
     """
     device = setup.world.device
     dtype = DTYPES[setup.precision]
-    head = [part for part in loop.module.modules() if isinstance(part, nn.Linear)][-1]
-    with harness.computes_in(dtype, head):
+    # The last of all is the head, which returns the loss in float32.
+    last = [part for part in loop.module.modules() if isinstance(part, nn.Linear)][-2]
+    with harness.computes_in(dtype, last):
         timed_block(setup.world, loop, data, FIRST_STEPS)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -347,27 +347,6 @@ def test_a_damaged_config_is_named(trained, tmp_path, capsys):
     assert "config.toml: it is not TOML" in line
 
 
-@pytest.mark.bad_input("a line of metrics.jsonl that is no object with a step")
-@pytest.mark.parametrize("line", ["[1, 2]", "7", '{"loss": 1}', '{"step": "x"}', '{"step": 1'])
-def test_a_damaged_line_is_named_unless_it_is_the_last_which_a_kill_cuts(
-    line, trained, tmp_path, capsys
-):
-    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join([*lines, line]))
-    assert diff.main([str(trained()), str(copy)]) == 0
-    (copy / "metrics.jsonl").write_text("".join([*lines[:2], line + "\n", *lines[2:]]))
-    status, error = error_of([trained(), copy], capsys)
-    assert status == DataError.exit_code
-    assert "metrics.jsonl, line 3, is not a JSON object with a step" in error
-
-
-def test_deep_says_that_equal_runs_are_not_replayed(trained, tmp_path, capsys):
-    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
-    assert diff.main([str(trained()), str(copy), "--deep"]) == 0
-    assert "neither is replayed: what both have logged is equal" in capsys.readouterr().out
-
-
 @pytest.mark.bad_input("dist_amp diff of runs that have no logged step in common")
 def test_runs_without_a_common_logged_step_are_rejected(trained, tmp_path, capsys):
     copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
