@@ -4,15 +4,27 @@
 """
 
 import json
+import math
 import random
+import re
+import signal
+import subprocess
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 import tiny_hf
-from fake_gpu import FOLDER, needs_fake_gpus, on_fake_gpus
-from fake_gpu.loops import STEPS, Steps, steps_of
+from fake_gpu import FOLDER, PYTHON, ROOT, environ, needs_fake_gpus, on_fake_gpus
+from fake_gpu.loops import (
+    STEPS,
+    Steps,
+    kernels_of,
+    learning_rates_read,
+    steps_of,
+    unordered_accesses,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_fake_gpus]
 
@@ -74,7 +86,7 @@ def steps(case: str) -> Steps:
         if case.startswith("hf"):
             tiny_hf.make_tokenizer(tiny_hf.make_model(folder / "model"))
             words = [*words, "--task.args.model", folder / "model"]
-        # DDP compares the ranks' parameters, and FSDP2 some values of theirs.
+        # DDP compares the ranks' parameters.
         return on_fake_gpus(ranks, steps_of, words, ranks, values=case == "ddp")
 
 
@@ -88,9 +100,7 @@ def test_steps_and_log_steps_wait_for_the_device_only_where_it_is_meant(case):
         if name.rpartition(": ")[0] not in allowed
     }
     assert not others
-    assert (
-        waits.syncs["dist_amp/loading/nested.py CopyStream.__call__: cudaEventSynchronize"] == STEPS
-    )
+    assert waits.syncs[f"{PREFETCH}: cudaEventSynchronize"] == STEPS
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -117,6 +127,145 @@ def test_memory_and_launches_are_as_they_were(case):
     # Another release of torch fuses something else.
     launches = expected["launches_per_step"]
     assert now["launches_per_step"] == pytest.approx(launches, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel"), [("gpt", "flash_fwd_kernel"), ("packed", "fmha_cutlassF_bf16")]
+)
+def test_attention_takes_the_fastest_kernel_that_its_mask_allows(tmp_path, case, kernel):
+    words = [*CASES[case][1], "--data.path", written_text(tmp_path)]
+    assert any(kernel in name for name in on_fake_gpus(1, kernels_of, words))
+
+
+# ---- the main job ----
+
+
+def wait_for(condition, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_the_main_job_evaluates_saves_stops_at_a_signal_and_resumes(tmp_path, strategy, ranks):
+    run = tmp_path / "run"
+    words = ["--run.dir", run, "--parallel.strategy", strategy]
+    words += ["--data.path", written_text(tmp_path), "--data.workers", int(strategy == "ddp")]
+    words += "--checkpoint.every 10 --eval.every 10 --eval.batches 2 --metrics.log_every 5".split()
+    torchrun = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node"
+    command = [PYTHON, *torchrun.split(), ranks, "-m", "fake_gpu.main_job", *words, "--train.steps"]
+    environment = environ(ranks, values=strategy == "ddp")
+
+    def start(steps):
+        arguments = [str(word) for word in [*command, steps]]
+        return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
+
+    job = start(10_000)
+    wait_for(lambda: (run / "checkpoints/step_00000010").exists() or job.poll() is not None)
+    job.send_signal(signal.SIGTERM)
+    errors = job.communicate(timeout=120)[1]
+    assert (run / "summary.json").exists(), errors[-3000:]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["stopped_by"], summary["exit_code"]) == ("preempted", 75), summary["cause"]
+    stopped = summary["steps"]
+    assert (run / f"checkpoints/step_{stopped:08d}").exists()
+
+    job = start(stopped + 10)
+    errors = job.communicate(timeout=240)[1]
+    assert job.returncode == 0, errors[-3000:]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["resumed_from_step"], summary["steps"]) == (stopped, stopped + 10)
+    assert (summary["world_size"], summary["strategy"]) == (ranks, strategy)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows if "eval/loss" in row} >= {10, stopped + 10}
+    # Of the allocator: the model and a step's activations.
+    assert all(0 < rank["peak_memory_bytes"] < 2**30 for rank in summary["ranks"])
+
+
+# ---- the tests of a real GPU ----
+
+
+NO_VALUES = {  # of tests/test_gpu.py: assertions that a device which computes nothing can't meet
+    ("test_steps_never_wait_for_the_device", "run.schedule.counters.sum() == 23"),
+    ("test_float32_steps_are_those_of_the_cpu", "torch.testing.assert_close("),
+    # Its checks of the first log step end each of these jobs; the main job has a test above.
+    ("test_the_main_job_uses_every_gpu", "done.returncode == 0"),
+    ("test_verify_proves_every_way_of_running_on_these_gpus", "done.returncode == 0"),
+    ("test_all_ways_of_running_on_these_gpus_have_the_same_bits", "done.returncode == 0"),
+    # What lay in memory that no kernel has written.
+    ("test_a_bit_exact_run_has_the_same_bits_again", "first == again"),
+    ("test_a_checkpoint_written_in_the_background_is_resumed_bit_for_bit", "torch.equal("),
+    ("test_log_steps_wait_for_nothing_and_their_time_is_the_devices", "row['applied_steps'] == "),
+    ("test_log_steps_wait_for_nothing_and_their_time_is_the_devices", "expected['lr'] == row["),
+    # There is no CUPTI, which records kernels.
+    ("test_a_trace_has_the_kernels_and_the_table_the_devices_time", "event.get('cat')"),
+    ("test_the_benchmark_of_one_gpu_measures_both_precisions_here", "ours['loss'] == "),
+}
+NO_CUPTI = "test_a_trace_has_the_kernels_and_the_table_the_devices_time"
+
+
+def test_the_tests_of_a_gpu_run_but_for_values(tmp_path):
+    words = f"-q -m gpu -p fake_gpu.plugin --noted {tmp_path}/noted -p no:cacheprovider -rf"
+    command = [PYTHON, "-m", "pytest", *words.split(), "tests/test_gpu.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ(2, values=True), capture_output=True, text=True
+    )
+    noted = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
+    others = [
+        one
+        for one in noted
+        if not any(one["test"] == test and part in one["line"] for test, part in NO_VALUES)
+    ]
+    assert not others, done.stdout
+    failed = re.findall(r"^FAILED .*::(\w+)", done.stdout, re.MULTILINE)
+    assert failed == [NO_CUPTI], done.stdout
+    assert "skipped" not in done.stdout
+
+
+# ---- out of memory ----
+
+
+def test_memory_that_runs_out_is_reported_with_what_was_asked_for(
+    tmp_path,
+):
+    words = ["--run.dir", tmp_path / "run", *GPT2_SMALL.split(), "--train.micro_batch_size", 300]
+    words += ["--data.path", written_text(tmp_path)]
+    command = [PYTHON, "-m", "dist_amp.train", *map(str, words)]
+    done = subprocess.run(command, env=environ(1), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    # 12 blocks of 12 x 768^2, the tied embedding, and norms; the first update makes the moments.
+    bytes_of_model = 4 * (12 * (12 * 768**2 + 2 * 768) + 50304 * 768 + 768)
+    assert "rank 0 ran out of GPU memory in step 1: asked for " in last
+    assert " GiB in use, of 78.60 GiB available; " in last
+    assert f"gradients {bytes_of_model / 2**20:.2f} MiB, " in last
+    assert "optimizer state 0 bytes; " in last
+    assert "a train.micro_batch_size below 300 (with more train.accumulation_steps), or " in last
+
+
+# ---- what happens before what ----
+
+
+def test_a_log_step_reads_what_it_copied_only_after_it_has_arrived(tmp_path):
+    words = ["--data.path", written_text(tmp_path)]
+    assert on_fake_gpus(1, learning_rates_read, words, False) == [0.0, 0.0]
+    planted = on_fake_gpus(1, learning_rates_read, words, True)
+    assert all(math.isnan(rate) for rate in planted), "a missing wait is found"
+
+
+@pytest.mark.parametrize("case", ["packed", "fp16_accumulated", "ema", "ddp", "fsdp", "hsdp"])
+def test_no_tensor_is_used_on_two_streams_without_an_event_between(tmp_path, case):
+    ranks, words = CASES[case]
+    arguments = ([*words, "--data.path", written_text(tmp_path)], False, ranks)
+    assert on_fake_gpus(ranks, unordered_accesses, *arguments, values=case == "ddp") == []
+
+
+def test_prefetching_without_an_event_for_the_copy_is_found(tmp_path):
+    words = ["--data.path", written_text(tmp_path)]
+    found = on_fake_gpus(1, unordered_accesses, words, True)
+    assert "CSAN detected a possible data race" in found[0]
+    assert "aten::embedding" in found[0], "which reads the micro-batch"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def environ(gpus: int, values: bool = False, **more: str) -> dict[str, str]:
         "FAKE_GPU_COUNT": str(gpus),
         "PYTHONPATH": f"{ROOT}:{TESTS}",
         "OMP_NUM_THREADS": "1",
+        "TRITON_LIBCUDA_PATH": str(LIBRARY.parent),
         # It is chosen for attention where it is allowed, and there is none.
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
         # Models come from folders; the hub is not asked for more.

@@ -10,3 +10,4 @@ mkdir -p build
 # One file is all of them: whoever opens the driver by its name gets what is preloaded already.
 gcc -std=gnu17 -shared -fPIC -O1 -w -Wl,-soname,libcuda.so.1 -o build/libcuda.so.1 fake_gpu.c \
     -I"${headers[0]}" -lpthread
+ln -sf libcuda.so.1 build/libcuda.so # Triton links its launchers with it

@@ -1,6 +1,6 @@
 /* NVIDIA's driver, CUDA runtime, cuBLAS and NCCL without a device, preloaded into a CUDA build of torch.
  *
- * torch sees H100s. Its allocator, streams, events, pinned memory, autograd threads, choice of kernels and
+ * torch sees H100s. Its allocator, streams, events, pinned memory, autograd threads, choice of kernels, compiler and
  * ProcessGroupNCCL are the real ones. Kernels compute nothing: what is read from the device is 0, or, with
  * FAKE_GPU_VALUES=1, what was last copied or set there (up to 1 MiB per copy).
  *
@@ -619,7 +619,8 @@ API int ncclAllGather(const void *from, void *to, size_t n, int type, Comm *comm
 }
 API int ncclReduceScatter(const void *from, void *to, size_t n, int type, int op, Comm *comm, void *stream) {
     size_t size = bytes_of(n, type);
-    return collective("ncclReduceScatter", (const char *)from + comm->rank * size, to, size, stream);
+    size_t begin = comm->ranks ? comm->rank * size : 0;
+    return collective("ncclReduceScatter", (const char *)from + begin, to, size, stream);
 }
 API int ncclAlltoAll(const void *from, void *to, size_t n, int type, Comm *comm, void *stream) {
     return collective("ncclAlltoAll", from, to, 0, stream);
@@ -646,9 +647,16 @@ API int cuCtxGetDevice(int *device) { return *device = current, 0; }
 API int cuGetErrorString(int error, const char **text) { return *text = "no error", 0; }
 API int cuGetErrorName(int error, const char **text) { return *text = "CUDA_SUCCESS", 0; }
 API int cuModuleLoadData(void **module, const void *image) { return *module = handle, 0; }
+API int cuModuleLoad(void **module, const char *path) { return *module = handle, 0; }
+API int cuModuleLoadDataEx(void **module, const void *image) { return *module = handle, 0; }
 API int cuModuleGetFunction(void **function, void *module, const char *name) { return *function = strdup(name), 0; }
 API int cuFuncGetAttribute(int *value, int number, void *function) { return *value = number == 4 ? 32 : 1024, 0; }
+SUCCEEDS(cuCtxGetLimit)
+SUCCEEDS(cuCtxSetLimit)
 SUCCEEDS(cuModuleUnload)
+SUCCEEDS(cuPointerGetAttribute)
+SUCCEEDS(cuTensorMapEncodeTiled)
+SUCCEEDS(cuOccupancyMaxActiveClusters)
 SUCCEEDS(cuFuncSetAttribute)
 SUCCEEDS(cuFuncSetCacheConfig)
 API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int size, size_t shared) {
@@ -657,4 +665,11 @@ API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function,
 API int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
                        unsigned block_z, unsigned shared, void *stream, void **arguments, void **more) {
     return launched(LAUNCH, function, stream);
+}
+typedef struct {
+    unsigned grid[3], block[3], shared;
+    void *stream;
+} Launch;
+API int cuLaunchKernelEx(const Launch *launch, void *function, void **arguments, void **more) {
+    return launched(LAUNCH, function, launch->stream);
 }

@@ -2,8 +2,9 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,16 +13,18 @@ import torch
 import torch.distributed as dist
 
 from dist_amp.config.load import load_config
+from dist_amp.diagnostics import consistency
 from dist_amp.diagnostics.limits import FirstSteps
 from dist_amp.optim import learning_rate
-from dist_amp.run import Run, build_run
+from dist_amp.run import Run, ScriptRun, build_run
 from dist_amp.scaling import hooks
 from dist_amp.settings import RunConfig
+from dist_amp.step import train_step
 from dist_amp.supervise.lifecycle import Stop, open_run
 from dist_amp.telemetry.sums import Interval
 from dist_amp.train import train
 from dist_amp.world import World, locate
-from fake_gpu.records import Syncs, counted
+from fake_gpu.records import Syncs, counted, launches_of, traced
 
 WARM_UP = 20  # the run's own checks of its first steps read the device until then
 STEPS = 50
@@ -101,8 +104,14 @@ def as_if_it_learned(run: Run) -> Iterator[None]:
         patch.object(Interval, "_add", add_applied),
         patch.object(FirstSteps, "_check_moved", has_moved),
         patch.object(hooks, "is_written", lambda whole, sharded: False),
+        patch.object(consistency, "check_samples_differ", lambda run, samples: None),
     ):
         yield
+
+
+def started(words: Sequence[object], ranks: int = 1) -> ScriptRun:
+    config = load_config([*QUIET, *(str(word) for word in words)], environ={})
+    return build_run(config, imagined(ranks))
 
 
 def steps_of(words: Sequence[object], ranks: int = 1) -> Steps:
@@ -110,9 +119,7 @@ def steps_of(words: Sequence[object], ranks: int = 1) -> Steps:
     window = Window()
     with tempfile.TemporaryDirectory() as folder:
         steps = ["--train.steps", WARM_UP + STEPS + 5, "--metrics.log_every", 5]
-        all_words = [*QUIET, "--run.dir", Path(folder) / "run", *steps, *words]
-        config = load_config([str(word) for word in all_words], environ={})
-        window.run = run = build_run(config, imagined(ranks))
+        window.run = run = started(["--run.dir", f"{folder}/run", *steps, *words], ranks)
         open_run(run)
         with as_if_it_learned(run):
             train(run, window)
@@ -124,3 +131,61 @@ def steps_of(words: Sequence[object], ranks: int = 1) -> Steps:
         torch.cuda.max_memory_allocated(),
         torch.cuda.max_memory_reserved(),
     )
+
+
+def kernels_of(words: Sequence[object]) -> set[str]:
+    """The mangled names of what a step launches."""
+    run = started(words)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "launches"
+        with traced(trace):
+            train_step(run, next(run.data))
+        return {name for _, name in launches_of(trace)}
+
+
+# ---- what happens before what ----
+
+
+def nothing(*_: Any) -> None:
+    """In place of a wait."""
+
+
+def learning_rates_read(words: Sequence[object], planted: bool) -> list[float]:
+    """Of two log steps: nan where the host reads them before they have arrived.
+
+    planted: it does not wait for their copy.
+    """
+    run = started(words)
+    rates = []
+    for _ in range(2):
+        run.metrics.record(train_step(run, next(run.data)))
+        interval = run.metrics.interval
+        run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
+        if planted:
+            for _, arrived, *_ in interval._copies:
+                arrived.synchronize = nothing
+        rates.append(run.metrics.read()["lr"])
+    return rates
+
+
+def unordered_accesses(words: Sequence[object], planted: bool, ranks: int = 1) -> list[str]:
+    """By torch's sanitizer: a tensor used on two streams, one of them writing, unordered.
+
+    planted: the stream that computes does not wait for the one that copies micro-batches.
+    """
+    from torch.cuda import _sanitizer as sanitizer
+
+    sanitizer.enable_cuda_sanitizer()
+    fault: Any = nullcontext
+    if planted:
+        fault = partial(patch.object, torch.cuda.Stream, "wait_stream", nothing)
+    run = started(words, ranks)
+    try:
+        with patch.object(hooks, "is_written", lambda whole, sharded: False):
+            for _ in range(5):
+                with fault():
+                    micro_batches = next(run.data)
+                train_step(run, micro_batches)
+    except sanitizer.CUDASanitizerErrors as found:
+        return [str(error) for error in found.errors]
+    return []
