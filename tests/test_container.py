@@ -159,7 +159,7 @@ def runs(tmp_path):
 def test_hadolint_and_shellcheck_have_nothing_to_say():
     linted = run(linter("hadolint"), ROOT / "Dockerfile")
     assert (linted.returncode, linted.stdout) == (0, "")
-    scripts = [*(ROOT / "launch").glob("*.sh"), *(ROOT / "tests").glob("*.sh"), ROOT / ".ci/run"]
+    scripts = [*(ROOT / "launch").glob("*.sh"), *(ROOT / "tests").rglob("*.sh"), ROOT / ".ci/run"]
     linted = run(linter("shellcheck"), *scripts, cwd=ROOT)
     assert (linted.returncode, linted.stdout) == (0, "")
 

@@ -1,6 +1,6 @@
 /* NVIDIA's driver, CUDA runtime, cuBLAS and NCCL without a device, preloaded into a CUDA build of torch.
  *
- * torch sees H100s. Its allocator, streams, events, pinned memory, autograd threads, choice of kernels and
+ * torch sees H100s. Its allocator, streams, events, pinned memory, autograd threads, choice of kernels, compiler and
  * ProcessGroupNCCL are the real ones. Kernels compute nothing: what is read from the device is 0, or, with
  * FAKE_GPU_VALUES=1, what was last copied or set there (up to 1 MiB per copy).
  *

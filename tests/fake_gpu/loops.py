@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from dist_amp.supervise.lifecycle import Stop, open_run
 from dist_amp.telemetry.sums import Interval
 from dist_amp.train import train
 from dist_amp.world import World, locate
-from fake_gpu.records import Syncs, counted
+from fake_gpu.records import Syncs, counted, launches_of, traced
 
 WARM_UP = 20  # the run's own checks of its first steps read the device until then
 STEPS = 50
@@ -132,6 +133,16 @@ def steps_of(words: Sequence[object], ranks: int = 1) -> Steps:
     )
 
 
+def kernels_of(words: Sequence[object]) -> set[str]:
+    """The mangled names of what a step launches."""
+    run = started(words)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "launches"
+        with traced(trace):
+            train_step(run, next(run.data))
+        return {name for _, name in launches_of(trace)}
+
+
 # ---- what happens before what ----
 
 
@@ -157,7 +168,7 @@ def learning_rates_read(words: Sequence[object], planted: bool) -> list[float]:
     return rates
 
 
-def unordered_accesses(words: Sequence[object], planted: bool) -> list[str]:
+def unordered_accesses(words: Sequence[object], planted: bool, ranks: int = 1) -> list[str]:
     """By torch's sanitizer: a tensor used on two streams, one of them writing, unordered.
 
     planted: the stream that computes does not wait for the one that copies micro-batches.
@@ -168,12 +179,13 @@ def unordered_accesses(words: Sequence[object], planted: bool) -> list[str]:
     fault: Any = nullcontext
     if planted:
         fault = partial(patch.object, torch.cuda.Stream, "wait_stream", nothing)
-    run = started(words)
+    run = started(words, ranks)
     try:
-        for _ in range(5):
-            with fault():
-                micro_batches = next(run.data)
-            train_step(run, micro_batches)
+        with patch.object(hooks, "is_written", lambda whole, sharded: False):
+            for _ in range(5):
+                with fault():
+                    micro_batches = next(run.data)
+                train_step(run, micro_batches)
     except sanitizer.CUDASanitizerErrors as found:
         return [str(error) for error in found.errors]
     return []
