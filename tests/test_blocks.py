@@ -446,6 +446,15 @@ def test_the_loss_is_compiled_without_the_model_and_uncompiled_in_the_next_run()
     assert task.loss_sum.__self__ is task
 
 
+def test_cuda_graphs_leave_out_the_head_that_computes_the_loss():
+    # A graph's results are overwritten by the next step, and losses are kept until a log step.
+    words = ["--compile.blocks", "true", *FP32]
+    graphs = bytes_run(World(), Bytes(), *words, "--compile.mode", "reduce-overhead")
+    assert "forward" in vars(graphs.parallel.module.blocks[0])
+    assert "forward" not in vars(graphs.parallel.module.head)
+    assert "forward" in vars(bytes_run(World(), Bytes(), *words).parallel.module.head)
+
+
 @dataclass(frozen=True)
 class Frozen(Tiny):
     samples: int = 64

@@ -108,7 +108,7 @@ def machine_checks(ranks: int) -> list[Check]:
 
 
 def judged(name: str, text: str, problem: str, fix: str) -> Check:
-    """A warning if there is a problem."""
+    """A warning if there is a problem, whose words follow the text."""
     if problem:
         return warn(name, text + problem, fix)
     return ok(name, text)
@@ -402,7 +402,7 @@ def links(world: World) -> Iterator[Check]:
 
 def judge_links(rates: Sequence[float], hosts: Sequence[str]) -> Check:
     """rates: GB/s from the rank before to each rank. A link is compared with those of its kind."""
-    slow = ""
+    slow = []
     texts = []
     for crosses, kind in ((False, "in a machine"), (True, "between machines")):
         links = {}
@@ -414,15 +414,19 @@ def judge_links(rates: Sequence[float], hosts: Sequence[str]) -> Check:
             texts.append(f"{statistics.median(links.values()):.3g} GB/s {kind}")
             slow += slow_ones(links, SLOW_LINK)
     text = f"{', '.join(texts)} from each rank to the next (medians)"
-    return judged("links", text, slow, "check that host's network, and other traffic")
+    return judged("links", text, listed(slow), "check that host's network, and other traffic")
 
 
-def slow_ones(rates: Mapping[str, float], factor: float) -> str:
+def slow_ones(rates: Mapping[str, float], factor: float) -> list[str]:
     """Those that are slower than the median by more than the factor, the slowest first."""
     median = statistics.median(rates.values())
     slow = [name for name, rate in rates.items() if rate * factor < median]
     slow.sort(key=rates.__getitem__)
-    texts = [f"{name} is {median / rates[name]:.1f}x slower" for name in slow]
+    return [f"{name} is {median / rates[name]:.1f}x slower" for name in slow]
+
+
+def listed(texts: Sequence[str]) -> str:
+    """What follows a check's text; "" if there is nothing to list."""
     if not texts:
         return ""
     return f": {some_of(texts, 4)}"
@@ -446,7 +450,7 @@ def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Che
     text = f"{statistics.median(rates):.3g} TFLOP/s in {dtype} per rank ({spread})"
     ranks = {f"rank {rank} on {hosts[rank]}": rate for rank, rate in enumerate(rates)}
     fix = "look there for other processes, throttled clocks, fewer cores or a GPU in other use"
-    return judged("matmul", text, slow_ones(ranks, SLOW), fix)
+    return judged("matmul", text, listed(slow_ones(ranks, SLOW)), fix)
 
 
 def of_ranks(world: World, value: float) -> list[float]:

@@ -120,11 +120,13 @@ def compile_blocks(
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
     compiler = Compiler(config, world)
     names = {id(part): name for name, part in module.named_modules()}
-    heads = [part for part in module.modules() if getattr(part, "compiles_with_blocks", False)]
-    for block in (*blocks, *heads):
+    for block in blocks:
         block.forward = compiler.wrap(block.forward, names[id(block)] or "the model")
     # CUDA graphs' results are overwritten by the next step, and losses are kept for a while.
     if config.mode not in CUDA_GRAPHS:
+        for part in module.modules():
+            if getattr(part, "computes_loss", False):
+                part.forward = compiler.wrap(part.forward, names[id(part)])
         loss = CompiledLoss(task.loss_sum, compiler)
         with suppress(AttributeError):  # a class with __slots__
             object.__setattr__(task, "loss_sum", loss)  # or a frozen dataclass

@@ -110,7 +110,7 @@ class HFCausalLM(huggingface.FineTuning):
         reduction: Reduction,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """(losses as of LossHead, the model's output)."""
+        """(the losses that LossHead returns, the model's output)."""
         targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         inner: Any = getattr(model, "module", model)  # of DDP
         head = inner.get_output_embeddings()
@@ -181,22 +181,23 @@ def make_loss_head(model: Any, chunk: int | Literal["auto"]) -> None:
 
 @torch.no_grad()
 def returns_the_heads_logits(model: Any) -> bool:
-    """Whether the model returns what its head does: some cap or scale it. Tried on a copy."""
+    """Whether the model returns what its head does: some cap or scale it. Tried on one token."""
     made: list[Any] = []
+    head = model.get_output_embeddings()
+    body = model.base_model
+    hidden = MoeModelOutputWithPast(last_hidden_state=head.weight[None, :1])
+    hidden.cross_attentions = None  # GPT-2 passes them on
+    body.forward = lambda *args, **kwargs: hidden
+    hook = head.register_forward_hook(lambda module, inputs, output: made.append(output))
     try:
-        with torch.device("meta"):
-            copy: Any = AutoModelForCausalLM.from_config(model.config)
-            head = copy.get_output_embeddings()
-            hidden = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 4, head.in_features))
-            ids = torch.zeros(1, 4, dtype=torch.int64)
-        hidden.cross_attentions = None  # GPT-2 passes them on
-        # Its layers may read values, which this device has none of.
-        copy.base_model.forward = lambda *args, **kwargs: hidden
-        head.register_forward_hook(lambda module, inputs, output: made.append(output))
-        output = copy(input_ids=ids, use_cache=False)
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
+        output = model(input_ids=ids, use_cache=False)
+        return len(made) == 1 and output.logits is made[0]
     except Exception:  # of any model's code
         return False
-    return len(made) == 1 and output.logits is made[0]
+    finally:
+        hook.remove()
+        del body.forward
 
 
 def document_bounds(position_ids: Tensor) -> Batch:

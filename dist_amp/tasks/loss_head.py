@@ -27,7 +27,7 @@ class LossHead(nn.Linear):
     """
 
     chunk: int | Literal["auto", "off"] = "auto"  # tokens; off: all
-    compiles_with_blocks = True  # its loss, as if it were the task's
+    computes_loss = True  # so it is compiled as the task's loss_sum is
     _targets: tuple[Tensor, Reduction] | tuple[()] = ()
 
     @contextmanager
@@ -107,7 +107,9 @@ class ChunkedLoss(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             matrix = weight.to(dtype)
-            matrix_back = weight.to(dtype_back)
+            matrix_back = matrix
+            if dtype_back != dtype:
+                matrix_back = weight.to(dtype_back)
             for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
                 log_p = F.log_softmax(part.to(dtype) @ matrix.t(), 1, dtype=torch.float32)
                 total += F.nll_loss(log_p, target, reduction="sum")
