@@ -297,6 +297,9 @@ def test_a_slow_link_is_named_among_those_of_its_kind():
     check = doctor_checks.judge_links([10.0, 100.0, 2.0, 100.0, 10.0, 100.0], hosts)
     assert check.status == "warn"
     assert check.found == f"{rates}: rank 1 on a to rank 2 on b is 5.0x slower"
+    check = doctor_checks.judge_links([10.0, 20.0, 2.0, 100.0, 10.0, 100.0], hosts)
+    assert check.found.count(": ") == 1  # both kinds in one list
+    assert check.found.count("x slower") == 2
 
 
 def test_two_ranks_are_started_and_rank_0_prints(launch, tmp_path):
