@@ -106,12 +106,41 @@ def build_run(
         config = exact_config(config, world)
     set_determinism(config.run.deterministic)
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
-    micro_batches = accumulation_steps(config.train, world.world_size)
     folder = run_folder(config.run, world)
     task = build_task(config) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere
-    precision, parallel = build_model(config, task, world, resumes)
+    module = initial_module(config, task, world, resumes)
+    model = lay_out(config, task, module, world)
+    if hasattr(task, "load"):
+        from dist_amp.scaling.meta import load_parameters
+
+        load_parameters(task, module, world, resumes)
+    run = assemble(config, world, task, folder, model)
+    run.config = given
+    run.data, run.validation = build_data(config, task, world)
+    seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
+    if config.data.on_bad_sample == "skip":
+        from dist_amp.loading.bad_samples import skip_bad_samples
+
+        skip_bad_samples(run)
+    if config.parallel.bit_exact:
+        make_exact(run)
+    if any(not p.requires_grad for p in run.parallel.module.parameters()):
+        from dist_amp.scaling.frozen import FrozenBase
+
+        run.frozen = FrozenBase(run.parallel.module, world, run.parallel.replicas)
+    from dist_amp.checkpoint.task_state import Unsaved
+
+    run.unsaved = Unsaved(run)
+    return run
+
+
+def assemble(
+    config: Config, world: World, task: Task, folder: Path, model: tuple[Precision, Parallel]
+) -> ScriptRun:
+    """A run at step 0 that has no data yet. model: as from `lay_out`."""
+    precision, parallel = model
     seed_all(config.run.seed)  # ranks that did not draw the weights are equal to rank 0 again
     scaler = Scaler(
         config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device
@@ -123,12 +152,9 @@ def build_run(
 
         extra_states["ema"] = Ema(parallel.module, config.optim.ema)
     schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device, task)
-    data, validation = build_data(config, task, micro_batches, world)
-
-    seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
     clip = Clip(config.train.clip_by, config.train.clip_limit)
-    run = ScriptRun(
-        config=given,
+    return ScriptRun(
+        config=config,
         world=world,
         folder=folder,
         task=task,
@@ -139,24 +165,10 @@ def build_run(
         optimizer=optimizer,
         schedule=schedule,
         extra_states=extra_states,
-        data=data,
-        validation=validation,
+        data=None,  # type: ignore[arg-type]
+        validation=None,
         metrics=Metrics(world, clip),
     )
-    if config.data.on_bad_sample == "skip":
-        from dist_amp.loading.bad_samples import skip_bad_samples
-
-        skip_bad_samples(run)
-    if config.parallel.bit_exact:
-        make_exact(run)
-    if any(not p.requires_grad for p in parallel.module.parameters()):
-        from dist_amp.scaling.frozen import FrozenBase
-
-        run.frozen = FrozenBase(parallel.module, world, parallel.replicas)
-    from dist_amp.checkpoint.task_state import Unsaved
-
-    run.unsaved = Unsaved(run)
-    return run
 
 
 def initial_module(config: Config, task: Task, world: World, resumes: bool) -> nn.Module:
@@ -181,11 +193,10 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
     return module
 
 
-def build_model(
-    config: Config, task: Task, world: World, resumes: bool
+def lay_out(
+    config: Config, task: Task, module: nn.Module, world: World
 ) -> tuple[Precision, Parallel]:
-    """The task's model in its precision, laid out over the ranks. resumes: as for `build_run`."""
-    module = initial_module(config, task, world, resumes)
+    """A module as it is trained; parameters on the meta device get memory, with any content."""
     strategy = pick_strategy(config.parallel, module, world)
     sharded = strategy in ("fsdp", "hsdp")
     cast = pick_cast(config.precision, strategy, module, world)
@@ -225,16 +236,10 @@ def build_model(
         from dist_amp.bit_exact import join_inputs
 
         join_inputs(units)
-    if hasattr(task, "load"):
-        from dist_amp.scaling.meta import load_parameters
-
-        load_parameters(task, module, world, resumes)
     return precision, parallel
 
 
-def build_data(
-    config: Config, task: Task, micro_batches: int, world: World
-) -> tuple[Batches, Batches | None]:
+def build_data(config: Config, task: Task, world: World) -> tuple[Batches, Batches | None]:
     """(training batches, validation batches or None)."""
     size = config.train.micro_batch_size
     data = build_batches(
@@ -243,7 +248,7 @@ def build_data(
         build_split(task, "train", world),
         world,
         micro_batch_size=size,
-        accumulation_steps=micro_batches,
+        accumulation_steps=accumulation_steps(config.train, world.world_size),
         seed=config.run.seed,
     )
     held_out = build_split(task, "validation", world) if config.eval.every != "off" else None

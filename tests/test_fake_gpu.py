@@ -22,9 +22,13 @@ from fake_gpu.loops import (
     Steps,
     kernels_of,
     learning_rates_read,
+    peaks_of,
     steps_of,
     unordered_accesses,
 )
+
+from dist_amp.commands.plan import make_plan
+from dist_amp.config.load import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_fake_gpus]
 
@@ -135,6 +139,31 @@ def test_memory_and_launches_are_as_they_were(case):
 def test_attention_takes_the_fastest_kernel_that_its_mask_allows(tmp_path, case, kernel):
     words = [*CASES[case][1], "--data.path", written_text(tmp_path)]
     assert any(kernel in name for name in on_fake_gpus(1, kernels_of, words))
+
+
+# ---- the plan ----
+
+PLANNED = [
+    ("llama", "single", 1, "none"),
+    ("gpt2", "ddp", 2, "none"),
+    ("qwen2_moe", "fsdp", 8, "none"),
+    ("t5", "fsdp", 8, "full"),
+    ("whisper", "fsdp", 64, "selective"),
+    ("dinov2", "hsdp", 64, "none"),
+    ("resnet", "ddp", 2, "none"),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "ranks", "recomputed"), PLANNED)
+def test_a_planned_peak_is_the_allocators_within_3_percent(model, strategy, ranks, recomputed):
+    words = ["--task.target", "fake_gpu.strangers:Stranger", "--task.args.name", model]
+    words += ["--parallel.activation_checkpointing", recomputed, "--precision.tf32", "true"]
+    if ranks > 1:
+        words += ["--parallel.strategy", strategy]
+    real = on_fake_gpus(min(ranks, 8), peaks_of, words, ranks, values=strategy == "ddp")
+    plan, _ = make_plan(load_config(words, environ={}), ranks, 0, only_chosen=True)
+    (chosen,) = plan.strategies
+    assert chosen.on_device == pytest.approx(max(real.values()), rel=0.03)
 
 
 # ---- the main job ----

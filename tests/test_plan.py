@@ -1,6 +1,8 @@
 """What `dist_amp.plan` says is what runs hold and send; it needs neither GPUs nor memory."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 
@@ -8,19 +10,20 @@ import pytest
 import torch
 from conftest import ROOT
 from ranks import on_ranks
-from tiny import Rows, Tiny, make_run, take_steps
+from tiny import Rows, Tiny, make_run
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.collectives import measure
 from dist_amp.checkpoint.background import without_replicas
 from dist_amp.checkpoint.state import take_snapshot
-from dist_amp.commands.estimates import Setup, cast_bytes, gathered_bytes
 from dist_amp.commands.plan import main, make_plan
+from dist_amp.commands.simulation import ImaginedDevice
 from dist_amp.config import native_precision
 from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
+from dist_amp.step import train_step
 from dist_amp.world import World, local
 
 SETTINGS = "--train.micro_batch_size 2 --train.steps 8 --checkpoint.every off --eval.every off"
@@ -184,53 +187,64 @@ def test_a_rank_holds_sends_and_saves_what_was_planned(ranks):
         assert set(sends) == {(chosen.sent_bytes, chosen.collectives)}, case
 
 
-class Casts(TorchDispatchMode):
-    """Bytes of the parameters' copies in half precision, each counted once."""
-
-    def __init__(self, parameters):
-        super().__init__()
-        self.known = {p.data_ptr() for p in parameters}
-        self.copies = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function._opname == "_to_copy" and args[0].data_ptr() in self.known:
-            self.copies[args[0].data_ptr()] = bytes_of([result])
-        return result
-
-
-@pytest.mark.parametrize("task", ["Uneven", "Normed", "TiedWords"])
-def test_autocast_makes_the_copies_that_were_planned(task):
-    run = run_of(World(), task, "")
-    with Casts(run.parallel.module.parameters()) as casts:
-        take_steps(run, 1)
-    assert sum(casts.copies.values()) == cast_bytes(run.parallel.module, torch.bfloat16)
+def counted_for_real(world, task, words):
+    """The peaks of the third step of a real run, by phase."""
+    run = run_of(world, task, words)
+    batches = [next(run.data) for _ in range(3)]
+    module = run.parallel.module
+    held = [*module.parameters(), *module.buffers(), *tree_leaves(batches[:1])]
+    held += [tensor for extra in run.extra_states.values() for tensor in extra.tensors.values()]
+    device = ImaginedDevice(None)
+    for tensor in held:
+        device.count(local(tensor).untyped_storage())
+    with device.watched(), device:
+        for micro_batches in batches:
+            device.forget()
+            train_step(run, micro_batches)
+    return {phase: device.peaks[phase] for phase in ("forward", "backward", "optimizer")}
 
 
-def gathered(world, words):
-    """(most bytes of weights gathered at a time in a real step, the same by the formula)."""
-    run = run_of(world, "Uneven", f"--parallel.strategy fsdp {words}")
-    most = []
-
-    def note(*_):
-        records = fsdp_parameters(run.parallel.module)
-        whole = [one._unsharded_param for one in records if hasattr(one, "_unsharded_param")]
-        most.append(sum(p.untyped_storage().nbytes() for p in whole))
-
-    take_steps(run, 1)
-    for part in run.parallel.module.modules():
-        if not list(part.children()):
-            part.register_forward_hook(note)
-            part.register_full_backward_hook(note)
-    take_steps(run, 2)
-    module = Uneven().build_model()
-    setup = Setup(run.config, "fsdp", world, run.task, module, run.precision, 1)
-    return max(most), gathered_bytes(setup)
+REAL = [
+    ("Uneven", "--parallel.strategy fsdp --use_amp false --optim.ema 0.9"),
+    ("TiedWords", "--parallel.strategy fsdp --parallel.reduce_dtype bf16"),
+    ("Normed", "--parallel.strategy fsdp --optim.name sgd"),
+    ("Deep", "--parallel.strategy fsdp"),
+    ("Deep", "--parallel.strategy fsdp --parallel.activation_checkpointing full"),
+]
 
 
-def test_fsdp_gathers_no_more_than_was_planned_at_a_time():
-    for most, formula in on_ranks(2, gathered, ""):
-        assert formula / 2 < most <= formula
+class Deep(Tiny):
+    """Whose activations are most of what a step takes."""
+
+    def __init__(self):
+        super().__init__(samples=4096)
+
+    def build_model(self):
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in "abcd"]
+        return nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 1))
+
+    def blocks(self, model):
+        return list(model)[1:-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_simulated_step_allocates_what_a_real_one_does(ranks):
+    words = "--train.micro_batch_size 64"
+    cases = [(task, f"{more if ranks > 1 else ''} {words}") for task, more in REAL]
+    if ranks == 1:
+        cases = [(task, words) for task in ("Uneven", "TiedWords", "Normed", "Deep")]
+        real = [counted_for_real(World(), *case) for case in cases]
+    else:
+        real = on_ranks(2, counted_on_ranks, cases)[0]
+    for case, peaks in zip(cases, real, strict=True):
+        simulated = planned(*case, ranks)[1].peaks
+        for phase, peak in peaks.items():
+            # The batches of all three steps, the metrics, and gloo's handles: a few KiB.
+            assert simulated[phase] == pytest.approx(peak, abs=24 * 512), (case, phase)
+
+
+def counted_on_ranks(world, cases):
+    return [counted_for_real(world, *case) for case in cases]
 
 
 @pytest.mark.parametrize(("every", "count"), [("8", 1), ("1", 4), ("off", 0)])
@@ -239,21 +253,39 @@ def test_the_disk_holds_no_more_checkpoints_than_there_will_be(every, count):
     assert plan.checkpoints_on_disk == count, "the newest two, the best, and one being written"
 
 
-class Large(Tiny):
-    """Of 70 B parameters."""
+class Layer(nn.Module):
+    """One of Llama 3 70B, by its shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = (nn.Linear(8192, 8192, bias=False) for _ in range(2))
+        self.key_value = nn.Linear(8192, 2048, bias=False)
+        self.gate, self.up = (nn.Linear(8192, 28672, bias=False) for _ in range(2))
+        self.down = nn.Linear(28672, 8192, bias=False)
+
+    def forward(self, x):
+        queries = self.query(x).view(*x.shape[:2], 64, 128).transpose(1, 2)
+        keys, values = self.key_value(x).view(*x.shape[:2], 16, 128).transpose(1, 2).chunk(2, 1)
+        attention = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=True
+        )
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Large(TiedWords):
+    """Of 70 B parameters. Batch: words [B, 8192] int64."""
 
     def __init__(self, layers: int = 80):
-        super().__init__(samples=20_000)
         self.layers = layers
 
     def build_model(self):
-        shapes = [(8192, 8192), (8192, 2048), (8192, 8192), *2 * [(8192, 28672)], (28672, 8192)]
-        layers = [
-            nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
-            for _ in range(self.layers)
-        ]
+        layers = [Layer() for _ in range(self.layers)]
         head = nn.Linear(8192, 128_256, bias=False)
         return nn.Sequential(nn.Embedding(128_256, 8192), *layers, head)
+
+    def build_dataset(self, split):
+        return Rows(words=torch.zeros(1, 8192, dtype=torch.int64).expand(20_000, -1))
 
     def blocks(self, model):
         return list(model)[1:-1]
@@ -262,7 +294,7 @@ class Large(Tiny):
         return [model[0], model[-1]]
 
     def tokens(self, batch):
-        return 8192 * len(batch["y"])
+        return batch["words"].numel()
 
     def flops_per_item(self, model):
         return 6.0 * sum(p.numel() for p in model.parameters()) * 8192
@@ -275,7 +307,8 @@ UNEVEN = "--task.target test_plan:Uneven"
 
 def test_70_billion_parameters_are_planned_in_one_gibibyte():
     code = f"import sys; sys.path.insert(0, 'tests'); {LIMITED}"
-    words = f"{LARGE} --world_size 64 --device_memory_GiB 80 --json".split()
+    words = f"{LARGE} --world_size 64 --device_memory_GiB 80 --json --train.micro_batch_size 1"
+    words = f"{words} --parallel.activation_checkpointing full".split()
     run = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT
     )
@@ -283,9 +316,9 @@ def test_70_billion_parameters_are_planned_in_one_gibibyte():
     plan, peak = run.stdout.rsplit("\n", 2)[:2]
     plan = json.loads(plan)
     assert int(peak) < 2**20, "kB of resident memory; the parameters alone would take 263 GiB"
-    model = {"parameters": 70_552_387_584, "blocks": {"Sequential": 80}}
+    model = {"parameters": 70_552_387_584, "blocks": {"Layer": 80}}
     assert plan["model"].items() >= model.items()
-    assert plan["tokens_per_step"] == 4_194_304
+    assert plan["tokens_per_step"] == 524_288
     assert [one["name"] for one in plan["strategies"] if one["fits"]] == ["fsdp"]
 
 
@@ -318,10 +351,84 @@ def test_auto_is_resolved_by_the_memory_of_a_device_that_is_not_here(capsys):
     assert [one["chosen"] for one in small] == [True, False, False]
     large = strategies(f"{TOP} --world_size 8 --device_memory_GiB 24")
     assert [one["name"] for one in large if one["chosen"]] == ["fsdp"]
-    assert [one["fits"] for one in large] == [False, True, False]
+    assert [one["fits"] for one in large] == [False, False, False]
+    assert large[1]["peaks"]["backward"] > 100 * 2**30, "activations of 65,536 tokens"
     unknown = facts(capsys, f"{TOP} --world_size 8")
     assert not any(one["chosen"] for one in unknown["strategies"])
     assert "auto depends on the GPU's memory; give --device_memory_GiB" in unknown["notes"][0]
+
+
+def test_a_plan_that_does_not_fit_names_the_least_change_that_does(capsys):
+    words = f"{TOP} --world_size 8 --parallel.strategy fsdp"
+    _, out, _ = shown(capsys, f"{words} --device h200")
+    kept = "--parallel.strategy fsdp --parallel.activation_checkpointing"
+    assert f"it fits with: {kept} selective" in out
+    _, out, _ = shown(capsys, f"{words} --device_memory_GiB 40 --train.accumulation_steps 2")
+    smaller = "--train.micro_batch_size 1 --train.accumulation_steps 16"
+    assert f"--parallel.activation_checkpointing full {smaller}" in out
+
+
+def test_the_largest_micro_batch_fits_and_a_sixteenth_more_does_not(capsys):
+    words = f"{TOP} --world_size 8 --parallel.strategy fsdp --device h100-80gb"
+    size = facts(capsys, f"{words} --largest_micro_batch")["largest_micro_batch"]
+    fits = []
+    for tried in (size, math.ceil(size * 17 / 16)):
+        plan = facts(capsys, f"{words} --train.micro_batch_size {tried}")
+        fits += [one["fits"] for one in plan["strategies"] if one["chosen"]]
+    assert fits == [True, False]
+
+
+def test_a_table_over_ranks_shows_where_a_model_begins_to_fit(capsys):
+    words = f"{TOP} --parallel.strategy fsdp --device h100-80gb --train.micro_batch_size 2"
+    rows = facts(capsys, f"{words} --over_ranks --train.global_batch_size 2048")["over_ranks"]
+    assert [row["ranks"] for row in rows] == [8, 64, 512, 4096]
+    assert "train.global_batch_size=2048 is not a multiple" in rows[3]["problem"]
+    assert rows[0]["on_device"] > rows[1]["on_device"] > rows[2]["on_device"]
+    _, out, _ = shown(capsys, f"{words} --over_ranks")
+    assert re.search(r"^8 +fsdp +[\d.]+ GiB +yes", out, re.MULTILINE)
+
+
+def test_time_is_that_of_arithmetic_memory_or_sending(capsys):
+    words = f"{TOP} --world_size 8 --parallel.strategy fsdp --train.micro_batch_size 1"
+    plan = facts(capsys, f"{words} --device h100-80gb --parallel.activation_checkpointing full")
+    seconds = plan["strategies"][1]["seconds"]
+    # A forward of the blocks and one more, at 60 % of 989.4 TFLOP/s, and a backward of twice it.
+    blocks = 2 * 2 * sum(p.numel() for p in Layer().to("meta").parameters()) * 8192
+    assert seconds["forward"] > blocks / (0.6 * 989.4e12)
+    assert seconds["backward"] > 3 * blocks / (0.6 * 989.4e12)
+    computing = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
+    assert seconds["step"] == max(computing, seconds["sending"])
+
+
+class CountsPositives(Tiny):
+    """Its forward depends on values."""
+
+    def loss_sum(self, model, batch):
+        positive = batch["x"][batch["x"].sum(1) > 0]
+        return model(positive).sum()
+
+
+@pytest.mark.bad_input("`plan` of a step whose shapes depend on values")
+def test_a_step_that_needs_values_is_planned_without_activations_and_named(capsys):
+    _, out, _ = shown(capsys, "--task.target test_plan:CountsPositives --world_size 2")
+    assert "sum, without activations" in out
+    assert "a step can't run on tensors without values: DynamicOutputShapeException: " in out
+    assert "nonzero" in out
+
+
+@pytest.mark.bad_input("`plan` for a device that is not in the table, or without a device")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--device h100-80g", "--device=h100-80g is not in the table; did you mean h100-80gb?"),
+        ("--device tpu", "use one of a100-40gb, a100-80gb, "),
+        ("--largest_micro_batch", "--largest_micro_batch needs --device or --device_memory_GiB"),
+    ],
+)
+def test_a_device_that_is_not_known_is_refused(capsys, words, message):
+    status, out, err = shown(capsys, f"{UNEVEN} --world_size 2 {words}")
+    assert (status, out) == (64, "")
+    assert message in err
 
 
 def test_a_model_that_fits_nowhere_is_said_to_need_more_ranks(capsys):
@@ -389,7 +496,9 @@ def test_under_cpu_offload_the_state_is_the_hosts(capsys):
         strategies = facts(capsys, f"{words} {offload}")["strategies"]
         (fsdp,) = [one for one in strategies if one["chosen"]]
         on_device[offload] = fsdp["on_device"]
-    assert on_device == {"false": sum(fsdp["memory"].values()), "true": fsdp["memory"]["computing"]}
+    memory = fsdp["memory"]
+    # Of the same peak in forward or backward; the gradients' shards are on their way.
+    assert on_device["false"] - on_device["true"] == memory["parameters"] + memory["moments"]
 
 
 @pytest.mark.bad_input("`plan` of a model that needs its parameters to be built")

@@ -7,7 +7,6 @@ the tensors and the collectives of real runs.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -98,17 +97,16 @@ class Setup:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank that holds most, without activations."""
+    """Bytes of the state on the rank that holds most."""
 
     parameters: int  # with buffers
     gradients: int  # at their most: under DDP with its buckets; accumulated unreduced, in full
     moments: int  # all of the optimizer's state, without step counts
     average: int  # optim.ema
-    computing: int  # weights gathered or cast to compute with, and buffers to gather and reduce
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.moments + self.average + self.computing
+        return self.parameters + self.gradients + self.moments + self.average
 
 
 class Collective(NamedTuple):
@@ -153,45 +151,7 @@ def memory_of(setup: Setup) -> Memory:
         gradients=gradients,
         moments=moment_bytes(setup, shards),
         average=average,
-        computing=computing_bytes(setup),
     )
-
-
-def computing_bytes(setup: Setup) -> int:
-    """Bytes of cast and gathered weights, and of the buffers that gather and reduce them.
-
-    autocast keeps its copies until the end of the forward. FSDP2's largest unit also has the buffer
-    it is gathered in, its gradient, and the buffer that is reduced.
-    """
-    casts = 0
-    if setup.precision.cast_by == "autocast":
-        casts = cast_bytes(setup.module, setup.precision.dtype)
-    if not setup.shards:
-        return casts
-    units, root = setup.units_and_root()
-    largest = max([*units, root], key=tensor_bytes, default=[])
-    buffers = 2 * tensor_bytes(largest, dtype=setup.gathered)
-    buffers += tensor_bytes(largest, dtype=setup.reduced)
-    return casts + gathered_bytes(setup) + buffers
-
-
-def gathered_bytes(setup: Setup) -> int:
-    """The most weights that FSDP2 gathers at a time: the root, and two units in a row."""
-    units, root = setup.units_and_root()
-    sizes = [tensor_bytes(unit, dtype=setup.gathered) for unit in units]
-    two_units = max((sum(pair) for pair in pairwise(sizes)), default=sum(sizes))
-    return tensor_bytes(root, dtype=setup.gathered) + two_units
-
-
-def cast_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of autocast's copies: the parameters of layers that multiply by a matrix."""
-    cast: set[nn.Parameter] = set()
-    for layer in module.modules():
-        parameters = list(layer.parameters(recurse=False))
-        is_lookup = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-        if not is_lookup and any(p.ndim > 1 for p in parameters):
-            cast.update(p for p in parameters if p.dtype == torch.float32)
-    return tensor_bytes(cast, dtype=dtype)
 
 
 def checkpoint_bytes(setup: Setup) -> int:

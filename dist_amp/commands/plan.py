@@ -1,11 +1,15 @@
-"""python -m dist_amp.plan [--world_size N] [--device_memory_GiB G] [--json] [settings as for
-dist_amp.train]
+"""python -m dist_amp.plan [--world_size N] [--device NAME | --device_memory_GiB G]
+[--largest_micro_batch] [--over_ranks] [--json] [settings as for dist_amp.train]
 
 Predict what a config will do on any number of ranks, without a GPU: batch and epochs, memory per
-rank, bytes sent per step, checkpoint size, and the strategy that "auto" picks. Nothing is trained
-or written, and the model is built without memory for its parameters. Plans are for GPUs, or with
---run.device cpu for processes on a CPU. Activations are not included, nor the memory of CUDA and
-NCCL, about 1 to 2 GiB of each GPU (assumed); `python -m benchmarks activations` measures the first.
+rank, bytes sent and time per step, checkpoint size, and the strategy that "auto" picks. Nothing is
+trained or written. A step of your task runs on tensors without memory, of the shapes of the first
+micro-batch; its allocations are counted. If what the config runs does not fit, the least change
+that does is looked for. Plans are for GPUs, or with --run.device cpu for processes on a CPU.
+
+Not included: the memory of CUDA and NCCL, about 1 to 2 GiB of each GPU (assumed), what kernels need
+within themselves, compiled blocks, and diagnostics. Times assume 60 % of the device's arithmetic,
+80 % of its bandwidths, and sending that overlaps computing.
 
 Exit status: that of the training it plans: 64 for a wrong setting, 65 for the data or the task.
 """
@@ -14,7 +18,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,7 +27,16 @@ import torch
 from torch import nn
 
 from dist_amp.bit_exact import exact_config
-from dist_amp.commands.estimates import Memory, Setup, checkpoint_bytes, memory_of, of_a_step
+from dist_amp.commands.devices import Device, find_device
+from dist_amp.commands.estimates import (
+    Memory,
+    Setup,
+    Step,
+    checkpoint_bytes,
+    memory_of,
+    of_a_step,
+)
+from dist_amp.commands.simulation import ImaginedWorld, Simulation, simulate
 from dist_amp.config.auto import SHARDED, accumulation_steps, pick_cast, pick_strategy, replicas_of
 from dist_amp.config.load import load_config
 from dist_amp.config.memory import USABLE, auto_strategy, capacity_of, size_text
@@ -51,8 +64,11 @@ ROWS = {
     "gradients": "gradients",
     "moments": "optimizer state",
     "average": "moving average",
-    "computing": "gathered or cast weights",
 }
+PHASES = ("forward", "backward", "optimizer")
+LIMITS = ("compute", "memory")
+LARGEST = 4096  # micro-batches beyond it are not tried
+MANY_RANKS = (8, 64, 512, 4096)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,18 +91,37 @@ def run(argv: Sequence[str]) -> None:
         default=0,
         help="of each rank; default: this machine's",
     )
+    parser.add_argument("--device", default="", help="such as h100-80gb; its memory and its speed")
+    parser.add_argument(
+        "--largest_micro_batch",
+        "--largest-micro-batch",
+        action="store_true",
+        help="find the largest train.micro_batch_size that fits",
+    )
+    parser.add_argument(
+        "--over_ranks",
+        "--over-ranks",
+        action="store_true",
+        help="a table over 8, 64, 512 and 4,096 ranks",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     options, words = parser.parse_known_args(argv)
-    memory = options.device_memory_GiB
-    if options.world_size < 1 or not 0 <= memory < math.inf:
+    if options.world_size < 1 or not 0 <= options.device_memory_GiB < math.inf:
         raise ConfigError(
             f"--world_size={options.world_size} must be at least 1, and "
-            f"--device_memory_GiB={memory:g} at least 0"
+            f"--device_memory_GiB={options.device_memory_GiB:g} at least 0"
         )
     try:
         with redirect_stdout(sys.stderr):  # what the task prints is no part of the plan
             config = load_config(words)
-            plan, refused = make_plan(config, options.world_size, round(memory * 2**30))
+            device = None
+            if options.device:
+                device = find_device(options.device, config.precision.tf32)
+            memory = round(options.device_memory_GiB * 2**30)
+            largest = options.largest_micro_batch
+            plan, refused = make_plan(config, options.world_size, memory, device, largest=largest)
+            if options.over_ranks:
+                plan.over_ranks = over_ranks(config, memory, device)
     except SystemExit as error:
         raise DataError(
             f"the task ended the process: {in_one_line(error)}; raise an error that says why"
@@ -108,12 +143,16 @@ class StrategyPlan:
 
     name: str
     chosen: bool
-    fits: bool | None = None  # into the device, without activations but with room for fragments
+    fits: bool | None = None  # into the device, with room for fragments
     precision: str = ""  # and who casts
     memory: Memory | None = None
-    on_device: int = 0  # of the memory; under CPU offload the rest is the host's
+    peaks: dict[str, int] = field(default_factory=dict)  # on the device, by phase
+    on_device: int = 0  # the highest of them; without one, of the state
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase; sending; the whole step
+    limits: dict[str, str] = field(default_factory=dict)  # of each phase: compute or memory
     sent_bytes: float = 0.0  # by each rank in a step
     collectives: int = 0
+    without_peaks: str = ""  # why they are not known: the step needs values
     problem: str = ""  # why training would refuse it
 
 
@@ -136,38 +175,35 @@ class Plan:
     flops_per_sample: float = 0.0
     checkpoint_bytes: int = 0
     checkpoints_on_disk: int = 0  # the most at once
+    fits_with: str = ""  # settings that make it fit, if it doesn't
+    largest_micro_batch: int = 0
+    over_ranks: list[dict[str, Any]] = field(default_factory=list)
     strategies: list[StrategyPlan] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class SimulatedWorld(World):
-    """Ranks that do not exist; what training would print at its start is kept in `notes`."""
-
-    notes: list[str] = field(default_factory=list, compare=False)
-
-    def say(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def warn(self, text: str) -> None:
-        self.say(f"warning: {text}")
-
-
 def make_plan(
-    config: Config, world_size: int, device_memory: int
+    config: Config,
+    world_size: int,
+    device_memory: int,
+    gpu: Device | None = None,
+    only_chosen: bool = False,
+    largest: bool = False,
 ) -> tuple[Plan, BaseException | None]:
     """(the plan, the error by which the training would end at its data).
 
-    device_memory: bytes of each rank's; 0: this machine's own, if it has such a device. Errors:
-    those that training raises when it builds the task and its model.
+    device_memory: bytes of each rank's; 0: the GPU's, or this machine's own if it has such a
+    device. only_chosen: without other strategies. largest: look for the largest micro-batch.
+    Errors: those that training raises when it builds the task and its model.
     """
     device = torch.device("cpu" if config.run.device == "cpu" else "cuda")
     per_machine = min(world_size, RANKS_PER_MACHINE)
-    world = SimulatedWorld(world_size=world_size, local_world_size=per_machine, device=device)
+    world = ImaginedWorld(world_size=world_size, local_world_size=per_machine, device=device)
     if config.parallel.bit_exact:
         config = exact_config(config, world)
-    if not device_memory and (device.type == "cpu" or torch.cuda.is_available()):
+    if gpu is not None:
+        device_memory = device_memory or gpu.memory
+    elif not device_memory and (device.type == "cpu" or torch.cuda.is_available()):
         device_memory = capacity_of(world)[0]
     micro_batches = accumulation_steps(config.train, world_size)
     task = build_task(config)
@@ -184,7 +220,7 @@ def make_plan(
         task=config.task.target,
         model=facts,
         world_size=world_size,
-        device=device.type,
+        device=gpu.name if gpu else device.type,
         device_memory_bytes=device_memory,
         micro_batch_size=config.train.micro_batch_size,
         micro_batches=micro_batches,
@@ -192,13 +228,26 @@ def make_plan(
         steps=config.train.steps,
         notes=world.notes,
     )
-    plan_strategies(plan, config, task, module, world)
+    job = Job(config, task, module, world, device_memory, gpu)
+    refused = None
+    try:
+        job = plan_data(plan, job)
+    except Exception as error:
+        world.warn(f"training would end at its data: {in_one_line(error)}")
+        refused = error
+    chosen = plan_strategies(plan, job, only_chosen)
+    if largest:
+        if not (chosen and device_memory):
+            raise ConfigError("--largest_micro_batch needs --device or --device_memory_GiB")
+        train = replace(config.train, global_batch_size="auto")
+        any_batch = replace(job, config=replace(config, train=train))
+        plan.largest_micro_batch = largest_micro_batch(chosen, any_batch)  # type: ignore[arg-type]
     try:
         with parameters_on_meta():  # the task may build its model again
             plan.flops_per_sample = flops_per_item(task, module)
     except DataError as error:
         world.say(f"without memory for the parameters {error}; FLOPs are left out")
-    return plan, plan_data(plan, config, task, world)
+    return plan, refused
 
 
 def build_module(task: Task, config: Config, world: World) -> nn.Module:
@@ -215,49 +264,234 @@ def build_module(task: Task, config: Config, world: World) -> nn.Module:
     return module
 
 
-def plan_strategies(
-    plan: Plan, config: Config, task: Task, module: nn.Module, world: SimulatedWorld
-) -> None:
-    """Every strategy, and what a checkpoint takes. Errors: what training raises for the chosen."""
-    chosen = choose(config.parallel, module, world, plan.device_memory_bytes)
-    if hasattr(task, "optimizer"):
+@dataclass(frozen=True)
+class Job:
+    """What a plan is made for."""
+
+    config: Config
+    task: Task
+    module: nn.Module  # on the meta device
+    world: ImaginedWorld
+    device_memory: int
+    gpu: Device | None
+    dataset: Any = None
+    batch: Any = None  # a micro-batch
+
+    @property
+    def micro_batches(self) -> int:
+        return accumulation_steps(self.config.train, self.world.world_size)
+
+    @property
+    def room(self) -> float:
+        """Bytes to plan for; inf if the device is not known."""
+        return USABLE * self.device_memory or math.inf
+
+
+def plan_strategies(plan: Plan, job: Job, only_chosen: bool) -> Strategy | str:
+    """Every strategy, and what a checkpoint takes; returns the chosen strategy, if it is known.
+
+    Errors: what training raises for the chosen one.
+    """
+    config, world = job.config, job.world
+    chosen = choose(config.parallel, job.module, world, plan.device_memory_bytes)
+    if hasattr(job.task, "optimizer"):
         world.say(
             "the task's optimizer is assumed to keep two values per parameter, as AdamW does, and "
             "to send nothing"
         )
-    for name, strategy, parallel in candidates(config.parallel, world, plan.micro_batches):
-        one = StrategyPlan(name, chosen=strategy == chosen and parallel == config.parallel)
-        plan.strategies.append(one)
-        # The warnings about other strategies are of no interest.
-        noted_in = world if one.chosen else replace(world, notes=[])
-        candidate = replace(config, parallel=parallel)
-        try:
-            precision = checked(candidate, strategy, task, module, noted_in)
-        except Failure as error:
-            if one.chosen:
-                raise
-            one.problem = first_line(error)
+    for name, strategy, parallel in candidates(config.parallel, world, job.micro_batches):
+        is_chosen = strategy == chosen and parallel == config.parallel
+        if only_chosen and not is_chosen:
             continue
-        setup = Setup(candidate, strategy, world, task, module, precision, plan.micro_batches)
-        step = of_a_step(setup)
-        one.precision = precision.name
-        if precision.cast_by != "nothing":
-            one.precision += f", {precision.cast_by}"
-        one.memory = memory_of(setup)
-        one.on_device = one.memory.total
-        if strategy in SHARDED and parallel.cpu_offload:
-            one.on_device = one.memory.computing
-            if parallel.accumulate_reduce == "last" and plan.micro_batches > 1:
-                one.on_device += one.memory.gradients
-        if plan.device_memory_bytes:
-            one.fits = one.on_device <= USABLE * plan.device_memory_bytes
-        one.sent_bytes = sum(times * collective.sent for collective, times in step.items())
-        one.collectives = step.total()
-        if one.chosen or not plan.checkpoint_bytes:
+        # The warnings about other strategies are of no interest.
+        noted_in = world if is_chosen else replace(world, notes=[])
+        candidate = replace(job, config=replace(config, parallel=parallel), world=noted_in)
+        one, setup = plan_strategy(name, strategy, candidate)
+        one.chosen = is_chosen
+        plan.strategies.append(one)
+        if setup is None:
+            if is_chosen:
+                raise ConfigError(one.problem)
+        elif is_chosen or not plan.checkpoint_bytes:
             plan.checkpoint_bytes = checkpoint_bytes(setup)
+        if is_chosen and one.fits is False:
+            plan.fits_with = settings_that_fit(strategy, candidate)
     if config.checkpoint.every != "off":
         to_come = math.ceil(config.train.steps / config.checkpoint.every)
         plan.checkpoints_on_disk = min(config.checkpoint.keep + BESIDES_KEPT, to_come)
+    return chosen
+
+
+def plan_strategy(name: str, strategy: Strategy, job: Job) -> tuple[StrategyPlan, Setup | None]:
+    """(the plan, its setup); without a setup where training would refuse it, as `problem` says."""
+    one = StrategyPlan(name, chosen=False)
+    try:
+        precision = checked(job.config, strategy, job.task, job.module, job.world)
+    except Failure as error:
+        one.problem = first_line(error)
+        return one, None
+    setup = Setup(
+        job.config, strategy, job.world, job.task, job.module, precision, job.micro_batches
+    )
+    step = of_a_step(setup)
+    one.precision = precision.name
+    if precision.cast_by != "nothing":
+        one.precision += f", {precision.cast_by}"
+    one.memory = memory_of(setup)
+    one.on_device = one.memory.total
+    one.sent_bytes = sum(times * collective.sent for collective, times in step.items())
+    one.collectives = step.total()
+    try:
+        simulated = simulated_step(strategy, one.memory, job)
+    except Exception as error:
+        one.without_peaks = in_one_line(error)
+        simulated = None
+    if simulated is not None:
+        on_host = 0
+        one.peaks = simulated.peaks
+        if setup.shards and job.config.parallel.cpu_offload:
+            on_host = one.memory.total - one.memory.gradients
+            one.peaks = {phase: simulated.peaks[phase] - on_host for phase in PHASES[:2]}
+        one.on_device = max(one.peaks.values())
+        if job.gpu is not None:
+            plan_time(one, simulated, step, job.gpu, job.world)
+    if job.device_memory:
+        one.fits = one.on_device <= job.room
+    return one, setup
+
+
+def simulated_step(strategy: Strategy, memory: Memory, job: Job) -> Simulation | None:
+    """None without data, or if the state alone does not fit. Errors: those of `simulate`."""
+    state_fits = memory.total <= job.room or job.config.parallel.cpu_offload
+    if job.batch is None or not state_fits:
+        return None
+    parallel = replace(job.config.parallel, cpu_offload=False, bit_exact=False)
+    config = replace(job.config, parallel=parallel)
+    return simulate(config, strategy, job.world, job.task, job.module, job.batch, job.gpu)
+
+
+def plan_time(
+    one: StrategyPlan, simulated: Simulation, step: Step, gpu: Device, world: World
+) -> None:
+    """Seconds of a step: of computing or of sending, which overlap, whichever is longer."""
+    for phase in PHASES:
+        parts = {limit: simulated.seconds.get((phase, limit), 0.0) for limit in LIMITS}
+        one.seconds[phase] = sum(parts.values())
+        one.limits[phase] = max(LIMITS, key=lambda limit: parts[limit])
+    sending = 0.0
+    # A ring over several machines enters and leaves each by every network card.
+    over_all = min(gpu.machine, world.local_world_size * gpu.network)
+    for collective, times in step.items():
+        rate = over_all
+        if collective.ranks < world.world_size and collective.kind == "all_reduce":
+            rate = gpu.network  # of hsdp's replicas, one on each machine
+        elif collective.ranks <= world.local_world_size:
+            rate = gpu.machine
+        sending += times * collective.sent / rate
+    one.seconds["sending"] = sending
+    one.seconds["step"] = max(sending, sum(one.seconds[phase] for phase in PHASES))
+
+
+# --- what fits
+
+
+def with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """The config with these keys set."""
+    for key, value in settings.items():
+        section, name = key.split(".")
+        changed = replace(getattr(config, section), **{name: value})
+        config = replace(config, **{section: changed})
+    return config
+
+
+def in_words(settings: dict[str, Any]) -> str:
+    return " ".join(f"--{key} {str(value).lower()}" for key, value in settings.items())
+
+
+def settings_that_fit(strategy: Strategy, job: Job) -> str:
+    """The least costly change that fits, as a command line; "" if none does."""
+    for settings in changes(strategy, job):
+        if fitting(settings["parallel.strategy"], job, settings):
+            return in_words(settings)
+    return ""
+
+
+def fitting(strategy: Strategy, job: Job, settings: dict[str, Any]) -> bool:
+    """Whether the config fits with these settings."""
+    config = with_settings(job.config, settings)
+    size = config.train.micro_batch_size
+    batch = job.batch
+    if size != job.config.train.micro_batch_size and batch is not None:
+        batch = batch_of(config, job.task, job.dataset)
+    world = replace(job.world, notes=[])
+    changed = replace(job, config=config, world=world, batch=batch)
+    return bool(plan_strategy("", strategy, changed)[0].fits)
+
+
+def changes(strategy: Strategy, job: Job) -> Iterator[dict[str, Any]]:
+    """Settings that take less memory than the config's, the least costly first."""
+    strategies = [strategy]
+    if strategy == "ddp":
+        strategies.append("fsdp")
+    for used in strategies:
+        first = {"parallel.strategy": used}
+        for kept in ("none", "selective", "full"):
+            second = first | {"parallel.activation_checkpointing": kept}
+            if (used, kept) != (strategy, "none"):
+                yield second
+    size, rounds = job.config.train.micro_batch_size, job.micro_batches
+    last: dict[str, Any] = {
+        "parallel.strategy": used,
+        "parallel.activation_checkpointing": "full",
+    }
+    while size % 2 == 0:
+        size //= 2
+        rounds *= 2
+        last = {**last, "train.micro_batch_size": size}
+        if job.config.train.global_batch_size == "auto":
+            last["train.accumulation_steps"] = rounds
+        yield last
+    if used in SHARDED:
+        yield last | {"parallel.cpu_offload": True}
+
+
+def largest_micro_batch(strategy: Strategy, job: Job) -> int:
+    """The largest train.micro_batch_size that fits, within 1/16; 0 if none does."""
+
+    def fits(size: int) -> bool:
+        return fitting(strategy, job, {"train.micro_batch_size": size})
+
+    low, high = 0, 1
+    while high <= LARGEST and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def over_ranks(config: Config, memory: int, gpu: Device | None) -> list[dict[str, Any]]:
+    """What the chosen strategy takes on more and more ranks."""
+    rows = []
+    for ranks in MANY_RANKS:
+        row: dict[str, Any] = {"ranks": ranks}
+        try:
+            plan, _ = make_plan(config, ranks, memory, gpu, only_chosen=True)
+        except ConfigError as error:
+            rows.append(row | {"problem": first_line(error)})
+            continue
+        for one in plan.strategies:
+            if one.chosen:
+                row |= {"strategy": one.name, "on_device": one.on_device, "fits": one.fits}
+                row |= {"sent_bytes": one.sent_bytes, "seconds": one.seconds.get("step", 0)}
+        rows.append(row)
+    return rows
+
+
+# --- strategies
 
 
 def choose(config: ParallelConfig, module: nn.Module, world: World, memory: int) -> Strategy | str:
@@ -309,27 +543,30 @@ def checked(
     return precision
 
 
-def plan_data(plan: Plan, config: Config, task: Any, world: World) -> Exception | None:
-    """Samples, epochs and tokens; returns an error that would end the training."""
+def plan_data(plan: Plan, job: Job) -> Job:
+    """Samples, epochs and tokens; the job with its data. Errors: what would end the training."""
+    config, task = job.config, job.task
     size = config.train.micro_batch_size
-    try:
-        dataset = build_split(task, "train", World())
-        if dataset is not None:
-            plan.samples = len(dataset)
-        check_length(plan.samples, size, plan.micro_batches, world)
-        plan.steps_per_epoch, rest = divmod(plan.samples, plan.samples_per_step)
-        if rest and not config.data.drop_last:
-            plan.steps_per_epoch += 1
-        if hasattr(task, "tokens"):
-            shard = Shard(tuple(range(size)), seed=config.run.seed)
-            batch = Fetch(dataset, task, "training")[shard]
-            if isinstance(batch, DataError):
-                raise batch
-            plan.tokens_per_step = task.tokens(batch) * plan.samples_per_step // size
-    except Exception as error:
-        world.warn(f"training would end at its data: {in_one_line(error)}")
-        return error
-    return None
+    dataset = build_split(task, "train", World())
+    if dataset is not None:
+        plan.samples = len(dataset)
+    check_length(plan.samples, size, plan.micro_batches, job.world)
+    plan.steps_per_epoch, rest = divmod(plan.samples, plan.samples_per_step)
+    if rest and not config.data.drop_last:
+        plan.steps_per_epoch += 1
+    batch = batch_of(config, task, dataset)
+    if hasattr(task, "tokens"):
+        plan.tokens_per_step = task.tokens(batch) * plan.samples_per_step // size
+    return replace(job, dataset=dataset, batch=batch)
+
+
+def batch_of(config: Config, task: Any, dataset: Any) -> Any:
+    """A micro-batch of the first samples, which come again if there are too few. Errors: its."""
+    indices = [index % len(dataset) for index in range(config.train.micro_batch_size)]
+    batch = Fetch(dataset, task, "training")[Shard(tuple(indices), seed=config.run.seed)]
+    if isinstance(batch, DataError):
+        raise batch
+    return batch
 
 
 # --- as text
@@ -341,8 +578,16 @@ def lines(plan: Plan, config: Config) -> list[str]:
     if any(one.chosen for one in plan.strategies):
         text.append("* what this config runs")
     text += [f"{one.name}: not possible: {one.problem}" for one in plan.strategies if one.problem]
-    if plan.device_memory_bytes and not any(one.fits for one in plan.strategies):
+    for problem in sorted({one.without_peaks for one in plan.strategies} - {""}):
+        text.append(f"without activations: a step can't run on tensors without values: {problem}")
+    if plan.fits_with:
+        text.append(f"it fits with: {plan.fits_with}")
+    elif plan.device_memory_bytes and not any(one.fits for one in plan.strategies):
         text.append(f"nothing fits into {100 * USABLE:.0f} % of the device; use more ranks")
+    if plan.largest_micro_batch:
+        text.append(f"largest train.micro_batch_size that fits: {plan.largest_micro_batch}")
+    if plan.over_ranks:
+        text += [*table_over_ranks(plan), ""]
     notes = [note for note in plan.notes if not note.startswith("blocks: ")]
     return text + sorted(notes, key=lambda note: note.startswith("warning: "))  # warnings last
 
@@ -387,6 +632,30 @@ def heads(plan: Plan, config: Config) -> dict[str, str]:
     }
 
 
+def time_text(one: StrategyPlan, phase: str) -> str:
+    """Such as "12.3 ms, memory", by what limits it."""
+    if not one.seconds:
+        return ""
+    text = f"{1000 * one.seconds[phase]:,.1f} ms"
+    if phase in one.limits:
+        text += f", {one.limits[phase]}"
+    return text
+
+
+def table_over_ranks(plan: Plan) -> list[str]:
+    """A row per number of ranks."""
+    rows = [["ranks", "strategy", "on each rank", "fits", "sent per step", "time of a step"]]
+    for row in plan.over_ranks:
+        if "on_device" not in row:
+            rows.append([f"{row['ranks']:,}", row.get("problem", "not known"), *4 * [""]])
+            continue
+        fits = {None: "not known", True: "yes", False: "no"}[row["fits"]]
+        seconds = f"{1000 * row['seconds']:,.1f} ms" if row["seconds"] else ""
+        sizes = [size_text(row["on_device"]), fits, size_text(row["sent_bytes"])]
+        rows.append([f"{row['ranks']:,}", row["strategy"], *sizes, seconds])
+    return columns(rows, left=2)
+
+
 def table(plan: Plan) -> list[str]:
     """A column per strategy: what each rank holds, and what it sends."""
     strategies = [one for one in plan.strategies if not one.problem]
@@ -395,11 +664,14 @@ def table(plan: Plan) -> list[str]:
 
     def add(label: str, values: Iterable[float]) -> None:
         if any(values := list(values)):
-            rows.append([label, *map(size_text, values)])
+            rows.append([label, *(size_text(value) if value else "" for value in values)])
 
     for name, label in ROWS.items():
         add(label, (getattr(memory, name) for memory in memories))
-    add("sum, without activations", (memory.total for memory in memories))
+    for phase in PHASES:
+        add(f"peak in {phase}", (one.peaks.get(phase, 0) for one in strategies))
+    if not any(one.peaks for one in strategies):
+        add("sum, without activations", (memory.total for memory in memories))
     if plan.device_memory_bytes:
         left = [f"left of {size_text(plan.device_memory_bytes)}"]
         for one in strategies:
@@ -407,6 +679,11 @@ def table(plan: Plan) -> list[str]:
             left.append(room if one.fits else "too large")
         rows.append(left)
     add("sent per step", (one.sent_bytes for one in strategies))
+    for phase in (*PHASES, "sending"):
+        if any(one.seconds for one in strategies):
+            rows.append([f"time, {phase}", *(time_text(one, phase) for one in strategies)])
+    if any(one.seconds for one in strategies):
+        rows.append(["time, step", *(time_text(one, "step") for one in strategies)])
     rows.append(["computes in", *(one.precision for one in strategies)])
     rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([rows[0], rule, *rows[1:]])

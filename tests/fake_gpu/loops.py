@@ -189,3 +189,25 @@ def unordered_accesses(words: Sequence[object], planted: bool, ranks: int = 1) -
     except sanitizer.CUDASanitizerErrors as found:
         return [str(error) for error in found.errors]
     return []
+
+
+def peaks_of(words: Sequence[object], ranks: int = 1) -> dict[str, int]:
+    """The allocator's peak in each phase of the second to the sixth step, in bytes."""
+    run = started(words, ranks)
+    peaks: dict[str, int] = {}
+    enter = run.world.clock.enter
+
+    def note(phase: str) -> str:
+        before = enter(phase)
+        peaks[before] = max(peaks.get(before, 0), torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        return before
+
+    with patch.object(hooks, "is_written", lambda whole, sharded: False):
+        for number in range(6):
+            micro_batches = next(run.data)
+            if number == 1:
+                torch.cuda.reset_peak_memory_stats()
+                run.world.clock.enter = note
+            train_step(run, micro_batches)
+    return peaks

@@ -1,0 +1,386 @@
+"""Steps of a config on imagined ranks, with tensors that have no memory: bytes, and seconds.
+
+The project's own step runs under torch's FakeTensorMode, which computes shapes alone. Allocations
+are counted as a GPU's allocator does, and each operation takes the larger of its arithmetic and its
+memory traffic. Not seen: what a kernel allocates within itself, compiled blocks, diagnostics.
+"""
+
+import copy
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dist_amp.clock import PhaseClock
+from dist_amp.commands.devices import Device
+from dist_amp.config.auto import accumulation_steps
+from dist_amp.run import assemble, lay_out
+from dist_amp.scaling.meta import like
+from dist_amp.settings import Config, Strategy
+from dist_amp.step import Run, train_step
+from dist_amp.task import Task
+from dist_amp.world import World
+
+aten = torch.ops.aten
+
+ROUNDING = 512  # an allocation is a multiple of it. Source: torch's CUDACachingAllocator.cpp
+# The forward's and the backward's thread each have one. Source: torch's CUDABlas.cpp, for Hopper.
+WORKSPACES = 2 * 32 * 2**20
+STEPS = 2  # the optimizer's state and all gradients exist from the second on
+MICRO_BATCHES = 2  # of many, the second takes as much memory as any other
+
+# What the host reads from the device is 1 or true here: checks pass, and divisions work.
+READS = (aten._local_scalar_dense, aten.allclose, aten.equal)
+
+# In place, without a rule for shapes: FakeTensorMode would run them on zeros.
+FUSED = (aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_)
+
+# What CUDA's autocast computes in float32, and a CPU's does not. Source: torch's autocast_mode.h.
+NAMES = "cumsum exp log log_softmax pow prod rsqrt softmax sum"
+IN_FLOAT32: dict[Any, str] = {
+    torch: NAMES,
+    Tensor: NAMES,
+    F: "cross_entropy group_norm kl_div l1_loss layer_norm log_softmax nll_loss softmax",
+}
+
+# A CPU's attention, which torch's table lacks. Arguments: shapes.
+FLOPS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
+            grad.shape, q.shape, k.shape, v.shape
+        )
+    ),
+}
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Inside, operations are as CUDA has them: autocast's list, and kernels that a CPU lacks."""
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if training and 0 < p < 1:
+            return torch.native_dropout(input, p, True)[0]
+        return input
+
+    attention = F.scaled_dot_product_attention
+
+    def without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+        if isinstance(mask := kwargs.get("attn_mask"), Tensor):
+            kwargs["attn_mask"] = mask.detach()  # a CPU's kernel gives it no gradient
+        return attention(*args, **kwargs)
+
+    with ExitStack() as patches:
+        for owner, names in IN_FLOAT32.items():
+            for name in names.split():
+                patches.enter_context(patch.object(owner, name, in_float32(getattr(owner, name))))
+        patches.enter_context(patch.object(F, "dropout", dropout))
+        patches.enter_context(patch.object(F, "scaled_dot_product_attention", without_dropout))
+        yield
+
+
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with its arguments in float32 under autocast."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, in_full, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return called
+
+
+def in_full(tensor: Tensor) -> Tensor:
+    """A half-precision tensor as float32."""
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        return tensor.float()
+    return tensor
+
+
+class ImaginedDevice(TorchDispatchMode):
+    """The device of rank 0: what is allocated on it, and how long it computes."""
+
+    def __init__(self, device: Device | None) -> None:
+        super().__init__()
+        self.phase = "other"
+        self.peaks: Counter[str] = Counter()  # bytes, by the phase of a step
+        self.flops: Counter[str] = Counter()
+        self.seconds: Any = Counter()  # by phase and limit: compute, memory
+        self._device = device
+        self._bytes = 0
+        self._sizes: dict[int, int] = {}  # of the storages alive, by their address
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if DTensor in types:
+            return NotImplemented  # what it calls with its local tensors comes here again
+        kwargs = kwargs or {}
+        is_fake = any(issubclass(kind, FakeTensor) for kind in types)
+        if is_fake and function.overloadpacket in READS:
+            return True
+        result = None
+        if not (is_fake and function.overloadpacket in FUSED):
+            result = function(*args, **kwargs)
+        results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        for tensor in results:
+            self.count(tensor.untyped_storage())
+        peak = self._bytes + within_kernel(function, args)
+        self.peaks[self.phase] = max(self.peaks[self.phase], peak)
+        if not function.is_view:
+            moved = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._compute(function, args, kwargs, result, [*moved, *results])
+        return result
+
+    def _compute(
+        self, function: Any, args: Any, kwargs: Any, result: Any, moved: list[Tensor]
+    ) -> None:
+        flops = 0
+        if formula := FLOPS.get(function.overloadpacket):
+            flops = formula(*args, **kwargs, out_val=result)
+            self.flops[self.phase] += flops
+        if self._device is None:
+            return
+        memory = sum(tensor.nbytes for tensor in moved) / self._device.bytes_per_second
+        compute = 0.0
+        if flops:
+            compute = flops / self._device.flop_per_second(moved[0].dtype)
+        limit = "compute" if compute > memory else "memory"
+        self.seconds[self.phase, limit] += max(compute, memory)
+
+    def count(self, storage: Any) -> None:
+        """Count a storage until it is freed, or its new size."""
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
+        size = math.ceil(storage.nbytes() / ROUNDING) * ROUNDING
+        self._bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peaks[self.phase] = max(self.peaks[self.phase], self._bytes)
+
+    def _free(self, key: int) -> None:
+        self._bytes -= self._sizes.pop(key)
+        del self._storages[key]
+
+    def forget(self) -> None:
+        """Begin again to measure; what is allocated remains."""
+        self.peaks.clear()
+        self.flops.clear()
+        self.seconds.clear()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, it knows a step's phases and FSDP2's resizing; modules stay where they are."""
+        resize = torch.UntypedStorage.resize_
+        enter = PhaseClock.enter
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            self.count(storage)
+            return result
+
+        def entered(clock: PhaseClock, phase: str) -> str:
+            if phase != "communication":
+                self.phase = phase
+            return enter(clock, phase)
+
+        with (
+            patch.object(PhaseClock, "enter", entered),
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(nn.Module, "to", lambda module, *_, **__: module),
+        ):
+            yield
+
+
+def within_kernel(function: Any, args: Any) -> int:
+    """Bytes that the kernels with the largest buffers allocate while they run.
+
+    Sums over rows, as of a bias's gradient: partial sums of 128 threads each, of as many blocks as
+    fill a GPU of 132 x 16. Source: torch's Reduce.cuh. Attention's backward: the queries' gradient
+    in float32. Source: torch's flash_api.cpp.
+    """
+    if function is aten.sum.dim_IntList and args[0].ndim == 2 and list(args[1]) == [0]:
+        rows, columns = args[0].shape
+        to_fill = math.ceil(132 * 16 / math.ceil(columns / 128))
+        blocks = max(min(to_fill, math.ceil(rows / 64)), math.ceil(rows / 1024))
+        return 4 * columns * blocks * 128
+    if function.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return 4 * args[1].numel()
+    return 0
+
+
+@dataclass(frozen=True)
+class ImaginedWorld(World):
+    """Rank 0 of ranks that do not exist. notes: what a training would print at its start."""
+
+    notes: list[str] = field(default_factory=list, compare=False)
+
+    def say(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def gather_numbers(self, row: list[float]) -> list[list[float]]:
+        return [row] * self.world_size
+
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        with _disable_current_modes():  # a mesh needs values
+            return super().mesh(shape, names)
+
+
+@contextmanager
+def imagined_ranks(world_size: int) -> Iterator[None]:
+    """A process group of so many ranks in this process, whose collectives return at once."""
+    if world_size == 1:
+        yield
+        return
+    # Private, and the only group without sockets.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def without_memory(module: nn.Module, fake: FakeTensorMode, device: ImaginedDevice) -> nn.Module:
+    """A copy with parameters on the meta device, tied ones tied, and buffers that are counted."""
+    module = copy.deepcopy(module)
+    on_meta: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in on_meta:
+                on_meta[parameter] = like(parameter, parameter.detach().to("meta"))
+            setattr(part, name, on_meta[parameter])
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            part._buffers[name] = on_device(buffer, fake, device)
+    return module
+
+
+def on_device(tensor: Tensor, fake: FakeTensorMode, device: ImaginedDevice) -> Tensor:
+    """A tensor of the shape that is counted."""
+    made = fake.from_tensor(tensor)
+    device.count(made.untyped_storage())
+    return made
+
+
+def hold_buckets(run: Run) -> list[Tensor]:
+    """Keep gradients as DDP does: they exist from the start, and a backward's are copied there.
+
+    Returns a second set: DDP makes its buckets again after the first step, and frees the old ones
+    later.
+    """
+    parallel = run.parallel
+    buckets = {p: torch.empty_like(p) for p in parallel.parameters}
+    no_sync = parallel.gradient_sync(False)
+    is_last = True
+
+    def gradient_sync(on: bool) -> Any:
+        nonlocal is_last
+        is_last = on
+        return no_sync
+
+    def copy_to_bucket(parameter: Tensor) -> None:
+        if is_last:
+            parameter.grad = buckets[parameter]  # type: ignore[index]
+
+    parallel.gradient_sync = gradient_sync
+    for parameter in parallel.parameters:
+        parameter.register_post_accumulate_grad_hook(copy_to_bucket)
+    return [torch.empty_like(p) for p in parallel.parameters]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step of rank 0, by phase: forward, backward, optimizer, other."""
+
+    peaks: dict[str, int]  # bytes
+    flops: dict[str, int]
+    seconds: dict[tuple[str, str], float]  # of phase and limit: compute, memory
+
+
+def simulate(
+    config: Config,
+    strategy: Strategy,
+    world: World,
+    task: Task,
+    module: nn.Module,
+    batch: Any,
+    device: Device | None = None,
+) -> Simulation:
+    """One step after another. module: the task's, on the meta device. batch: a micro-batch.
+
+    Errors: what the task raises; torch's for an operation that depends on values, since there are
+    none.
+    """
+    size = world.world_size
+    # It prints a traceback before it raises.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    micro_batches = accumulation_steps(config.train, size)
+    simulated = min(MICRO_BATCHES, micro_batches)
+    on_gpu = world.device.type == "cuda"
+    if strategy == "ddp":  # torch's needs values; its memory is that of one rank and its buckets
+        size = 1
+    parallel = replace(config.parallel, strategy="single" if size == 1 else strategy)
+    config = replace(config, parallel=parallel, compile=replace(config.compile, blocks=False))
+    ranks = ImaginedWorld(
+        rank=0, world_size=size, local_world_size=min(size, world.local_world_size)
+    )
+    fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+    rank0 = ImaginedDevice(device)
+    with imagined_ranks(size):
+        module = without_memory(module, fake, rank0)
+        batches = [
+            tree_map_only(Tensor, lambda t: on_device(t, fake, rank0), batch)
+            for _ in range(simulated)
+        ]
+        with ExitStack() as modes:
+            modes.enter_context(fake)
+            modes.enter_context(rank0)
+            modes.enter_context(rank0.watched())
+            if on_gpu:
+                modes.enter_context(as_on_gpu())
+            run = assemble(config, ranks, task, Path(), lay_out(config, task, module, ranks))
+            beside = hold_buckets(run) if strategy == "ddp" else []
+            for _ in range(STEPS):
+                rank0.forget()
+                train_step(run, batches)
+            del beside
+    workspaces = WORKSPACES if on_gpu else 0
+    return Simulation(
+        {phase: peak + workspaces for phase, peak in rank0.peaks.items()},
+        scaled(rank0.flops, micro_batches / simulated),
+        scaled(rank0.seconds, micro_batches / simulated),
+    )
+
+
+def scaled(counted: Counter[Any], times: float) -> dict[Any, Any]:
+    """What forward and backward take, in all micro-batches."""
+    return {
+        key: value * times if {"forward", "backward"} & {key, key[0]} else value
+        for key, value in counted.items()
+    }
