@@ -1,0 +1,116 @@
+"""Attention in rows of packed documents: torch's kernel for sequences of any length, or a mask."""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+from dist_amp.errors import ConfigError
+
+PackedAttention = Literal["auto", "varlen", "mask"]
+
+
+class Documents(NamedTuple):
+    """The documents of rows [B, T]: positions int64, 0 where one begins, and `document_bounds`.
+
+    mask: [B, 1, T, T] bool, of a token its document up to itself; None where the kernel is tried.
+    required: it must take them.
+    """
+
+    positions: Tensor
+    bounds: Tensor
+    mask: Tensor | None
+    required: bool
+
+    @classmethod
+    def of(cls, positions: Tensor, bounds: Tensor, how: PackedAttention) -> "Documents":
+        required = how == "varlen"
+        tried = how == "auto" and positions.is_cuda and torch.__version__ >= "2.13"
+        mask = None if tried or required else document_mask(positions)
+        return cls(positions, bounds, mask, required)
+
+
+def document_mask(positions: Tensor) -> Tensor:
+    document = (positions == 0).cumsum(1)
+    return (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
+
+
+def document_bounds(positions: Tensor) -> Tensor:
+    """Where documents begin in the flattened rows, then their end: int32. For collate: it reads.
+
+    Empty ones at the end make their number a power of two, so that few shapes occur. (Not the most
+    that fit: the kernel's backward takes memory for 128 tokens of each.)
+    """
+    starts = (positions.flatten() == 0).nonzero().flatten()
+    count = 1 << (len(starts) - 1).bit_length()
+    bounds = starts.new_full((count + 1,), positions.numel(), dtype=torch.int32)
+    bounds[: len(starts)] = starts
+    return bounds
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention, within documents if given: [B, heads, T, width] -> the same.
+
+    Errors: ConfigError if the kernel is required, and does not take these.
+    """
+    grouped = query.shape[1] // key.shape[1]
+    mask = None
+    if documents is not None:
+        mask = documents.mask
+        if mask is None:
+            out = by_kernel(query, key, value, documents, scale, dropout)
+            if out is not None:
+                return out
+            mask = document_mask(documents.positions)
+    if mask is not None and grouped > 1:  # no fast kernel takes both
+        key = key.repeat_interleave(grouped, 1)
+        value = value.repeat_interleave(grouped, 1)
+        grouped = 1
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, mask is None, scale=scale, enable_gqa=grouped > 1
+    )
+
+
+def by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scale: float | None,
+    dropout: float,
+) -> Tensor | None:
+    device = query.device.type
+    dtype = value.dtype
+    if torch.is_autocast_enabled(device):  # which does not know this kernel
+        dtype = torch.get_autocast_dtype(device)
+    query, key, value = (part.to(dtype) for part in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    flash = SDPAParams(query, key, value, None, dropout, True, grouped)
+    # For its own call of flash attention, torch pads other widths.
+    if dropout or query.shape[3] % 8 or not can_use_flash_attention(flash):
+        if documents.required:
+            raise ConfigError(
+                "task.args.packed_attention=varlen needs a GPU with flash attention, fp16 or bf16, "
+                "heads whose width is a multiple of 8 and no dropout in attention; these are "
+                f"{dtype} on {device}, {query.shape[3]} wide, with dropout {dropout}; use auto"
+            )
+        return None
+    from torch.nn.attention.varlen import varlen_attn  # it imports torch's compiler
+
+    tokens = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    bounds = (documents.bounds, documents.bounds)
+    rows, longest = documents.positions.shape
+    causal = (-1, 0)
+    out: Tensor = varlen_attn(
+        *tokens, *bounds, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped
+    )
+    return out.unflatten(0, (rows, longest)).transpose(1, 2)
