@@ -32,7 +32,7 @@ from dist_amp.tasks.pretrained import load_pretrained
 Length = Annotated[int, Range(low=2)]  # of a sample, in tokens
 Rank = Annotated[int, Range(low=0)]  # of LoRA
 # Types whose attention differs from a causal one only by a window, and takes keyword arguments.
-PLAIN = ("gemma", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+PLAIN = ("gemma", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 OURS = "dist_amp"  # transformers' name of `attention`
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]

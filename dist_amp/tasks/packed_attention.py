@@ -1,6 +1,6 @@
 """Attention in rows of packed documents: torch's kernel for sequences of any length, or a mask."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,11 +106,11 @@ def by_kernel(
         return None
     from torch.nn.attention.varlen import varlen_attn  # it imports torch's compiler
 
-    tokens = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
-    bounds = (documents.bounds, documents.bounds)
-    rows, longest = documents.positions.shape
-    causal = (-1, 0)
-    out: Tensor = varlen_attn(
-        *tokens, *bounds, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped
-    )
-    return out.unflatten(0, (rows, longest)).transpose(1, 2)
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    bounds = documents.bounds
+    rows, length = documents.positions.shape
+    # A document is at most as long as a row. The window makes it causal.
+    options: Any = {"scale": scale, "window_size": (-1, 0), "enable_gqa": grouped}
+    out: Any = varlen_attn(query, key, value, bounds, bounds, length, length, **options)
+    y: Tensor = out.unflatten(0, (rows, length)).transpose(1, 2)
+    return y
