@@ -5,11 +5,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.backends.cuda import flash_sdp_enabled, is_flash_attention_available
 
 from dist_amp.errors import ConfigError
 
 PackedAttention = Literal["auto", "varlen", "mask"]
+DTYPES = (torch.float16, torch.bfloat16)  # of the kernel
 
 
 class Documents(NamedTuple):
@@ -26,10 +27,28 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, positions: Tensor, bounds: Tensor, how: PackedAttention) -> "Documents":
-        required = how == "varlen"
-        tried = how == "auto" and positions.is_cuda and torch.__version__ >= "2.13"
-        mask = None if tried or required else document_mask(positions)
-        return cls(positions, bounds, mask, required)
+        """Errors: ConfigError if the kernel is required, and does not run here."""
+        runs = kernel_runs_on(positions.device)
+        if how == "varlen" and not runs:
+            raise ConfigError(
+                "task.args.packed_attention=varlen needs torch 2.13 and a GPU with flash attention "
+                f"(compute capability 8.0); this is torch {torch.__version__} on "
+                f"{positions.device.type}; use auto"
+            )
+        mask = None
+        if how == "mask" or not runs:
+            mask = document_mask(positions)
+        return cls(positions, bounds, mask, required=how == "varlen")
+
+
+def kernel_runs_on(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.__version__ >= "2.13"
+        and is_flash_attention_available()
+        and flash_sdp_enabled()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def document_mask(positions: Tensor) -> Tensor:
@@ -94,14 +113,13 @@ def by_kernel(
         dtype = torch.get_autocast_dtype(device)
     query, key, value = (part.to(dtype) for part in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    flash = SDPAParams(query, key, value, None, dropout, True, grouped)
-    # For its own call of flash attention, torch pads other widths.
-    if dropout or query.shape[3] % 8 or not can_use_flash_attention(flash):
+    width = query.shape[3]
+    if dropout or dtype not in DTYPES or width % 8 or width > 256:
         if documents.required:
             raise ConfigError(
-                "task.args.packed_attention=varlen needs a GPU with flash attention, fp16 or bf16, "
-                "heads whose width is a multiple of 8 and no dropout in attention; these are "
-                f"{dtype} on {device}, {query.shape[3]} wide, with dropout {dropout}; use auto"
+                "task.args.packed_attention=varlen needs fp16 or bf16, heads whose width is a "
+                "multiple of 8 up to 256, and no dropout in attention; these are "
+                f"{dtype}, {width} wide, with dropout {dropout}; use auto"
             )
         return None
     from torch.nn.attention.varlen import varlen_attn  # it imports torch's compiler
