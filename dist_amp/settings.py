@@ -386,5 +386,5 @@ FREE_TO_CHANGE = (
     *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.bit_exact"),
     *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),
     *("train.global_batch_size", "train.max_skips_in_a_row", "optim.fused", "optim.ema"),
-    *("task.args.loss_chunk", "task.args.pad_to_multiple_of"),
+    *("task.args.loss_chunk", "task.args.pad_to_multiple_of", "task.args.packed_attention"),
 )

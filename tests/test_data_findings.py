@@ -114,12 +114,24 @@ def test_text_labels_of_a_parquet_view_are_refused_with_what_to_use(tmp_path):
 NAN = float("nan")
 
 
+class OfOthers:
+    """A model whose attention is not ours; its logits are all `value`."""
+
+    config = SimpleNamespace(_attn_implementation="sdpa")
+
+    def __init__(self, value=0.0):
+        self.value = value
+
+    def __call__(self, input_ids, position_ids, use_cache):
+        return SimpleNamespace(logits=torch.full((*input_ids.shape, 7), self.value))
+
+
 def packed_run(gather_numbers):
     """What the check of packed documents needs of a run."""
     return SimpleNamespace(
         world=SimpleNamespace(gather_numbers=gather_numbers),
         data=SimpleNamespace(last_step=[({"input_ids": torch.zeros(1, 8)}, (0,))]),
-        parallel=SimpleNamespace(module=None),
+        parallel=SimpleNamespace(module=OfOthers()),
         precision=SimpleNamespace(autocast=nullcontext),
         evaluating=nullcontext,
     )
@@ -133,12 +145,12 @@ def test_whether_documents_leak_is_decided_by_what_all_ranks_found(shares, leak,
     from dist_amp.tasks import hf_causal_lm
 
     run = packed_run(lambda numbers: [[share] for share in shares])
-    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, flash: shares[0])
+    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, how: shares[0])
     if leak:
-        said = message_of(64, hf_causal_lm.check_documents_are_apart, run, False)
+        said = message_of(64, hf_causal_lm.check_documents_are_apart, run, "auto")
         assert said.endswith("0.5 as much as its own; use data.pack=off")
     else:
-        hf_causal_lm.check_documents_are_apart(run, False)
+        hf_causal_lm.check_documents_are_apart(run, "auto")
 
 
 @pytest.mark.parametrize("value", [0.0, NAN])
@@ -146,10 +158,7 @@ def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak(value):
     pytest.importorskip("transformers")
     from dist_amp.tasks.hf_causal_lm import leaked_share
 
-    def same(input_ids, position_ids, use_cache):
-        return SimpleNamespace(logits=torch.full((*input_ids.shape, 7), value))
-
-    assert leaked_share(same, torch.arange(8)[None]) == 0
+    assert leaked_share(OfOthers(value), torch.arange(8)[None]) == 0
 
 
 class FlashAttention:
@@ -194,14 +203,15 @@ def test_flash_attention_keeps_documents_apart_in_batches_of_any_size(rows, monk
 
     model = flash_model(monkeypatch)
     input_ids = torch.randint(64, (rows, 16))
-    assert leaked_share(model, input_ids, flash=True) <= LEAK
+    assert leaked_share(model, input_ids) <= LEAK
 
 
 def test_a_leak_that_only_batches_of_several_rows_have_is_found(monkeypatch):
-    from dist_amp.tasks.hf_causal_lm import leaked_share
+    from dist_amp.tasks import hf_causal_lm
 
     model = flash_model(monkeypatch)
-    assert leaked_share(model, torch.randint(64, (2, 16)), flash=False) > 0.01
+    monkeypatch.setattr(hf_causal_lm, "document_bounds", lambda positions: None)
+    assert hf_causal_lm.leaked_share(model, torch.randint(64, (2, 16))) > 0.01
 
 
 def test_rounding_that_float32_does_not_have_is_no_leak(monkeypatch):
@@ -210,24 +220,24 @@ def test_rounding_that_float32_does_not_have_is_no_leak(monkeypatch):
 
     shares = [0.5, 0.0]  # in bf16, then in float32
     run = packed_run(lambda numbers: [numbers])
-    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, flash: shares.pop(0))
-    hf_causal_lm.check_documents_are_apart(run, False)
+    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, how: shares.pop(0))
+    hf_causal_lm.check_documents_are_apart(run, "auto")
     assert not shares
 
 
 def test_the_loss_of_packed_rows_is_the_same_with_flash_attention(monkeypatch):
-    from dist_amp.tasks.hf_causal_lm import document_bounds, forward
-    from dist_amp.tasks.huggingface import next_tokens
+    from dist_amp.tasks.huggingface import inputs_of, next_tokens
+    from dist_amp.tasks.packed_attention import document_bounds
 
     model = flash_model(monkeypatch)
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]])
     input_ids = torch.randint(64, (2, 8))
     batch = {"input_ids": input_ids, "labels": input_ids, "position_ids": positions}
-    packed = {**batch, **document_bounds(positions)}
-    flash, _ = next_tokens(forward(model, packed), batch)
+    packed = {**batch, "bounds": document_bounds(positions)}
+    flash, _ = next_tokens(model(**inputs_of(model, packed)), batch)
     model.config._attn_implementation = "sdpa"
     # Another order of sums in float32.
-    expected, _ = next_tokens(forward(model, batch), batch)
+    expected, _ = next_tokens(model(**inputs_of(model, batch)), batch)
     torch.testing.assert_close(flash, expected, rtol=1e-5, atol=1e-6)
 
 

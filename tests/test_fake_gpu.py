@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_fake_gpus]
 EXPECTED = FOLDER / "expected.json"
 IMAGES = ["--task.target", "dist_amp.tasks.image_classification:ImageClassification"]
 HF = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.length", 64]
+MASKED = ["--task.args.packed_attention", "mask"]
 GPT2_SMALL = "--task.args.context 1024 --task.args.width 768 --task.args.layers 12"
 GPT2_SMALL += " --task.args.heads 12 --task.args.vocabulary 50304"
 
@@ -44,6 +45,7 @@ CASES = {  # name: (ranks, settings)
     "hf_packed": (1, [*HF, "--data.pack", "best_fit"]),
     "images": (1, IMAGES),
     "packed": (1, ["--data.pack", "best_fit"]),
+    "packed_masked": (1, ["--data.pack", "best_fit", *MASKED]),
     "muon": (1, ["--optim.name", "muon"]),
     "ema": (1, ["--optim.ema", 0.99]),
     "fp16_accumulated": (1, ["--precision.dtype", "fp16", "--train.accumulation_steps", 3]),
@@ -59,14 +61,6 @@ ALLOWED = {  # where the host waits: why it may
     "dist_amp/telemetry/sums.py Interval.read": "a step after a log step, for its metrics",
 }
 ALLOWED_IN = {
-    "hf": {
-        # It looks whether anything is padding, to choose the kernel; the mask is not on the host.
-        "transformers/masking_utils.py _ignore_causal_mask_sdpa": "of transformers, per forward",
-    },
-    "hf_packed": {
-        # It looks whether any row has a second document.
-        "transformers/masking_utils.py find_packed_sequence_indices": "of transformers, as above",
-    },
     "numerics": {
         "dist_amp/diagnostics/numerics.py Numerics._shares": "asked for, at log steps",
     },
@@ -80,16 +74,21 @@ def written_text(folder: Path) -> Path:
     return tiny_hf.write_rows(folder / "rows.jsonl", rows)
 
 
+def prepared(case: str, folder: Path) -> tuple[int, list[object]]:
+    """The ranks and settings of a case, whose files are written."""
+    ranks, words = CASES[case]
+    if words is not IMAGES:
+        words = [*words, "--data.path", written_text(folder), "--data.drop_last", "true"]
+    if case.startswith("hf"):
+        tiny_hf.make_tokenizer(tiny_hf.make_model(folder / "model"))
+        words = [*words, "--task.args.model", folder / "model"]
+    return ranks, words
+
+
 @cache
 def steps(case: str) -> Steps:
-    ranks, words = CASES[case]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if words is not IMAGES:
-            words = [*words, "--data.path", written_text(folder), "--data.drop_last", "true"]
-        if case.startswith("hf"):
-            tiny_hf.make_tokenizer(tiny_hf.make_model(folder / "model"))
-            words = [*words, "--task.args.model", folder / "model"]
+        ranks, words = prepared(case, Path(name))
         # DDP compares the ranks' parameters.
         return on_fake_gpus(ranks, steps_of, words, ranks, values=case == "ddp")
 
@@ -133,12 +132,24 @@ def test_memory_and_launches_are_as_they_were(case):
     assert now["launches_per_step"] == pytest.approx(launches, rel=0.02)
 
 
+MASK = "fmha_cutlassF_bf16"
+FLASH = "flash_fwd_kernel"
+
+
 @pytest.mark.parametrize(
-    ("case", "kernel"), [("gpt", "flash_fwd_kernel"), ("packed", "fmha_cutlassF_bf16")]
+    ("case", "kernel", "not_this"),
+    [
+        ("gpt", FLASH, MASK),
+        ("hf", FLASH, MASK),
+        ("packed", FLASH, MASK),
+        ("hf_packed", FLASH, MASK),
+        ("packed_masked", MASK, FLASH),
+    ],
 )
-def test_attention_takes_the_fastest_kernel_that_its_mask_allows(tmp_path, case, kernel):
-    words = [*CASES[case][1], "--data.path", written_text(tmp_path)]
-    assert any(kernel in name for name in on_fake_gpus(1, kernels_of, words))
+def test_attention_takes_the_fastest_kernel_also_of_packed_rows(tmp_path, case, kernel, not_this):
+    names = on_fake_gpus(1, kernels_of, prepared(case, tmp_path)[1])
+    assert any(kernel in name for name in names)
+    assert not any(not_this in name for name in names)
 
 
 # ---- the plan ----

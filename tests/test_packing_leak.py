@@ -49,6 +49,7 @@ class OfTheGPT(Packed):
         shape = {"context": 23, "width": 32, "layers": 2, "heads": 2, "vocabulary": VOCABULARY}
         self.task = CausalLM(DataConfig(pack="best_fit"), **shape, loss_chunk=loss_chunk)
         self.build_model, self.loss_sum = self.task.build_model, self.task.loss_sum
+        self.collate = self.task.collate
 
 
 class OfLlama(Packed):

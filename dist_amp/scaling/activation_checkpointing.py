@@ -32,6 +32,7 @@ PRODUCTS = {
     "aten::_grouped_mm",
     "aten::_scaled_grouped_mm",
     "aten::convolution",
+    "torch_attn::_varlen_attn",  # attention without dropout, whatever its scale
 }
 
 

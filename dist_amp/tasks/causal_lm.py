@@ -21,6 +21,7 @@ from dist_amp.sources.packing import Packing, TokenShares
 from dist_amp.sources.tokenizer import check_vocabulary, open_tokenizer
 from dist_amp.sources.tokens import token_documents
 from dist_amp.tasks.loss_head import LossHead
+from dist_amp.tasks.packed_attention import Documents, PackedAttention, attend, document_bounds
 
 log = logging.getLogger(__name__)
 Count = Annotated[int, Range(low=1)]
@@ -40,13 +41,13 @@ class Attention(nn.Module):
         nn.init.normal_(self.qkv.weight, std=0.02)
         nn.init.normal_(self.out.weight, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y = attend(q, k, v, documents)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -63,16 +64,16 @@ class Block(nn.Module):
         nn.init.normal_(self.up.weight, std=0.02)
         nn.init.normal_(self.down.weight, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
     """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`.
 
-    loss: targets [B, T] int64 and a reduction, for `LossHead`'s losses in their place. positions:
-    of packed documents, [B, T] int64, 0 where one begins; no attention crosses documents.
+    loss: targets [B, T] int64 and a reduction, for `LossHead`'s losses in their place. documents:
+    of packed rows; no attention crosses them.
     """
 
     cos: Tensor
@@ -104,20 +105,16 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         *loss: Any,
-        positions: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        mask = None
         cos = self.cos[: tokens.shape[1]]
         sin = self.sin[: tokens.shape[1]]
-        if positions is not None:
-            # A token attends to itself and earlier ones of its document: [B, 1, T, T] bool.
-            document = (positions == 0).cumsum(1)
-            mask = (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
-            cos = self.cos[positions].unsqueeze(1)  # [B, 1, T, ...]: of all heads
-            sin = self.sin[positions].unsqueeze(1)
+        if documents is not None:
+            cos = self.cos[documents.positions].unsqueeze(1)  # [B, 1, T, ...]: of all heads
+            sin = self.sin[documents.positions].unsqueeze(1)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cos, sin, mask)
+            x = block(x, cos, sin, documents)
         return self.head(self.norm(x), *loss)  # type: ignore[no-any-return]
 
 
@@ -137,7 +134,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalLM:
-    """Predict the next token. Batch: see `Packing.collate`, rows of context + 1 tokens."""
+    """Predict the next token. Batch: see `Packing.collate`, rows of context + 1 tokens, and bounds:
+    `document_bounds` of packed rows without the last token.
+    """
 
     def __init__(
         self,
@@ -149,6 +148,7 @@ class CausalLM:
         vocabulary: Annotated[int, Range(low=256)] = 256,
         tied: bool = True,
         loss_chunk: Count | Literal["auto", "off"] = "auto",
+        packed_attention: PackedAttention = "auto",
         prompt: str = "def ",
         sample_bytes: Annotated[int, Range(low=0)] = 400,
     ):
@@ -168,6 +168,7 @@ class CausalLM:
         self.context = context
         self.tied = tied
         self.loss_chunk = loss_chunk
+        self.packed_attention = packed_attention
         self.prompt = prompt
         self.sample_bytes = sample_bytes
         self.shape = (vocabulary, context, width, layers, heads, tied)
@@ -188,7 +189,10 @@ class CausalLM:
         return mixed(self.data, split, rows_of)
 
     def collate(self, samples: list[Batch]) -> Batch:
-        return self.packing.collate(samples)
+        batch = self.packing.collate(samples)
+        if "position_ids" in batch:
+            batch["bounds"] = document_bounds(batch["position_ids"][:, :-1])
+        return batch
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.blocks)  # type: ignore[arg-type]
@@ -206,7 +210,8 @@ class CausalLM:
         """See LossHead."""
         packed = {}
         if "position_ids" in batch:
-            packed["positions"] = batch["position_ids"][:, :-1]
+            positions = batch["position_ids"][:, :-1]
+            packed["documents"] = Documents.of(positions, batch["bounds"], self.packed_attention)
         tokens = batch["input_ids"][:, :-1]
         return model(tokens, batch["labels"][:, 1:], reduction, **packed)  # type: ignore[no-any-return]
 

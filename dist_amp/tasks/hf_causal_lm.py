@@ -22,19 +22,21 @@ from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.sources.tokens import token_documents
 from dist_amp.tasks import huggingface
+from dist_amp.tasks.huggingface import inputs_of, takes_documents
 from dist_amp.tasks.loss_head import LossHead, Reduction, losses_of
+from dist_amp.tasks.packed_attention import PackedAttention, document_bounds
 
 # A second document's change by other tokens in the first, over the first's own: 0 in Llama, Qwen3,
 # GPT-2, Gemma 3 and Mixtral; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) where it leaks.
 # Measured on tiny ones; float32 rounds by 1e-7, should a kernel's sums depend on other tokens.
 LEAK = 1e-5
-BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-PASSED = ("attention_mask", "position_ids", *BOUNDS)
 Batch = dict[str, Any]
 
 
 class HFCausalLM(huggingface.FineTuning):
-    """Predict the next token. Batch: see `Packing.collate`; an attention_mask if data.pack=off."""
+    """Predict the next token. Batch: see `Packing.collate`; an attention_mask if data.pack=off, and
+    of packed rows `document_bounds` as bounds.
+    """
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class HFCausalLM(huggingface.FineTuning):
         lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
         loss_chunk: Count | Literal["auto", "off"] = "auto",
+        packed_attention: PackedAttention = "auto",
         prompt: str = "Hello",
         sample_tokens: int = 50,
     ):
@@ -54,11 +57,11 @@ class HFCausalLM(huggingface.FineTuning):
         self.source_names = list(tables_of(data))
         self.shares = TokenShares(self.source_names)
         self.loss_chunk = loss_chunk
+        self.packed_attention = packed_attention
         self.prompt = prompt
         self.sample_tokens = sample_tokens
         # An iterator: a flag that changes would be warned of, as unsaved.
         self.first_log_step = iter([True])
-        self.flash = False
         self.balance = 0.0  # the coefficient of a mixture's auxiliary loss
 
     def build_model(self) -> nn.Module:
@@ -72,7 +75,12 @@ class HFCausalLM(huggingface.FineTuning):
         if self.loss_chunk != "off":
             make_loss_head(model, self.loss_chunk)
         self.balance = getattr(model, "router_aux_loss_coef", 0.0)
-        self.flash = "flash" in str(model.config._attn_implementation)
+        if self.packed_attention == "varlen" and not takes_documents(model, self.packing.length):
+            raise ConfigError(
+                "task.args.packed_attention=varlen needs a model with attention to all tokens, by "
+                f"torch's function, of a type among {', '.join(huggingface.PLAIN)}; "
+                f"{type(model).__name__} is none; use auto"
+            )
         return model  # type: ignore[no-any-return]
 
     def build_dataset(self, split: str) -> Any:
@@ -85,8 +93,8 @@ class HFCausalLM(huggingface.FineTuning):
     def collate(self, samples: list[Batch]) -> Batch:
         pad_id = self.tokenizer.pad_token_id or 0
         batch = self.packing.collate(samples, pad_id, attention_mask=self.packing.pack == "off")
-        if self.flash and "position_ids" in batch:
-            batch |= document_bounds(batch["position_ids"])
+        if "position_ids" in batch:
+            batch["bounds"] = document_bounds(batch["position_ids"])
         return batch
 
     def tokens(self, batch: Batch) -> int:
@@ -112,13 +120,14 @@ class HFCausalLM(huggingface.FineTuning):
     ) -> tuple[Tensor, Any]:
         """(the losses that LossHead returns, the model's output)."""
         targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        inputs = inputs_of(model, batch, self.packed_attention)
         inner: Any = getattr(model, "module", model)  # of DDP
         head = inner.get_output_embeddings()
         if not isinstance(head, LossHead):
-            output = forward(model, batch, **options)
+            output = model(**inputs, **options)
             return losses_of(output.logits, targets, reduction), output
         with head.losses_of(targets, reduction):
-            output = forward(model, batch, **options)
+            output = model(**inputs, **options)
         return output.logits, output
 
     def metrics(
@@ -142,24 +151,12 @@ class HFCausalLM(huggingface.FineTuning):
     ) -> Batch:
         """Shares of padding and of what counts; the first call also checks for a leak."""
         if self.packing.pack == "best_fit" and next(self.first_log_step, False):
-            check_documents_are_apart(run, self.flash)
+            check_documents_are_apart(run, self.packed_attention)
         return self.shares.read(run.world)
 
     def sample(self, model: nn.Module) -> str:
         chat = asks_in_turns(self.data, self.tokenizer)
         return huggingface.continued(model, self.tokenizer, self.prompt, self.sample_tokens, chat)
-
-
-def forward(
-    model: Any,
-    batch: Batch,
-    **options: Any,
-) -> Any:
-    """The model's output for a batch."""
-    # transformers recognises packed documents by positions that restart, but not with a mask or a
-    # cache.
-    inputs = {name: batch[name] for name in PASSED if name in batch}
-    return model(input_ids=batch["input_ids"], **inputs, use_cache=False, **options)
 
 
 def make_loss_head(model: Any, chunk: int | Literal["auto"]) -> None:
@@ -200,40 +197,29 @@ def returns_the_heads_logits(model: Any) -> bool:
         del body.forward
 
 
-def document_bounds(position_ids: Tensor) -> Batch:
-    """Where documents begin in the flattened batch, [documents + 1] int32, and their longest.
-
-    Flash attention takes them: from position_ids [B, T] transformers finds documents only at B = 1.
-    """
-    starts = (position_ids.flatten() == 0).nonzero().flatten()
-    bounds = torch.cat((starts, starts.new_tensor([position_ids.numel()]))).int()
-    length = position_ids.shape[1]
-    return dict(zip(BOUNDS, (bounds, bounds, length, length), strict=True))
-
-
-def check_documents_are_apart(run: Any, flash: bool) -> None:
+def check_documents_are_apart(run: Any, how: PackedAttention) -> None:
     """Errors: ConfigError, on all ranks, for a model with attention across packed documents."""
     batch = run.data.last_step[0][0]
     batch = getattr(batch, "batch", batch)  # of padding
-    # Float32 decides: in lower precision experts round by how many tokens they get.
-    for precision in (run.precision.autocast, nullcontext):
+    model = run.parallel.module
+    precisions = [run.precision.autocast]
+    if not takes_documents(model, batch["input_ids"].shape[1]):
+        # Float32 decides: in lower precision experts round by how many tokens they get.
+        precisions.append(nullcontext)
+    for precision in precisions:
         with run.evaluating(), precision():
-            share = leaked_share(run.parallel.module, batch["input_ids"], flash)
+            share = leaked_share(model, batch["input_ids"], how)
         worst = max(share for (share,) in run.world.gather_numbers([share]))
         if worst <= LEAK:
             return
     raise ConfigError(
         "data.pack=best_fit needs a model that separates documents by position_ids: in "
-        f"{type(run.parallel.module).__name__} another first document changes the second's "
+        f"{type(model).__name__} another first document changes the second's "
         f"logits, {worst:.1g} as much as its own; use data.pack=off"
     )
 
 
-def leaked_share(
-    model: Any,
-    input_ids: Tensor,
-    flash: bool = False,
-) -> float:
+def leaked_share(model: Any, input_ids: Tensor, how: PackedAttention = "auto") -> float:
     """How much the rows' first documents change the second ones' logits, over their own change.
 
     The halves of each row of input_ids [B, T] are taken for two documents. 0 if the logits do not
@@ -244,9 +230,9 @@ def leaked_share(
     positions = torch.where(positions < half, positions, positions - half).expand_as(input_ids)
     others = torch.where(input_ids > 0, input_ids - 1, 1)  # ids that the vocabulary has
     changed = torch.cat((others[:, :half], input_ids[:, half:]), dim=1)
-    inputs = {"position_ids": positions, **(document_bounds(positions) if flash else {})}
+    batch = {"position_ids": positions, "bounds": document_bounds(positions)}
     logits = [
-        model(input_ids=ids, **inputs, use_cache=False).logits.float()
+        model(**inputs_of(model, {**batch, "input_ids": ids}, how)).logits.float()
         for ids in (input_ids, changed)
     ]
     change = (logits[0] - logits[1]).abs()

@@ -13,15 +13,28 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.settings import DataConfig, Range
 from dist_amp.sources.files import stay_local_without_network
+from dist_amp.tasks.packed_attention import Documents, PackedAttention, attend
 from dist_amp.tasks.pretrained import load_pretrained
 
 Length = Annotated[int, Range(low=2)]  # of a sample, in tokens
 Rank = Annotated[int, Range(low=0)]  # of LoRA
+# Types whose attention differs from a causal one only by a window, and takes keyword arguments.
+PLAIN = ("gemma", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+OURS = "dist_amp"  # transformers' name of `attention`
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 
 
@@ -134,10 +147,71 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
             f"task.args.model: {folder} is a {config.model_type} model, for which there is no "
             f"{kind.__name__}; use another task or model ({first_line(error)})"
         ) from error
+    if is_plain(model.config):
+        model.config._attn_implementation = OURS
     if model.can_generate():
         with suppress(OSError):  # not every model has such a file
             model.generation_config = GenerationConfig.from_pretrained(folder)
     return lora.add_to(model) if lora.rank else model
+
+
+def is_plain(config: Any) -> bool:
+    causal = getattr(config, "is_causal", True)
+    causal = causal and not getattr(config, "use_bidirectional_attention", False)  # Gemma's
+    return causal and config.model_type in PLAIN and config._attn_implementation == "sdpa"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    documents: Documents | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' "sdpa", but with an empty mask causal, and within documents if given."""
+    if documents is not None:
+        y = attend(query, key, value, documents, options["scaling"], options["dropout"])
+        return y.transpose(1, 2), None
+    if attention_mask is not None and not attention_mask.numel():
+        attention_mask = None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register(OURS, attention)
+AttentionMaskInterface.register(OURS, sdpa_mask)  # for other calls, such as generate's
+
+
+def config_of(model: Any) -> Any:
+    return getattr(model, "module", model).config  # of DDP
+
+
+def takes_documents(model: Any, length: int) -> bool:
+    """Whether a model's attention is `attention`, and no window is shorter than its rows."""
+    config = config_of(model)
+    window = getattr(config, "sliding_window", None) or length
+    return bool(config._attn_implementation == OURS and window >= length)
+
+
+def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str, Any]:
+    """What a causal model is called with for rows padded on the right, or packed.
+
+    transformers looks on the device for padding and for positions that restart, the latter unless
+    there is a mask or a cache. A mask of four dimensions it passes on.
+    """
+    names = ("input_ids", "attention_mask", "position_ids")
+    inputs = {name: batch[name] for name in names if name in batch}
+    ids = batch["input_ids"]
+    bounds = batch.get("bounds")
+    if takes_documents(model, ids.shape[1]):
+        inputs["attention_mask"] = ids.new_empty(0, 0, 0, 0)
+        if bounds is not None:
+            inputs["documents"] = Documents.of(batch["position_ids"], bounds, how)
+    elif bounds is not None and "flash" in str(config_of(model)._attn_implementation):
+        # From position_ids transformers finds documents only at B = 1.
+        inputs |= dict(zip(BOUNDS, (bounds, bounds, ids.shape[1], ids.shape[1]), strict=True))
+    return {**inputs, "use_cache": False}
 
 
 class FineTuning:

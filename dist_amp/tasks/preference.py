@@ -196,8 +196,7 @@ class WithReference(nn.Module):
 
 def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     """Of each row's answer, the sum over its tokens: [rows] float32."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    predictions = huggingface.next_tokens(model(**inputs, use_cache=False), batch)
+    predictions = huggingface.next_tokens(model(**huggingface.inputs_of(model, batch)), batch)
     losses = F.cross_entropy(*predictions, reduction="none")
     return -losses.view(len(batch["labels"]), -1).sum(1)
 
