@@ -64,6 +64,7 @@ AS_GOOD_AS_PUBLIC = ("torch.utils._pytree", "torch.utils._python_dispatch")
 # One file per thing of torch that has no public name: guarded, with a public fallback.
 PRIVATE = {
     "checkpoint.allow_list": "DCP's memory formats, allow-listed for the unpickler",
+    "commands.simulation": "tensors without memory, and a process group without ranks",
     "diagnostics.nonfinite": "the sequence numbers of the autograd graph",
     "diagnostics.profiling": "the allocator's history and snapshot",
     "distributed.flight_recorder": "c10d's record of collectives",
@@ -113,8 +114,9 @@ def test_importing_the_main_job_loads_at_most_9500_lines_in_65_files():
 def test_the_package_does_not_grow():
     # The goal is 20,000 lines in 130 files; this is the limit of today, which only rises for what
     # would be wrong in silence or was asked for: object storage 600 lines, tasks for preferences
-    # and images 500, chats 330, bad samples 230, verify 230, masking 190, model cards 140.
-    assert fits(architecture.package_size(), lines=27410, files=145), architecture.package_size()
+    # and images 500, chats 330, bad samples 230, verify 230, masking 190, model cards 140, simulated plans 700,
+    # attention within packed documents 200.
+    assert fits(architecture.package_size(), lines=28310, files=148), architecture.package_size()
 
 
 def test_lines_of_code_hold_at_most_eight_and_a_half_tokens_and_few_conditional_expressions():
