@@ -70,7 +70,9 @@ def first_line(error: BaseException) -> str:
 def in_one_line(error: BaseException) -> str:
     """The error's type, its first line, and where it was raised, outside of packages if at all."""
     places = list(traceback.extract_tb(error.__traceback__))
-    places = [place for place in places if "-packages" not in place.filename] or places
+    outside = [place for place in places if "-packages" not in place.filename]
+    # A dispatch mode is on the way of every operation, not its cause.
+    places = [place for place in outside if place.name != "__torch_dispatch__"] or places
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return masked(f"{type(error).__name__}: {first_line(error)}{where}")
 

@@ -176,7 +176,7 @@ class ParallelConfig:
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
     """single: one process; ddp: a full copy per rank; fsdp: one copy sharded over all ranks; hsdp:
     sharded within each of `replicas` groups; auto: single for one process, ddp if the training
-    state fits in half of the device's memory, else fsdp.
+    state fits in half of the device's memory, hsdp if a machine's ranks hold it so, else fsdp.
     """
     replicas: Annotated[int, Range(low=1)] | Literal["auto"] = "auto"
     """hsdp: the number of copies, each sharded over world_size / replicas ranks; auto: one per

@@ -171,8 +171,11 @@ def test_a_planned_peak_is_the_allocators_within_3_percent(model, strategy, rank
     words += ["--parallel.activation_checkpointing", recomputed, "--precision.tf32", "true"]
     if ranks > 1:
         words += ["--parallel.strategy", strategy]
+    if strategy == "hsdp":
+        words += ["--parallel.replicas", 8]
     real = on_fake_gpus(min(ranks, 8), peaks_of, words, ranks, values=strategy == "ddp")
-    plan, _ = make_plan(load_config(words, environ={}), ranks, 0, only_chosen=True)
+    config = load_config(list(map(str, words)), environ={})
+    plan, _ = make_plan(config, ranks, 0, only_chosen=True)
     (chosen,) = plan.strategies
     assert chosen.on_device == pytest.approx(max(real.values()), rel=0.03)
 

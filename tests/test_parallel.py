@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -44,6 +45,10 @@ def test_auto_shards_a_model_that_takes_more_than_half_of_the_gpu(monkeypatch, c
     assert pick_strategy(ParallelConfig(), small, gpus) == "ddp"
     assert pick_strategy(ParallelConfig(), large, gpus) == "fsdp"
     assert "(5.96 GiB) do not fit in half of the device's 4.0 GiB" in capsys.readouterr().out
+    machines = replace(gpus, world_size=16, local_world_size=8)
+    assert pick_strategy(ParallelConfig(), large, machines) == "hsdp"
+    assert "but do when sharded over the 8 ranks of a machine" in capsys.readouterr().out
+    assert pick_strategy(ParallelConfig(), large, replace(machines, local_world_size=2)) == "fsdp"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])

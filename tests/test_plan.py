@@ -400,6 +400,24 @@ def test_time_is_that_of_arithmetic_memory_or_sending(capsys):
     assert seconds["step"] == max(computing, seconds["sending"])
 
 
+class Taught(Tiny):
+    """Keeps a teacher of 4 MiB beside its model."""
+
+    def __init__(self):
+        super().__init__(samples=4096)
+        self.teacher = nn.Linear(8, 2**17)
+
+    def loss_sum(self, model, batch):
+        with torch.no_grad():
+            taught = self.teacher(batch["x"]).mean(1)
+        return (model(batch["x"]).squeeze(-1) - taught).float().square().sum()
+
+
+def test_a_teacher_beside_the_model_is_counted():
+    peaks = [planned(task, "", 1)[1].peaks["optimizer"] for task in ("Uneven", "Taught")]
+    assert peaks[1] - peaks[0] == pytest.approx(4 * 9 * 2**17, rel=0.01)  # Uneven is of 2 KiB
+
+
 class CountsPositives(Tiny):
     """Its forward depends on values."""
 
@@ -412,8 +430,9 @@ class CountsPositives(Tiny):
 def test_a_step_that_needs_values_is_planned_without_activations_and_named(capsys):
     _, out, _ = shown(capsys, "--task.target test_plan:CountsPositives --world_size 2")
     assert "sum, without activations" in out
-    assert "a step can't run on tensors without values: DynamicOutputShapeException: " in out
+    assert "a step on tensors without values raised DynamicOutputShapeException: " in out
     assert "nonzero" in out
+    assert "(test_plan.py, line " in out
 
 
 @pytest.mark.bad_input("`plan` for a device that is not in the table, or without a device")

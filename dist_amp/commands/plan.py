@@ -579,7 +579,7 @@ def lines(plan: Plan, config: Config) -> list[str]:
         text.append("* what this config runs")
     text += [f"{one.name}: not possible: {one.problem}" for one in plan.strategies if one.problem]
     for problem in sorted({one.without_peaks for one in plan.strategies} - {""}):
-        text.append(f"without activations: a step can't run on tensors without values: {problem}")
+        text.append(f"without activations: a step on tensors without values raised {problem}")
     if plan.fits_with:
         text.append(f"it fits with: {plan.fits_with}")
     elif plan.device_memory_bytes and not any(one.fits for one in plan.strategies):

@@ -8,6 +8,7 @@ memory traffic. Not seen: what a kernel allocates within itself, compiled blocks
 import copy
 import logging
 import math
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from dist_amp.run import assemble, lay_out
 from dist_amp.scaling.meta import like
 from dist_amp.settings import Config, Strategy
 from dist_amp.step import Run, train_step
-from dist_amp.task import Task
+from dist_amp.task import Task, kept_by
 from dist_amp.world import World
 
 aten = torch.ops.aten
@@ -352,7 +353,13 @@ def simulate(
     )
     fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     rank0 = ImaginedDevice(device)
-    with imagined_ranks(size):
+    with imagined_ranks(size), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those that training prints
+        beside_model = [
+            on_device(leaf.detach(), fake, rank0)
+            for leaf in tree_iter(kept_by(task, module))
+            if isinstance(leaf, nn.Parameter)  # a teacher's
+        ]
         module = without_memory(module, fake, rank0)
         batches = [
             tree_map_only(Tensor, lambda t: on_device(t, fake, rank0), batch)
@@ -369,7 +376,7 @@ def simulate(
             for _ in range(STEPS):
                 rank0.forget()
                 train_step(run, batches)
-            del beside
+            del beside, beside_model
     workspaces = WORKSPACES if on_gpu else 0
     return Simulation(
         {phase: peak + workspaces for phase, peak in rank0.peaks.items()},

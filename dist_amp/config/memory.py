@@ -50,6 +50,10 @@ def auto_strategy(module: nn.Module, world: World, memory: int) -> Strategy:
     if memory and need > memory / 2:
         strategy = "fsdp"
         why = f"do not {why}"
+        ranks = world.local_world_size  # of a machine
+        if 1 < ranks < world.world_size and need / ranks <= memory / 2:
+            strategy = "hsdp"
+            why += f", but do when sharded over the {ranks} ranks of a machine"
     state = f"weights, gradients and moments ({size_text(need)})"
     world.say(f"parallel.strategy=auto: {strategy}, because {state} {why}")
     return strategy
