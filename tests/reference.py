@@ -26,6 +26,8 @@ TASK_ARGS = {
     "tied": "Whether embedding and output share their weights.",
     "loss_chunk": "Tokens whose logits exist at a time while training; auto: 512 MiB of float32 "
     "logits, off: all.",
+    "packed_attention": "Of packed rows. varlen: torch's kernel for documents of any length, on "
+    "GPUs; mask: a block-diagonal mask; auto: the first where it runs.",
     "prompt": "The text that the trained model continues at the end of a run.",
     "sample_bytes": "How many bytes it appends.",
 }

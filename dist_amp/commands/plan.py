@@ -299,7 +299,8 @@ def plan_strategies(plan: Plan, job: Job, only_chosen: bool) -> Strategy | str:
             "the task's optimizer is assumed to keep two values per parameter, as AdamW does, and "
             "to send nothing"
         )
-    for name, strategy, parallel in candidates(config.parallel, world, job.micro_batches):
+    tried = candidates(config.parallel, world, job.micro_batches)
+    for name, strategy, parallel in tried:
         is_chosen = strategy == chosen and parallel == config.parallel
         if only_chosen and not is_chosen:
             continue
@@ -383,10 +384,10 @@ def plan_time(
     over_all = min(gpu.machine, world.local_world_size * gpu.network)
     for collective, times in step.items():
         rate = over_all
-        if collective.ranks < world.world_size and collective.kind == "all_reduce":
-            rate = gpu.network  # of hsdp's replicas, one on each machine
-        elif collective.ranks <= world.local_world_size:
+        if world.world_size == world.local_world_size:
             rate = gpu.machine
+        elif collective.ranks < world.world_size:  # hsdp
+            rate = gpu.network if collective.kind == "all_reduce" else gpu.machine
         sending += times * collective.sent / rate
     one.seconds["sending"] = sending
     one.seconds["step"] = max(sending, sum(one.seconds[phase] for phase in PHASES))

@@ -160,14 +160,16 @@ class ImaginedDevice(TorchDispatchMode):
         flops = 0
         if formula := FLOPS.get(function.overloadpacket):
             flops = formula(*args, **kwargs, out_val=result)
-            self.flops[self.phase] += flops
+        self.flops[self.phase] += flops
         if self._device is None:
             return
         memory = sum(tensor.nbytes for tensor in moved) / self._device.bytes_per_second
         compute = 0.0
         if flops:
             compute = flops / self._device.flop_per_second(moved[0].dtype)
-        limit = "compute" if compute > memory else "memory"
+        limit = "memory"
+        if compute > memory:
+            limit = "compute"
         self.seconds[self.phase, limit] += max(compute, memory)
 
     def count(self, storage: Any) -> None:
@@ -176,7 +178,8 @@ class ImaginedDevice(TorchDispatchMode):
         if key not in self._storages:
             self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
         size = math.ceil(storage.nbytes() / ROUNDING) * ROUNDING
-        self._bytes += size - self._sizes.get(key, 0)
+        before = self._sizes.get(key, 0)
+        self._bytes += size - before
         self._sizes[key] = size
         self.peaks[self.phase] = max(self.peaks[self.phase], self._bytes)
 
@@ -387,7 +390,8 @@ def simulate(
 
 def scaled(counted: Counter[Any], times: float) -> dict[Any, Any]:
     """What forward and backward take, in all micro-batches."""
-    return {
-        key: value * times if {"forward", "backward"} & {key, key[0]} else value
-        for key, value in counted.items()
-    }
+    result = {}
+    for key, value in counted.items():
+        in_micro_batch = {"forward", "backward"} & {key, key[0]}
+        result[key] = value * times if in_micro_batch else value
+    return result

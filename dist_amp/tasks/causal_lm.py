@@ -47,7 +47,9 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        y = attend(q, k, v, documents)
+        y, mask = attend((q, k, v), documents)
+        if y is None:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -134,9 +136,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalLM:
-    """Predict the next token. Batch: see `Packing.collate`, rows of context + 1 tokens, and bounds:
-    `document_bounds` of packed rows without the last token.
-    """
+    """Predict the next token. Batch: see `Packing.collate`, rows of context + 1 tokens; bounds."""
 
     def __init__(
         self,

@@ -34,9 +34,7 @@ Batch = dict[str, Any]
 
 
 class HFCausalLM(huggingface.FineTuning):
-    """Predict the next token. Batch: see `Packing.collate`; an attention_mask if data.pack=off, and
-    of packed rows `document_bounds` as bounds.
-    """
+    """Predict the next token. Batch: see `Packing.collate`; attention_mask if pack=off; bounds."""
 
     def __init__(
         self,
@@ -75,7 +73,8 @@ class HFCausalLM(huggingface.FineTuning):
         if self.loss_chunk != "off":
             make_loss_head(model, self.loss_chunk)
         self.balance = getattr(model, "router_aux_loss_coef", 0.0)
-        if self.packed_attention == "varlen" and not takes_documents(model, self.packing.length):
+        fits = takes_documents(model.config, self.packing.length)
+        if self.packed_attention == "varlen" and not fits:
             raise ConfigError(
                 "task.args.packed_attention=varlen needs a model with attention to all tokens, by "
                 f"torch's function, of a type among {', '.join(huggingface.PLAIN)}; "
@@ -203,7 +202,7 @@ def check_documents_are_apart(run: Any, how: PackedAttention) -> None:
     batch = getattr(batch, "batch", batch)  # of padding
     model = run.parallel.module
     precisions = [run.precision.autocast]
-    if not takes_documents(model, batch["input_ids"].shape[1]):
+    if not takes_documents(model.config, batch["input_ids"].shape[1]):
         # Float32 decides: in lower precision experts round by how many tokens they get.
         precisions.append(nullcontext)
     for precision in precisions:

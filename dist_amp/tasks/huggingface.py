@@ -147,7 +147,9 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
             f"task.args.model: {folder} is a {config.model_type} model, for which there is no "
             f"{kind.__name__}; use another task or model ({first_line(error)})"
         ) from error
-    if is_plain(model.config):
+    plain = config.model_type in PLAIN and model.config._attn_implementation == "sdpa"
+    both_ways = getattr(config, "use_bidirectional_attention", False)  # Gemma's
+    if plain and getattr(config, "is_causal", True) and not both_ways:
         model.config._attn_implementation = OURS
     if model.can_generate():
         with suppress(OSError):  # not every model has such a file
@@ -155,63 +157,51 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
     return lora.add_to(model) if lora.rank else model
 
 
-def is_plain(config: Any) -> bool:
-    causal = getattr(config, "is_causal", True)
-    causal = causal and not getattr(config, "use_bidirectional_attention", False)  # Gemma's
-    return causal and config.model_type in PLAIN and config._attn_implementation == "sdpa"
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    mask: Tensor | None,
     documents: Documents | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' "sdpa", but with an empty mask causal, and within documents if given."""
-    if documents is not None:
-        y = attend(query, key, value, documents, options["scaling"], options["dropout"])
-        return y.transpose(1, 2), None
-    if attention_mask is not None and not attention_mask.numel():
-        attention_mask = None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if documents is not None or (mask is not None and not mask.numel()):
+        parts = (query, key, value)
+        y, mask = attend(parts, documents, options["scaling"], options["dropout"])
+        if y is not None:
+            return y.transpose(1, 2), None
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
 AttentionInterface.register(OURS, attention)
 AttentionMaskInterface.register(OURS, sdpa_mask)  # for other calls, such as generate's
 
 
-def config_of(model: Any) -> Any:
-    return getattr(model, "module", model).config  # of DDP
-
-
-def takes_documents(model: Any, length: int) -> bool:
+def takes_documents(config: Any, length: int) -> bool:
     """Whether a model's attention is `attention`, and no window is shorter than its rows."""
-    config = config_of(model)
     window = getattr(config, "sliding_window", None) or length
     return bool(config._attn_implementation == OURS and window >= length)
 
 
 def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str, Any]:
-    """What a causal model is called with for rows padded on the right, or packed.
-
-    transformers looks on the device for padding and for positions that restart, the latter unless
-    there is a mask or a cache. A mask of four dimensions it passes on.
-    """
+    """What a causal model is called with for rows padded on the right, or packed."""
     names = ("input_ids", "attention_mask", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
-    ids = batch["input_ids"]
+    config = getattr(model, "module", model).config  # of DDP
+    length = batch["input_ids"].shape[1]
     bounds = batch.get("bounds")
-    if takes_documents(model, ids.shape[1]):
-        inputs["attention_mask"] = ids.new_empty(0, 0, 0, 0)
+    if takes_documents(config, length):
+        # transformers looks for padding and restarts on the device, but not with four dimensions.
+        inputs["attention_mask"] = batch["input_ids"].new_empty(0, 0, 0, 0)
         if bounds is not None:
             inputs["documents"] = Documents.of(batch["position_ids"], bounds, how)
-    elif bounds is not None and "flash" in str(config_of(model)._attn_implementation):
+    elif bounds is not None and "flash" in str(config._attn_implementation):
         # From position_ids transformers finds documents only at B = 1.
-        inputs |= dict(zip(BOUNDS, (bounds, bounds, ids.shape[1], ids.shape[1]), strict=True))
-    return {**inputs, "use_cache": False}
+        inputs |= dict(zip(BOUNDS, (bounds, bounds, length, length), strict=True))
+    inputs["use_cache"] = False
+    return inputs
 
 
 class FineTuning:
