@@ -225,11 +225,12 @@ COMPILED = ["--compile.blocks", "true", "--compile.mode", "aot_eager"]
 
 
 @pytest.mark.parametrize("words", [[], SELECTIVE, COMPILED], ids=["plain", "selective", "compiled"])
-def test_steps_with_the_kernel_are_those_with_the_mask(kernel, words):
+def test_steps_with_the_kernel_are_those_with_the_mask(kernel, words, capsys):
     losses = []
     for how in ("varlen", "mask"):
         run = make_run(World(), OfTheGPT(how), "--use_amp", "false", *words)
         losses.append([float(loss) for report in take_steps(run, 3) for loss in report.losses])
+    assert "is not one graph" not in capsys.readouterr().err
     # A sum of some 100 rounded losses, of three steps of an optimizer.
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -243,6 +244,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from dist_amp.tasks import hf_causal_lm, huggingface  # noqa: E402
 from dist_amp.tasks.huggingface import PLAIN, Lora, inputs_of  # noqa: E402
+from dist_amp.tasks.preference import log_probabilities  # noqa: E402
 
 SIZES = {**tiny_hf.TRANSFORMER, "num_key_value_heads": 2, "head_dim": 8}
 SIZES |= {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -321,6 +323,13 @@ def test_a_plain_model_takes_the_kernel(kind, kernel):
     assert hf_causal_lm.leaked_share(model, IDS, "varlen") <= hf_causal_lm.LEAK
 
 
+def test_pairs_of_answers_are_padded_and_read_nothing():
+    model = model_of("llama")
+    with Counter("_local_scalar_dense") as counter:
+        log_probabilities(model, {**PADDED, "labels": IDS.where(FILLED.bool(), -100)})
+    assert counter.count == 0
+
+
 def test_dropout_in_attention_takes_the_mask(kernel):
     model = model_of("gpt2", attn_pdrop=0.1).train()
     inputs = inputs_of(model, PACKED, "varlen")
@@ -366,10 +375,10 @@ def test_a_mask_of_another_call_is_respected_and_no_file_names_our_attention(tmp
     assert huggingface.OURS not in (tmp_path / "config.json").read_text()
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_the_task_trains_packed_rows_with_the_kernel(kernel, tmp_path, strategy):
+@pytest.mark.parametrize("words", ["", "--parallel.strategy fsdp", "--task.args.lora_rank 2"])
+def test_the_task_trains_packed_rows_with_the_kernel(kernel, tmp_path, words):
     folder = write_model(tmp_path, "llama")
-    words = f"--use_amp false --parallel.strategy {strategy} --task.args.packed_attention"
+    words = f"--use_amp false {words} --task.args.packed_attention"
     losses = []
     for how in ("varlen", "mask"):
         run = packed_run(World(), folder, f"{words} {how}")
