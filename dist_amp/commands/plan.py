@@ -387,7 +387,9 @@ def plan_time(
         if world.world_size == world.local_world_size:
             rate = gpu.machine
         elif collective.ranks < world.world_size:  # hsdp
-            rate = gpu.network if collective.kind == "all_reduce" else gpu.machine
+            rate = gpu.machine
+            if collective.kind == "all_reduce":
+                rate = gpu.network
         sending += times * collective.sent / rate
     one.seconds["sending"] = sending
     one.seconds["step"] = max(sending, sum(one.seconds[phase] for phase in PHASES))
@@ -650,8 +652,12 @@ def table_over_ranks(plan: Plan) -> list[str]:
         if "on_device" not in row:
             rows.append([f"{row['ranks']:,}", row.get("problem", "not known"), *4 * [""]])
             continue
-        fits = {None: "not known", True: "yes", False: "no"}[row["fits"]]
-        seconds = f"{1000 * row['seconds']:,.1f} ms" if row["seconds"] else ""
+        fits = "not known"
+        if row["fits"] is not None:
+            fits = "yes" if row["fits"] else "no"
+        seconds = ""
+        if row["seconds"]:
+            seconds = f"{1000 * row['seconds']:,.1f} ms"
         sizes = [size_text(row["on_device"]), fits, size_text(row["sent_bytes"])]
         rows.append([f"{row['ranks']:,}", row["strategy"], *sizes, seconds])
     return columns(rows, left=2)
