@@ -288,7 +288,7 @@ def _shard(
 
     def gradient_sync(on: bool) -> AbstractContextManager[None]:
         model.set_is_last_backward(on)
-        if config.accumulate_reduce == "last":
+        if config.accumulate_reduce != "every":
             model.set_requires_gradient_sync(on)
         elif strategy == "hsdp":  # reduced within the shards every time, between the replicas once
             model.set_requires_all_reduce(on)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from dist_amp.checkpoint.format import checkpoint_folder
 from dist_amp.checkpoint.resume import resume
 from dist_amp.checkpoint.saver import Saver
-from dist_amp.config.auto import accumulation_steps, pick_cast, pick_strategy
+from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_parallel
@@ -199,6 +200,8 @@ def lay_out(
     """A module as it is trained; parameters on the meta device get memory, with any content."""
     strategy = pick_strategy(config.parallel, module, world)
     sharded = strategy in ("fsdp", "hsdp")
+    if sharded and world.device.type == "cuda":
+        config = replace(config, parallel=pick_reduction(config.parallel, module, world))
     cast = pick_cast(config.precision, strategy, module, world)
     check_parallel(config.parallel, strategy, cast, module, world)
     precision = build_precision(cast, sharded or config.parallel.bit_exact, world)

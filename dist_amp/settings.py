@@ -190,10 +190,10 @@ class ParallelConfig:
     """fsdp, hsdp: dtype in which gradients are reduced over ranks and accumulated."""
     comm_dtype: Literal["off", "bf16", "fp16"] = "off"
     """ddp: compress gradients to this dtype for the all-reduce."""
-    accumulate_reduce: Literal["last", "every"] = "last"
+    accumulate_reduce: Literal["auto", "last", "every"] = "auto"
     """fsdp, hsdp: reduce gradients after the last micro-batch only (holds 4 bytes per parameter
     unsharded on each rank), or after every one (holds 4 / world_size bytes, and sends up to twice
-    as much: docs/collectives.md).
+    as much: docs/collectives.md); auto: last, unless it takes a quarter of a GPU's memory.
     """
     activation_checkpointing: Count | Literal["none", "full", "selective"] = "none"
     """Blocks that recompute their activations in backward: none, full (all), selective (all, but

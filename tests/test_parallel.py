@@ -16,7 +16,7 @@ from torch import nn
 
 from dist_amp.checkpoint.saver import save
 from dist_amp.checkpoint.state import load
-from dist_amp.config.auto import pick_cast, pick_strategy
+from dist_amp.config.auto import pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.validate import check_parallel
 from dist_amp.errors import ConfigError
 from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig
@@ -49,6 +49,19 @@ def test_auto_shards_a_model_that_takes_more_than_half_of_the_gpu(monkeypatch, c
     assert pick_strategy(ParallelConfig(), large, machines) == "hsdp"
     assert "but do when sharded over the 8 ranks of a machine" in capsys.readouterr().out
     assert pick_strategy(ParallelConfig(), large, replace(machines, local_world_size=2)) == "fsdp"
+
+
+def test_auto_reduces_after_every_micro_batch_where_whole_gradients_take_a_quarter(capsys):
+    gpus = World(world_size=8, local_world_size=8, device=torch.device("cuda", 0))
+    with torch.device("meta"):
+        model = nn.Linear(20_000, 20_000)
+    picked = [
+        pick_reduction(ParallelConfig(), model, gpus, memory * 2**30).accumulate_reduce
+        for memory in (4, 80)
+    ]
+    assert picked == ["every", "last"]
+    said = capsys.readouterr().out
+    assert "accumulate_reduce=auto: every, because whole gradients (1.49 GiB) take more" in said
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])

@@ -141,7 +141,7 @@ def memory_of(setup: Setup) -> Memory:
     elif setup.micro_batches > 1:
         if setup.strategy == "ddp":  # they add up beside DDP's buckets
             gradients *= 2
-        elif shards and setup.config.parallel.accumulate_reduce == "last":
+        elif shards and setup.config.parallel.accumulate_reduce != "every":
             gradients = max(gradients, tensor_bytes(trained, dtype=setup.reduced))
     average = 0
     if setup.config.optim.ema != "off":

@@ -37,7 +37,14 @@ from dist_amp.commands.estimates import (
     of_a_step,
 )
 from dist_amp.commands.simulation import ImaginedWorld, Simulation, simulate
-from dist_amp.config.auto import SHARDED, accumulation_steps, pick_cast, pick_strategy, replicas_of
+from dist_amp.config.auto import (
+    SHARDED,
+    accumulation_steps,
+    pick_cast,
+    pick_reduction,
+    pick_strategy,
+    replicas_of,
+)
 from dist_amp.config.load import load_config
 from dist_amp.config.memory import USABLE, auto_strategy, capacity_of, size_text
 from dist_amp.config.task_class import build_task
@@ -228,6 +235,10 @@ def make_plan(
         steps=config.train.steps,
         notes=world.notes,
     )
+    room = math.inf
+    if device_memory and device.type == "cuda":
+        room = device_memory
+    config = replace(config, parallel=pick_reduction(config.parallel, module, world, room))
     job = Job(config, task, module, world, device_memory, gpu)
     refused = None
     try:

@@ -41,6 +41,27 @@ def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> St
     return auto_strategy(module, world, memory)
 
 
+def pick_reduction(
+    config: ParallelConfig, module: nn.Module, world: World, memory: float = 0
+) -> ParallelConfig:
+    """The config with `accumulate_reduce=auto` resolved, for GPUs of `memory` bytes; says why.
+
+    memory: 0: the GPU's own. A quarter leaves room for activations; assumed.
+    """
+    if config.accumulate_reduce != "auto":
+        return config
+    if not memory:
+        memory = torch.cuda.get_device_properties(world.device).total_memory
+    whole = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)
+    if whole <= memory / 4:
+        return replace(config, accumulate_reduce="last")
+    world.say(
+        f"parallel.accumulate_reduce=auto: every, because whole gradients ({whole / 2**30:.2f} "
+        f"GiB) take more than a quarter of the device's {memory / 2**30:.1f} GiB"
+    )
+    return replace(config, accumulate_reduce="every")
+
+
 def pick_cast(
     config: PrecisionConfig, strategy: Strategy, module: nn.Module, world: World
 ) -> PrecisionConfig:

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from queue import Empty
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -383,6 +383,9 @@ def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
     config = reference.config
     verdicts = []
     _, strategy, precision = row
+    reduction: Literal["last", "every"] = "last"
+    if config.parallel.accumulate_reduce == "every":
+        reduction = "every"
     for optimizer in ("sgd", "adamw"):
         cell = Cell(
             strategy,
@@ -390,7 +393,7 @@ def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
             optimizer,
             clip_by=config.train.clip_by,
             fused=config.optim.fused,
-            accumulate_reduce=config.parallel.accumulate_reduce,
+            accumulate_reduce=reduction,
         )
         try:
             verdicts.append(check_cell(world, reference, cell))
