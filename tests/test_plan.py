@@ -364,7 +364,7 @@ def test_a_plan_that_does_not_fit_names_the_least_change_that_does(capsys):
     kept = "--parallel.strategy fsdp --parallel.activation_checkpointing"
     assert f"it fits with: {kept} selective" in out
     _, out, _ = shown(capsys, f"{words} --device_memory_GiB 40 --train.accumulation_steps 2")
-    smaller = "--train.micro_batch_size 1 --train.accumulation_steps 16"
+    smaller = "--train.micro_batch_size 2 --train.accumulation_steps 8"
     assert f"--parallel.activation_checkpointing full {smaller}" in out
 
 

@@ -351,8 +351,9 @@ def simulate(
         size = 1
     parallel = replace(config.parallel, strategy="single" if size == 1 else strategy)
     config = replace(config, parallel=parallel, compile=replace(config.compile, blocks=False))
+    # Not as the first, which would measure what this CPU computes in half precision.
     ranks = ImaginedWorld(
-        rank=0, world_size=size, local_world_size=min(size, world.local_world_size)
+        rank=1, world_size=size, local_world_size=min(size, world.local_world_size)
     )
     fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     rank0 = ImaginedDevice(device)
