@@ -355,7 +355,10 @@ def test_auto_is_resolved_by_the_memory_of_a_device_that_is_not_here(capsys):
     assert large[1]["peaks"]["backward"] > 100 * 2**30, "activations of 65,536 tokens"
     unknown = facts(capsys, f"{TOP} --world_size 8")
     assert not any(one["chosen"] for one in unknown["strategies"])
-    assert "auto depends on the GPU's memory; give --device_memory_GiB" in unknown["notes"][0]
+    assert (
+        "auto depends on the GPU's memory; give --device or --device_memory_GiB"
+        in unknown["notes"][0]
+    )
 
 
 def test_a_plan_that_does_not_fit_names_the_least_change_that_does(capsys):
@@ -440,6 +443,8 @@ def test_a_step_that_needs_values_is_planned_without_activations_and_named(capsy
     ("words", "message"),
     [
         ("--device h100-80g", "--device=h100-80g is not in the table; did you mean h100-80gb?"),
+        ("--device h100", "did you mean h100-80gb?"),
+        ("--device l4 --run.device cpu", "--device=l4 is a GPU, and run.device=cpu plans for"),
         ("--device tpu", "use one of a100-40gb, a100-80gb, "),
         ("--largest_micro_batch", "--largest_micro_batch needs --device or --device_memory_GiB"),
     ],

@@ -20,7 +20,7 @@ COMMANDS = {
     "launch": "train on all GPUs of this machine, or on several machines; torchrun's options",
     "verify": "prove on your task and machine that every way of running computes the same step",
     "bench": "measure what things cost: overhead, amp, gpu, data, collectives, checkpoint ...",
-    "plan": "estimate memory and traffic per rank of a config on a number of GPUs",
+    "plan": "predict memory, traffic and time per rank of a config on a number of GPUs",
     "tokenize": "pre-tokenize a dataset into memory-mapped files",
     "export": "write a checkpoint's model as one safetensors file",
     "sample": "generate a sample from a trained model",
@@ -33,7 +33,7 @@ COMMANDS = {
 # What they take beside settings; a test compares. Those of launch are torchrun's.
 OPTIONS = {
     "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact --replay",
-    "plan": "--world_size --device_memory_GiB --json",
+    "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks --json",
     "tokenize": "--out --check --workers --shard_tokens",
     "export": "--out --dtype --format --merge --weights",
     "sample": "--weights",

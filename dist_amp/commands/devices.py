@@ -63,7 +63,8 @@ def find_device(name: str, tf32: bool) -> Device:
                 tf32,
             )
     names = [row[0] for row in ROWS]
-    near = nearest_name(name.lower(), names)
+    near = next((known for known in names if known.startswith(name.lower())), "")
+    near = near or nearest_name(name.lower(), names)
     hint = f"; did you mean {near}?" if near else ""
     raise ConfigError(
         f"--device={name} is not in the table{hint}; use one of {', '.join(names)}, or "

@@ -74,7 +74,7 @@ ROWS = {
 }
 PHASES = ("forward", "backward", "optimizer")
 LIMITS = ("compute", "memory")
-LARGEST = 4096  # micro-batches beyond it are not tried
+LARGEST = 2**16  # micro-batches beyond it are not tried
 MANY_RANKS = (8, 64, 512, 4096)
 
 
@@ -123,6 +123,11 @@ def run(argv: Sequence[str]) -> None:
             config = load_config(words)
             device = None
             if options.device:
+                if config.run.device == "cpu":
+                    raise ConfigError(
+                        f"--device={options.device} is a GPU, and run.device=cpu plans for "
+                        "processes on a CPU; leave one of them out"
+                    )
                 device = find_device(options.device, config.precision.tf32)
             memory = round(options.device_memory_GiB * 2**30)
             largest = options.largest_micro_batch
@@ -476,8 +481,10 @@ def largest_micro_batch(strategy: Strategy, job: Job) -> int:
         return fitting(strategy, job, {"train.micro_batch_size": size})
 
     low, high = 0, 1
-    while high <= LARGEST and fits(high):
+    while fits(high):
         low, high = high, 2 * high
+        if high > LARGEST:
+            return low
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
         if fits(middle):
@@ -493,9 +500,11 @@ def over_ranks(config: Config, memory: int, gpu: Device | None) -> list[dict[str
     for ranks in MANY_RANKS:
         row: dict[str, Any] = {"ranks": ranks}
         try:
-            plan, _ = make_plan(config, ranks, memory, gpu, only_chosen=True)
+            plan, refused = make_plan(config, ranks, memory, gpu, only_chosen=True)
         except ConfigError as error:
-            rows.append(row | {"problem": first_line(error)})
+            refused = error
+        if refused is not None:
+            rows.append(row | {"problem": first_line(refused)})
             continue
         for one in plan.strategies:
             if one.chosen:
@@ -516,7 +525,9 @@ def choose(config: ParallelConfig, module: nn.Module, world: World, memory: int)
         return auto_strategy(module, world, 0)
     if memory:
         return auto_strategy(module, world, memory)
-    world.say("parallel.strategy=auto depends on the GPU's memory; give --device_memory_GiB")
+    world.say(
+        "parallel.strategy=auto depends on the GPU's memory; give --device or --device_memory_GiB"
+    )
     return ""
 
 
@@ -658,10 +669,13 @@ def time_text(one: StrategyPlan, phase: str) -> str:
 
 def table_over_ranks(plan: Plan) -> list[str]:
     """A row per number of ranks."""
+    problems = []
     rows = [["ranks", "strategy", "on each rank", "fits", "sent per step", "time of a step"]]
     for row in plan.over_ranks:
         if "on_device" not in row:
-            rows.append([f"{row['ranks']:,}", row.get("problem", "not known"), *4 * [""]])
+            rows.append([f"{row['ranks']:,}", "not known", *4 * [""]])
+            if "problem" in row:
+                problems.append(f"{row['ranks']:,} ranks: {row['problem']}")
             continue
         fits = "not known"
         if row["fits"] is not None:
@@ -671,7 +685,7 @@ def table_over_ranks(plan: Plan) -> list[str]:
             seconds = f"{1000 * row['seconds']:,.1f} ms"
         sizes = [size_text(row["on_device"]), fits, size_text(row["sent_bytes"])]
         rows.append([f"{row['ranks']:,}", row["strategy"], *sizes, seconds])
-    return columns(rows, left=2)
+    return [*columns(rows, left=2), *problems]
 
 
 def table(plan: Plan) -> list[str]:
