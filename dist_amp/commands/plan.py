@@ -155,7 +155,7 @@ class StrategyPlan:
 
     name: str
     chosen: bool
-    fits: bool | None = None  # into the device, with room for fragments
+    fits: bool | None = None  # into the device, with room for fragments; None: not known
     precision: str = ""  # and who casts
     memory: Memory | None = None
     peaks: dict[str, int] = field(default_factory=dict)  # on the device, by phase
@@ -315,21 +315,23 @@ def plan_strategies(plan: Plan, job: Job, only_chosen: bool) -> Strategy | str:
             "the task's optimizer is assumed to keep two values per parameter, as AdamW does, and "
             "to send nothing"
         )
-    tried = candidates(config.parallel, world, job.micro_batches)
-    for name, strategy, parallel in tried:
+    for name, strategy, parallel in candidates(config.parallel, world, job.micro_batches):
         is_chosen = strategy == chosen and parallel == config.parallel
         if only_chosen and not is_chosen:
             continue
         # The warnings about other strategies are of no interest.
         noted_in = world if is_chosen else replace(world, notes=[])
         candidate = replace(job, config=replace(config, parallel=parallel), world=noted_in)
-        one, setup = plan_strategy(name, strategy, candidate)
+        try:
+            one, setup = plan_strategy(name, strategy, candidate)
+        except Failure as error:
+            if is_chosen:
+                raise
+            plan.strategies.append(StrategyPlan(name, chosen=False, problem=first_line(error)))
+            continue
         one.chosen = is_chosen
         plan.strategies.append(one)
-        if setup is None:
-            if is_chosen:
-                raise ConfigError(one.problem)
-        elif is_chosen or not plan.checkpoint_bytes:
+        if is_chosen or not plan.checkpoint_bytes:
             plan.checkpoint_bytes = checkpoint_bytes(setup)
         if is_chosen and one.fits is False:
             plan.fits_with = settings_that_fit(strategy, candidate)
@@ -339,14 +341,10 @@ def plan_strategies(plan: Plan, job: Job, only_chosen: bool) -> Strategy | str:
     return chosen
 
 
-def plan_strategy(name: str, strategy: Strategy, job: Job) -> tuple[StrategyPlan, Setup | None]:
-    """(the plan, its setup); without a setup where training would refuse it, as `problem` says."""
+def plan_strategy(name: str, strategy: Strategy, job: Job) -> tuple[StrategyPlan, Setup]:
+    """(the plan, its setup). Errors: a Failure where training would refuse it."""
     one = StrategyPlan(name, chosen=False)
-    try:
-        precision = checked(job.config, strategy, job.task, job.module, job.world)
-    except Failure as error:
-        one.problem = first_line(error)
-        return one, None
+    precision = checked(job.config, strategy, job.task, job.module, job.world)
     setup = Setup(
         job.config, strategy, job.world, job.task, job.module, precision, job.micro_batches
     )
@@ -372,8 +370,10 @@ def plan_strategy(name: str, strategy: Strategy, job: Job) -> tuple[StrategyPlan
         one.on_device = max(one.peaks.values())
         if job.gpu is not None:
             plan_time(one, simulated, step, job.gpu, job.world)
-    if job.device_memory:
-        one.fits = one.on_device <= job.room
+    if one.on_device > job.room:
+        one.fits = False
+    elif job.device_memory and one.peaks:
+        one.fits = True
     return one, setup
 
 
@@ -444,7 +444,10 @@ def fitting(strategy: Strategy, job: Job, settings: dict[str, Any]) -> bool:
         batch = batch_of(config, job.task, job.dataset)
     world = replace(job.world, notes=[])
     changed = replace(job, config=config, world=world, batch=batch)
-    return bool(plan_strategy("", strategy, changed)[0].fits)
+    try:
+        return bool(plan_strategy("", strategy, changed)[0].fits)
+    except Failure:
+        return False
 
 
 def changes(strategy: Strategy, job: Job) -> Iterator[dict[str, Any]]:
@@ -607,7 +610,7 @@ def lines(plan: Plan, config: Config) -> list[str]:
         text.append(f"without activations: a step on tensors without values raised {problem}")
     if plan.fits_with:
         text.append(f"it fits with: {plan.fits_with}")
-    elif plan.device_memory_bytes and not any(one.fits for one in plan.strategies):
+    elif all(one.fits is False for one in plan.strategies if not one.problem):
         text.append(f"nothing fits into {100 * USABLE:.0f} % of the device; use more ranks")
     if plan.largest_micro_batch:
         text.append(f"largest train.micro_batch_size that fits: {plan.largest_micro_batch}")
@@ -708,7 +711,7 @@ def table(plan: Plan) -> list[str]:
         left = [f"left of {size_text(plan.device_memory_bytes)}"]
         for one in strategies:
             room = size_text(plan.device_memory_bytes - one.on_device)
-            left.append(room if one.fits else "too large")
+            left.append("too large" if one.fits is False else room)
         rows.append(left)
     add("sent per step", (one.sent_bytes for one in strategies))
     for phase in (*PHASES, "sending"):
