@@ -101,7 +101,8 @@ class TensorBoardWriter:
             add(self._writer)
         except OSError as error:  # also one of the writer's thread, which the next write raises
             self._writer = None
-            self._retry_at = time.monotonic() + RETRY_SECONDS
+            if error.errno != errno.ENOENT:  # a folder that was removed is made again at once
+                self._retry_at = time.monotonic() + RETRY_SECONDS
             self._warn(
                 f"{self._path} can't be written ({error.strerror}); metrics.jsonl will have all "
                 "the metrics"
